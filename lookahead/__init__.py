@@ -1,0 +1,24 @@
+"""Draft-free, lossless lookahead decoding for Hugging Face causal language models.
+
+    model = lookahead.wrap(model)  # generate() now decodes by lookahead: same signature, same result
+"""
+
+from lookahead.architecture import UnsupportedModelError
+from lookahead.config import LookaheadConfig
+from lookahead.decoding import Lookahead, decode
+from lookahead.stats import Stats
+from lookahead.wrapping import unwrap, wrap
+from ngram_pool import NgramPool
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Lookahead",
+    "LookaheadConfig",
+    "NgramPool",
+    "Stats",
+    "UnsupportedModelError",
+    "decode",
+    "unwrap",
+    "wrap",
+]

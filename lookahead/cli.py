@@ -1,0 +1,207 @@
+"""The ``lookahead`` command."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import click
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from lookahead import __version__
+from lookahead.architecture import UnsupportedModelError
+from lookahead.config import LookaheadConfig
+from lookahead.wrapping import unwrap, wrap
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STEP_COLOURS = ("cyan", "yellow")  # of the tokens of even and odd steps
+
+
+@click.group()
+@click.version_option(__version__, prog_name="lookahead")
+def main() -> None:
+    """Lossless lookahead decoding: a language model's own text in fewer steps."""
+
+
+class StepStreamer:
+    """A streamer that writes text as it comes; on a terminal, tokens accepted in one step share a colour."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, step):
+        """step: called without arguments for the number of the step under way."""
+        self._tokenizer = tokenizer
+        self._step = step
+        self._colour = sys.stdout.isatty()
+        self._seen_prompt = False
+        self._pending: list[int] = []
+        self._written = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._seen_prompt:  # generate() puts the prompt first
+            self._seen_prompt = True
+            return
+        self._pending += value.flatten().tolist()
+        text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # in the middle of a character of several tokens
+            return
+        self._write(text[len(self._written) :])
+        self._written = text
+        if text.endswith("\n"):
+            self._pending, self._written = [], ""
+
+    def end(self) -> None:
+        text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        self._write(text[len(self._written) :] + "\n")
+
+    def _write(self, text: str) -> None:
+        if self._colour:
+            text = click.style(text, fg=STEP_COLOURS[self._step() % len(STEP_COLOURS)])
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+
+
+@main.command()
+@click.argument("prompt", required=False)
+@click.option("--prompt-file", type=click.File(encoding="utf-8"), help="Read the prompt from a file.")
+@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Causal LM to load; the packaged one by default.")
+@click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True,
+              help="auto: float32 on the CPU, the checkpoint's own elsewhere.")  # fmt: skip
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps, ...")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--do-sample/--no-do-sample", default=None,
+              help="Sample; implied by the four options below. Default: as the model's generation config says.")  # fmt: skip
+@click.option("--temperature", type=click.FloatRange(min=0, min_open=True))
+@click.option("--top-k", type=click.IntRange(min=0))
+@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True))
+@click.option("--min-p", type=click.FloatRange(min=0, max=1))
+@click.option("--repetition-penalty", type=click.FloatRange(min=0, min_open=True))
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
+@click.option("--strategy", type=click.Choice(["lookahead", "jacobi", "greedy"]), default="lookahead",
+              show_default=True, help="greedy: plain decoding, one token a step.")  # fmt: skip
+@click.option("--budget", type=click.IntRange(min=0), default=LookaheadConfig.budget, show_default=True,
+              help="Most guesses verified in a step.")  # fmt: skip
+@click.option("--window-size", type=click.IntRange(min=0), default=LookaheadConfig.window_size, show_default=True,
+              help="Columns W of the Jacobi window; 0 turns it off.")  # fmt: skip
+@click.option("--ngram-size", type=click.IntRange(min=2), default=LookaheadConfig.ngram_size, show_default=True,
+              help="Length N of the window's n-grams.")  # fmt: skip
+@click.option("--stream/--no-stream", default=True, show_default=True, help="Write tokens as they are accepted.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.option("--stats", "show_stats", is_flag=True, help="Print steps, acceptance and times to stderr.")
+@click.option("--compare", is_flag=True, help="Decode plainly too; print the speed-up and whether the texts agree.")
+def generate(
+    prompt, prompt_file, model_name, dtype, device, max_new_tokens, do_sample, temperature, top_k, top_p, min_p,
+    repetition_penalty, seed, strategy, budget, window_size, ngram_size, stream, as_json, show_stats, compare,
+) -> None:  # fmt: skip
+    """Continue PROMPT (or - for standard input) by lookahead decoding."""
+    prompt = _read_prompt(prompt, prompt_file)
+    model, tokenizer = load(model_name, dtype, device)
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    length, context = inputs.input_ids.shape[1], getattr(model.config, "max_position_embeddings", None)
+    if length == 0:
+        raise click.UsageError("the prompt is empty: give at least one token of text")
+    if context is not None and length >= context:
+        raise click.UsageError(f"the prompt has {length} tokens, the model's context is {context}: shorten the prompt")
+    if context is not None and length + max_new_tokens > context:
+        max_new_tokens = context - length
+        click.echo(f"note: the model's context of {context} leaves room for {max_new_tokens} new tokens", err=True)
+    sampling = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "do_sample": do_sample,
+        "repetition_penalty": repetition_penalty,
+    }  # fmt: skip
+    options = {name: value for name, value in sampling.items() if value is not None}
+    if do_sample is None and any(value is not None for value in (temperature, top_k, top_p, min_p)):
+        options["do_sample"] = True
+    options["max_new_tokens"] = max_new_tokens
+
+    def decode(streamer=None) -> tuple[list[int], float]:
+        """New ids and the seconds they took."""
+        torch.manual_seed(seed)
+        start = time.perf_counter()
+        output = model.generate(**inputs, **options, streamer=streamer)
+        ids = output[0, length:].tolist()
+        return ids, time.perf_counter() - start
+
+    try:
+        if strategy != "greedy":
+            wrap(model, LookaheadConfig(
+                strategy=strategy, budget=budget, window_size=window_size, ngram_size=ngram_size
+            ))  # fmt: skip
+        streaming = stream and not as_json
+        step = (lambda: model.lookahead.last.steps) if strategy != "greedy" else (lambda: 0)
+        ids, seconds = decode(StepStreamer(tokenizer, step) if streaming else None)
+        stats = model.lookahead.last if strategy != "greedy" else None
+        plain_ids = plain_seconds = None
+        if compare:
+            unwrap(model)
+            click.echo("decoding plainly for comparison ...", err=True)
+            plain_ids, plain_seconds = decode()
+    except UnsupportedModelError as error:
+        raise click.ClickException(str(error)) from error
+    except (FloatingPointError, ValueError, torch.OutOfMemoryError) as error:
+        raise click.ClickException(f"decoding failed: {error}") from error
+    except KeyboardInterrupt:
+        click.echo("\ninterrupted", err=True)
+        sys.exit(130)
+
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    if as_json:
+        result = {"prompt": prompt, "text": text, "tokens": len(ids), "seconds": seconds, "strategy": strategy}
+        result["stats"] = stats.as_dict() if stats else None
+        if compare:
+            result["plain"] = {"seconds": plain_seconds, "speedup": plain_seconds / seconds, "identical": ids == plain_ids}
+        click.echo(json.dumps(result, ensure_ascii=False))
+        return
+    if not streaming:
+        click.echo(text)
+    if show_stats:
+        click.echo(str(stats) if stats else f"{len(ids)} tokens in {len(ids) - 1} steps: plain decoding", err=True)
+    if compare:
+        click.echo(_comparison(strategy, ids, seconds, plain_ids, plain_seconds, stats))
+
+
+def _read_prompt(prompt: str | None, prompt_file) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise click.UsageError("give a PROMPT, - for standard input, or --prompt-file")
+    if prompt_file is not None:
+        prompt = prompt_file.read()
+    elif prompt == "-":
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise click.UsageError("the prompt is empty: give at least one token of text")
+    return prompt
+
+
+def load(name: str | None, dtype: str = "auto", device: str = "auto"):
+    """Model in eval mode and tokenizer; None is the packaged model. Raises ClickException if they cannot be loaded."""
+    source = name or DEMO_MODEL
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = DTYPES.get(dtype) or (torch.float32 if torch.device(device).type == "cpu" else "auto")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen).to(device).eval()
+    except Exception as error:  # what is raised depends on the hub's client, the format and the device
+        what = str(error).strip().split("\n")[0]
+        raise click.ClickException(
+            f"cannot load the model {str(source)!r} on {device}: {what}. Give --model a folder in Hugging Face format or the "
+            "name of a causal LM on the hub."
+        ) from error
+    return model, tokenizer
+
+
+def _comparison(strategy, ids, seconds, plain_ids, plain_seconds, stats) -> str:
+    rates = len(ids) / seconds, len(plain_ids) / plain_seconds
+    if ids == plain_ids:
+        verdict = "the texts are identical"
+    else:
+        first = next((i for i, (a, b) in enumerate(zip(ids, plain_ids)) if a != b), min(len(ids), len(plain_ids)))  # noqa: B905
+        verdict = f"THE TEXTS DIFFER from token {first} on"
+    steps = f", {stats.tokens_per_step:.2f} tokens per step" if stats else ""
+    return (
+        f"\n{strategy}: {len(ids)} tokens in {seconds:.2f} s, {rates[0]:.0f} tokens/s{steps}\n"
+        f"plain: {len(plain_ids)} tokens in {plain_seconds:.2f} s, {rates[1]:.0f} tokens/s\n"
+        f"{rates[0] / rates[1]:.2f} times as fast; {verdict}"
+    )

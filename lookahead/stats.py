@@ -1,0 +1,104 @@
+"""What a call, or all calls of a wrap, did."""
+
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ngram_pool import Source
+
+STAGES = ("guess", "forward", "verify", "commit", "learn")
+
+
+@dataclass
+class Stats:
+    """Counts and times of decoding; those of several calls add up."""
+
+    calls: int = 0
+    """Calls decoded by lookahead."""
+    steps: int = 0
+    """Forward passes after the prefill."""
+    tokens: int = 0
+    """Tokens emitted, the one that each call's prefill yields included."""
+    guesses: int = 0
+    """Guessed tokens verified."""
+    window_tokens: int = 0
+    """Tokens of the Jacobi window computed."""
+    accepted: Counter = field(default_factory=Counter)
+    """Guesses accepted and emitted, by the name of their source: prompt, text, logits, jacobi."""
+    accepted_per_step: Counter = field(default_factory=Counter)
+    """Number of steps by the number of guesses that they accepted."""
+    prefill_seconds: float = 0.0
+    seconds: Counter = field(default_factory=Counter)
+    """Wall-clock time of the steps by stage: guess, forward, verify, commit, learn. On an accelerator, the time that
+    forward queues is spent where its result is first read, in verify."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """tau: tokens that a step emits on average; 1 is plain decoding."""
+        return (self.tokens - self.calls) / self.steps if self.steps else 0.0
+
+    @property
+    def draft_length(self) -> float:
+        """gamma: guesses verified in a step, on average."""
+        return self.guesses / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """alpha: accepted guesses / guesses."""
+        return self.accepted.total() / self.guesses if self.guesses else 0.0
+
+    @property
+    def overhead(self) -> float:
+        """Share of the steps' time spent outside the forward pass."""
+        total = self.seconds.total()
+        return 1 - self.seconds["forward"] / total if total else 0.0
+
+    @contextmanager
+    def time(self, stage: str):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
+
+    def count_accepted(self, sources: list[int]) -> None:
+        """Count the guesses that one step accepted, given as their sources."""
+        self.accepted_per_step[len(sources)] += 1
+        for source in sources:
+            self.accepted[Source(source).name.lower()] += 1
+
+    def __iadd__(self, other: "Stats") -> "Stats":
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+        return self
+
+    def as_dict(self) -> dict:
+        """Everything as plain values, for JSON."""
+        return {
+            "calls": self.calls,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "tokens_per_step": self.tokens_per_step,
+            "draft_length": self.draft_length,
+            "acceptance_rate": self.acceptance_rate,
+            "guesses": self.guesses,
+            "window_tokens": self.window_tokens,
+            "accepted": {source.name.lower(): self.accepted[source.name.lower()] for source in Source},
+            "accepted_per_step": {str(n): count for n, count in sorted(self.accepted_per_step.items())},
+            "prefill_seconds": self.prefill_seconds,
+            "seconds": {stage: self.seconds[stage] for stage in STAGES},
+            "overhead": self.overhead,
+        }
+
+    def __str__(self) -> str:
+        accepted = ", ".join(f"{source} {count}" for source, count in self.as_dict()["accepted"].items())
+        seconds = ", ".join(f"{stage} {1000 * self.seconds[stage] / max(self.steps, 1):.2f}" for stage in STAGES)
+        return (
+            f"{self.tokens} tokens in {self.steps} steps: {self.tokens_per_step:.2f} tokens per step\n"
+            f"draft length {self.draft_length:.1f}, acceptance rate {self.acceptance_rate:.1%}; accepted: {accepted}\n"
+            f"ms a step: {seconds}"
+        )

@@ -1,0 +1,142 @@
+"""Layout of one step: which tokens go into the forward pass, where they stand, and what they see.
+
+    [ root | guess tree (verification branch) | window (lookahead branch) ]
+
+The whole step is one forest below the root. A token stands at position L + depth, L being the committed length, and
+sees the committed cache and its own ancestors, nothing else. So positions and mask follow from the parents alone.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from lookahead.window import JacobiWindow
+from ngram_pool import GuessTree
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What a kind of attention layer lets a query see besides causality: all, a sliding window, or its own chunk."""
+
+    window: int | None = None
+    """A query at position p sees keys at positions above p - window."""
+    chunk: int | None = None
+    """A query at position p sees keys at positions p // chunk * chunk and later."""
+
+    def hides(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+        """Bool [queries, keys] from two vectors of positions, or None where nothing is hidden."""
+        if self.window is not None:
+            return queries[:, None] - keys[None, :] >= self.window
+        if self.chunk is not None:
+            return queries[:, None] // self.chunk != keys[None, :] // self.chunk
+        return None
+
+
+@dataclass(frozen=True)
+class Step:
+    """T tokens of one forward pass. Row 0 is the root; rows 1..guesses are the guess tree; then comes the window.
+
+    ids, parents, depths: int64 [T]; the root's parent is -1.
+    ancestors: bool [T, T], row i marks i and all its ancestors.
+    guesses: number of guess-tree rows.
+    """
+
+    ids: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    ancestors: np.ndarray
+    guesses: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every token sees all those before it, so that no custom mask is needed."""
+        return bool((self.depths == np.arange(len(self))).all())
+
+    def children(self) -> dict[tuple[int, int], int]:
+        """{(row, token): row of the guess that continues this row with this token}."""
+        rows = range(1, self.guesses + 1)
+        return {(int(self.parents[row]), int(self.ids[row])): row for row in rows}
+
+    def positions(self, length: int, last: int | None = None) -> np.ndarray:
+        """Int64 [T] when ``length`` positions are committed; window tokens are not placed beyond ``last``.
+
+        A window token moved back costs a guess; a position that plain decoding would never use can crash a model.
+        """
+        positions = length + self.depths
+        return positions if last is None else np.minimum(positions, max(last, length))
+
+    def mask(self, positions: torch.Tensor, length: int, seen: int, visibility: Visibility, dtype) -> torch.Tensor:
+        """Additive mask [1, 1, T, seen + T]: 0 where a token is seen, the dtype's minimum elsewhere.
+
+        positions: int64 [T] on the model's device. length: committed positions, of which the layer's cache shows the
+        last ``seen``.
+        """
+        device = positions.device
+        hidden = torch.from_numpy(~self.ancestors).to(device)
+        hidden = torch.nn.functional.pad(hidden, (seen, 0))
+        keys = torch.cat([torch.arange(length - seen, length, device=device), positions])
+        out_of_sight = visibility.hides(positions, keys)
+        if out_of_sight is not None:
+            hidden = hidden | out_of_sight
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
+
+    def contexts(self, text: list[int], length: int) -> np.ndarray:
+        """Int64 [T, length]: the last ``length`` tokens up to and including each row's own; -1 where there is none.
+
+        text: all tokens before the root, of which the last ``length`` matter.
+        """
+        tail = text[-length:]
+        tail = [-1] * (length - len(tail)) + tail
+        tokens = np.concatenate([tail, self.ids])
+        parents = np.concatenate([np.arange(-1, length - 1), np.where(self.parents < 0, -1, self.parents) + length])
+        contexts = np.empty((len(self), length), np.int64)
+        rows = np.arange(length, length + len(self))
+        for column in range(length - 1, -1, -1):
+            contexts[:, column] = tokens[rows]
+            rows = parents[rows]
+        return contexts
+
+
+def lay_out(root: int, tree: GuessTree, window: JacobiWindow | None = None) -> Step:
+    """Put the root, the guesses and the window's tokens into one step."""
+    n = len(tree)
+    w_tokens, w_parents, w_depths, w_ancestors = [], [], [], np.empty((0, 0), bool)
+    if window is not None and window.rows:
+        w_tokens = np.concatenate(window.rows)
+        w_parents, w_depths, w_ancestors = _window_layout(window.size, len(window.rows))
+    total = 1 + n + len(w_tokens)
+    ids = np.concatenate([[root], tree.tokens, w_tokens]).astype(np.int64)
+    parents = np.concatenate([[-1], tree.parents + 1, np.where(np.less(w_parents, 0), 0, np.add(w_parents, n + 1))])
+    depths = np.concatenate([[0], tree.depths, w_depths]).astype(np.int64)
+    ancestors = np.zeros((total, total), bool)
+    ancestors[:, 0] = True
+    ancestors[1 : n + 1, 1 : n + 1] = _closure(tree.parents)
+    ancestors[n + 1 :, n + 1 :] = w_ancestors
+    return Step(ids, parents.astype(np.int64), depths, ancestors, n)
+
+
+@lru_cache(maxsize=64)
+def _window_layout(columns: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Parents, depths and ancestors of a window (Fu et al. 2024, arXiv 2402.02057, section 3), -1 being the root.
+
+    Row 0 is a chain below the root; each later row continues the one above it, column by column.
+    """
+    index = np.arange(rows * columns)
+    row, column = index // columns, index % columns
+    parents = np.where(row > 0, index - columns, column - 1)
+    return parents, 1 + row + column, _closure(parents)
+
+
+def _closure(parents: np.ndarray) -> np.ndarray:
+    """Bool [n, n]: row i marks i and all its ancestors (parents precede children; -1 is outside)."""
+    closure = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            closure[node] |= closure[parent]
+    return closure

@@ -1,0 +1,79 @@
+"""Putting lookahead into a model's generate(), and taking it out again."""
+
+from functools import lru_cache
+
+from transformers import GenerationMixin, PreTrainedModel
+
+from lookahead import decoding
+from lookahead.architecture import inspect_model
+from lookahead.config import LookaheadConfig
+from lookahead.decoding import Lookahead, warn_plain
+from ngram_pool import NgramPool
+
+
+class LookaheadMixin:
+    """What `wrap` puts before a model's class: generate()'s next-token loop becomes lookahead decoding.
+
+    generate() itself stays the model's: it prepares processors, criteria and the rest, then calls the loop of the mode
+    that was asked for by name on the class.
+    """
+
+    def _sample(self, *args, **kwargs):
+        return decoding.run(self.lookahead, super()._sample.__func__, self, *args, **kwargs)
+
+    def _beam_search(self, *args, **kwargs):
+        warn_plain("beam search")
+        return super()._beam_search(*args, **kwargs)
+
+    def _assisted_decoding(self, *args, **kwargs):
+        warn_plain("with an assistant model or prompt lookup")
+        return super()._assisted_decoding(*args, **kwargs)
+
+
+@lru_cache(maxsize=None)
+def _wrapped_class(cls: type) -> type:
+    """Subclass of ``cls`` under the same name, so that saving, pipelines and registries still know the model."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (LookaheadMixin, cls), names)
+
+
+def wrap(
+    model: PreTrainedModel, config: LookaheadConfig | None = None, pool: NgramPool | None = None
+) -> PreTrainedModel:
+    """Make ``model.generate`` decode by lookahead, with the same signature and the same result; returns ``model``.
+
+    A few tokens are run through the model to see that it can be decoded so. Modes that lookahead does not cover (beam
+    search, batches, an assistant model, an encoder-decoder) are decoded by the model itself, with one warning.
+    Wrapping a wrapped model changes nothing, unless a new ``config`` or ``pool`` is given, which then replaces the old.
+
+    config: settings; the defaults if not given.
+    pool: evidence to use and to add to, for the life of the wrap; a fresh one if not given.
+
+    Raises TypeError if ``model`` cannot generate; UnsupportedModelError, which names the layer, if lookahead could not
+    give the model's own text.
+    """
+    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+        raise TypeError(
+            f"lookahead.wrap takes a Hugging Face model with generate(), such as AutoModelForCausalLM loads, not "
+            f"{type(model).__module__}.{type(model).__qualname__}"
+        )
+    if isinstance(model, LookaheadMixin):
+        if config is not None:
+            model.lookahead.config = config
+        if pool is not None:
+            model.lookahead.pool = pool
+        return model
+    config = config or LookaheadConfig()
+    architecture = None if model.config.is_encoder_decoder else inspect_model(model)
+    pool = pool if pool is not None else NgramPool(config.pool_memory_mb)
+    model.lookahead = Lookahead(config, architecture, pool)
+    model.__class__ = _wrapped_class(type(model))
+    return model
+
+
+def unwrap(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `wrap`; a model that is not wrapped is returned as it is."""
+    if isinstance(model, LookaheadMixin):
+        model.__class__ = type(model).__mro__[2]
+        del model.lookahead
+    return model

@@ -1,0 +1,211 @@
+"""Train the small Llama that the package carries, from nothing, on the Python standard library.
+
+The data are the ``.py`` files of the interpreter that runs this script (PSF License 2.0); no other text is read. One
+file in twenty, chosen by the hash of its path, is held out and only measured. Output is an ordinary Hugging Face
+folder: config, bf16 weights, byte-level BPE tokenizer and a model card with the figures of the run.
+
+    python scripts/train_demo_model.py --out lookahead/demo_model
+"""
+
+import hashlib
+import math
+import platform
+import random
+import sysconfig
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 4096
+CONTEXT = 1024
+END = "<|end|>"
+
+
+def standard_library() -> tuple[list[str], list[str]]:
+    """Texts of the standard library's modules: (for training, held out)."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    train, held_out = [], []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if "site-packages" in name:
+            continue
+        text = path.read_text(encoding="utf-8", errors="ignore").expandtabs(4)
+        digest = hashlib.sha256(name.encode()).digest()
+        (held_out if digest[0] % 20 == 0 else train).append(text)
+    return train, held_out
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=CONTEXT
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
+    """All texts as one int32 row of ids, each text preceded by the end token."""
+    end = tokenizer.eos_token_id
+    encodings = tokenizer.backend_tokenizer.encode_batch(texts)
+    return np.concatenate([np.array([end, *encoding.ids], dtype=np.int32) for encoding in encodings])
+
+
+def sequences(tokens: np.ndarray, rng: np.random.Generator):
+    """Endless sequences of CONTEXT + 1 ids: each epoch cuts at a new offset and shuffles the pieces."""
+    while True:
+        pieces = tokens[rng.integers(CONTEXT) :]
+        pieces = pieces[: len(pieces) // (CONTEXT + 1) * (CONTEXT + 1)].reshape(-1, CONTEXT + 1)
+        for index in rng.permutation(len(pieces)):
+            yield pieces[index]
+
+
+def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the tied embedding and the norms."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def schedule(step: int, steps: int) -> float:
+    """Factor on the learning rate: 2% linear warm-up, constant, then linear to zero over the last 60%."""
+    return min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.6 * steps))
+
+
+@torch.no_grad()
+def held_out_loss(model, tokens: np.ndarray, sequences_read: int) -> float:
+    """Mean cross-entropy in nats per token, over up to ``sequences_read`` sequences of the held-out files."""
+    pieces = tokens[: len(tokens) // CONTEXT * CONTEXT].reshape(-1, CONTEXT)[:sequences_read]
+    losses = []
+    for start in range(0, len(pieces), 8):
+        ids = torch.from_numpy(pieces[start : start + 8]).long()
+        with torch.autocast("cpu", torch.bfloat16):
+            losses += [model(input_ids=ids, labels=ids).loss.item()] * len(ids)
+    return sum(losses) / len(losses)
+
+
+CARD = """---
+license: psf-2.0
+language: code
+library_name: transformers
+tags: [python, demonstration]
+---
+# lookahead demo model
+
+A Llama of {parameters:.1f} million parameters (6 layers of 256, 4 heads, 2 KV heads, feed-forward 704, tied byte-level
+BPE vocabulary of {vocabulary:,}, context {context:,}), carried by the `lookahead` package so that its commands work offline.
+It continues Python source code plausibly and understands nothing: it is for demonstrations and tests.
+
+| | |
+|---|---|
+| data | the `.py` files of the CPython {python} standard library, {files:,} files, {tokens:.1f} million tokens |
+| licence of the data | PSF License 2.0, (c) 2001-2023 Python Software Foundation; some modules carry notices of their own |
+| held out | {held_files} of these files, by the hash of their path |
+| training | {steps:,} steps of {batch} x {context:,} tokens ({seen:.1f} million in all), Muon and AdamW, peak rate {rate}, bf16 autocast |
+| seed | {seed} |
+| held-out loss | {loss:.3f} nats per token |
+| time | {minutes:.0f} minutes on {threads} CPU threads, torch {torch} |
+
+Made by `python scripts/train_demo_model.py --steps {steps} --batch {batch} --rate {rate} --seed {seed}`.
+"""
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--out", type=click.Path(path_type=Path), default=Path("lookahead/demo_model"), show_default=True)
+@click.option("--steps", default=1600, show_default=True)
+@click.option("--batch", default=8, show_default=True, help=f"Sequences of {CONTEXT} tokens a step.")
+@click.option("--rate", default=4e-3, show_default=True, help="Peak learning rate.")
+@click.option("--seed", default=0, show_default=True)
+def main(out: Path, steps: int, batch: int, rate: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    train, held_out = standard_library()
+    random.Random(seed).shuffle(train)
+    tokenizer = train_tokenizer(train)
+    tokens, held_tokens = encode(tokenizer, train), encode(tokenizer, held_out)
+    click.echo(f"{len(train)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(held_tokens):,} tokens")
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+
+    @torch.compile
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+    chosen = optimizers(model, rate)
+    source = sequences(tokens, rng)
+    start = time.perf_counter()
+    for step in range(steps):
+        for optimizer in chosen:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * schedule(step, steps)
+        ids = torch.from_numpy(np.stack([next(source) for _ in range(batch)])).long()
+        loss = loss_of(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in chosen:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if not math.isfinite(loss.item()):
+            raise click.ClickException(f"the loss is {loss.item()} at step {step}; try a lower --rate than {rate}")
+        if step % 20 == 19 or step == steps - 1:
+            spent = time.perf_counter() - start
+            left = spent / (step + 1) * (steps - step - 1)
+            held = f", held out {held_out_loss(model, held_tokens, 32):.3f}" if step % 200 == 199 else ""
+            click.echo(f"step {step + 1}/{steps}: loss {loss.item():.3f}{held}, {left / 60:.0f} minutes left")
+
+    minutes = (time.perf_counter() - start) / 60
+    model.to(torch.bfloat16).eval().save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    card = CARD.format(
+        parameters=model.num_parameters() / 1e6,
+        vocabulary=VOCABULARY,
+        context=CONTEXT,
+        python=platform.python_version(),
+        files=len(train) + len(held_out),
+        tokens=(len(tokens) + len(held_tokens)) / 1e6,
+        held_files=len(held_out),
+        steps=steps,
+        batch=batch,
+        seen=steps * batch * CONTEXT / 1e6,
+        rate=rate,
+        seed=seed,
+        loss=held_out_loss(model, held_tokens, len(held_tokens)),
+        minutes=minutes,
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+    )
+    (out / "README.md").write_text(card, encoding="utf-8")
+    click.echo(card)
+
+
+if __name__ == "__main__":
+    main()

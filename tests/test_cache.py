@@ -1,0 +1,137 @@
+"""The cache against transformers' own, and its promise not to copy the prefix."""
+
+import random
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from zoo import tiny_model
+
+import lookahead.cache
+from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
+
+
+def states(length: int, first: int = 0) -> torch.Tensor:
+    """Keys that tell their position: [1, 2, length, 3]."""
+    return torch.arange(first, first + length).float()[None, None, :, None].expand(1, 2, length, 3)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("window", [None, 2, 5, 16])
+def test_update_and_commit(seed, window, monkeypatch):
+    """After any steps and commits, an update shows the accepted rows (the last of them, in a sliding layer)."""
+    monkeypatch.setattr(lookahead.cache, "FIRST_CAPACITY", 8)
+    rng = random.Random(seed)
+    layer = InPlaceLayer() if window is None else SlidingLayer(window)
+    kept: list[float] = []
+    value = 0
+    for _ in range(40):
+        new = rng.choice([1, 1, 3, 9, 30])
+        step = [value + i for i in range(new)]
+        value += new
+        rows = torch.tensor(step).float()[None, None, :, None].expand(1, 2, new, 3)
+        shown_count, offset = layer.get_mask_sizes(new)
+        keys, values = layer.update(rows, -rows)
+        expected = kept if window is None else kept[max(len(kept) - window + 1, 0) :]
+        assert keys[0, 0, :, 0].tolist() == [*expected, *step]
+        assert values[0, 1, :, 2].tolist() == [-x for x in (*expected, *step)]
+        assert (shown_count, offset) == (len(expected) + new, len(kept) - len(expected))
+        path = sorted(rng.sample(range(1, new), rng.randint(0, new - 1)))
+        layer.commit([0, *path])
+        kept += [step[i] for i in (0, *path)]
+        assert layer.get_seq_length() == len(kept)
+        if window is not None:
+            assert layer.keys.shape[2] <= layer._keys.shape[2] <= 2 * max(2 * (window + 30), 8)
+
+
+def test_full_layer_behaves_as_transformers_own():
+    """Without commits it can stand in for a DynamicLayer, crop included."""
+    ours, theirs = InPlaceLayer(), DynamicLayer()
+    for first, length in ((0, 5), (5, 1), (6, 300)):
+        a, b = ours.update(states(length, first), states(length, first)), theirs.update(
+            states(length, first), states(length, first)
+        )
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+    ours.crop(-100)
+    theirs.crop(-100)
+    assert torch.equal(ours.keys, theirs.keys)
+    assert ours.get_seq_length() == theirs.get_seq_length() == 206
+    with pytest.raises(ValueError, match="crop"):
+        ours.crop(-207)
+
+
+def test_no_step_copies_the_prefix():
+    """The buffers stay where they are for as long as they have room, and growing is rare: O(1) copies a row."""
+    layer = InPlaceLayer(expected_length=64)
+    layer.update(states(40), states(40))
+    layer.commit(list(range(40)))
+    place = layer._keys.data_ptr()
+    marked = layer._keys[:, :, :40]
+    version = layer._keys._version
+    for _ in range(8):
+        keys, _ = layer.update(states(16), states(16))
+        assert keys.data_ptr() == place, "the prefix was copied to be shown"
+        layer.commit([0, 3, 7])
+    assert layer._keys.data_ptr() == place
+    assert torch.equal(marked, states(40))
+    assert layer._keys._version - version <= 2 * 8, "more was written than a step's rows and the accepted ones"
+
+    grown = 0
+    layer = InPlaceLayer()
+    for _ in range(4000):
+        before = layer._keys.shape[2] if layer.is_initialized else 0
+        layer.update(states(1), states(1))
+        grown += before * (layer._keys.shape[2] != before)
+    assert grown <= 2 * 4000, "growing by less than doubling copies rows more than a constant number of times"
+
+
+def test_decoding_moves_no_prefix(monkeypatch):
+    """In a real decoding: one buffer a layer from the prefill to the end, and no row of the prompt is rewritten."""
+    model = tiny_model("llama")
+    moves = []
+    original = InPlaceLayer._move
+    monkeypatch.setattr(InPlaceLayer, "_move", lambda self, *a: moves.append(a) or original(self, *a))
+    import lookahead
+
+    lookahead.wrap(model)
+    ids = torch.randint(3, 97, (1, 60), generator=torch.Generator().manual_seed(0))
+    output = model.generate(ids, max_new_tokens=80, min_new_tokens=80, return_dict_in_generate=True)
+    assert moves == []
+    assert isinstance(output.past_key_values, LookaheadCache)
+    assert output.past_key_values.get_seq_length() == 60 + 80 - 1
+
+
+def test_returned_cache_continues_plain_decoding():
+    """What return_dict_in_generate hands out serves as past_key_values of the model's own forward and generate."""
+    import lookahead
+
+    model = tiny_model("gemma2")
+    ids = torch.randint(3, 97, (1, 20), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, max_new_tokens=40, min_new_tokens=40)
+    lookahead.wrap(model)
+    output = model.generate(ids, max_new_tokens=20, min_new_tokens=20, return_dict_in_generate=True)
+    lookahead.unwrap(model)
+    more = model.generate(
+        output.sequences, past_key_values=output.past_key_values, max_new_tokens=20, min_new_tokens=20
+    )
+    assert more.tolist() == expected.tolist()
+
+
+def test_sliding_layer_gives_memory_back_after_a_long_prompt():
+    layer = SlidingLayer(16)
+    layer.update(states(5000), states(5000))
+    layer.commit(list(range(5000)))
+    layer.update(states(1, 5000), states(1, 5000))
+    assert layer._keys.shape[2] <= lookahead.cache.FIRST_CAPACITY
+    assert layer.keys[0, 0, -1, 0] == 5000
+
+
+def test_cache_is_a_transformers_cache():
+    model = tiny_model("mistral")
+    cache = lookahead.architecture.inspect_model(model).make_cache()
+    theirs = DynamicCache(config=model.config)
+    assert len(cache.layers) == len(theirs.layers)
+    assert cache.is_sliding == theirs.is_sliding
+    assert cache.nbytes == 0

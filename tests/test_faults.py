@@ -1,0 +1,160 @@
+"""What goes wrong in the middle reaches the caller, and the wrapped model still generates correctly afterwards."""
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from zoo import tiny_model
+
+import lookahead
+from lookahead import LookaheadConfig, NgramPool
+from lookahead.cache import InPlaceLayer
+
+
+LONG = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": True, "temperature": 1.5}  # few guesses are accepted
+
+
+class Fault(Exception):
+    pass
+
+
+class RaisesAt:
+    """A criterion and streamer that raises when it is called the n-th time."""
+
+    def __init__(self, n: int, error: BaseException):
+        self.n, self.error, self.calls = n, error, 0
+
+    def _count(self):
+        self.calls += 1
+        if self.calls == self.n:
+            raise self.error
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self._count()
+        return torch.zeros(1, dtype=torch.bool)
+
+    def put(self, value):
+        self._count()
+
+    def end(self):
+        pass
+
+
+class ProcessorRaisesAt(RaisesAt):
+    def __call__(self, input_ids, scores):
+        self._count()
+        return scores
+
+
+class NanAt(LogitsProcessor):
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids, scores):
+        return scores * float("nan") if input_ids.shape[1] == self.length else scores
+
+
+@pytest.fixture
+def wrapped():
+    """A wrapped model, a prompt, and a check that it generates as it should."""
+    model = tiny_model("gemma2", seed=5)
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    expected = model.generate(ids, max_new_tokens=40, min_new_tokens=40).tolist()
+    lookahead.wrap(model, LookaheadConfig(window_size=3, pool_memory_mb=1))
+
+    def still_right():
+        assert model.generate(ids, max_new_tokens=40, min_new_tokens=40).tolist() == expected
+        model.lookahead.pool.check_integrity()
+
+    yield model, ids, still_right
+    still_right()
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 17])
+@pytest.mark.parametrize("error", [Fault("mine"), KeyboardInterrupt(), torch.OutOfMemoryError("full")], ids=repr)
+@pytest.mark.parametrize("where", ["stopping_criteria", "logits_processor", "streamer"])
+def test_a_callback_raises(wrapped, where, error, at):
+    model, ids, still_right = wrapped
+    options = {
+        "stopping_criteria": lambda: [RaisesAt(at, error)],
+        "logits_processor": lambda: LogitsProcessorList([ProcessorRaisesAt(at, error)]),
+        "streamer": lambda: RaisesAt(at, error),
+    }
+    with pytest.raises(type(error)):
+        model.generate(ids, **LONG, **{where: options[where]()})
+    still_right()
+
+
+@pytest.mark.parametrize("stage", ["update", "commit"])
+@pytest.mark.parametrize("at", [1, 2, 7, 30])
+def test_the_cache_runs_out_of_memory(wrapped, monkeypatch, stage, at):
+    model, ids, still_right = wrapped
+    fault = RaisesAt(at, torch.OutOfMemoryError("full"))
+    original = getattr(InPlaceLayer, stage)
+
+    def failing(self, *args, **kwargs):
+        fault._count()
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InPlaceLayer, stage, failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            model.generate(ids, **LONG)
+    still_right()
+
+
+@pytest.mark.parametrize("at", [1, 3, 20])
+@pytest.mark.parametrize("stage", ["_merge", "_find_or_claim", "guess"])
+def test_the_pool_is_interrupted(wrapped, monkeypatch, stage, at):
+    model, ids, still_right = wrapped
+    fault = RaisesAt(at, KeyboardInterrupt())
+    original = getattr(NgramPool, stage)
+
+    def failing(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        fault._count()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NgramPool, stage, failing)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, **LONG)
+    still_right()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("length", [10, 11, 25])
+def test_nan_logits_are_named(wrapped, do_sample, length):
+    model, ids, _ = wrapped
+    with pytest.raises(FloatingPointError, match=f"position {length}"):
+        model.generate(
+            ids, max_new_tokens=40, min_new_tokens=40, do_sample=do_sample,
+            logits_processor=LogitsProcessorList([NanAt(length)]),
+        )  # fmt: skip
+
+
+def test_nan_weights_are_named():
+    model = tiny_model("llama")
+    ids = torch.tensor([[5, 6, 7]])
+    lookahead.wrap(model)
+    weight = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="NaN"):
+        model.generate(ids, max_new_tokens=5)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(weight)
+    assert model.generate(ids, max_new_tokens=5).shape[1] > 3
+
+
+def test_an_empty_prompt_is_named(wrapped):
+    model, _, _ = wrapped
+    with pytest.raises(ValueError, match="empty"):
+        model.generate(torch.empty((1, 0), dtype=torch.long), max_new_tokens=5)
+
+
+def test_a_prompt_beyond_the_context_is_named():
+    model = lookahead.wrap(tiny_model("gpt2", n_positions=16, max_position_embeddings=16))
+    ids = torch.full((1, 20), 5)
+    with pytest.warns(UserWarning, match="made for 16"), pytest.raises(ValueError, match=r"20 tokens.* 16"):
+        model.generate(ids, max_new_tokens=5)
+    assert model.generate(ids[:, :10], max_new_tokens=3).shape[1] > 10

@@ -1,0 +1,120 @@
+"""Layout of a step against the definition, position by position."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lookahead.step import Step, Visibility, lay_out
+from lookahead.window import JacobiWindow
+from ngram_pool import GuessTree
+
+
+def random_tree(rng: random.Random, most: int = 12) -> GuessTree:
+    nodes = []
+    for index in range(rng.randint(0, most)):
+        nodes.append((rng.randrange(50), rng.randint(-1, index - 1), 1.0 / (index + 1), 0))
+    return GuessTree.from_nodes(nodes)
+
+
+def random_step(rng: random.Random) -> tuple[Step, GuessTree, JacobiWindow]:
+    tree = random_tree(rng)
+    window = JacobiWindow(rng.choice([0, 1, 2, 5]), rng.choice([2, 3, 5]), [7, 8, 9])
+    for _ in range(rng.randint(0, 6) if window.size else 0):
+        window.advance(np.array([rng.randrange(50) for _ in range(window.size)]), rng.randint(1, 3))
+    return lay_out(3, tree, window), tree, window
+
+
+def visible_by_definition(step: Step, tree: GuessTree, window: JacobiWindow) -> np.ndarray:
+    """Who sees whom among the step's tokens, read off the definition with loops."""
+    sees = np.zeros((len(step), len(step)), bool)
+    n = len(tree)
+    for i in range(len(step)):
+        sees[i, i] = sees[i, 0] = True
+    for node in range(n):
+        parent = tree.parents[node]
+        while parent >= 0:
+            sees[1 + node, 1 + parent] = True
+            parent = tree.parents[parent]
+    for row in range(len(window.rows)):
+        for column in range(window.size):
+            me = 1 + n + row * window.size + column
+            for other in range(column + 1):  # row 0 up to this column
+                sees[me, 1 + n + other] = True
+            for above in range(1, row + 1):  # this column of rows 1..row
+                sees[me, 1 + n + above * window.size + column] = True
+    return sees
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_layout(seed):
+    step, tree, window = random_step(random.Random(seed))
+    n = len(tree)
+    assert step.guesses == n
+    assert step.ids.tolist() == [3, *tree.tokens.tolist(), *[t for row in window.rows for t in row.tolist()]]
+    assert (step.ancestors == visible_by_definition(step, tree, window)).all()
+    assert step.depths[0] == 0
+    assert (step.depths[1 : n + 1] == tree.depths).all()
+    for row in range(len(window.rows)):
+        for column in range(window.size):
+            assert step.depths[1 + n + row * window.size + column] == 1 + column + row
+    assert step.is_chain == bool((step.ancestors == np.tril(np.ones_like(step.ancestors))).all())
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("visibility", [Visibility(), Visibility(window=5), Visibility(chunk=4)])
+def test_mask(seed, visibility):
+    """A key is seen if it is committed or an ancestor, and in sight of the layer at its position."""
+    rng = random.Random(seed)
+    step, _, _ = random_step(rng)
+    length = rng.randint(0, 15)
+    seen = length if visibility.window is None else min(length, visibility.window - 1)
+    positions = step.positions(length)
+    mask = step.mask(torch.from_numpy(positions), length, seen, visibility, torch.float32)[0, 0]
+    assert mask.shape == (len(step), seen + len(step))
+    for query in range(len(step)):
+        for key in range(seen + len(step)):
+            if key < seen:
+                position, related = length - seen + key, True
+            else:
+                position, related = positions[key - seen], step.ancestors[query, key - seen]
+            in_sight = True
+            if visibility.window is not None:
+                in_sight = positions[query] - position < visibility.window
+            if visibility.chunk is not None:
+                in_sight = positions[query] // visibility.chunk == position // visibility.chunk
+            expected = 0.0 if related and in_sight else torch.finfo(torch.float32).min
+            assert mask[query, key] == expected, (seed, query, key)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_contexts(seed):
+    """A row's context is the text up to the root and then its own line of ancestors."""
+    rng = random.Random(seed)
+    step, _, _ = random_step(rng)
+    text = [100 + i for i in range(rng.randint(0, 10))]
+    contexts = step.contexts(text, 6)
+    for row in range(len(step)):
+        line = step.ids[np.flatnonzero(step.ancestors[row])].tolist()
+        expected = ([-1] * 6 + text + line)[-6:]
+        assert contexts[row].tolist() == expected
+
+
+def test_children_and_positions():
+    tree = GuessTree.from_nodes([(5, -1, 0.6, 0), (6, -1, 0.3, 0), (7, 0, 0.2, 0)])
+    step = lay_out(4, tree)
+    assert step.children() == {(0, 5): 1, (1, 7): 2, (0, 6): 3}
+    assert step.positions(10).tolist() == [10, 11, 12, 11]
+    assert step.positions(10, last=11).tolist() == [10, 11, 11, 11]
+
+
+def test_window_layout_is_cached_by_shape():
+    from lookahead.step import _window_layout
+
+    _window_layout.cache_clear()
+    window = JacobiWindow(4, 3, [1])
+    window.advance(np.arange(4), 1)
+    for _ in range(10):
+        lay_out(0, GuessTree.empty(), window)
+    assert _window_layout.cache_info().misses == 1

@@ -1,0 +1,56 @@
+import numpy as np
+import pytest
+
+from lookahead.window import JacobiChain, JacobiWindow
+
+
+def numbered(row: int, columns: range) -> np.ndarray:
+    """An output whose tokens tell their step and their position, so that n-grams can be read."""
+    return np.array([1000 * row + column for column in columns])
+
+
+@pytest.mark.parametrize("ngram_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("accepted", [1, 2, 5])
+def test_ngrams_run_along_columns(ngram_size, accepted):
+    """An n-gram is one column's tokens of N consecutive iterations, at N consecutive positions."""
+    size = 8
+    window = JacobiWindow(size, ngram_size, [9])
+    position = 1  # of row 0, column 0, counted from an origin that stays
+    window.rows = [numbered(0, range(position, position + size))]
+    for iteration in range(1, 12):
+        newest = position + len(window.rows)  # position that the output at column 0 speaks of
+        output = numbered(iteration, range(newest, newest + size))
+        first = [row.copy() for row in window.rows]
+        ngrams = window.advance(output, accepted)
+        if len(ngrams):
+            assert ngrams.shape == (size, ngram_size)
+            assert (ngrams == np.stack([*first, output], axis=1)).all()
+        position += accepted
+        assert len(window.rows) <= ngram_size - 1
+        for r, row in enumerate(window.rows):
+            assert len(row) == size
+            kept = row[row != 9]
+            assert (kept % 1000 == np.arange(position + r, position + r + len(kept))).all()
+    assert len(window.rows) == ngram_size - 1
+
+
+def test_a_window_of_nothing():
+    window = JacobiWindow(0, 3, [1])
+    assert window.rows == []
+
+
+def test_window_leaves_the_global_generators_alone():
+    np.random.seed(0)
+    before = np.random.get_state()[1].copy()
+    JacobiWindow(5, 3, [1, 2, 3]).advance(np.arange(5), 2)
+    assert (np.random.get_state()[1] == before).all()
+
+
+def test_jacobi_chain_moves_on_by_what_was_accepted():
+    chain = JacobiChain(4, seed_token=0)
+    assert chain.guess(10).tokens.tolist() == [0, 0, 0, 0]
+    chain.advance(np.array([11, 12, 13, 14, 15]), accepted=1)  # outputs at the root and at four guesses
+    assert chain.guess(10).tokens.tolist() == [12, 13, 14, 15]
+    chain.advance(np.array([12, 13, 24, 25, 26]), accepted=3)
+    assert chain.guess(10).tokens.tolist() == [25, 26, 0, 0]
+    assert chain.guess(1).tokens.tolist() == [25]

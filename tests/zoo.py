@@ -1,0 +1,69 @@
+"""Tiny random models of many architectures, for comparison with their own generate()."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY = 97
+END = 1
+WINDOW = 8  # sliding windows are shorter than the texts
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": END,
+    "pad_token_id": 2,
+}
+HEAD = {"head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48, "vocab_size": VOCABULARY}
+
+SETTINGS = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW, **HEAD},
+    "qwen2": {},
+    "qwen3": HEAD,
+    "gemma": HEAD,
+    "gemma2": {**HEAD, **MIXED, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**HEAD, **MIXED, "query_pre_attn_scalar": 8},
+    "gpt2": GPT,
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gptj": {**GPT, "rotary_dim": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phi3": {"sliding_window": WINDOW},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {**HEAD, **EXPERTS, "decoder_sparse_step": 1},
+    "gpt_oss": {**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 256},
+    "olmo2": {},
+    "cohere": {"logit_scale": 1.0},
+    "starcoder2": {"sliding_window": WINDOW},
+    "granite": {},
+    # Beyond the best known: rotary by thirds, learned positions without an offset, KV sharing, latent attention, chunks.
+    "stablelm": {},
+    "gpt_bigcode": {**GPT, "multi_query": True},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "llama4_text": {**HEAD, "attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48},
+}
+CHAIN_ONLY = {"bloom", "mpt"}  # ALiBi biases keys by their place in the cache
+
+
+def tiny_model(model_type: str, seed: int = 0, **settings):
+    """A random float32 model in eval mode; logits are spread enough for sampling to be varied, not uniform."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**COMMON, **SETTINGS.get(model_type, {}), **settings})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(4)  # the usual 0.02 makes all contexts look alike
+    model.generation_config.pad_token_id = 2
+    return model
