@@ -1,6 +1,6 @@
 """Draft-free, lossless lookahead decoding for Hugging Face causal language models.
 
-    model = lookahead.wrap(model)  # generate() now decodes by lookahead: same signature, same result
+model = lookahead.wrap(model)  # generate() now decodes by lookahead: same signature, same result
 """
 
 from lookahead.architecture import UnsupportedModelError

@@ -57,7 +57,9 @@ class Architecture:
                 layers.append(InPlaceLayer(expected_length))
         return LookaheadCache(layers=layers)
 
-    def masks(self, step: Step, positions: torch.Tensor, cache: LookaheadCache, dtype):
+    def masks(
+        self, step: Step, positions: torch.Tensor, cache: LookaheadCache, dtype: torch.dtype
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """What to pass as ``attention_mask``: None where the model's own causal mask is right."""
         if step.is_chain:
             return None
@@ -198,6 +200,8 @@ def _probe(model: PreTrainedModel, architecture: Architecture) -> str | None:
         worst = noise = 0.0
         for line, ours in cases:
             theirs = _plain_logits(model, [*prompt, *line])
+            if theirs.isnan().any():
+                return "the logits of a plain pass are NaN"
             worst = max(worst, _error(ours, theirs[-len(ours) :]))
             if model.dtype in HALF_PRECISION:  # how far two plain passes of other shapes are apart
                 noise = max(noise, _error(_plain_logits(model, [*prompt, *line, after])[:-1], theirs))

@@ -42,7 +42,9 @@ class InPlaceLayer(CacheLayerMixin):
     def _allocate(capacity: int, *like: torch.Tensor) -> list[torch.Tensor]:
         return [states.new_empty((*states.shape[:2], capacity, states.shape[3])) for states in like]
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [batch, heads, T, head_dim] and return views of all keys and values that the layer shows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import __version__
 from lookahead.architecture import UnsupportedModelError
@@ -58,7 +58,7 @@ class StepStreamer:
     def _write(self, text: str) -> None:
         if self._colour:
             text = click.style(text, fg=STEP_COLOURS[self._step() % len(STEP_COLOURS)])
-        click.echo(text, nl=False)
+        click.echo(text, nl=False, color=self._colour)
         sys.stdout.flush()
 
 
@@ -71,7 +71,7 @@ class StepStreamer:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps, ...")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--do-sample/--no-do-sample", default=None,
-              help="Sample; implied by the four options below. Default: as the model's generation config says.")  # fmt: skip
+              help="Sample; the four options below imply it. Default: the model's own.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(min=0, min_open=True))
 @click.option("--top-k", type=click.IntRange(min=0))
 @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True))
@@ -150,7 +150,11 @@ def generate(
         result = {"prompt": prompt, "text": text, "tokens": len(ids), "seconds": seconds, "strategy": strategy}
         result["stats"] = stats.as_dict() if stats else None
         if compare:
-            result["plain"] = {"seconds": plain_seconds, "speedup": plain_seconds / seconds, "identical": ids == plain_ids}
+            result["plain"] = {
+                "seconds": plain_seconds,
+                "speedup": plain_seconds / seconds,
+                "identical": ids == plain_ids,
+            }
         click.echo(json.dumps(result, ensure_ascii=False))
         return
     if not streaming:
@@ -173,21 +177,23 @@ def _read_prompt(prompt: str | None, prompt_file) -> str:
     return prompt
 
 
-def load(name: str | None, dtype: str = "auto", device: str = "auto"):
+def load(
+    name: str | None, dtype: str = "auto", device: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model in eval mode and tokenizer; None is the packaged model. Raises ClickException if they cannot be loaded."""
     source = name or DEMO_MODEL
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = DTYPES.get(dtype) or (torch.float32 if torch.device(device).type == "cpu" else "auto")
     transformers.utils.logging.disable_progress_bar()
     try:
+        chosen = DTYPES.get(dtype) or (torch.float32 if torch.device(device).type == "cpu" else "auto")
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen).to(device).eval()
     except Exception as error:  # what is raised depends on the hub's client, the format and the device
         what = str(error).strip().split("\n")[0]
         raise click.ClickException(
-            f"cannot load the model {str(source)!r} on {device}: {what}. Give --model a folder in Hugging Face format or the "
-            "name of a causal LM on the hub."
+            f"cannot load the model {str(source)!r} on {device}: {what}. Give --model a folder in Hugging Face "
+            "format or the name of a causal LM on the hub."
         ) from error
     return model, tokenizer
 

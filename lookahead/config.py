@@ -14,10 +14,10 @@ class LookaheadConfig:
 
     strategy: str = "lookahead"
     """``lookahead``: guesses from the n-gram pool, and a Jacobi window that feeds it. ``jacobi``: plain Jacobi
-    decoding, the guesses are the last step's outputs for the same positions (Santilli et al. 2023, arXiv 2305.10427)."""
+    decoding, the guesses are what the last step said of the same positions (Santilli et al. 2023, arXiv 2305.10427)."""
 
     budget: int = 16
-    """Most guessed tokens verified in a step; with ``jacobi`` the number of positions iterated on. 0 guesses nothing."""
+    """Most guesses verified in a step; with ``jacobi`` the number of positions iterated on. 0 guesses nothing."""
 
     window_size: int = 0
     """W, columns of the Jacobi window; 0 turns it off. Of no effect with ``jacobi``."""

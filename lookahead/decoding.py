@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils import ModelOutput
 
 from lookahead.architecture import Architecture, inspect_model
 from lookahead.config import LookaheadConfig
@@ -16,7 +17,7 @@ from lookahead.stats import Stats
 from lookahead.step import Step, lay_out
 from lookahead.verify import NextTokenRule, walk
 from lookahead.window import JacobiChain, JacobiWindow
-from ngram_pool import GuessTree, NgramPool, Source
+from ngram_pool import NgramPool, Source
 from ngram_pool.pool import LONGEST
 
 TOP_K = 8  # next tokens learned from each logits row
@@ -24,7 +25,7 @@ MIN_PROBABILITY = 0.01  # guesses below it are not worth a row of the forward pa
 GREEDY_TEMPERATURE = 0.5  # at which logits are learned where the token will be their argmax
 PREFILL_LOGITS = 256  # last positions of the prompt whose logits are learned
 
-# What generate() hands to its loop that the loop here replaces, or has no use for; anything else is meant for the model.
+# What generate() hands to its loop that this one replaces or has no use for; anything else is meant for the model.
 KNOWN_ARGUMENTS = {
     "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", "tokenizer",
 }  # fmt: skip
@@ -54,11 +55,12 @@ def decode(
     lookahead_config: LookaheadConfig | None = None,
     pool: NgramPool | None = None,
     **model_kwargs,
-):
+) -> torch.Tensor | ModelOutput:
     """Decode one call by lookahead: ``model.generate(**inputs, custom_generate=lookahead.decode)``.
 
     generate() prepares all arguments but two, which may be passed to it beside ``custom_generate``:
-    lookahead_config: settings; the defaults if not given. pool: evidence to use and to add to; a fresh one if not given.
+    lookahead_config: settings; the defaults if not given.
+    pool: evidence to use and to add to; a fresh one if not given.
     transformers passes neither a streamer nor a tokenizer (for stop strings) to a custom_generate; `wrap` has both.
 
     Returns what generate() would: int64 [1, n], or a GenerateDecoderOnlyOutput.
@@ -87,7 +89,7 @@ def run(
     synced_gpus: bool = False,
     streamer=None,
     **model_kwargs,
-):
+) -> torch.Tensor | ModelOutput:
     """Decode by lookahead, or by ``plain``, the model's own method of the same signature, with one warning why."""
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token_id")
@@ -119,9 +121,7 @@ def run(
         streamer.end()
     if not returns_dict:
         return rule.ids
-    return GenerateDecoderOnlyOutput(
-        sequences=rule.ids, scores=rule.scores, logits=rule.logits, past_key_values=cache
-    )
+    return GenerateDecoderOnlyOutput(sequences=rule.ids, scores=rule.scores, logits=rule.logits, past_key_values=cache)
 
 
 def _decode(model, engine: Lookahead, text: list[int], rule: NextTokenRule, generation: GenerationConfig):
@@ -146,6 +146,7 @@ def _decode(model, engine: Lookahead, text: list[int], rule: NextTokenRule, gene
     if not is_jacobi:
         pool.learn(text, Source.PROMPT)
         _learn_logits(pool, _contexts(text, len(logits)), logits, temperature)
+        pool.absorb()
     text.append(rule.emit(logits[-1]))
     stats.tokens += 1
     stats.prefill_seconds += time.perf_counter() - start
@@ -195,7 +196,7 @@ def _prefill(model, text: list[int], cache, chunk_size: int | None, keep: int) -
             if len(text) <= _context_length(model):
                 raise
             raise ValueError(
-                f"the prompt has {len(text)} tokens, the model's context is {_context_length(model)}: shorten the prompt"
+                f"the prompt has {len(text)} tokens, the model's context is {_context_length(model)}: shorten it"
             ) from error
     return logits
 
@@ -211,6 +212,7 @@ def _learn(pool, text: list[int], step: Step, logits, emitted: list[int], window
         ngrams = window.advance(likeliest[-window.size :], len(emitted))
         if len(ngrams):
             pool.learn_ngrams(ngrams)
+    pool.absorb()
 
 
 def _learn_logits(pool, contexts: np.ndarray, logits: torch.Tensor, temperature: float) -> np.ndarray:
@@ -227,7 +229,7 @@ def _learn_logits(pool, contexts: np.ndarray, logits: torch.Tensor, temperature:
 
 
 def _contexts(text: list[int], count: int) -> np.ndarray:
-    """Int64 [count, LONGEST]: the tokens up to and including each of the last ``count`` positions; -1 before the text."""
+    """Int64 [count, LONGEST]: the tokens up to each of the last ``count`` positions; -1 before the text."""
     padded = np.concatenate([np.full(LONGEST, -1), text])
     return np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[-count:]
 

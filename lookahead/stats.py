@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -55,7 +56,7 @@ class Stats:
         return 1 - self.seconds["forward"] / total if total else 0.0
 
     @contextmanager
-    def time(self, stage: str):
+    def time(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield

@@ -1,6 +1,6 @@
 """Putting lookahead into a model's generate(), and taking it out again."""
 
-from functools import lru_cache
+from functools import cache
 
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -30,7 +30,7 @@ class LookaheadMixin:
         return super()._assisted_decoding(*args, **kwargs)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _wrapped_class(cls: type) -> type:
     """Subclass of ``cls`` under the same name, so that saving, pipelines and registries still know the model."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

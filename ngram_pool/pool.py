@@ -30,6 +30,15 @@ _MULTIPLIER_INTS = _MULTIPLIERS.tolist()
 _SALT_AT = dict(zip(ORDERS, _SALTS.tolist(), strict=True))
 _MASK = 2**64 - 1
 
+_ENTRY = np.dtype([
+    ("key", np.uint64),
+    ("learned_at", np.uint32),
+    ("evidence", np.float32),
+    ("tokens", np.int32, WIDTH),
+    ("weights", np.float32, WIDTH),
+    ("sources", np.uint8, WIDTH),
+])  # fmt: skip
+
 # What one observation of a source does to an entry: weights and evidence so far are multiplied by `keep`, then the
 # observed distribution is added `gain` times. Newer evidence so outweighs older.
 KEEP = np.zeros(len(Source))
@@ -38,6 +47,7 @@ KEEP[Source.PROMPT], GAIN[Source.PROMPT] = 0.5, 1.0
 KEEP[Source.TEXT], GAIN[Source.TEXT] = 0.9, 0.3
 KEEP[Source.LOGITS], GAIN[Source.LOGITS] = 0.35, 1.0
 KEEP[Source.JACOBI], GAIN[Source.JACOBI] = 0.9, 0.2
+_LOG_KEEP = np.log(KEEP)
 
 # Back-off (after Witten and Bell 1991): an order with evidence n is believed n / (n + DOUBT[order]); the rest of the
 # belief goes to the shorter orders.
@@ -52,29 +62,28 @@ class NgramPool:
 
     def __init__(self, memory_mb: float = 64):
         """Raises ValueError if ``memory_mb`` (MiB) holds no bucket."""
-        entry_bytes = 8 + WIDTH * (4 + 4 + 1) + 4 + 8
-        buckets = int(memory_mb * 2**20 / (entry_bytes * WAYS)) if memory_mb > 0 else 0
+        buckets = int(memory_mb * 2**20 / (_ENTRY.itemsize * WAYS)) if memory_mb > 0 else 0
         if buckets < 1:
             raise ValueError(f"memory_mb={memory_mb} holds no entry; give at least 0.001")
-        entries = buckets * WAYS
         self._buckets = buckets
-        self._keys = np.zeros((buckets, WAYS), np.uint64)
-        self._tokens = np.zeros((entries, WIDTH), np.int32)
-        self._weights = np.zeros((entries, WIDTH), np.float32)
-        self._sources = np.zeros((entries, WIDTH), np.uint8)
-        self._evidence = np.zeros(entries, np.float32)
-        self._learned_at = np.zeros((buckets, WAYS), np.int64)
+        # One record an entry, so that touching it costs one cache line or page and not one for each field.
+        self._table = np.zeros(buckets * WAYS, _ENTRY)
+        self._keys = self._table["key"].reshape(buckets, WAYS)
+        self._learned_at = self._table["learned_at"].reshape(buckets, WAYS)
+        self._tokens, self._weights = self._table["tokens"], self._table["weights"]
+        self._sources, self._evidence = self._table["sources"], self._table["evidence"]
         self._clock = 0
-        self._lock = threading.Lock()
+        self._pending: list[tuple[np.ndarray, ...]] = []
+        self._lock = threading.RLock()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the table, the same for ever."""
-        arrays = (self._keys, self._tokens, self._weights, self._sources, self._evidence, self._learned_at)
-        return sum(array.nbytes for array in arrays)
+        return self._table.nbytes
 
     def __len__(self) -> int:
         """Number of contexts held."""
+        self.absorb()
         return int(np.count_nonzero(self._keys))
 
     # Learning
@@ -88,8 +97,9 @@ class NgramPool:
         tokens = _ids(tokens)
         start = max(start, 1)
         padded = np.concatenate([np.full(LONGEST, NO_TOKEN), tokens])
-        for begin in range(start, len(tokens), CHUNK):
-            end = min(begin + CHUNK, len(tokens))
+        chunk = max(min(CHUNK, len(self._table) // (8 * len(ORDERS))), 1)
+        for begin in range(start, len(tokens), chunk):
+            end = min(begin + chunk, len(tokens))
             contexts = np.lib.stride_tricks.sliding_window_view(padded[begin : end + LONGEST - 1], LONGEST)
             self._observe(contexts, tokens[begin:end, None], np.ones((end - begin, 1)), source)
 
@@ -128,73 +138,73 @@ class NgramPool:
         self._observe(contexts, ngrams[:, 1:].reshape(-1, 1), np.ones((count * (n - 1), 1)), source)
 
     def _observe(self, contexts: np.ndarray, tokens: np.ndarray, weights: np.ndarray, source: Source) -> None:
-        """Merge observations, oldest first, into the entries of all orders that their contexts reach."""
+        """Note observations for all orders that their contexts reach; a row holds one's tokens and weights."""
         keys, rows = _hash_orders(contexts)
-        if len(keys) == 0:
-            return
-        order = np.argsort(keys, kind="stable")
-        keys, rows = keys[order], rows[order]
-        is_first = np.empty(len(keys), bool)
-        is_first[0] = True
-        np.not_equal(keys[1:], keys[:-1], out=is_first[1:])
-        first = np.flatnonzero(is_first)
-        group = np.cumsum(is_first) - 1
-        sizes = np.diff(first, append=len(keys))
-        keep, gain = KEEP[source], GAIN[source]
-        newer = first[group] + sizes[group] - 1 - np.arange(len(keys))  # later observations of the same context
-        scale = gain * keep**newer
+        if len(keys):
+            items = np.zeros((2, len(tokens), WIDTH))
+            width = min(WIDTH, tokens.shape[1])
+            if width < tokens.shape[1]:
+                best = np.argpartition(-weights, width - 1, axis=1)[:, :width]
+                tokens, weights = np.take_along_axis(tokens, best, 1), np.take_along_axis(weights, best, 1)
+            items[0, :, :width], items[1, :, :width] = tokens, weights
+            with self._lock:
+                self._pending.append((keys, items[:, rows], np.full(len(keys), source)))
+                if sum(len(keys) for keys, _, _ in self._pending) > len(self._table) // 8:
+                    self.absorb()  # what is merged at once should not evict itself
+
+    def absorb(self) -> None:
+        """Merge what was learned since the last time, all at once; `guess` does it if it was not done."""
         with self._lock:
-            self._merge(
-                keys[first], keep**sizes, np.add.reduceat(scale, first), group, tokens[rows],
-                weights[rows] * scale[:, None], source,
-            )  # fmt: skip
+            if not self._pending:
+                return
+            pending, self._pending = self._pending, []
+            keys = np.concatenate([keys for keys, _, _ in pending])
+            items = np.concatenate([items for _, items, _ in pending], axis=1)
+            sources = np.concatenate([sources for _, _, sources in pending])
+            order = np.argsort(keys, kind="stable")  # oldest first within a key
+            self._merge(keys[order], items[0, order].astype(np.int64), items[1, order], sources[order])
 
-    def _merge(self, keys, kept, gained, group, tokens, weights, source) -> None:
-        """Add weights [n, k] of tokens [n, k] to the entries of distinct sorted keys [g]; group [n] indexes keys."""
-        slots = self._find_or_claim(keys)
-        old_weights = self._weights[slots] * kept[:, None].astype(np.float32)
-        groups = len(keys)
-        item_group = np.concatenate([np.repeat(np.arange(groups), WIDTH), np.repeat(group, tokens.shape[1])])
-        item_token = np.concatenate([self._tokens[slots].ravel(), tokens.ravel()]).astype(np.int64)
-        item_weight = np.concatenate([old_weights.ravel(), weights.ravel()])
-        item_source = np.concatenate([self._sources[slots].ravel(), np.full(tokens.size, source, np.uint8)])
+    def _merge(self, keys: np.ndarray, tokens: np.ndarray, weights: np.ndarray, sources: np.ndarray) -> None:
+        """Merge sorted observations: keys [n], tokens and weights [n, WIDTH], sources [n]."""
+        is_first = np.concatenate([[True], keys[1:] != keys[:-1]])
+        first = np.flatnonzero(is_first)
+        last = np.append(first[1:], len(keys)) - 1
+        group = np.cumsum(is_first) - 1
+        groups = len(first)
+        # An observation, and what the entry held, fades by `keep` of every later observation of the same context.
+        fading = np.cumsum(_LOG_KEEP[sources])
+        scale = GAIN[sources] * np.exp(fading[last][group] - fading)
+        kept = np.exp(fading[last] - fading[first] + _LOG_KEEP[sources[first]])
 
-        # Sum what concerns one (entry, token); the newest item names its source.
-        code = (item_group << 32) | item_token
-        code[item_weight <= 0] = -1  # sorted to the front and cut off
+        slots = self._find_or_claim(keys[first])
+        held = self._table[slots]
+        item_group = np.concatenate([np.arange(groups), group]).repeat(WIDTH)
+        item_token = np.concatenate([held["tokens"], tokens]).ravel()
+        item_weight = np.concatenate([held["weights"] * kept[:, None], weights * scale[:, None]]).ravel()
+
+        # Sum what concerns one token of one entry; the newest item names its source.
+        items = np.flatnonzero(item_weight > 0)
+        code = (item_group[items] << 32) | item_token[items]
         order = np.argsort(code, kind="stable")
-        code = code[order]
-        begin = np.searchsorted(code, 0)
-        code, order = code[begin:], order[begin:]
-        if len(code) == 0:
-            return
-        is_last = np.empty(len(code), bool)
-        is_last[-1] = True
-        np.not_equal(code[1:], code[:-1], out=is_last[:-1])
-        last = np.flatnonzero(is_last)
-        first = np.concatenate([[0], last[:-1] + 1])
-        weight = np.add.reduceat(item_weight[order], first)
-        code = code[last]
-        newest = item_source[order[last]]
+        code, items = code[order], items[order]
+        begins = np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]])) if len(code) else items
+        ends = np.append(begins[1:], len(code)) - 1
+        weight = np.add.reduceat(item_weight[items], begins) if len(code) else item_weight[:0]
+        owner, token = code[begins] >> 32, code[begins] & 0xFFFFFFFF
+        newest = np.concatenate([held["sources"].ravel(), sources.repeat(WIDTH).astype(np.uint8)])[items[ends]]
 
         # Keep the WIDTH heaviest tokens of each entry.
-        owner = code >> 32
         order = np.lexsort((-weight, owner))
         owner = owner[order]
-        starts = np.searchsorted(owner, np.arange(groups))
-        rank = np.arange(len(owner)) - starts[owner]
+        rank = np.arange(len(owner)) - np.searchsorted(owner, np.arange(groups))[owner]
         best = rank < WIDTH
         order, owner, rank = order[best], owner[best], rank[best]
-        new_tokens = np.zeros((groups, WIDTH), np.int32)
-        new_weights = np.zeros((groups, WIDTH), np.float32)
-        new_sources = np.zeros((groups, WIDTH), np.uint8)
-        new_tokens[owner, rank] = code[order] & 0xFFFFFFFF
-        new_weights[owner, rank] = weight[order]
-        new_sources[owner, rank] = newest[order]
-        self._tokens[slots] = new_tokens
-        self._weights[slots] = new_weights
-        self._sources[slots] = new_sources
-        self._evidence[slots] = self._evidence[slots] * kept + gained
+        held["tokens"] = held["weights"] = held["sources"] = 0
+        held["tokens"][owner, rank] = token[order]
+        held["weights"][owner, rank] = weight[order]
+        held["sources"][owner, rank] = newest[order]
+        held["evidence"] = held["evidence"] * kept + np.add.reduceat(scale, first)
+        self._table[slots] = held
 
     def _find_or_claim(self, keys: np.ndarray) -> np.ndarray:
         """Entry index of each of the distinct sorted keys [g]; a key that is new takes its bucket's oldest entry."""
@@ -238,6 +248,7 @@ class NgramPool:
         nodes: list[tuple[int, int, float, int]] = []
         open_nodes: list[tuple[float, int, int, int, int, tuple[int, ...]]] = []
         with self._lock:
+            self.absorb()
             parent, path, probability, depth = -1, tail, 1.0, 0
             while True:
                 if depth < limit:
@@ -291,13 +302,14 @@ class NgramPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the table keeps its invariants; for tests."""
+        self.absorb()
         used = self._keys.ravel() != 0
         homes = self._bucket(self._keys.ravel()[used])
         assert (homes == np.flatnonzero(used) // WAYS).all(), "an entry stands outside its key's bucket"
         keys = np.sort(self._keys.ravel()[used])
         assert (keys[1:] != keys[:-1]).all(), "a key stands twice"
         weights = self._weights[used]
-        assert np.isfinite(weights).all() and (weights >= 0).all(), "a weight is negative or not finite"
+        assert ((weights >= 0) & (weights < np.inf)).all(), "a weight is negative or not finite"
         assert (np.diff(weights, axis=1) <= 0).all(), "weights are not in falling order"
         assert (weights.sum(1) <= self._evidence[used] * 1.001 + 1e-6).all(), "weights exceed their evidence"
         for tokens, row in zip(self._tokens[used], weights, strict=True):

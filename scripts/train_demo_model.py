@@ -13,6 +13,7 @@ import platform
 import random
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -50,9 +51,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=CONTEXT
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=CONTEXT)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
@@ -62,7 +61,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
     return np.concatenate([np.array([end, *encoding.ids], dtype=np.int32) for encoding in encodings])
 
 
-def sequences(tokens: np.ndarray, rng: np.random.Generator):
+def sequences(tokens: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """Endless sequences of CONTEXT + 1 ids: each epoch cuts at a new offset and shuffles the pieces."""
     while True:
         pieces = tokens[rng.integers(CONTEXT) :]
@@ -108,15 +107,16 @@ tags: [python, demonstration]
 # lookahead demo model
 
 A Llama of {parameters:.1f} million parameters (6 layers of 256, 4 heads, 2 KV heads, feed-forward 704, tied byte-level
-BPE vocabulary of {vocabulary:,}, context {context:,}), carried by the `lookahead` package so that its commands work offline.
+BPE vocabulary of {vocabulary:,}, context {context:,}), which the `lookahead` package carries so that it works offline.
 It continues Python source code plausibly and understands nothing: it is for demonstrations and tests.
 
 | | |
 |---|---|
 | data | the `.py` files of the CPython {python} standard library, {files:,} files, {tokens:.1f} million tokens |
-| licence of the data | PSF License 2.0, (c) 2001-2023 Python Software Foundation; some modules carry notices of their own |
+| licence of the data | PSF License 2.0, (c) 2001-2023 Python Software Foundation; some modules add notices |
 | held out | {held_files} of these files, by the hash of their path |
-| training | {steps:,} steps of {batch} x {context:,} tokens ({seen:.1f} million in all), Muon and AdamW, peak rate {rate}, bf16 autocast |
+| training | {steps:,} steps of {batch} x {context:,} tokens, {seen:.1f} million in all; bf16 autocast |
+| optimizers | Muon for the matrices of the layers, AdamW for the rest; peak rate {rate} |
 | seed | {seed} |
 | held-out loss | {loss:.3f} nats per token |
 | time | {minutes:.0f} minutes on {threads} CPU threads, torch {torch} |
@@ -138,7 +138,9 @@ def main(out: Path, steps: int, batch: int, rate: float, seed: int) -> None:
     random.Random(seed).shuffle(train)
     tokenizer = train_tokenizer(train)
     tokens, held_tokens = encode(tokenizer, train), encode(tokenizer, held_out)
-    click.echo(f"{len(train)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(held_tokens):,} tokens")
+    click.echo(
+        f"{len(train)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(held_tokens):,} tokens"
+    )
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,

@@ -8,7 +8,6 @@ import torch
 from test_lossless import check_identical, random_prompt
 from zoo import tiny_model
 
-import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError, architecture, decoding, verify
 from lookahead.cache import InPlaceLayer, SlidingLayer
 from lookahead.step import Step, Visibility
@@ -146,16 +145,20 @@ SEEN_BY_THE_PROBE = {
 }
 
 
+def check_several(model):
+    rng = random.Random(0)
+    for seed in range(8):
+        options = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
+        check_identical(model, random_prompt(rng), options, LookaheadConfig(window_size=3), seed)
+
+
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_comparison_with_generate_sees_it(plant, monkeypatch):
     model = tiny_model(DEFECTS[plant])
     architecture.inspect_model(model)  # probed while all is well
     plant(monkeypatch)
-    rng = random.Random(0)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        for seed in range(8):
-            options = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
-            check_identical(model, random_prompt(rng), options, LookaheadConfig(window_size=3), seed)
+        check_several(model)
 
 
 @pytest.mark.parametrize("plant", sorted(SEEN_BY_THE_PROBE, key=lambda f: f.__name__), ids=lambda plant: plant.__name__)
@@ -174,9 +177,4 @@ def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
 
 def test_the_comparison_passes_without_a_defect():
     for model_type in sorted(set(DEFECTS.values())):
-        model = tiny_model(model_type)
-        rng = random.Random(0)
-        for seed in range(8):
-            options = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
-            check_identical(model, random_prompt(rng), options, LookaheadConfig(window_size=3), seed)
-    assert lookahead.architecture.inspect_model(model).can_branch
+        check_several(tiny_model(model_type))

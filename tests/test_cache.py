@@ -49,8 +49,9 @@ def test_full_layer_behaves_as_transformers_own():
     """Without commits it can stand in for a DynamicLayer, crop included."""
     ours, theirs = InPlaceLayer(), DynamicLayer()
     for first, length in ((0, 5), (5, 1), (6, 300)):
-        a, b = ours.update(states(length, first), states(length, first)), theirs.update(
-            states(length, first), states(length, first)
+        a, b = (
+            ours.update(states(length, first), states(length, first)),
+            theirs.update(states(length, first), states(length, first)),
         )
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1])

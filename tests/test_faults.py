@@ -9,7 +9,6 @@ import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cache import InPlaceLayer
 
-
 LONG = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": True, "temperature": 1.5}  # few guesses are accepted
 
 

@@ -359,7 +359,7 @@ def test_a_cache_that_is_ignored_is_refused():
 
 
 def test_longrope_does_not_straddle_its_switch():
-    """Across the length where phi3 changes its rotary factors, the model itself decodes; on one side, lookahead does."""
+    """Across the length where phi3 changes its rotary factors, the model itself decodes; on either side, lookahead."""
     rope = {
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
         "original_max_position_embeddings": 32,

@@ -87,7 +87,7 @@ def test_architecture(model_type):
 
 @pytest.mark.parametrize("case", range(60))
 def test_random_case(case):
-    """Random architecture, prompt, settings of both sides and seed; a pool that other texts have filled now and then."""
+    """Random architecture, prompt, settings of both sides and seed; now and then a pool that other texts have filled."""
     rng = random.Random(case)
     model = tiny_model(rng.choice(sorted(SETTINGS)), seed=case)
     pool = NgramPool(1) if rng.random() < 0.5 else None
@@ -161,7 +161,9 @@ def test_half_precision_diverges_only_at_near_ties():
     rng = random.Random(8)
     for _ in range(6):
         ids = random_prompt(rng)
-        expected = model.generate(ids, max_new_tokens=50, do_sample=False, return_dict_in_generate=True, output_logits=True)
+        expected = model.generate(
+            ids, max_new_tokens=50, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
         lookahead.wrap(model, LookaheadConfig(window_size=3))
         actual = model.generate(ids, max_new_tokens=50, do_sample=False)[0].tolist()
         lookahead.unwrap(model)

@@ -47,7 +47,7 @@ SETTINGS = {
     "cohere": {"logit_scale": 1.0},
     "starcoder2": {"sliding_window": WINDOW},
     "granite": {},
-    # Beyond the best known: rotary by thirds, learned positions without an offset, KV sharing, latent attention, chunks.
+    # Beyond the best known: partial rotary, multi-query, layers without positions, attention in chunks.
     "stablelm": {},
     "gpt_bigcode": {**GPT, "multi_query": True},
     "smollm3": {"no_rope_layers": [1, 0]},

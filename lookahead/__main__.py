@@ -1,0 +1,5 @@
+"""``python -m lookahead``."""
+
+from lookahead.cli import main
+
+main(prog_name="lookahead")

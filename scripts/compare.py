@@ -1,0 +1,266 @@
+"""Compare lookahead with plain decoding and with transformers' own speculative methods.
+
+Prompts come in Spec-Bench's JSONL format: one object a line with question_id, category and turns, of which the first
+is used. For every prompt the methods run in turn, in an order that rotates from repeat to repeat; a method's time is
+the median of its repeats. Every text is compared with that of plain decoding from the same seed, the prompt's number.
+
+    python scripts/compare.py --model M --prompts FILE.jsonl --methods greedy,lookahead,jacobi,prompt-lookup,assisted
+"""
+
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import click
+import torch
+import transformers
+
+import lookahead
+from lookahead import LookaheadConfig, NgramPool
+from lookahead.cli import load
+
+METHODS = ("greedy", "lookahead", "jacobi", "prompt-lookup", "assisted")
+
+
+class ForwardCounter:
+    """Counts the forward passes of a model while it is open."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def __enter__(self):
+        self.passes = 0
+        self._hook = self._model.register_forward_pre_hook(self._count)
+        return self
+
+    def _count(self, *_):
+        self.passes += 1
+
+    def __exit__(self, *_):
+        self._hook.remove()
+
+
+def read_prompts(path: Path, limit: int | None) -> list[dict]:
+    """Raises ClickException that names the line if it is not of the format."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)
+            prompt["turns"][0], prompt["category"], prompt["question_id"]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise click.ClickException(
+                f"{path}, line {number} is not of Spec-Bench's format (question_id, category, turns): {error!r}"
+            ) from error
+        prompts.append(prompt)
+    if not prompts:
+        raise click.ClickException(f"{path} holds no prompt")
+    return prompts[:limit]
+
+
+def generate(model, method: str, inputs, options: dict, seed: int, config, pool, assistant) -> dict:
+    """One timed call: new ids, seconds, forward passes, and the statistics of lookahead."""
+    extra = {"prompt-lookup": {"prompt_lookup_num_tokens": 10}, "assisted": {"assistant_model": assistant}}
+    if method in ("lookahead", "jacobi"):
+        lookahead.wrap(model, config, pool)
+    torch.manual_seed(seed)
+    with ForwardCounter(model) as counter:
+        start = time.perf_counter()
+        output = model.generate(**inputs, **options, **extra.get(method, {}))
+        ids = output[0, inputs.input_ids.shape[1] :].tolist()
+        seconds = time.perf_counter() - start
+    stats = model.lookahead.last if method in ("lookahead", "jacobi") else None
+    lookahead.unwrap(model)
+    return {"ids": ids, "seconds": seconds, "passes": counter.passes, "stats": stats}
+
+
+@torch.no_grad()
+def margin_at(model, inputs, ids: list[int], index: int) -> float:
+    """Difference of the two best logits of a plain pass, float32, where new token ``index`` is chosen."""
+    line = torch.cat([inputs.input_ids, torch.tensor([ids[:index]], device=model.device, dtype=torch.long)], dim=1)
+    best = model(input_ids=line).logits[0, -1].float().topk(2).values
+    return (best[0] - best[1]).item()
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    if ours == theirs:
+        return None
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))  # noqa: B905
+
+
+def summarise(rows: list[dict], methods: list[str]) -> list[dict]:
+    """One row a category and method, and one a method over all ("overall": mean of the categories)."""
+    categories = list(dict.fromkeys(row["category"] for row in rows))
+    table = []
+    for category in categories:
+        plain_rate = None
+        for method in methods:
+            mine = [row for row in rows if row["category"] == category and row["method"] == method]
+            rate = sum(row["tokens"] for row in mine) / sum(row["seconds"] for row in mine)
+            plain_rate = plain_rate or rate  # greedy comes first
+            margins = [row["margin"] for row in mine if row["margin"] is not None]
+            steps = sum(row["passes"] - 1 for row in mine)
+            table.append({
+                "category": category,
+                "method": method,
+                "tokens_per_second": rate,
+                "speedup": rate / plain_rate,
+                "tokens_per_step": sum(row["tokens"] - 1 for row in mine) / steps if steps else 1.0,
+                "identical": sum(row["difference"] is None for row in mine),
+                "prompts": len(mine),
+                "largest_margin": max(margins, default=None),
+            })  # fmt: skip
+    for method in methods:
+        mine = [row for row in table if row["method"] == method]
+        mean = {name: statistics.mean(row[name] for row in mine)
+                for name in ("tokens_per_second", "speedup", "tokens_per_step")}  # fmt: skip
+        counts = {name: sum(row[name] for row in mine) for name in ("identical", "prompts")}
+        margins = [row["largest_margin"] for row in mine if row["largest_margin"] is not None]
+        table.append(
+            {"category": "overall", "method": method, **mean, **counts, "largest_margin": max(margins, default=None)}
+        )
+    return table
+
+
+def markdown(table: list[dict], environment: dict) -> str:
+    lines = [
+        f"`{environment['command']}`",
+        "",
+        ", ".join(
+            f"{name} {environment[name]}" for name in ("processor", "threads", "python", "torch", "transformers")
+        ),
+        "",
+        "| category | method | tokens/s | speed-up | tokens/step | identical | top-2 margin where different |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in table:
+        margin = "" if row["largest_margin"] is None else f"up to {row['largest_margin']:.3g}"
+        lines.append(
+            f"| {row['category']} | {row['method']} | {row['tokens_per_second']:.1f} | {row['speedup']:.2f} | "
+            f"{row['tokens_per_step']:.2f} | {row['identical']}/{row['prompts']} | {margin} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Causal LM to load; the packaged one by default.")
+@click.option("--prompts", "prompts_file", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--methods", default="greedy,lookahead,jacobi,prompt-lookup", show_default=True,
+              help=f"Of {', '.join(METHODS)}; greedy, which is plain decoding, always runs.")  # fmt: skip
+@click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model of the method assisted.")
+@click.option(
+    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16", "float16"])
+)
+@click.option("--device", default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; torch's default if not given.")
+@click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=2))
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0 does not sample.")
+@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(min=0, max=1, min_open=True))
+@click.option("--seed", default=0, show_default=True, help="Added to the prompt's number.")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--limit", type=click.IntRange(min=1), help="Use only the first prompts.")
+@click.option("--budget", default=LookaheadConfig.budget, show_default=True, type=click.IntRange(min=0))
+@click.option("--window-size", default=LookaheadConfig.window_size, show_default=True, type=click.IntRange(min=0))
+@click.option("--ngram-size", default=LookaheadConfig.ngram_size, show_default=True, type=click.IntRange(min=2))
+@click.option("--shared-pool", is_flag=True, help="Keep one pool over all prompts; else a fresh one for every call.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write OUT.json and OUT.md.")
+def main(
+    model_name, prompts_file, methods, assistant, dtype, device, threads, max_new_tokens, temperature, top_p, seed,
+    repeats, limit, budget, window_size, ngram_size, shared_pool, out,
+) -> None:  # fmt: skip
+    chosen = ["greedy", *[m for m in dict.fromkeys(methods.split(",")) if m != "greedy"]]
+    for method in chosen:
+        if method not in METHODS:
+            raise click.BadParameter(f"{method!r} is not one of {', '.join(METHODS)}", param_hint="--methods")
+    if "assisted" in chosen and assistant is None:
+        raise click.UsageError("the method assisted needs --assistant")
+    if shared_pool and repeats > 1:
+        raise click.UsageError("a shared pool knows a prompt when it is repeated: use --repeats 1")
+    if threads:
+        torch.set_num_threads(threads)
+    prompts = read_prompts(prompts_file, limit)
+    model, tokenizer = load(model_name, dtype, device)
+    assistant_model = load(assistant, dtype, device)[0] if assistant else None
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    if temperature > 0:
+        options |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
+    configs = {
+        "lookahead": LookaheadConfig(budget=budget, window_size=window_size, ngram_size=ngram_size),
+        "jacobi": LookaheadConfig(strategy="jacobi", budget=budget),
+    }
+    shared = {"lookahead": NgramPool()} if shared_pool else {}
+
+    def run(method: str, number: int, inputs) -> dict:
+        return generate(
+            model, method, inputs, options, seed + number, configs.get(method), shared.get(method), assistant_model
+        )
+
+    warm_up = tokenizer(prompts[0]["turns"][0], return_tensors="pt").to(model.device)
+    for method in chosen:
+        if method not in shared:
+            run(method, 0, warm_up)
+    rows, stats = [], {method: lookahead.Stats() for method in configs if method in chosen}
+    with click.progressbar(list(enumerate(prompts)), label="prompts", file=sys.stderr) as progress:
+        for number, prompt in progress:
+            inputs = tokenizer(prompt["turns"][0], return_tensors="pt").to(model.device)
+            calls: dict[str, list[dict]] = {method: [] for method in chosen}
+            for repeat in range(repeats):
+                turn = (number + repeat) % len(chosen)
+                for method in chosen[turn:] + chosen[:turn]:
+                    calls[method].append(run(method, number, inputs))
+            plain = calls["greedy"][0]["ids"]
+            for method in chosen:
+                call = calls[method][0]
+                different = first_difference(call["ids"], plain)
+                if call["stats"]:
+                    stats[method] += call["stats"]
+                rows.append({
+                    "question_id": prompt["question_id"],
+                    "category": prompt["category"],
+                    "method": method,
+                    "tokens": len(call["ids"]),
+                    "seconds": statistics.median(c["seconds"] for c in calls[method]),
+                    "passes": call["passes"],
+                    "difference": different,
+                    "margin": None if different is None else margin_at(model, inputs, plain, different),
+                })  # fmt: skip
+    environment = {
+        "command": shlex.join(["python", "scripts/compare.py", *sys.argv[1:]]),
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "lookahead": lookahead.__version__,
+        "dtype": str(model.dtype),
+    }
+    table = summarise(rows, chosen)
+    text = markdown(table, environment)
+    for method, total in stats.items():
+        text += f"\n{method}: {total}\noverhead outside the forward pass: {total.overhead:.1%} of the steps' time\n"
+    click.echo(text)
+    if out is not None:
+        report = {"environment": environment, "table": table, "stats": {m: s.as_dict() for m, s in stats.items()},
+                  "prompts": rows}  # fmt: skip
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        out.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
