@@ -5,25 +5,21 @@ import time
 import warnings
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
-from lookahead.architecture import Architecture, inspect_model
+from lookahead.architecture import inspect_model
+from lookahead.cache import LookaheadCache
 from lookahead.config import LookaheadConfig
 from lookahead.stats import Stats
-from lookahead.step import Step, lay_out
+from lookahead.strategies import JacobiStrategy, PoolStrategy
 from lookahead.verify import NextTokenRule, walk
-from lookahead.window import JacobiChain, JacobiWindow
-from ngram_pool import NgramPool, Source
-from ngram_pool.pool import LONGEST
+from ngram_pool import NgramPool
 
-TOP_K = 8  # next tokens learned from each logits row
-MIN_PROBABILITY = 0.01  # guesses below it are not worth a row of the forward pass
-GREEDY_TEMPERATURE = 0.5  # at which logits are learned where the token will be their argmax
-PREFILL_LOGITS = 256  # last positions of the prompt whose logits are learned
+GREEDY_TEMPERATURE = 0.5  # at which logits are learned where the next token is their argmax
+ROOM = 4096  # positions beyond the prompt that a cache makes room for at once
 
 # What generate() hands to its loop that this one replaces or has no use for; anything else is meant for the model.
 KNOWN_ARGUMENTS = {
@@ -36,8 +32,6 @@ class Lookahead:
     """What a wrapped model carries as ``model.lookahead``."""
 
     config: LookaheadConfig
-    architecture: Architecture | None
-    """None for an encoder-decoder, which always decodes by itself."""
     pool: NgramPool
     """Evidence, kept for the life of the wrap."""
     stats: Stats = field(default_factory=Stats)
@@ -67,11 +61,7 @@ def decode(
     Raises UnsupportedModelError for a model that cannot be decoded so.
     """
     config = lookahead_config or LookaheadConfig()
-    engine = Lookahead(
-        config=config,
-        architecture=None if model.config.is_encoder_decoder else inspect_model(model),
-        pool=pool if pool is not None else NgramPool(config.pool_memory_mb),
-    )
+    engine = Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb))
     return run(
         engine, type(model)._sample, model, input_ids, logits_processor, stopping_criteria, generation_config,
         **model_kwargs,
@@ -112,11 +102,12 @@ def run(
     )
     mask = model_kwargs.get("attention_mask")
     prompt = input_ids[0] if mask is None else input_ids[0, mask[0].bool()]  # padding is nothing to the model
-    engine.last = Stats(calls=1)
+    engine.last = stats = Stats(calls=1)
+    strategy = _strategy(model, engine, generation_config)
     try:
-        cache = _decode(model, engine, prompt.tolist(), rule, generation_config)
+        cache = _decode(model, strategy, prompt.tolist(), rule, stats, generation_config)
     finally:
-        engine.stats += engine.last
+        engine.stats += stats
     if streamer is not None:
         streamer.end()
     if not returns_dict:
@@ -124,42 +115,35 @@ def run(
     return GenerateDecoderOnlyOutput(sequences=rule.ids, scores=rule.scores, logits=rule.logits, past_key_values=cache)
 
 
-def _decode(model, engine: Lookahead, text: list[int], rule: NextTokenRule, generation: GenerationConfig):
+def _strategy(model, engine: Lookahead, generation: GenerationConfig) -> PoolStrategy | JacobiStrategy:
+    if engine.config.strategy == "jacobi":
+        return JacobiStrategy(engine.config.budget)
+    temperature = (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
+    return PoolStrategy(engine.config, engine.pool, temperature, inspect_model(model).can_branch)
+
+
+def _decode(model, strategy, text: list[int], rule: NextTokenRule, stats: Stats, generation: GenerationConfig):
     """The loop. ``text`` holds the prompt and grows by what is emitted; its last token is the root of each step.
 
     Returns the cache, which holds all of the text but its last token, as plain decoding leaves it.
     """
-    config, architecture, pool, stats = engine.config, engine.architecture, engine.pool, engine.last
-    temperature = (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
+    architecture = inspect_model(model)
     end = generation.max_length - rule.ids.shape[1] + len(text)  # length at which max_length is reached
-    last_position = min(end - 2, _context_length(model) - 1)
-    cache = architecture.make_cache(min(end, len(text) + 4096) + 2 * config.budget)
-    is_jacobi = config.strategy == "jacobi"
-    chain = JacobiChain(config.budget, text[-1])
-    window = JacobiWindow(config.window_size if architecture.can_branch else 0, config.ngram_size, text)
+    last_position = min(end - 2, _context_length(model) - 1)  # of what plain decoding would ever compute
+    cache = architecture.make_cache(min(end, len(text) + ROOM))
 
     start = time.perf_counter()
-    context = _context_length(model)
-    if len(text) > context:
-        warnings.warn(f"the prompt has {len(text)} tokens, the model was made for {context}", stacklevel=2)
-    logits = _prefill(model, text, cache, generation.prefill_chunk_size, keep=1 if is_jacobi else PREFILL_LOGITS)
-    if not is_jacobi:
-        pool.learn(text, Source.PROMPT)
-        _learn_logits(pool, _contexts(text, len(logits)), logits, temperature)
-        pool.absorb()
+    logits = _prefill(model, text, cache, generation.prefill_chunk_size, strategy.prefill_logits)
+    strategy.start(text, logits)
     text.append(rule.emit(logits[-1]))
     stats.tokens += 1
     stats.prefill_seconds += time.perf_counter() - start
 
     while not rule.stopped:
-        stats.steps += 1
         longest = max(last_position - cache.get_seq_length(), 0)
+        stats.steps += 1
         with stats.time("guess"):
-            if is_jacobi:
-                tree = chain.guess(longest)
-            else:
-                tree = pool.guess(text, config.budget, MIN_PROBABILITY, longest, chain=not architecture.can_branch)
-            step = lay_out(text[-1], tree, window if longest else None)
+            step, tree = strategy.guess(text, longest)
         with stats.time("forward"):
             logits = architecture.forward(model, step, cache, last_position)
         with stats.time("verify"):
@@ -167,23 +151,20 @@ def _decode(model, engine: Lookahead, text: list[int], rule: NextTokenRule, gene
         with stats.time("commit"):
             cache.commit(path)
         with stats.time("learn"):
-            if is_jacobi:
-                chain.advance(logits.argmax(-1).cpu().numpy(), len(emitted))
-            else:
-                _learn(pool, text, step, logits, emitted, window, temperature)
+            strategy.learn(text, step, logits, emitted)
         text += emitted
-        stats.tokens += len(emitted)
-        stats.guesses += step.guesses
-        stats.window_tokens += len(step) - 1 - step.guesses
-        stats.count_accepted([int(tree.sources[row - 1]) for row in path[1:]])
+        stats.count(step, emitted, [int(tree.sources[row - 1]) for row in path[1:]])
     return cache
 
 
-def _prefill(model, text: list[int], cache, chunk_size: int | None, keep: int) -> torch.Tensor:
+def _prefill(model, text: list[int], cache: LookaheadCache, chunk_size: int | None, keep: int) -> torch.Tensor:
     """Fill the cache with the prompt; logits [k, vocabulary] of its last positions, at most ``keep``."""
+    context = _context_length(model)
+    if len(text) > context:
+        warnings.warn(f"the prompt has {len(text)} tokens, the model was made for {context}", stacklevel=2)
     ids = torch.tensor([text], device=model.device)
     parameters = inspect.signature(model.forward).parameters
-    for chunk in ids.split(chunk_size or ids.shape[1], dim=1):
+    for chunk in ids.split(chunk_size or len(text), dim=1):
         begin = cache.get_seq_length()
         inputs = {"input_ids": chunk, "past_key_values": cache, "use_cache": True}
         if "position_ids" in parameters:
@@ -193,53 +174,17 @@ def _prefill(model, text: list[int], cache, chunk_size: int | None, keep: int) -
         try:
             logits = model(**inputs).logits[0, -keep:]
         except IndexError as error:  # a table of learned positions is at its end
-            if len(text) <= _context_length(model):
+            if len(text) <= context:
                 raise
             raise ValueError(
-                f"the prompt has {len(text)} tokens, the model's context is {_context_length(model)}: shorten it"
+                f"the prompt has {len(text)} tokens, the model's context is {context}: shorten it"
             ) from error
     return logits
-
-
-def _learn(pool, text: list[int], step: Step, logits, emitted: list[int], window: JacobiWindow, temperature) -> None:
-    """Feed the pool what one step has shown, and advance the window by one iteration."""
-    rows = step.guesses + 1
-    contexts = step.contexts(text[:-1], LONGEST)
-    likeliest = _learn_logits(pool, contexts[:rows], logits, temperature)
-    recent = [*text[-LONGEST:], *emitted]
-    pool.learn(recent, Source.TEXT, start=len(recent) - len(emitted))
-    if len(step) > rows:
-        ngrams = window.advance(likeliest[-window.size :], len(emitted))
-        if len(ngrams):
-            pool.learn_ngrams(ngrams)
-    pool.absorb()
-
-
-def _learn_logits(pool, contexts: np.ndarray, logits: torch.Tensor, temperature: float) -> np.ndarray:
-    """Feed the pool the likeliest next tokens after ``contexts`` [n, c], from the first n rows of ``logits``.
-
-    Returns the likeliest token of every row, int64 [rows].
-    """
-    top, tokens = (logits.float() / temperature).softmax(-1).topk(min(TOP_K, logits.shape[-1]))
-    top, tokens = top.cpu().numpy(), tokens.cpu().numpy()
-    n = len(contexts)
-    usable = np.isfinite(top[:n, 0])  # a guess that is rejected may overflow in half precision
-    pool.learn_next(contexts[usable], tokens[:n][usable], np.minimum(top[:n][usable], 1.0))
-    return tokens[:, 0]
-
-
-def _contexts(text: list[int], count: int) -> np.ndarray:
-    """Int64 [count, LONGEST]: the tokens up to each of the last ``count`` positions; -1 before the text."""
-    padded = np.concatenate([np.full(LONGEST, -1), text])
-    return np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[-count:]
 
 
 def _context_length(model) -> int:
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or 2**62
-
-
-# When the model's own decoding has to do it
 
 
 _warned: set[str] = set()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from lookahead.step import Step
 from ngram_pool import Source
 
 STAGES = ("guess", "forward", "verify", "commit", "learn")
@@ -63,11 +64,13 @@ class Stats:
         finally:
             self.seconds[stage] += time.perf_counter() - start
 
-    def count_accepted(self, sources: list[int]) -> None:
-        """Count the guesses that one step accepted, given as their sources."""
-        self.accepted_per_step[len(sources)] += 1
-        for source in sources:
-            self.accepted[Source(source).name.lower()] += 1
+    def count(self, step: Step, emitted: list[int], accepted: list[int]) -> None:
+        """Count one step; accepted: the sources of the guesses that it accepted."""
+        self.tokens += len(emitted)
+        self.guesses += step.guesses
+        self.window_tokens += len(step) - 1 - step.guesses
+        self.accepted_per_step[len(accepted)] += 1
+        self.accepted.update(Source(source).name.lower() for source in accepted)
 
     def __iadd__(self, other: "Stats") -> "Stats":
         for name, value in vars(other).items():

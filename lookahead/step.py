@@ -107,7 +107,7 @@ def lay_out(root: int, tree: GuessTree, window: JacobiWindow | None = None) -> S
     """Put the root, the guesses and the window's tokens into one step."""
     n = len(tree)
     w_tokens, w_parents, w_depths, w_ancestors = [], [], [], np.empty((0, 0), bool)
-    if window is not None and window.rows:
+    if window is not None:
         w_tokens = np.concatenate(window.rows)
         w_parents, w_depths, w_ancestors = _window_layout(window.size, len(window.rows))
     total = 1 + n + len(w_tokens)

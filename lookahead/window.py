@@ -1,4 +1,4 @@
-"""The Jacobi window (lookahead branch) and plain Jacobi iteration.
+"""The Jacobi window (lookahead branch).
 
     row 0   column 0 .. W-1   oldest iterate, a chain of guesses for the positions after the root
     row r                     column c of it was the model's output at column c of row r-1
@@ -9,21 +9,17 @@ column, and the oldest row goes (Fu et al. 2024, arXiv 2402.02057, section 3).
 
 import numpy as np
 
-from ngram_pool import GuessTree, Source
-
 
 class JacobiWindow:
-    """W columns by up to N-1 rows of guessed tokens."""
+    """W columns (at least 1) by up to N-1 rows of guessed tokens."""
 
     def __init__(self, size: int, ngram_size: int, seed_tokens: list[int]):
         """seed_tokens: where the first row and new columns are drawn from; the prompt serves."""
         self.size = size
         self.ngram_size = ngram_size
-        self.rows: list[np.ndarray] = []
         self._seed_tokens = np.asarray(seed_tokens, np.int64)
         self._random = np.random.default_rng(0)  # its own generator: the caller's must be consumed by sampling alone
-        if size:
-            self.rows.append(self._draw(size))
+        self.rows: list[np.ndarray] = [self._draw(size)]
 
     def advance(self, output: np.ndarray, accepted: int) -> np.ndarray:
         """Take one iteration's ``output`` (int64 [W], the model's choice at each column of the newest row).
@@ -44,24 +40,3 @@ class JacobiWindow:
 
     def _draw(self, count: int) -> np.ndarray:
         return self._random.choice(self._seed_tokens, count)
-
-
-class JacobiChain:
-    """Plain Jacobi decoding: a block of positions is guessed to be what the model last said of them.
-
-    Every step verifies the block as a chain; what follows the accepted part is iterated once more
-    (Santilli et al. 2023, arXiv 2305.10427, algorithm 1).
-    """
-
-    def __init__(self, size: int, seed_token: int):
-        self.size = size
-        self._seed_token = seed_token
-        self._block = np.full(size, seed_token, np.int64)
-
-    def guess(self, longest: int) -> GuessTree:
-        return GuessTree.chain(self._block[:longest], Source.JACOBI)
-
-    def advance(self, output: np.ndarray, accepted: int) -> None:
-        """output: int64, the model's choice at the root and at each guess; accepted: tokens emitted in this step."""
-        block = output[accepted:][: self.size]
-        self._block = np.concatenate([block, np.full(self.size - len(block), self._seed_token)])

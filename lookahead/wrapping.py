@@ -63,10 +63,10 @@ def wrap(
         if pool is not None:
             model.lookahead.pool = pool
         return model
+    if not model.config.is_encoder_decoder:
+        inspect_model(model)
     config = config or LookaheadConfig()
-    architecture = None if model.config.is_encoder_decoder else inspect_model(model)
-    pool = pool if pool is not None else NgramPool(config.pool_memory_mb)
-    model.lookahead = Lookahead(config, architecture, pool)
+    model.lookahead = Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb))
     model.__class__ = _wrapped_class(type(model))
     return model
 

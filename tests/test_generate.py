@@ -20,6 +20,7 @@ from zoo import END, VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError, decoding
+from lookahead.architecture import inspect_model
 from lookahead.cli import DEMO_MODEL, load
 
 
@@ -345,7 +346,7 @@ def test_a_mask_that_is_ignored_is_noticed(caplog):
     model.model.forward = deaf
     lookahead.wrap(model, LookaheadConfig(window_size=4))
     assert "not honoured" in caplog.text
-    assert not model.lookahead.architecture.can_branch
+    assert not inspect_model(model).can_branch
     assert model.generate(ids, max_new_tokens=40).tolist() == expected.tolist()
     assert model.lookahead.last.accepted.total() > 0
 

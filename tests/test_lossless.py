@@ -87,7 +87,7 @@ def test_architecture(model_type):
 
 @pytest.mark.parametrize("case", range(60))
 def test_random_case(case):
-    """Random architecture, prompt, settings of both sides and seed; now and then a pool that other texts have filled."""
+    """Random architecture, prompt, options, settings and seed; now and then a pool that other texts have filled."""
     rng = random.Random(case)
     model = tiny_model(rng.choice(sorted(SETTINGS)), seed=case)
     pool = NgramPool(1) if rng.random() < 0.5 else None

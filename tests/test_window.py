@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
+import torch
 
-from lookahead.window import JacobiChain, JacobiWindow
+from lookahead.strategies import JacobiStrategy
+from lookahead.window import JacobiWindow
 
 
 def numbered(row: int, columns: range) -> np.ndarray:
@@ -34,11 +36,6 @@ def test_ngrams_run_along_columns(ngram_size, accepted):
     assert len(window.rows) == ngram_size - 1
 
 
-def test_a_window_of_nothing():
-    window = JacobiWindow(0, 3, [1])
-    assert window.rows == []
-
-
 def test_window_leaves_the_global_generators_alone():
     np.random.seed(0)
     before = np.random.get_state()[1].copy()
@@ -46,11 +43,17 @@ def test_window_leaves_the_global_generators_alone():
     assert (np.random.get_state()[1] == before).all()
 
 
-def test_jacobi_chain_moves_on_by_what_was_accepted():
-    chain = JacobiChain(4, seed_token=0)
-    assert chain.guess(10).tokens.tolist() == [0, 0, 0, 0]
-    chain.advance(np.array([11, 12, 13, 14, 15]), accepted=1)  # outputs at the root and at four guesses
-    assert chain.guess(10).tokens.tolist() == [12, 13, 14, 15]
-    chain.advance(np.array([12, 13, 24, 25, 26]), accepted=3)
-    assert chain.guess(10).tokens.tolist() == [25, 26, 0, 0]
-    assert chain.guess(1).tokens.tolist() == [25]
+def test_jacobi_block_moves_on_by_what_was_accepted():
+    def said(*tokens):
+        return torch.nn.functional.one_hot(torch.tensor(tokens), 30).float()
+
+    strategy = JacobiStrategy(4)
+    strategy.start([1, 2, 9], said(0))
+    step, tree = strategy.guess([9, 11], 10)
+    assert tree.tokens.tolist() == [9, 9, 9, 9]
+    strategy.learn([9, 11], step, said(12, 13, 14, 15, 16), emitted=[12])  # outputs at the root and at four guesses
+    step, tree = strategy.guess([9, 11, 12], 10)
+    assert tree.tokens.tolist() == [13, 14, 15, 16]
+    strategy.learn([9, 11, 12], step, said(13, 14, 25, 26, 27), emitted=[13, 14, 25])
+    assert strategy.guess([25], 10)[1].tokens.tolist() == [26, 27, 25, 25]
+    assert strategy.guess([25], 1)[1].tokens.tolist() == [26]

@@ -1,0 +1,94 @@
+"""Where the guesses of a step come from, and what a step teaches: the pool with its window, or plain Jacobi iteration.
+
+A strategy offers:
+    prefill_logits          how many of the prompt's last logits rows it wants to see
+    start(text, logits)     called once, after the prefill
+    guess(text, longest)    the step to run: guesses of at most `longest` tokens below the last token of `text`
+    learn(text, step, logits, emitted)   what the step has shown; `text` does not hold `emitted` yet
+"""
+
+import numpy as np
+import torch
+
+from lookahead.config import LookaheadConfig
+from lookahead.step import Step, lay_out
+from lookahead.window import JacobiWindow
+from ngram_pool import GuessTree, NgramPool, Source
+from ngram_pool.pool import LONGEST
+
+TOP_K = 8  # next tokens learned from each logits row
+MIN_PROBABILITY = 0.01  # a guess below it is not worth a row of the forward pass
+
+
+class PoolStrategy:
+    """Lookahead decoding: guesses from the n-gram pool; text, logits and the Jacobi window feed it."""
+
+    prefill_logits = 256
+
+    def __init__(self, config: LookaheadConfig, pool: NgramPool, temperature: float, can_branch: bool):
+        """temperature: of the next-token distribution that the guesses have to meet."""
+        self._config = config
+        self._pool = pool
+        self._temperature = temperature
+        self._can_branch = can_branch
+        self._window: JacobiWindow | None = None
+
+    def start(self, text: list[int], logits: torch.Tensor) -> None:
+        if self._config.window_size and self._can_branch:
+            self._window = JacobiWindow(self._config.window_size, self._config.ngram_size, text)
+        self._pool.learn(text, Source.PROMPT)
+        padded = np.concatenate([np.full(LONGEST, -1), text])
+        self._learn_logits(np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[-len(logits) :], logits)
+        self._pool.absorb()
+
+    def guess(self, text: list[int], longest: int) -> tuple[Step, GuessTree]:
+        tree = self._pool.guess(text, self._config.budget, MIN_PROBABILITY, longest, chain=not self._can_branch)
+        return lay_out(text[-1], tree, self._window if longest else None), tree
+
+    def learn(self, text: list[int], step: Step, logits: torch.Tensor, emitted: list[int]) -> None:
+        rows = step.guesses + 1
+        likeliest = self._learn_logits(step.contexts(text[:-1], LONGEST)[:rows], logits)
+        recent = [*text[-LONGEST:], *emitted]
+        self._pool.learn(recent, Source.TEXT, start=len(recent) - len(emitted))
+        if len(step) > rows:
+            ngrams = self._window.advance(likeliest[-self._window.size :], len(emitted))
+            if len(ngrams):
+                self._pool.learn_ngrams(ngrams)
+        self._pool.absorb()
+
+    def _learn_logits(self, contexts: np.ndarray, logits: torch.Tensor) -> np.ndarray:
+        """Learn the likeliest next tokens after ``contexts`` [n, LONGEST], from the first n rows of ``logits``.
+
+        Returns the likeliest token of every row, int64 [rows].
+        """
+        top, tokens = (logits.float() / self._temperature).softmax(-1).topk(min(TOP_K, logits.shape[-1]))
+        top, tokens = top.cpu().numpy(), tokens.cpu().numpy()
+        n = len(contexts)
+        usable = np.isfinite(top[:n, 0])  # a guess that is rejected may overflow in half precision
+        self._pool.learn_next(contexts[usable], tokens[:n][usable], np.minimum(top[:n][usable], 1.0))
+        return tokens[:, 0]
+
+
+class JacobiStrategy:
+    """Plain Jacobi decoding: a block of positions is guessed to be what the model last said of them.
+
+    Every step verifies the block as a chain; what follows the accepted part is iterated once more
+    (Santilli et al. 2023, arXiv 2305.10427, algorithm 1).
+    """
+
+    prefill_logits = 1
+
+    def __init__(self, size: int):
+        self._size = size
+        self._block = np.empty(0, np.int64)
+
+    def start(self, text: list[int], logits: torch.Tensor) -> None:
+        self._block = np.full(self._size, text[-1], np.int64)
+
+    def guess(self, text: list[int], longest: int) -> tuple[Step, GuessTree]:
+        tree = GuessTree.chain(self._block[:longest], Source.JACOBI)
+        return lay_out(text[-1], tree), tree
+
+    def learn(self, text: list[int], step: Step, logits: torch.Tensor, emitted: list[int]) -> None:
+        said = logits.argmax(-1).cpu().numpy()[len(emitted) :]  # row i speaks of the position after the i-th guess
+        self._block = np.concatenate([said, np.full(self._size, emitted[-1])])[: self._size]
