@@ -54,11 +54,8 @@ def test_layout(seed):
     step, tree, window = random_step(random.Random(seed))
     n = len(tree)
     assert step.guesses == n
-    assert step.ids.tolist() == [
-        3,
-        *tree.tokens.tolist(),
-        *[t for row in (window.rows if window else []) for t in row.tolist()],
-    ]
+    window_tokens = np.concatenate(window.rows).tolist() if window else []
+    assert step.ids.tolist() == [3, *tree.tokens.tolist(), *window_tokens]
     assert (step.ancestors == visible_by_definition(step, tree, window)).all()
     assert step.depths[0] == 0
     assert (step.depths[1 : n + 1] == tree.depths).all()
