@@ -3,6 +3,8 @@
 model = lookahead.wrap(model)  # generate() now decodes by lookahead: same signature, same result
 """
 
+from pathlib import Path
+
 from lookahead.architecture import UnsupportedModelError
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import Lookahead, decode
@@ -12,7 +14,11 @@ from ngram_pool import NgramPool
 
 __version__ = "0.1.0"
 
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+"""Folder of the small model that the package carries, in Hugging Face format."""
+
 __all__ = [
+    "DEMO_MODEL",
     "Lookahead",
     "LookaheadConfig",
     "NgramPool",

@@ -139,7 +139,11 @@ def _read_config(model: PreTrainedModel) -> Architecture:
         )
     chunk = getattr(config, "attention_chunk_size", None)
     layers: list[Visibility | None] = []
-    for index, layer in enumerate(DynamicCache(config=config).layers):
+    try:
+        theirs = DynamicCache(config=config).layers
+    except Exception as error:  # configurations that transformers' own cache does not know either
+        raise UnsupportedModelError(f"{name} does not say what its layers cache: {error!r}") from error
+    for index, layer in enumerate(theirs):
         kind = types[index] if types else "full_attention"
         if type(layer).__name__ == "DummyLayer":
             layers.append(None)
@@ -156,7 +160,7 @@ def _read_config(model: PreTrainedModel) -> Architecture:
     can_branch = model.config._attn_implementation in ("sdpa", "eager") and not _has_alibi(config)
     mask_of = None
     if types and len({v for v in layers if v is not None}) > 1:
-        mask_of = {kind: v for kind, v in zip(types, layers, strict=True) if v is not None}
+        mask_of = {kind: v for kind, v in zip(types, layers, strict=False) if v is not None}
     takes_position_ids = "position_ids" in inspect.signature(model.forward).parameters
     return Architecture(tuple(layers), mask_of, takes_position_ids, can_branch)
 

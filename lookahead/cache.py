@@ -108,8 +108,6 @@ class InPlaceLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name in transformers before 5.20
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys shown, position of the first) for a coming update of ``query_length`` rows."""
         return self.seen() + query_length, self.length - self.seen()

@@ -3,19 +3,17 @@
 import json
 import sys
 import time
-from pathlib import Path
 
 import click
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead import __version__
+from lookahead import DEMO_MODEL, __version__
 from lookahead.architecture import UnsupportedModelError
 from lookahead.config import LookaheadConfig
 from lookahead.wrapping import unwrap, wrap
 
-DEMO_MODEL = Path(__file__).parent / "demo_model"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEP_COLOURS = ("cyan", "yellow")  # of the tokens of even and odd steps
 

@@ -184,17 +184,19 @@ class NgramPool:
 
         # Sum what concerns one token of one entry; the newest item names its source.
         items = np.flatnonzero(item_weight > 0)
+        if len(items) == 0:
+            return
         code = (item_group[items] << 32) | item_token[items]
-        order = np.argsort(code, kind="stable")
+        order = np.argsort(code)
         code, items = code[order], items[order]
-        begins = np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]])) if len(code) else items
-        ends = np.append(begins[1:], len(code)) - 1
-        weight = np.add.reduceat(item_weight[items], begins) if len(code) else item_weight[:0]
+        begins = np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]]))
+        weight = np.add.reduceat(item_weight[items], begins).astype(np.float32)
         owner, token = code[begins] >> 32, code[begins] & 0xFFFFFFFF
-        newest = np.concatenate([held["sources"].ravel(), sources.repeat(WIDTH).astype(np.uint8)])[items[ends]]
+        newest = np.maximum.reduceat(items, begins)
+        newest = np.concatenate([held["sources"].ravel(), sources.astype(np.uint8).repeat(WIDTH)])[newest]
 
-        # Keep the WIDTH heaviest tokens of each entry.
-        order = np.lexsort((-weight, owner))
+        # Keep the WIDTH heaviest tokens of each entry. Positive floats are ordered as their bits are.
+        order = np.argsort((owner << 32) - weight.view(np.int32))
         owner = owner[order]
         rank = np.arange(len(owner)) - np.searchsorted(owner, np.arange(groups))[owner]
         best = rank < WIDTH

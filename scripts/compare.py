@@ -23,6 +23,7 @@ import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cli import load
 
+ENVIRONMENT = ("processor", "threads", "dtype", "python", "torch", "transformers")  # what a table has to name
 METHODS = ("greedy", "lookahead", "jacobi", "prompt-lookup", "assisted")
 
 
@@ -131,9 +132,7 @@ def markdown(table: list[dict], environment: dict) -> str:
     lines = [
         f"`{environment['command']}`",
         "",
-        ", ".join(
-            f"{name} {environment[name]}" for name in ("processor", "threads", "python", "torch", "transformers")
-        ),
+        ", ".join(f"{name} {environment[name]}" for name in ENVIRONMENT),
         "",
         "| category | method | tokens/s | speed-up | tokens/step | identical | top-2 margin where different |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -144,6 +143,11 @@ def markdown(table: list[dict], environment: dict) -> str:
             f"| {row['category']} | {row['method']} | {row['tokens_per_second']:.1f} | {row['speedup']:.2f} | "
             f"{row['tokens_per_step']:.2f} | {row['identical']}/{row['prompts']} | {margin} |"
         )
+    if environment["samples"]:
+        lines += [
+            "",
+            "From one seed, prompt-lookup and assisted draw other texts than plain decoding, equally distributed.",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -247,7 +251,8 @@ def main(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "lookahead": lookahead.__version__,
-        "dtype": str(model.dtype),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "samples": options["do_sample"],
     }
     table = summarise(rows, chosen)
     text = markdown(table, environment)

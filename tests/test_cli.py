@@ -10,7 +10,8 @@ import torch
 from click.testing import CliRunner
 from zoo import tiny_model
 
-from lookahead.cli import DEMO_MODEL, StepStreamer, load, main
+from lookahead import DEMO_MODEL
+from lookahead.cli import StepStreamer, load, main
 
 PROMPT = "def add(a, b):\n"
 

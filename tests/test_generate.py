@@ -19,9 +19,9 @@ from transformers import (
 from zoo import END, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, UnsupportedModelError, decoding
+from lookahead import DEMO_MODEL, LookaheadConfig, UnsupportedModelError, decoding
 from lookahead.architecture import inspect_model
-from lookahead.cli import DEMO_MODEL, load
+from lookahead.cli import load
 
 
 @pytest.fixture
