@@ -95,23 +95,14 @@ def generate(
     """Continue PROMPT (or - for standard input) by lookahead decoding."""
     prompt = _read_prompt(prompt, prompt_file)
     model, tokenizer = load(model_name, dtype, device)
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    length, context = inputs.input_ids.shape[1], getattr(model.config, "max_position_embeddings", None)
-    if length == 0:
-        raise click.UsageError("the prompt is empty: give at least one token of text")
-    if context is not None and length >= context:
-        raise click.UsageError(f"the prompt has {length} tokens, the model's context is {context}: shorten the prompt")
-    if context is not None and length + max_new_tokens > context:
-        max_new_tokens = context - length
-        click.echo(f"note: the model's context of {context} leaves room for {max_new_tokens} new tokens", err=True)
-    sampling = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "do_sample": do_sample,
-        "repetition_penalty": repetition_penalty,
-    }  # fmt: skip
-    options = {name: value for name, value in sampling.items() if value is not None}
-    if do_sample is None and any(value is not None for value in (temperature, top_k, top_p, min_p)):
-        options["do_sample"] = True
-    options["max_new_tokens"] = max_new_tokens
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    length = inputs.input_ids.shape[1]
+    options = {"max_new_tokens": _fitting(max_new_tokens, length, model)}
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    if do_sample is None and any(value is not None for value in sampling.values()):
+        do_sample = True
+    sampling |= {"do_sample": do_sample, "repetition_penalty": repetition_penalty}
+    options |= {name: value for name, value in sampling.items() if value is not None}
 
     def decode(streamer=None) -> tuple[list[int], float]:
         """New ids and the seconds they took."""
@@ -121,20 +112,20 @@ def generate(
         ids = output[0, length:].tolist()
         return ids, time.perf_counter() - start
 
+    streaming = stream and not as_json
+    stats = plain = None
     try:
-        if strategy != "greedy":
-            wrap(model, LookaheadConfig(
-                strategy=strategy, budget=budget, window_size=window_size, ngram_size=ngram_size
-            ))  # fmt: skip
-        streaming = stream and not as_json
-        step = (lambda: model.lookahead.last.steps) if strategy != "greedy" else (lambda: 0)
-        ids, seconds = decode(StepStreamer(tokenizer, step) if streaming else None)
-        stats = model.lookahead.last if strategy != "greedy" else None
-        plain_ids = plain_seconds = None
+        if strategy == "greedy":
+            ids, seconds = decode(StepStreamer(tokenizer, lambda: 0) if streaming else None)
+        else:
+            settings = {"budget": budget, "window_size": window_size, "ngram_size": ngram_size}
+            engine = wrap(model, LookaheadConfig(strategy=strategy, **settings)).lookahead
+            ids, seconds = decode(StepStreamer(tokenizer, lambda: engine.last.steps) if streaming else None)
+            stats = engine.last
         if compare:
             unwrap(model)
             click.echo("decoding plainly for comparison ...", err=True)
-            plain_ids, plain_seconds = decode()
+            plain = decode()
     except UnsupportedModelError as error:
         raise click.ClickException(str(error)) from error
     except (FloatingPointError, ValueError, torch.OutOfMemoryError) as error:
@@ -147,20 +138,30 @@ def generate(
     if as_json:
         result = {"prompt": prompt, "text": text, "tokens": len(ids), "seconds": seconds, "strategy": strategy}
         result["stats"] = stats.as_dict() if stats else None
-        if compare:
-            result["plain"] = {
-                "seconds": plain_seconds,
-                "speedup": plain_seconds / seconds,
-                "identical": ids == plain_ids,
-            }
+        if plain:
+            speedup = len(ids) / seconds / (len(plain[0]) / plain[1])
+            result["plain"] = {"seconds": plain[1], "speedup": speedup, "identical": ids == plain[0]}
         click.echo(json.dumps(result, ensure_ascii=False))
         return
     if not streaming:
         click.echo(text)
     if show_stats:
         click.echo(str(stats) if stats else f"{len(ids)} tokens in {len(ids) - 1} steps: plain decoding", err=True)
-    if compare:
-        click.echo(_comparison(strategy, ids, seconds, plain_ids, plain_seconds, stats))
+    if plain:
+        click.echo(_comparison(strategy, ids, seconds, *plain, stats))
+
+
+def _fitting(max_new_tokens: int, length: int, model: PreTrainedModel) -> int:
+    """``max_new_tokens``, or what the model's context leaves after a prompt of ``length`` tokens."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if length == 0:
+        raise click.UsageError("the prompt is empty: give at least one token of text")
+    if context is None or length + max_new_tokens <= context:
+        return max_new_tokens
+    if length >= context:
+        raise click.UsageError(f"the prompt has {length} tokens, the model's context is {context}: shorten the prompt")
+    click.echo(f"note: the model's context of {context} leaves room for {context - length} new tokens", err=True)
+    return context - length
 
 
 def _read_prompt(prompt: str | None, prompt_file) -> str:

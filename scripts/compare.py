@@ -146,7 +146,7 @@ def markdown(table: list[dict], environment: dict) -> str:
     if environment["samples"]:
         lines += [
             "",
-            "From one seed, prompt-lookup and assisted draw other texts than plain decoding, equally distributed.",
+            "From one seed, prompt-lookup and assisted draw other texts than plain decoding does.",
         ]
     return "\n".join(lines) + "\n"
 
@@ -214,14 +214,14 @@ def main(
             model, method, inputs, options, seed + number, configs.get(method), shared.get(method), assistant_model
         )
 
-    warm_up = tokenizer(prompts[0]["turns"][0], return_tensors="pt").to(model.device)
+    warm_up = tokenizer(prompts[0]["turns"][0], return_tensors="pt", return_token_type_ids=False).to(model.device)
     for method in chosen:
         if method not in shared:
             run(method, 0, warm_up)
     rows, stats = [], {method: lookahead.Stats() for method in configs if method in chosen}
     with click.progressbar(list(enumerate(prompts)), label="prompts", file=sys.stderr) as progress:
         for number, prompt in progress:
-            inputs = tokenizer(prompt["turns"][0], return_tensors="pt").to(model.device)
+            inputs = tokenizer(prompt["turns"][0], return_tensors="pt", return_token_type_ids=False).to(model.device)
             calls: dict[str, list[dict]] = {method: [] for method in chosen}
             for repeat in range(repeats):
                 turn = (number + repeat) % len(chosen)
