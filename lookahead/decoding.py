@@ -151,7 +151,7 @@ def _decode(model, strategy, text: list[int], rule: NextTokenRule, stats: Stats,
         with stats.time("commit"):
             cache.commit(path)
         with stats.time("learn"):
-            strategy.learn(text, step, logits, emitted)
+            strategy.learn(text, step, logits, path, emitted)
         text += emitted
         stats.count(step, emitted, [int(tree.sources[row - 1]) for row in path[1:]])
     return cache

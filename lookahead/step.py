@@ -87,20 +87,16 @@ class Step:
         return mask.masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
 
     def contexts(self, text: list[int], length: int) -> np.ndarray:
-        """Int64 [T, length]: the last ``length`` tokens up to and including each row's own; -1 where there is none.
+        """Int64 [1 + guesses, length]: the last tokens up to the root and up to each guess; -1 where there is none.
 
         text: all tokens before the root, of which the last ``length`` matter.
         """
         tail = text[-length:]
-        tail = [-1] * (length - len(tail)) + tail
-        tokens = np.concatenate([tail, self.ids])
-        parents = np.concatenate([np.arange(-1, length - 1), np.where(self.parents < 0, -1, self.parents) + length])
-        contexts = np.empty((len(self), length), np.int64)
-        rows = np.arange(length, length + len(self))
-        for column in range(length - 1, -1, -1):
-            contexts[:, column] = tokens[rows]
-            rows = parents[rows]
-        return contexts
+        lines = [[-1] * (length - len(tail)) + tail]  # shifted by one: the first is that of the root's parent
+        rows = slice(0, self.guesses + 1)
+        for token, parent in zip(self.ids[rows].tolist(), self.parents[rows].tolist(), strict=True):
+            lines.append([*lines[parent + 1][1:], token])
+        return np.array(lines[1:], np.int64)
 
 
 def lay_out(root: int, tree: GuessTree, window: JacobiWindow | None = None) -> Step:

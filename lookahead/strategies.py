@@ -4,7 +4,7 @@ A strategy offers:
     prefill_logits          how many of the prompt's last logits rows it wants to see
     start(text, logits)     called once, after the prefill
     guess(text, longest)    the step to run: guesses of at most `longest` tokens below the last token of `text`
-    learn(text, step, logits, emitted)   what the step has shown; `text` does not hold `emitted` yet
+    learn(text, step, logits, path, emitted)   what the step has shown; `text` does not hold `emitted` yet
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.step import Step, lay_out
 from lookahead.window import JacobiWindow
 from ngram_pool import GuessTree, NgramPool, Source
-from ngram_pool.pool import LONGEST
+from ngram_pool.pool import LONGEST, NO_TOKEN
 
 TOP_K = 8  # next tokens learned from each logits row
 MIN_PROBABILITY = 0.01  # a guess below it is not worth a row of the forward pass
@@ -36,37 +36,39 @@ class PoolStrategy:
     def start(self, text: list[int], logits: torch.Tensor) -> None:
         if self._config.window_size and self._can_branch:
             self._window = JacobiWindow(self._config.window_size, self._config.ngram_size, text)
+        padded = np.concatenate([np.full(LONGEST, NO_TOKEN), text])
+        contexts = np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[-len(logits) :]
         self._pool.learn(text, Source.PROMPT)
-        padded = np.concatenate([np.full(LONGEST, -1), text])
-        self._learn_logits(np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[-len(logits) :], logits)
+        self._pool.learn_next(contexts, *self._likeliest(logits), Source.LOGITS)
         self._pool.absorb()
 
     def guess(self, text: list[int], longest: int) -> tuple[Step, GuessTree]:
         tree = self._pool.guess(text, self._config.budget, MIN_PROBABILITY, longest, chain=not self._can_branch)
         return lay_out(text[-1], tree, self._window if longest else None), tree
 
-    def learn(self, text: list[int], step: Step, logits: torch.Tensor, emitted: list[int]) -> None:
-        rows = step.guesses + 1
-        likeliest = self._learn_logits(step.contexts(text[:-1], LONGEST)[:rows], logits)
-        recent = [*text[-LONGEST:], *emitted]
-        self._pool.learn(recent, Source.TEXT, start=len(recent) - len(emitted))
+    def learn(self, text: list[int], step: Step, logits: torch.Tensor, path: list[int], emitted: list[int]) -> None:
+        tokens, probabilities = self._likeliest(logits)
+        contexts = step.contexts(text[:-1], LONGEST)
+        rows = len(contexts)
+        chosen = np.zeros((2, len(path), tokens.shape[1]))  # tokens and probabilities: all that of the one emitted
+        chosen[0, :, 0], chosen[1, :, 0] = emitted, 1.0
+        self._pool.learn_next(
+            np.concatenate([contexts, contexts[path]]),
+            np.concatenate([tokens[:rows], chosen[0].astype(np.int64)]),
+            np.concatenate([probabilities[:rows], chosen[1]]),
+            np.repeat([Source.LOGITS, Source.TEXT], [rows, len(path)]),
+        )
         if len(step) > rows:
-            ngrams = self._window.advance(likeliest[-self._window.size :], len(emitted))
+            ngrams = self._window.advance(tokens[-self._window.size :, 0], len(emitted))
             if len(ngrams):
                 self._pool.learn_ngrams(ngrams)
         self._pool.absorb()
 
-    def _learn_logits(self, contexts: np.ndarray, logits: torch.Tensor) -> np.ndarray:
-        """Learn the likeliest next tokens after ``contexts`` [n, LONGEST], from the first n rows of ``logits``.
-
-        Returns the likeliest token of every row, int64 [rows].
-        """
+    def _likeliest(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """The likeliest next tokens of each row and their probabilities, [rows, TOP_K], likeliest first."""
         top, tokens = (logits.float() / self._temperature).softmax(-1).topk(min(TOP_K, logits.shape[-1]))
-        top, tokens = top.cpu().numpy(), tokens.cpu().numpy()
-        n = len(contexts)
-        usable = np.isfinite(top[:n, 0])  # a guess that is rejected may overflow in half precision
-        self._pool.learn_next(contexts[usable], tokens[:n][usable], np.minimum(top[:n][usable], 1.0))
-        return tokens[:, 0]
+        # A guess that is rejected may overflow in half precision; what its row says is then worth nothing.
+        return tokens.cpu().numpy(), top.nan_to_num_(0.0).cpu().numpy()
 
 
 class JacobiStrategy:
@@ -89,6 +91,6 @@ class JacobiStrategy:
         tree = GuessTree.chain(self._block[:longest], Source.JACOBI)
         return lay_out(text[-1], tree), tree
 
-    def learn(self, text: list[int], step: Step, logits: torch.Tensor, emitted: list[int]) -> None:
+    def learn(self, text: list[int], step: Step, logits: torch.Tensor, path: list[int], emitted: list[int]) -> None:
         said = logits.argmax(-1).cpu().numpy()[len(emitted) :]  # row i speaks of the position after the i-th guess
         self._block = np.concatenate([said, np.full(self._size, emitted[-1])])[: self._size]

@@ -39,7 +39,9 @@ class NextTokenRule:
         Raises FloatingPointError if the logits leave no choice.
         """
         raw = logits[None].to(copy=True, dtype=torch.float32, device=self.ids.device)
-        scores = self._processors(self.ids, raw)
+        scores = raw
+        for processor in self._processors:  # as LogitsProcessorList does, less its inspection of every signature
+            scores = processor(self.ids, scores)
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:

@@ -103,9 +103,10 @@ class NgramPool:
             contexts = np.lib.stride_tricks.sliding_window_view(padded[begin : end + LONGEST - 1], LONGEST)
             self._observe(contexts, tokens[begin:end, None], np.ones((end - begin, 1)), source)
 
-    def learn_next(self, contexts, tokens, probabilities, source: Source = Source.LOGITS) -> None:
+    def learn_next(self, contexts, tokens, probabilities, source=Source.LOGITS) -> None:
         """Learn distributions over the next token.
 
+        source: that of all rows, or one a row [n].
         contexts: int [n, c], the tokens before, newest last; shorter ones are filled with NO_TOKEN on the left.
         tokens: int [n, k], distinct in a row. probabilities: float [n, k], in 0..1, a row's sum at most 1.
         Raises ValueError for ids or probabilities out of range, NaN included, and for shapes that do not fit.
@@ -137,19 +138,19 @@ class NgramPool:
         contexts = views[:, 1:n].reshape(-1, LONGEST)
         self._observe(contexts, ngrams[:, 1:].reshape(-1, 1), np.ones((count * (n - 1), 1)), source)
 
-    def _observe(self, contexts: np.ndarray, tokens: np.ndarray, weights: np.ndarray, source: Source) -> None:
+    def _observe(self, contexts: np.ndarray, tokens: np.ndarray, weights: np.ndarray, source) -> None:
         """Note observations for all orders that their contexts reach; a row holds one's tokens and weights."""
         keys, rows = _hash_orders(contexts)
         if len(keys):
-            items = np.zeros((2, len(tokens), WIDTH))
-            width = min(WIDTH, tokens.shape[1])
-            if width < tokens.shape[1]:
-                best = np.argpartition(-weights, width - 1, axis=1)[:, :width]
+            if tokens.shape[1] > WIDTH:
+                best = np.argpartition(-weights, WIDTH - 1, axis=1)[:, :WIDTH]
                 tokens, weights = np.take_along_axis(tokens, best, 1), np.take_along_axis(weights, best, 1)
-            items[0, :, :width], items[1, :, :width] = tokens, weights
+            elif tokens.shape[1] < WIDTH:
+                tokens, weights = _widened(tokens), _widened(weights)
             with self._lock:
-                self._pending.append((keys, items[:, rows], np.full(len(keys), source)))
-                if sum(len(keys) for keys, _, _ in self._pending) > len(self._table) // 8:
+                sources = np.broadcast_to(source, len(tokens))
+                self._pending.append((keys, tokens[rows], weights[rows], sources[rows]))
+                if sum(len(keys) for keys, *_ in self._pending) > len(self._table) // 8:
                     self.absorb()  # what is merged at once should not evict itself
 
     def absorb(self) -> None:
@@ -158,49 +159,55 @@ class NgramPool:
             if not self._pending:
                 return
             pending, self._pending = self._pending, []
-            keys = np.concatenate([keys for keys, _, _ in pending])
-            items = np.concatenate([items for _, items, _ in pending], axis=1)
-            sources = np.concatenate([sources for _, _, sources in pending])
-            order = np.argsort(keys, kind="stable")  # oldest first within a key
-            self._merge(keys[order], items[0, order].astype(np.int64), items[1, order], sources[order])
+            keys, tokens, weights, sources = (np.concatenate(parts) for parts in zip(*pending, strict=True))
+            order = keys.argsort(kind="stable")  # oldest first within a key
+            self._merge(keys[order], tokens[order], weights[order], sources[order])
 
     def _merge(self, keys: np.ndarray, tokens: np.ndarray, weights: np.ndarray, sources: np.ndarray) -> None:
         """Merge sorted observations: keys [n], tokens and weights [n, WIDTH], sources [n]."""
-        is_first = np.concatenate([[True], keys[1:] != keys[:-1]])
-        first = np.flatnonzero(is_first)
+        is_first = np.ones(len(keys), bool)
+        np.not_equal(keys[1:], keys[:-1], out=is_first[1:])
+        first = is_first.nonzero()[0]
         last = np.append(first[1:], len(keys)) - 1
-        group = np.cumsum(is_first) - 1
+        group = is_first.cumsum() - 1
         groups = len(first)
         # An observation, and what the entry held, fades by `keep` of every later observation of the same context.
-        fading = np.cumsum(_LOG_KEEP[sources])
+        log_keep = _LOG_KEEP[sources]
+        fading = log_keep.cumsum()
         scale = GAIN[sources] * np.exp(fading[last][group] - fading)
-        kept = np.exp(fading[last] - fading[first] + _LOG_KEEP[sources[first]])
+        kept = np.exp(fading[last] - fading[first] + log_keep[first])
 
-        slots = self._find_or_claim(keys[first])
+        slots, new = self._find_or_claim(keys[first])
         held = self._table[slots]
-        item_group = np.concatenate([np.arange(groups), group]).repeat(WIDTH)
-        item_token = np.concatenate([held["tokens"], tokens]).ravel()
+        held["weights"][new] = 0
+        held["evidence"][new] = 0
+        # Rows of WIDTH items: first what the entries hold, then the observations, oldest first.
         item_weight = np.concatenate([held["weights"] * kept[:, None], weights * scale[:, None]]).ravel()
-
-        # Sum what concerns one token of one entry; the newest item names its source.
-        items = np.flatnonzero(item_weight > 0)
+        items = item_weight.nonzero()[0]
         if len(items) == 0:
             return
-        code = (item_group[items] << 32) | item_token[items]
-        order = np.argsort(code)
+        row_group = np.concatenate([np.arange(groups), group])
+        item_token = np.concatenate([held["tokens"], tokens]).ravel()
+
+        # Sum what concerns one token of one entry; the newest item names its source.
+        code = (row_group[items // WIDTH] << 32) | item_token[items]
+        order = code.argsort()
         code, items = code[order], items[order]
-        begins = np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]]))
+        is_first = np.ones(len(code), bool)
+        np.not_equal(code[1:], code[:-1], out=is_first[1:])
+        begins = is_first.nonzero()[0]
         weight = np.add.reduceat(item_weight[items], begins).astype(np.float32)
         owner, token = code[begins] >> 32, code[begins] & 0xFFFFFFFF
-        newest = np.maximum.reduceat(items, begins)
-        newest = np.concatenate([held["sources"].ravel(), sources.astype(np.uint8).repeat(WIDTH)])[newest]
+        item_source = np.concatenate([held["sources"].ravel(), sources.astype(np.uint8).repeat(WIDTH)])
+        newest = item_source[np.maximum.reduceat(items, begins)]
 
         # Keep the WIDTH heaviest tokens of each entry. Positive floats are ordered as their bits are.
-        order = np.argsort((owner << 32) - weight.view(np.int32))
+        order = ((owner << 32) - weight.view(np.int32)).argsort()
         owner = owner[order]
         rank = np.arange(len(owner)) - np.searchsorted(owner, np.arange(groups))[owner]
         best = rank < WIDTH
         order, owner, rank = order[best], owner[best], rank[best]
+        held["key"], held["learned_at"] = keys[first], self._clock
         held["tokens"] = held["weights"] = held["sources"] = 0
         held["tokens"][owner, rank] = token[order]
         held["weights"][owner, rank] = weight[order]
@@ -208,26 +215,24 @@ class NgramPool:
         held["evidence"] = held["evidence"] * kept + np.add.reduceat(scale, first)
         self._table[slots] = held
 
-    def _find_or_claim(self, keys: np.ndarray) -> np.ndarray:
-        """Entry index of each of the distinct sorted keys [g]; a key that is new takes its bucket's oldest entry."""
+    def _find_or_claim(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each of the distinct sorted keys [g], an entry's index; and which of the keys are new.
+
+        A new key takes the entry of its bucket that was learned longest ago; the caller overwrites it.
+        """
         self._clock += 1
         buckets = self._bucket(keys)
         match = self._keys[buckets] == keys[:, None]
         way = match.argmax(1)
-        known = match[np.arange(len(keys)), way]
+        is_new = ~match[np.arange(len(keys)), way]
+        known = (~is_new).nonzero()[0]
         self._learned_at[buckets[known], way[known]] = self._clock
-        new = np.flatnonzero(~known)
-        if len(new):
-            homes = buckets[new]  # sorted, as keys are: the r-th newcomer of a bucket takes its r-th oldest entry
-            nth = np.arange(len(new)) - np.searchsorted(homes, homes)
-            oldest = self._learned_at[homes].argsort(1, kind="stable")
-            way[new] = oldest[np.arange(len(new)), nth % WAYS]
-            self._keys[homes, way[new]] = keys[new]
-            self._learned_at[homes, way[new]] = self._clock
-            slots = homes * WAYS + way[new]
-            self._weights[slots] = 0
-            self._evidence[slots] = 0
-        return buckets * WAYS + way
+        new = is_new.nonzero()[0]
+        homes = buckets[new]  # sorted, as keys are: the r-th newcomer of a bucket takes its r-th oldest entry
+        nth = np.arange(len(new)) - np.searchsorted(homes, homes)
+        oldest = self._learned_at[homes].argsort(1, kind="stable")
+        way[new] = oldest[np.arange(len(new)), nth % WAYS]
+        return buckets * WAYS + way, new
 
     def _bucket(self, keys: np.ndarray) -> np.ndarray:
         return (((keys >> np.uint64(32)) * np.uint64(self._buckets)) >> np.uint64(32)).astype(np.int64)
@@ -280,7 +285,7 @@ class NgramPool:
             bucket = ((key >> 32) * self._buckets) >> 32
             ways = self._keys[bucket].tolist()
             if key not in ways:
-                continue  # a longer context may still be known after an eviction
+                break  # whatever was learned of a longer context was learned of this one too
             entries.append((distance + 1, bucket * WAYS + ways.index(key)))
         found: dict[int, tuple[float, int]] = {}
         belief = 1.0
@@ -326,6 +331,13 @@ def _ids(tokens) -> np.ndarray:
     return tokens
 
 
+def _widened(rows: np.ndarray) -> np.ndarray:
+    """Rows [n, k] filled with zeros to [n, WIDTH]."""
+    wide = np.zeros((len(rows), WIDTH), rows.dtype)
+    wide[:, : rows.shape[1]] = rows
+    return wide
+
+
 def _hash_orders(contexts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Keys of all orders of contexts [n, LONGEST] that are long enough: (keys [m], row of each key [m])."""
     terms = (contexts[:, ::-1] + 1).astype(np.uint64) * _MULTIPLIERS
@@ -333,5 +345,4 @@ def _hash_orders(contexts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     columns = np.array(ORDERS) - 1
     keys = sums[:, columns] + _SALTS
     long_enough = contexts[:, LONGEST - 1 - columns] != NO_TOKEN
-    rows = np.broadcast_to(np.arange(len(contexts))[:, None], keys.shape)
-    return keys[long_enough], rows[long_enough]
+    return keys[long_enough], long_enough.nonzero()[0]

@@ -98,7 +98,8 @@ def test_contexts(seed):
     step, _, _ = random_step(rng)
     text = [100 + i for i in range(rng.randint(0, 10))]
     contexts = step.contexts(text, 6)
-    for row in range(len(step)):
+    assert len(contexts) == step.guesses + 1
+    for row in range(step.guesses + 1):
         line = step.ids[np.flatnonzero(step.ancestors[row])].tolist()
         expected = ([-1] * 6 + text + line)[-6:]
         assert contexts[row].tolist() == expected

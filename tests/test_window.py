@@ -51,9 +51,9 @@ def test_jacobi_block_moves_on_by_what_was_accepted():
     strategy.start([1, 2, 9], said(0))
     step, tree = strategy.guess([9, 11], 10)
     assert tree.tokens.tolist() == [9, 9, 9, 9]
-    strategy.learn([9, 11], step, said(12, 13, 14, 15, 16), emitted=[12])  # outputs at the root and at four guesses
+    strategy.learn([9, 11], step, said(12, 13, 14, 15, 16), path=[0], emitted=[12])
     step, tree = strategy.guess([9, 11, 12], 10)
     assert tree.tokens.tolist() == [13, 14, 15, 16]
-    strategy.learn([9, 11, 12], step, said(13, 14, 25, 26, 27), emitted=[13, 14, 25])
+    strategy.learn([9, 11, 12], step, said(13, 14, 25, 26, 27), path=[0, 1, 2], emitted=[13, 14, 25])
     assert strategy.guess([25], 10)[1].tokens.tolist() == [26, 27, 25, 25]
     assert strategy.guess([25], 1)[1].tokens.tolist() == [26]
