@@ -59,8 +59,9 @@ class Step:
 
     def children(self) -> dict[tuple[int, int], int]:
         """{(row, token): row of the guess that continues this row with this token}."""
-        rows = range(1, self.guesses + 1)
-        return {(int(self.parents[row]), int(self.ids[row])): row for row in rows}
+        rows = slice(1, self.guesses + 1)
+        keys = zip(self.parents[rows].tolist(), self.ids[rows].tolist(), strict=True)
+        return {key: row for row, key in enumerate(keys, 1)}
 
     def positions(self, length: int, last: int | None = None) -> np.ndarray:
         """Int64 [T] when ``length`` positions are committed; window tokens are not placed beyond ``last``.
@@ -101,20 +102,21 @@ class Step:
 
 def lay_out(root: int, tree: GuessTree, window: JacobiWindow | None = None) -> Step:
     """Put the root, the guesses and the window's tokens into one step."""
-    n = len(tree)
-    w_tokens, w_parents, w_depths, w_ancestors = [], [], [], np.empty((0, 0), bool)
+    ids = np.concatenate([[root], tree.tokens])
+    parents = np.concatenate([[-1], tree.parents + 1])
+    depths = np.concatenate([[0], tree.depths])
+    ancestors = _closure(parents)
     if window is not None:
-        w_tokens = np.concatenate(window.rows)
+        n = len(ids)
         w_parents, w_depths, w_ancestors = _window_layout(window.size, len(window.rows))
-    total = 1 + n + len(w_tokens)
-    ids = np.concatenate([[root], tree.tokens, w_tokens]).astype(np.int64)
-    parents = np.concatenate([[-1], tree.parents + 1, np.where(np.less(w_parents, 0), 0, np.add(w_parents, n + 1))])
-    depths = np.concatenate([[0], tree.depths, w_depths]).astype(np.int64)
-    ancestors = np.zeros((total, total), bool)
-    ancestors[:, 0] = True
-    ancestors[1 : n + 1, 1 : n + 1] = _closure(tree.parents)
-    ancestors[n + 1 :, n + 1 :] = w_ancestors
-    return Step(ids, parents.astype(np.int64), depths, ancestors, n)
+        ids = np.concatenate([ids, *window.rows])
+        parents = np.concatenate([parents, np.where(w_parents < 0, 0, w_parents + n)])
+        depths = np.concatenate([depths, w_depths])
+        tree_ancestors, ancestors = ancestors, np.zeros((len(ids), len(ids)), bool)
+        ancestors[:n, :n] = tree_ancestors
+        ancestors[n:, n:] = w_ancestors
+        ancestors[n:, 0] = True
+    return Step(ids, parents, depths, ancestors, len(tree))
 
 
 @lru_cache(maxsize=64)
