@@ -65,14 +65,20 @@ class NgramPool:
         buckets = int(memory_mb * 2**20 / (_ENTRY.itemsize * WAYS)) if memory_mb > 0 else 0
         if buckets < 1:
             raise ValueError(f"memory_mb={memory_mb} holds no entry; give at least 0.001")
-        self._buckets = buckets
+        self.__setstate__((np.zeros(buckets * WAYS, _ENTRY), 0))
+
+    def __getstate__(self) -> tuple[np.ndarray, int]:
+        self.absorb()
+        return self._table, self._clock
+
+    def __setstate__(self, state: tuple[np.ndarray, int]) -> None:
         # One record an entry, so that touching it costs one cache line or page and not one for each field.
-        self._table = np.zeros(buckets * WAYS, _ENTRY)
-        self._keys = self._table["key"].reshape(buckets, WAYS)
-        self._learned_at = self._table["learned_at"].reshape(buckets, WAYS)
+        self._table, self._clock = state
+        self._buckets = len(self._table) // WAYS
+        self._keys = self._table["key"].reshape(self._buckets, WAYS)
+        self._learned_at = self._table["learned_at"].reshape(self._buckets, WAYS)
         self._tokens, self._weights = self._table["tokens"], self._table["weights"]
         self._sources, self._evidence = self._table["sources"], self._table["evidence"]
-        self._clock = 0
         self._pending: list[tuple[np.ndarray, ...]] = []
         self._lock = threading.RLock()
 

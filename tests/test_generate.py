@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -261,6 +262,14 @@ def test_a_wrapped_model_is_saved_as_before(model, tmp_path):
     again = type(model).__mro__[2].from_pretrained(tmp_path)
     assert again.config.architectures == ["LlamaForCausalLM"]
     assert set(again.state_dict()) == set(model.state_dict())
+
+
+def test_a_wrapped_model_can_be_copied(model, ids):
+    expected = model.generate(ids, max_new_tokens=20)
+    copy = deepcopy(lookahead.wrap(model))
+    assert copy.generate(ids, max_new_tokens=20).tolist() == expected.tolist()
+    assert copy.lookahead.stats.calls == 1
+    assert model.lookahead.stats.calls == 0
 
 
 def test_one_pool_for_the_life_of_the_wrap(model, ids):

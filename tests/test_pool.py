@@ -1,5 +1,6 @@
 import random
 import threading
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -171,6 +172,16 @@ def test_nothing_to_learn_is_no_error():
     assert len(pool) == 0
     assert len(pool.guess([], 5)) == 0
     assert len(pool.guess([1], 0)) == 0
+
+
+def test_a_copy_stands_on_its_own():
+    pool = NgramPool(0.1)
+    pool.learn([1, 2, 3])
+    copy = deepcopy(pool)
+    copy.learn([1, 9, 9])
+    assert pool.guess([1], 1).tokens.tolist() == [2]
+    assert copy.guess([1], 1).tokens.tolist() == [9]
+    copy.check_integrity()
 
 
 def test_threads_share_a_pool():
