@@ -183,7 +183,8 @@ def load(
     source = name or DEMO_MODEL
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    transformers.utils.logging.disable_progress_bar()
+    if name is None:  # a moment's work; what takes longer shows its progress
+        transformers.utils.logging.disable_progress_bar()
     try:
         chosen = DTYPES.get(dtype) or (torch.float32 if torch.device(device).type == "cpu" else "auto")
         tokenizer = AutoTokenizer.from_pretrained(source)

@@ -25,7 +25,7 @@ class LookaheadConfig:
     ngram_size: int = 3
     """N, length of the n-grams that the window closes; it has N - 1 rows. At least 2."""
 
-    pool_memory_mb: float = 64
+    pool_memory_mb: float = 16
     """Memory in MiB of a pool that is made here; of no effect where a pool is given."""
 
     def __post_init__(self):

@@ -60,7 +60,7 @@ class NgramPool:
     All methods may be called from several threads: one lock makes each of them atomic.
     """
 
-    def __init__(self, memory_mb: float = 64):
+    def __init__(self, memory_mb: float = 16):
         """Raises ValueError if ``memory_mb`` (MiB) holds no bucket."""
         buckets = int(memory_mb * 2**20 / (_ENTRY.itemsize * WAYS)) if memory_mb > 0 else 0
         if buckets < 1:

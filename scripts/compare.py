@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 import torch
 import transformers
+from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
@@ -81,11 +82,27 @@ def generate(model, method: str, inputs, options: dict, seed: int, config, pool,
 
 
 @torch.no_grad()
-def margin_at(model, inputs, ids: list[int], index: int) -> float:
-    """Difference of the two best logits of a plain pass, float32, where new token ``index`` is chosen."""
+def margin_at(model, inputs, ids: list[int], index: int, options: dict, seed: int) -> float:
+    """How close plain decoding's choice of new token ``index`` was, in logits: zero is a tie.
+
+    Greedy: the difference of the two best logits of a plain pass. Sampled: `torch.multinomial` draws one exponential
+    variate q a token and takes the largest p / q, so it is the difference of the two best log(p / q), times the
+    temperature; the generator is brought to the state that it had there.
+    """
     line = torch.cat([inputs.input_ids, torch.tensor([ids[:index]], device=model.device, dtype=torch.long)], dim=1)
-    best = model(input_ids=line).logits[0, -1].float().topk(2).values
-    return (best[0] - best[1]).item()
+    scores = model(input_ids=line).logits[:, -1].float()
+    unit = 1.0
+    if options["do_sample"]:
+        unit = options["temperature"]
+        scores = TemperatureLogitsWarper(unit)(line, scores)
+        if options["top_p"] < 1:
+            scores = TopPLogitsWarper(options["top_p"])(line, scores)
+        torch.manual_seed(seed)
+        for _ in range(index):
+            torch.multinomial(scores.softmax(-1), 1)
+        scores = scores.log_softmax(-1) - torch.empty_like(scores).exponential_(1).log()
+    best = scores[0].topk(2).values
+    return (best[0] - best[1]).item() * unit
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
@@ -134,7 +151,7 @@ def markdown(table: list[dict], environment: dict) -> str:
         "",
         ", ".join(f"{name} {environment[name]}" for name in ENVIRONMENT),
         "",
-        "| category | method | tokens/s | speed-up | tokens/step | identical | top-2 margin where different |",
+        "| category | method | tokens/s | speed-up | tokens/step | identical | margin where different |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for row in table:
@@ -231,8 +248,10 @@ def main(
             for method in chosen:
                 call = calls[method][0]
                 different = first_difference(call["ids"], plain)
+                comparable = different is not None and (method in configs or not options["do_sample"])
                 if call["stats"]:
                     stats[method] += call["stats"]
+                margin = margin_at(model, inputs, plain, different, options, seed + number) if comparable else None
                 rows.append({
                     "question_id": prompt["question_id"],
                     "category": prompt["category"],
@@ -241,7 +260,7 @@ def main(
                     "seconds": statistics.median(c["seconds"] for c in calls[method]),
                     "passes": call["passes"],
                     "difference": different,
-                    "margin": None if different is None else margin_at(model, inputs, plain, different),
+                    "margin": margin,
                 })  # fmt: skip
     environment = {
         "command": shlex.join(["python", "scripts/compare.py", *sys.argv[1:]]),

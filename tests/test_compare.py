@@ -104,6 +104,23 @@ def test_bad_prompts_are_named_by_line(tmp_path, line):
     assert "line 2" in result.output
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_the_margin_is_that_of_the_draw(top_p):
+    """With the generator's state brought back, the likeliest perturbed score is the token that was drawn."""
+    model, tokenizer = compare.load(None)
+    inputs = tokenizer("def f(x):\n    return", return_tensors="pt")
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": top_p, "max_new_tokens": 12}
+    torch.manual_seed(5)
+    ids = model.generate(**inputs, **options)[0, inputs.input_ids.shape[1] :].tolist()
+    best = []
+    topk = torch.Tensor.topk
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "topk", lambda scores, k: best.append(int(scores.argmax())) or topk(scores, k))
+        margins = [compare.margin_at(model, inputs, ids, index, options, 5) for index in range(len(ids))]
+    assert best == ids
+    assert all(margin > 0 for margin in margins)
+
+
 def test_first_difference():
     assert compare.first_difference([1, 2, 3], [1, 2, 3]) is None
     assert compare.first_difference([1, 2, 3], [1, 5, 3]) == 1
