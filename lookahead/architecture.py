@@ -107,6 +107,11 @@ def inspect_model(model: PreTrainedModel) -> Architecture:
     return known[1]
 
 
+def context_length(model: PreTrainedModel) -> int:
+    """Positions that the model was made for; a number beyond any text where it does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**62
+
+
 def _inspect(model: PreTrainedModel) -> Architecture:
     name = type(model).__name__
     architecture = _read_config(model)

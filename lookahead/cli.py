@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import DEMO_MODEL, __version__
-from lookahead.architecture import UnsupportedModelError
+from lookahead.architecture import UnsupportedModelError, context_length
 from lookahead.config import LookaheadConfig
 from lookahead.wrapping import unwrap, wrap
 
@@ -153,10 +153,10 @@ def generate(
 
 def _fitting(max_new_tokens: int, length: int, model: PreTrainedModel) -> int:
     """``max_new_tokens``, or what the model's context leaves after a prompt of ``length`` tokens."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    context = context_length(model)
     if length == 0:
         raise click.UsageError("the prompt is empty: give at least one token of text")
-    if context is None or length + max_new_tokens <= context:
+    if length + max_new_tokens <= context:
         return max_new_tokens
     if length >= context:
         raise click.UsageError(f"the prompt has {length} tokens, the model's context is {context}: shorten the prompt")

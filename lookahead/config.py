@@ -28,6 +28,11 @@ class LookaheadConfig:
     pool_memory_mb: float = 16
     """Memory in MiB of a pool that is made here; of no effect where a pool is given."""
 
+    @property
+    def largest_step(self) -> int:
+        """Most tokens of one forward pass: root, guesses and window."""
+        return 1 + self.budget + self.window_size * (self.ngram_size - 1)
+
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}")

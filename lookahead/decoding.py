@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
-from lookahead.architecture import inspect_model
+from lookahead.architecture import Architecture, context_length, inspect_model
 from lookahead.cache import LookaheadCache
 from lookahead.config import LookaheadConfig
 from lookahead.stats import Stats
@@ -103,9 +103,8 @@ def run(
     mask = model_kwargs.get("attention_mask")
     prompt = input_ids[0] if mask is None else input_ids[0, mask[0].bool()]  # padding is nothing to the model
     engine.last = stats = Stats(calls=1)
-    strategy = _strategy(model, engine, generation_config)
     try:
-        cache = _decode(model, strategy, prompt.tolist(), rule, stats, generation_config)
+        cache = _decode(model, engine, prompt.tolist(), rule, stats, generation_config)
     finally:
         engine.stats += stats
     if streamer is not None:
@@ -115,25 +114,28 @@ def run(
     return GenerateDecoderOnlyOutput(sequences=rule.ids, scores=rule.scores, logits=rule.logits, past_key_values=cache)
 
 
-def _strategy(model, engine: Lookahead, generation: GenerationConfig) -> PoolStrategy | JacobiStrategy:
+def _strategy(
+    engine: Lookahead, architecture: Architecture, generation: GenerationConfig
+) -> PoolStrategy | JacobiStrategy:
     if engine.config.strategy == "jacobi":
         return JacobiStrategy(engine.config.budget)
     temperature = (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
-    return PoolStrategy(engine.config, engine.pool, temperature, inspect_model(model).can_branch)
+    return PoolStrategy(engine.config, engine.pool, temperature, architecture.can_branch)
 
 
-def _decode(model, strategy, text: list[int], rule: NextTokenRule, stats: Stats, generation: GenerationConfig):
+def _decode(model, engine: Lookahead, text: list[int], rule: NextTokenRule, stats: Stats, generation: GenerationConfig):
     """The loop. ``text`` holds the prompt and grows by what is emitted; its last token is the root of each step.
 
     Returns the cache, which holds all of the text but its last token, as plain decoding leaves it.
     """
     architecture = inspect_model(model)
+    strategy = _strategy(engine, architecture, generation)
     end = generation.max_length - rule.ids.shape[1] + len(text)  # length at which max_length is reached
-    last_position = min(end - 2, _context_length(model) - 1)  # of what plain decoding would ever compute
-    cache = architecture.make_cache(min(end, len(text) + ROOM))
+    last_position = min(end - 2, context_length(model) - 1)  # of what plain decoding would ever compute
+    cache = architecture.make_cache(min(end, len(text) + ROOM) + engine.config.largest_step)
 
     start = time.perf_counter()
-    logits = _prefill(model, text, cache, generation.prefill_chunk_size, strategy.prefill_logits)
+    logits = _prefill(model, architecture, text, cache, generation.prefill_chunk_size, strategy.prefill_logits)
     strategy.start(text, logits)
     text.append(rule.emit(logits[-1]))
     stats.tokens += 1
@@ -157,20 +159,20 @@ def _decode(model, strategy, text: list[int], rule: NextTokenRule, stats: Stats,
     return cache
 
 
-def _prefill(model, text: list[int], cache: LookaheadCache, chunk_size: int | None, keep: int) -> torch.Tensor:
+def _prefill(
+    model, architecture: Architecture, text: list[int], cache: LookaheadCache, chunk_size: int | None, keep: int
+) -> torch.Tensor:
     """Fill the cache with the prompt; logits [k, vocabulary] of its last positions, at most ``keep``."""
-    context = _context_length(model)
+    context = context_length(model)
     if len(text) > context:
         warnings.warn(f"the prompt has {len(text)} tokens, the model was made for {context}", stacklevel=2)
     ids = torch.tensor([text], device=model.device)
-    parameters = inspect.signature(model.forward).parameters
+    limits = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     for chunk in ids.split(chunk_size or len(text), dim=1):
         begin = cache.get_seq_length()
-        inputs = {"input_ids": chunk, "past_key_values": cache, "use_cache": True}
-        if "position_ids" in parameters:
+        inputs = {"input_ids": chunk, "past_key_values": cache, "use_cache": True, **limits}
+        if architecture.takes_position_ids:
             inputs["position_ids"] = torch.arange(begin, begin + chunk.shape[1], device=model.device)[None]
-        if "logits_to_keep" in parameters:
-            inputs["logits_to_keep"] = keep
         try:
             logits = model(**inputs).logits[0, -keep:]
         except IndexError as error:  # a table of learned positions is at its end
@@ -180,11 +182,6 @@ def _prefill(model, text: list[int], cache: LookaheadCache, chunk_size: int | No
                 f"the prompt has {len(text)} tokens, the model's context is {context}: shorten it"
             ) from error
     return logits
-
-
-def _context_length(model) -> int:
-    config = model.config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None) or 2**62
 
 
 _warned: set[str] = set()

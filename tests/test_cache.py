@@ -90,13 +90,12 @@ def test_no_step_copies_the_prefix():
 
 def test_decoding_moves_no_prefix(monkeypatch):
     """In a real decoding: one buffer a layer from the prefill to the end, and no row of the prompt is rewritten."""
+    monkeypatch.setattr(lookahead.cache, "FIRST_CAPACITY", 1)  # room is what decoding asks for, to its last step
     model = tiny_model("llama")
+    lookahead.wrap(model, lookahead.LookaheadConfig(window_size=4))
     moves = []
     original = InPlaceLayer._move
     monkeypatch.setattr(InPlaceLayer, "_move", lambda self, *a: moves.append(a) or original(self, *a))
-    import lookahead
-
-    lookahead.wrap(model)
     ids = torch.randint(3, 97, (1, 60), generator=torch.Generator().manual_seed(0))
     output = model.generate(ids, max_new_tokens=80, min_new_tokens=80, return_dict_in_generate=True)
     assert moves == []
