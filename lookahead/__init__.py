@@ -9,8 +9,9 @@ from lookahead.architecture import UnsupportedModelError
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import Lookahead, decode
 from lookahead.stats import Stats
+from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import unwrap, wrap
-from ngram_pool import NgramPool
+from ngram_pool import NgramPool, PoolFileError, Source
 
 __version__ = "0.1.0"
 
@@ -22,9 +23,12 @@ __all__ = [
     "Lookahead",
     "LookaheadConfig",
     "NgramPool",
+    "PoolFileError",
+    "Source",
     "Stats",
     "UnsupportedModelError",
     "decode",
     "unwrap",
+    "vocabulary_fingerprint",
     "wrap",
 ]

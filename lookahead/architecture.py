@@ -189,7 +189,7 @@ def _probe(model: PreTrainedModel, architecture: Architecture) -> str | None:
     prompt, root, after = tokens[:6], tokens[6], tokens[7]
     if architecture.can_branch:
         # The rejected sibling comes first, so that the accepted path has to be moved.
-        tree = GuessTree.from_nodes([(tokens[8], -1, 1.0, 0), (tokens[9], -1, 0.9, 0), (tokens[10], 1, 0.9, 0)])
+        tree = GuessTree.of(tokens[8:11], [-1, -1, 1], Source.TEXT)
         window = JacobiWindow(2, 3, tokens[11:])
         window.advance(np.array(tokens[11:13]), accepted=0)
         step, path = lay_out(root, tree, window), [0, 2, 3]

@@ -1,8 +1,11 @@
 """The ``lookahead`` command."""
 
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 import torch
@@ -12,9 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from lookahead import DEMO_MODEL, __version__
 from lookahead.architecture import UnsupportedModelError, context_length
 from lookahead.config import LookaheadConfig
+from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import unwrap, wrap
+from ngram_pool import NgramPool, PoolFileError, Source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+READ_AT_ONCE = 2**20  # characters of a file that are tokenized together
 STEP_COLOURS = ("cyan", "yellow")  # of the tokens of even and odd steps
 
 
@@ -84,17 +90,23 @@ class StepStreamer:
               help="Columns W of the Jacobi window; 0 turns it off.")  # fmt: skip
 @click.option("--ngram-size", type=click.IntRange(min=2), default=LookaheadConfig.ngram_size, show_default=True,
               help="Length N of the window's n-grams.")  # fmt: skip
+@click.option("--pool", "pool_path", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+              help="Start from a saved pool; the file stays as it is.")  # fmt: skip
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Write tokens as they are accepted.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--stats", "show_stats", is_flag=True, help="Print steps, acceptance and times to stderr.")
 @click.option("--compare", is_flag=True, help="Decode plainly too; print the speed-up and whether the texts agree.")
 def generate(
     prompt, prompt_file, model_name, dtype, device, max_new_tokens, do_sample, temperature, top_k, top_p, min_p,
-    repetition_penalty, seed, strategy, budget, window_size, ngram_size, stream, as_json, show_stats, compare,
+    repetition_penalty, seed, strategy, budget, window_size, ngram_size, pool_path, stream, as_json, show_stats,
+    compare,
 ) -> None:  # fmt: skip
     """Continue PROMPT (or - for standard input) by lookahead decoding."""
     prompt = _read_prompt(prompt, prompt_file)
+    if pool_path and strategy != "lookahead":
+        raise click.UsageError(f"--pool is of no use to --strategy {strategy}")
     model, tokenizer = load(model_name, dtype, device)
+    pool = _load_pool(pool_path, vocabulary_fingerprint(tokenizer)) if pool_path else None
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     length = inputs.input_ids.shape[1]
     options = {"max_new_tokens": _fitting(max_new_tokens, length, model)}
@@ -119,7 +131,7 @@ def generate(
             ids, seconds = decode(StepStreamer(tokenizer, lambda: 0) if streaming else None)
         else:
             settings = {"budget": budget, "window_size": window_size, "ngram_size": ngram_size}
-            engine = wrap(model, LookaheadConfig(strategy=strategy, **settings)).lookahead
+            engine = wrap(model, LookaheadConfig(strategy=strategy, **settings), pool).lookahead
             ids, seconds = decode(StepStreamer(tokenizer, lambda: engine.last.steps) if streaming else None)
             stats = engine.last
         if compare:
@@ -180,22 +192,107 @@ def load(
     name: str | None, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model in eval mode and tokenizer; None is the packaged model. Raises ClickException if they cannot be loaded."""
-    source = name or DEMO_MODEL
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if name is None:  # a moment's work; what takes longer shows its progress
         transformers.utils.logging.disable_progress_bar()
-    try:
+    with _loading(name, f"model on {device}"):
         chosen = DTYPES.get(dtype) or (torch.float32 if torch.device(device).type == "cpu" else "auto")
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen).to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name or DEMO_MODEL)
+        model = AutoModelForCausalLM.from_pretrained(name or DEMO_MODEL, dtype=chosen).to(device).eval()
+    return model, tokenizer
+
+
+def _load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
+    with _loading(name, "tokenizer"):
+        return AutoTokenizer.from_pretrained(name or DEMO_MODEL)
+
+
+@contextmanager
+def _loading(name: str | None, what: str) -> Iterator[None]:
+    """Turn any error into a ClickException that names the model."""
+    try:
+        yield
     except Exception as error:  # what is raised depends on the hub's client, the format and the device
-        what = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0]
         raise click.ClickException(
-            f"cannot load the model {str(source)!r} on {device}: {what}. Give --model a folder in Hugging Face "
+            f"cannot load the {what} of {str(name or DEMO_MODEL)!r}: {reason}. Give --model a folder in Hugging Face "
             "format or the name of a causal LM on the hub."
         ) from error
-    return model, tokenizer
+
+
+def _load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
+    try:
+        return NgramPool.load(path, vocabulary)
+    except (PoolFileError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.group()
+def pool() -> None:
+    """Pools of n-grams on disk: start from a team's own code or past answers."""
+
+
+@pool.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Whose tokenizer; the packaged model's by default.")
+@click.option("--out", required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Pool file to write.")
+@click.option("--memory-mb", type=click.FloatRange(min=0, min_open=True), default=64, show_default=True,
+              help="Size of the pool in MiB; a token of new text takes up to 700 bytes.")  # fmt: skip
+def build(files, model_name, out, memory_mb) -> None:
+    """Learn FILES (text, UTF-8) into a pool."""
+    if os.path.exists(out):
+        _load_pool(out)  # whatever else stands there is not to be lost
+    tokenizer = _load_tokenizer(model_name)
+    try:
+        learned = NgramPool(memory_mb, vocabulary_fingerprint(tokenizer))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    tokens = 0
+    with click.progressbar(length=sum(map(os.path.getsize, files)), label="learning", file=sys.stderr) as progress:
+        for path in files:
+            with open(path, encoding="utf-8") as file:
+                try:
+                    while lines := file.readlines(READ_AT_ONCE):
+                        ids = tokenizer("".join(lines), add_special_tokens=False, verbose=False).input_ids
+                        learned.learn(ids, Source.FILE)
+                        tokens += len(ids)
+                        progress.update(sum(len(line.encode()) for line in lines))
+                except UnicodeDecodeError as error:
+                    raise click.ClickException(f"{path} is not UTF-8 text: {error}") from error
+    try:
+        learned.save(out)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {out}: {error}") from error
+    click.echo(f"{out}: {tokens:,} tokens of {len(files)} files; {_size(learned)}")
+
+
+@pool.command()
+@click.argument("path", type=click.Path(exists=True, dir_okay=False))
+@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Whose tokenizer; the packaged model's by default.")
+@click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Contexts to list.")
+def show(path, model_name, top) -> None:
+    """Say what is in a pool: its size, fill and sources, and the contexts whose next token is surest."""
+    held = _load_pool(path)
+    tokenizer = _load_tokenizer(model_name)
+    vocabulary = vocabulary_fingerprint(tokenizer)
+    click.echo(f"{path}: {_size(held)}")
+    click.echo(f"{held.observations:,} observations; vocabulary {held.vocabulary or 'unknown'}")
+    sources = ", ".join(f"{name} {count:,}" for name, count in held.by_source().items() if count)
+    click.echo(f"next tokens by source: {sources or 'none'}")
+    if held.vocabulary not in (None, vocabulary):
+        click.echo(
+            f"shown as ids: the vocabulary of {model_name or 'the packaged model'} is {vocabulary}; give --model"
+        )
+        tokenizer = None
+    for context, token, probability, seen in held.most_confident(top):
+        if tokenizer:
+            context, token = tokenizer.decode(context), tokenizer.decode([token])
+        click.echo(f"  {context!r} -> {token!r}  {probability:.3f} of {seen}")
+
+
+def _size(held: NgramPool) -> str:
+    return f"{len(held):,} contexts in {held.nbytes / 2**20:.1f} MiB, {len(held) / held.capacity:.0%} full"
 
 
 def _comparison(strategy, ids, seconds, plain_ids, plain_seconds, stats) -> str:

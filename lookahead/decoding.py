@@ -115,10 +115,16 @@ def run(
 
 
 def _strategy(
-    engine: Lookahead, architecture: Architecture, generation: GenerationConfig
+    model: PreTrainedModel, engine: Lookahead, architecture: Architecture, generation: GenerationConfig
 ) -> PoolStrategy | JacobiStrategy:
     if engine.config.strategy == "jacobi":
         return JacobiStrategy(engine.config.budget)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if engine.pool.largest_token >= vocabulary:
+        raise ValueError(
+            f"the pool holds token {engine.pool.largest_token}, the model knows {vocabulary} tokens: the pool was "
+            "learned with another vocabulary; give one that was learned with this model's tokenizer"
+        )
     temperature = (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
     return PoolStrategy(engine.config, engine.pool, temperature, architecture.can_branch)
 
@@ -129,7 +135,7 @@ def _decode(model, engine: Lookahead, text: list[int], rule: NextTokenRule, stat
     Returns the cache, which holds all of the text but its last token, as plain decoding leaves it.
     """
     architecture = inspect_model(model)
-    strategy = _strategy(engine, architecture, generation)
+    strategy = _strategy(model, engine, architecture, generation)
     end = generation.max_length - rule.ids.shape[1] + len(text)  # length at which max_length is reached
     last_position = min(end - 2, context_length(model) - 1)  # of what plain decoding would ever compute
     cache = architecture.make_cache(min(end, len(text) + ROOM) + engine.config.largest_step)
@@ -155,7 +161,7 @@ def _decode(model, engine: Lookahead, text: list[int], rule: NextTokenRule, stat
         with stats.time("learn"):
             strategy.learn(text, step, logits, path, emitted)
         text += emitted
-        stats.count(step, emitted, [int(tree.sources[row - 1]) for row in path[1:]])
+        stats.count(step, tree, path)
     return cache
 
 

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lookahead.step import Step
-from ngram_pool import Source
+import numpy as np
 
+from lookahead.step import Step
+from ngram_pool import GuessTree, Source
+
+DECILES = 10
 STAGES = ("guess", "forward", "verify", "commit", "learn")
 
 
@@ -27,9 +30,12 @@ class Stats:
     window_tokens: int = 0
     """Tokens of the Jacobi window computed."""
     accepted: Counter = field(default_factory=Counter)
-    """Guesses accepted and emitted, by the name of their source: prompt, text, logits, jacobi."""
+    """Guesses accepted and emitted, by the name of their source: prompt, text, logits, jacobi, file."""
     accepted_per_step: Counter = field(default_factory=Counter)
     """Number of steps by the number of guesses that they accepted."""
+    deciles: np.ndarray = field(default_factory=lambda: np.zeros((DECILES, 3)))
+    """Float64 [10, 3]: for guesses with an estimated probability of 0 to 0.1, 0.1 to 0.2, ..., how many there were, the
+    sum of their probabilities, and how many were accepted."""
     prefill_seconds: float = 0.0
     seconds: Counter = field(default_factory=Counter)
     """Wall-clock time of the steps by stage: guess, forward, verify, commit, learn. On an accelerator, the time that
@@ -51,6 +57,18 @@ class Stats:
         return self.accepted.total() / self.guesses if self.guesses else 0.0
 
     @property
+    def reliability(self) -> list[tuple[int, float, float]]:
+        """The reliability curve by decile of probability: (guesses, mean predicted, observed rate of acceptance)."""
+        return [(int(n), predicted / n if n else 0.0, accepted / n if n else 0.0) for n, predicted, accepted in
+                self.deciles.tolist()]  # fmt: skip
+
+    @property
+    def calibration_gap(self) -> float:
+        """Mean distance between predicted and observed acceptance over the deciles that have guesses."""
+        gaps = [abs(predicted - observed) for n, predicted, observed in self.reliability if n]
+        return sum(gaps) / len(gaps) if gaps else 0.0
+
+    @property
     def overhead(self) -> float:
         """Share of the steps' time spent outside the forward pass."""
         total = self.seconds.total()
@@ -64,13 +82,19 @@ class Stats:
         finally:
             self.seconds[stage] += time.perf_counter() - start
 
-    def count(self, step: Step, emitted: list[int], accepted: list[int]) -> None:
-        """Count one step; accepted: the sources of the guesses that it accepted."""
-        self.tokens += len(emitted)
+    def count(self, step: Step, tree: GuessTree, path: list[int]) -> None:
+        """Count one step, whose ``path`` (rows of the step, from the root's 0 on) emitted a token a row."""
+        accepted = np.array(path[1:], np.int64) - 1
+        self.tokens += len(path)
         self.guesses += step.guesses
         self.window_tokens += len(step) - 1 - step.guesses
         self.accepted_per_step[len(accepted)] += 1
-        self.accepted.update(Source(source).name.lower() for source in accepted)
+        self.accepted.update(Source(source).name.lower() for source in tree.sources[accepted].tolist())
+        if not np.isnan(tree.probabilities).any():
+            decile = np.minimum(tree.probabilities * DECILES, DECILES - 1).astype(np.int64)
+            self.deciles[:, 0] += np.bincount(decile, minlength=DECILES)
+            self.deciles[:, 1] += np.bincount(decile, tree.probabilities, DECILES)
+            self.deciles[:, 2] += np.bincount(decile[accepted], minlength=DECILES)
 
     def __iadd__(self, other: "Stats") -> "Stats":
         for name, value in vars(other).items():
@@ -93,6 +117,10 @@ class Stats:
             "window_tokens": self.window_tokens,
             "accepted": {source.name.lower(): self.accepted[source.name.lower()] for source in Source},
             "accepted_per_step": {str(n): count for n, count in sorted(self.accepted_per_step.items())},
+            "reliability": [
+                dict(zip(("guesses", "predicted", "observed"), decile, strict=True)) for decile in self.reliability
+            ],
+            "calibration_gap": self.calibration_gap,
             "prefill_seconds": self.prefill_seconds,
             "seconds": {stage: self.seconds[stage] for stage in STAGES},
             "overhead": self.overhead,
@@ -104,5 +132,6 @@ class Stats:
         return (
             f"{self.tokens} tokens in {self.steps} steps: {self.tokens_per_step:.2f} tokens per step\n"
             f"draft length {self.draft_length:.1f}, acceptance rate {self.acceptance_rate:.1%}; accepted: {accepted}\n"
+            f"predicted against observed acceptance: {self.calibration_gap:.3f} apart\n"
             f"ms a step: {seconds}"
         )

@@ -14,10 +14,10 @@ from lookahead.config import LookaheadConfig
 from lookahead.step import Step, lay_out
 from lookahead.window import JacobiWindow
 from ngram_pool import GuessTree, NgramPool, Source
-from ngram_pool.pool import LONGEST, NO_TOKEN
+from ngram_pool.kernels import LONGEST, NO_TOKEN
 
 TOP_K = 8  # next tokens learned from each logits row
-MIN_PROBABILITY = 0.01  # a guess below it is not worth a row of the forward pass
+MIN_PROBABILITY = 0.002  # a guess below it is not worth a row of the forward pass
 
 
 class PoolStrategy:
@@ -40,7 +40,6 @@ class PoolStrategy:
         contexts = np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[-len(logits) :]
         self._pool.learn(text, Source.PROMPT)
         self._pool.learn_next(contexts, *self._likeliest(logits), Source.LOGITS)
-        self._pool.absorb()
 
     def guess(self, text: list[int], longest: int) -> tuple[Step, GuessTree]:
         tree = self._pool.guess(text, self._config.budget, MIN_PROBABILITY, longest, chain=not self._can_branch)
@@ -50,19 +49,14 @@ class PoolStrategy:
         tokens, probabilities = self._likeliest(logits)
         contexts = step.contexts(text[:-1], LONGEST)
         rows = len(contexts)
-        chosen = np.zeros((2, len(path), tokens.shape[1]))  # tokens and probabilities: all that of the one emitted
-        chosen[0, :, 0], chosen[1, :, 0] = emitted, 1.0
-        self._pool.learn_next(
-            np.concatenate([contexts, contexts[path]]),
-            np.concatenate([tokens[:rows], chosen[0].astype(np.int64)]),
-            np.concatenate([probabilities[:rows], chosen[1]]),
-            np.repeat([Source.LOGITS, Source.TEXT], [rows, len(path)]),
-        )
+        self._pool.calibrate(contexts[path], tokens[path], probabilities[path])
+        self._pool.learn_next(contexts, tokens[:rows], probabilities[:rows], Source.LOGITS)
+        recent = text[-LONGEST:]
+        self._pool.learn(recent + emitted, Source.TEXT, start=len(recent))
         if len(step) > rows:
             ngrams = self._window.advance(tokens[-self._window.size :, 0], len(emitted))
             if len(ngrams):
                 self._pool.learn_ngrams(ngrams)
-        self._pool.absorb()
 
     def _likeliest(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """The likeliest next tokens of each row and their probabilities, [rows, TOP_K], likeliest first."""

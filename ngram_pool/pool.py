@@ -1,96 +1,80 @@
 """One table for all evidence about which token follows which context.
 
-    key      64-bit hash of the last k tokens, for each order k in ORDERS
-    entry    up to WIDTH next tokens with weights and sources, and the evidence they rest on
+    key      64-bit hash of some of the last tokens, for each kind of context in KINDS
+    entry    up to 8 next tokens with probabilities and sources, and how much evidence they rest on
     table    fixed arrays of buckets of WAYS entries; a new key evicts the bucket's least recently learned entry
 
 Two contexts that hash alike share an entry. That can only make a guess worse: every guess is verified by the model.
 """
 
-import heapq
+import os
 import threading
 
 import numpy as np
 
+from ngram_pool import kernels, storage
+from ngram_pool.kernels import KINDS, LONGEST, NO_TOKEN, WAYS, Credence, Table
 from ngram_pool.tree import GuessTree, Source
 
-ORDERS = (1, 2, 3, 4, 6, 8)
-LONGEST = ORDERS[-1]
-WIDTH = 8
-WAYS = 4
-NO_TOKEN = -1  # fills the left of a context shorter than LONGEST
-CHUNK = 65_536  # positions of text learned at once, which bounds the memory that learning takes
-
-# Multilinear hashing (Lemire and Kaser 2014, arXiv 1202.4961): fixed random odd multipliers, one a distance from the
-# end of the context, and one salt an order; arithmetic is modulo 2**64.
-_random = np.random.default_rng(0x6C6F6F6B)
-_MULTIPLIERS = _random.integers(1, 2**63, LONGEST, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-_SALTS = _random.integers(1, 2**63, len(ORDERS), dtype=np.uint64)
-_MULTIPLIER_INTS = _MULTIPLIERS.tolist()
-_SALT_AT = dict(zip(ORDERS, _SALTS.tolist(), strict=True))
-_MASK = 2**64 - 1
-
-_ENTRY = np.dtype([
-    ("key", np.uint64),
-    ("learned_at", np.uint32),
-    ("evidence", np.float32),
-    ("tokens", np.int32, WIDTH),
-    ("weights", np.float32, WIDTH),
-    ("sources", np.uint8, WIDTH),
-])  # fmt: skip
-
-# What one observation of a source does to an entry: weights and evidence so far are multiplied by `keep`, then the
-# observed distribution is added `gain` times. Newer evidence so outweighs older.
-KEEP = np.zeros(len(Source))
-GAIN = np.zeros(len(Source))
-KEEP[Source.PROMPT], GAIN[Source.PROMPT] = 0.5, 1.0
-KEEP[Source.TEXT], GAIN[Source.TEXT] = 0.9, 0.3
-KEEP[Source.LOGITS], GAIN[Source.LOGITS] = 0.35, 1.0
-KEEP[Source.JACOBI], GAIN[Source.JACOBI] = 0.9, 0.2
-_LOG_KEEP = np.log(KEEP)
-
-# Back-off (after Witten and Bell 1991): an order with evidence n is believed n / (n + DOUBT[order]); the rest of the
-# belief goes to the shorter orders.
-DOUBT = {1: 0.3, 2: 1.0, 3: 0.7, 4: 0.5, 6: 0.3, 8: 0.2}
+CHUNK = 16_384  # tokens of text learned under one hold of the lock, some 15 ms
+LISTED = 3  # tokens of the contexts that `most_confident` shows
+_HEADER = {"vocabulary": "vocabulary", "clock": "_clock", "largest": "_largest"}  # fields of a file: of a pool
+MOST_GUESSES = 2**16  # in one tree; more than any forward pass verifies
 
 
 class NgramPool:
     """Evidence from text, logits and Jacobi trajectories, in memory fixed at construction.
 
-    All methods may be called from several threads: one lock makes each of them atomic.
+    All methods may be called from several threads: one lock makes each of them atomic, `learn` of long texts in pieces.
+    The compiled loops run without Python's global lock.
     """
 
-    def __init__(self, memory_mb: float = 16):
-        """Raises ValueError if ``memory_mb`` (MiB) holds no bucket."""
-        buckets = int(memory_mb * 2**20 / (_ENTRY.itemsize * WAYS)) if memory_mb > 0 else 0
+    def __init__(self, memory_mb: float = 16, vocabulary: str | None = None):
+        """memory_mb: MiB of the table.
+        vocabulary: fingerprint of the vocabulary that the ids belong to, by which a file for another one is refused.
+
+        Raises ValueError if ``memory_mb`` is no number or holds no entry.
+        """
+        buckets = int(memory_mb * 2**20 / (kernels.ENTRY_BYTES * WAYS)) if 0 < memory_mb < float("inf") else 0
         if buckets < 1:
             raise ValueError(f"memory_mb={memory_mb} holds no entry; give at least 0.001")
-        self.__setstate__((np.zeros(buckets * WAYS, _ENTRY), 0))
-
-    def __getstate__(self) -> tuple[np.ndarray, int]:
-        self.absorb()
-        return self._table, self._clock
-
-    def __setstate__(self, state: tuple[np.ndarray, int]) -> None:
-        # One record an entry, so that touching it costs one cache line or page and not one for each field.
-        self._table, self._clock = state
-        self._buckets = len(self._table) // WAYS
-        self._keys = self._table["key"].reshape(self._buckets, WAYS)
-        self._learned_at = self._table["learned_at"].reshape(self._buckets, WAYS)
-        self._tokens, self._weights = self._table["tokens"], self._table["weights"]
-        self._sources, self._evidence = self._table["sources"], self._table["evidence"]
-        self._pending: list[tuple[np.ndarray, ...]] = []
+        self.vocabulary = vocabulary
+        self._table = kernels.empty_table(buckets * WAYS)
+        self._credence = kernels.prior_credence()
+        self._clock = 0
+        self._largest = -1
         self._lock = threading.RLock()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the table, the same for ever."""
-        return self._table.nbytes
+        return sum(column.nbytes for column in self._table)
+
+    @property
+    def capacity(self) -> int:
+        """Number of contexts that the table has room for."""
+        return len(self._table.keys)
 
     def __len__(self) -> int:
         """Number of contexts held."""
-        self.absorb()
-        return int(np.count_nonzero(self._keys))
+        return int(np.count_nonzero(self._table.keys))
+
+    @property
+    def observations(self) -> int:
+        """Number of tokens and distributions ever learned."""
+        return self._clock
+
+    @property
+    def largest_token(self) -> int:
+        """Largest id ever learned as a next token, and so ever guessed; -1 if there is none."""
+        return self._largest
+
+    @property
+    def belief(self) -> np.ndarray:
+        """Float64 [kinds, amounts, peaks], a copy: how far a kind of context is believed before those after it in
+        KINDS, by class of its amount of evidence and of its highest probability. Learned by `calibrate`."""
+        belief = self._credence.belief
+        return belief[..., 0] / belief[..., 1]
 
     # Learning
 
@@ -101,147 +85,54 @@ class NgramPool:
         Raises ValueError for ids outside 0..2**31-1.
         """
         tokens = _ids(tokens)
-        start = max(start, 1)
-        padded = np.concatenate([np.full(LONGEST, NO_TOKEN), tokens])
-        chunk = max(min(CHUNK, len(self._table) // (8 * len(ORDERS))), 1)
-        for begin in range(start, len(tokens), chunk):
-            end = min(begin + chunk, len(tokens))
-            contexts = np.lib.stride_tricks.sliding_window_view(padded[begin : end + LONGEST - 1], LONGEST)
-            self._observe(contexts, tokens[begin:end, None], np.ones((end - begin, 1)), source)
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens must be one sequence of ids, not of shape {tokens.shape}")
+        self._learn_text(tokens, Source(source), start)
 
-    def learn_next(self, contexts, tokens, probabilities, source=Source.LOGITS) -> None:
+    def learn_next(self, contexts, tokens, probabilities, source: Source | np.ndarray = Source.LOGITS) -> None:
         """Learn distributions over the next token.
 
-        source: that of all rows, or one a row [n].
-        contexts: int [n, c], the tokens before, newest last; shorter ones are filled with NO_TOKEN on the left.
+        contexts: int [n, c], the tokens before, newest last; a negative id stands where there is none.
         tokens: int [n, k], distinct in a row. probabilities: float [n, k], in 0..1, a row's sum at most 1.
+        source: that of all rows, or one a row [n].
         Raises ValueError for ids or probabilities out of range, NaN included, and for shapes that do not fit.
         """
-        contexts, tokens = np.asarray(contexts, np.int64), _ids(tokens)
-        probabilities = np.asarray(probabilities, np.float64)
-        if contexts.ndim != 2 or tokens.ndim != 2 or tokens.shape != probabilities.shape:
-            raise ValueError(
-                f"contexts {contexts.shape}, tokens {tokens.shape} and probabilities {probabilities.shape} must be "
-                "[n, c], [n, k] and [n, k]"
-            )
-        if len(contexts) != len(tokens):
-            raise ValueError(f"{len(contexts)} contexts but {len(tokens)} rows of tokens")
-        if not ((probabilities >= 0) & (probabilities <= 1)).all():
-            raise ValueError("probabilities must lie in 0..1; NaN and larger values are refused")
-        missing = LONGEST - contexts.shape[1]
-        if missing > 0:
-            contexts = np.pad(contexts, ((0, 0), (missing, 0)), constant_values=NO_TOKEN)
-        self._observe(contexts[:, -LONGEST:], tokens, probabilities, source)
+        contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
+        if len(contexts) == 0:
+            return
+        sources = np.broadcast_to(np.asarray(source, np.int64), len(contexts))
+        if not ((sources >= 0) & (sources < len(Source))).all():
+            raise ValueError(f"source={source} is not a Source, or not one a row")
+        with self._lock:
+            self._largest = max(self._largest, int(tokens.max(initial=-1)))
+            kernels.learn_rows(self._table, contexts, tokens, probabilities, np.ascontiguousarray(sources), self._clock)
+            self._clock += len(contexts)
 
     def learn_ngrams(self, ngrams, source: Source = Source.JACOBI) -> None:
         """Learn each n-gram (int [m, n], n >= 2) as text of its own: its first token predicts the second, and so on."""
         ngrams = _ids(ngrams)
         if ngrams.ndim != 2 or ngrams.shape[1] < 2:
             raise ValueError(f"n-grams must be [m, n] with n of at least 2, not {ngrams.shape}")
-        count, n = ngrams.shape
-        padded = np.concatenate([np.full((count, LONGEST), NO_TOKEN), ngrams], axis=1)
-        views = np.lib.stride_tricks.sliding_window_view(padded, LONGEST, axis=1)
-        contexts = views[:, 1:n].reshape(-1, LONGEST)
-        self._observe(contexts, ngrams[:, 1:].reshape(-1, 1), np.ones((count * (n - 1), 1)), source)
+        apart = np.pad(ngrams, ((0, 0), (1, 0)), constant_values=NO_TOKEN)
+        self._learn_text(apart.ravel(), Source(source), 0)
 
-    def _observe(self, contexts: np.ndarray, tokens: np.ndarray, weights: np.ndarray, source) -> None:
-        """Note observations for all orders that their contexts reach; a row holds one's tokens and weights."""
-        keys, rows = _hash_orders(contexts)
-        if len(keys):
-            if tokens.shape[1] > WIDTH:
-                best = np.argpartition(-weights, WIDTH - 1, axis=1)[:, :WIDTH]
-                tokens, weights = np.take_along_axis(tokens, best, 1), np.take_along_axis(weights, best, 1)
-            elif tokens.shape[1] < WIDTH:
-                tokens, weights = _widened(tokens), _widened(weights)
+    def _learn_text(self, tokens: np.ndarray, source: Source, start: int) -> None:
+        for begin in range(max(start, 0), len(tokens), CHUNK):
+            chunk = tokens[max(begin - LONGEST, 0) : begin + CHUNK]
             with self._lock:
-                sources = np.broadcast_to(source, len(tokens))
-                self._pending.append((keys, tokens[rows], weights[rows], sources[rows]))
-                if sum(len(keys) for keys, *_ in self._pending) > len(self._table) // 8:
-                    self.absorb()  # what is merged at once should not evict itself
+                self._largest = max(self._largest, int(chunk.max()))
+                kernels.learn_text(self._table, chunk, min(begin, LONGEST), int(source), self._clock)
+                self._clock += len(chunk) - min(begin, LONGEST)
 
-    def absorb(self) -> None:
-        """Merge what was learned since the last time, all at once; `guess` does it if it was not done."""
-        with self._lock:
-            if not self._pending:
-                return
-            pending, self._pending = self._pending, []
-            keys, tokens, weights, sources = (np.concatenate(parts) for parts in zip(*pending, strict=True))
-            order = keys.argsort(kind="stable")  # oldest first within a key
-            self._merge(keys[order], tokens[order], weights[order], sources[order])
+    def calibrate(self, contexts, tokens, probabilities) -> None:
+        """Adjust how far each kind of context is believed, given what followed contexts that came up.
 
-    def _merge(self, keys: np.ndarray, tokens: np.ndarray, weights: np.ndarray, sources: np.ndarray) -> None:
-        """Merge sorted observations: keys [n], tokens and weights [n, WIDTH], sources [n]."""
-        is_first = np.ones(len(keys), bool)
-        np.not_equal(keys[1:], keys[:-1], out=is_first[1:])
-        first = is_first.nonzero()[0]
-        last = np.append(first[1:], len(keys)) - 1
-        group = is_first.cumsum() - 1
-        groups = len(first)
-        # An observation, and what the entry held, fades by `keep` of every later observation of the same context.
-        log_keep = _LOG_KEEP[sources]
-        fading = log_keep.cumsum()
-        scale = GAIN[sources] * np.exp(fading[last][group] - fading)
-        kept = np.exp(fading[last] - fading[first] + log_keep[first])
-
-        slots, new = self._find_or_claim(keys[first])
-        held = self._table[slots]
-        held["weights"][new] = 0
-        held["evidence"][new] = 0
-        # Rows of WIDTH items: first what the entries hold, then the observations, oldest first.
-        item_weight = np.concatenate([held["weights"] * kept[:, None], weights * scale[:, None]]).ravel()
-        items = item_weight.nonzero()[0]
-        if len(items) == 0:
-            return
-        row_group = np.concatenate([np.arange(groups), group])
-        item_token = np.concatenate([held["tokens"], tokens]).ravel()
-
-        # Sum what concerns one token of one entry; the newest item names its source.
-        code = (row_group[items // WIDTH] << 32) | item_token[items]
-        order = code.argsort()
-        code, items = code[order], items[order]
-        is_first = np.ones(len(code), bool)
-        np.not_equal(code[1:], code[:-1], out=is_first[1:])
-        begins = is_first.nonzero()[0]
-        weight = np.add.reduceat(item_weight[items], begins).astype(np.float32)
-        owner, token = code[begins] >> 32, code[begins] & 0xFFFFFFFF
-        item_source = np.concatenate([held["sources"].ravel(), sources.astype(np.uint8).repeat(WIDTH)])
-        newest = item_source[np.maximum.reduceat(items, begins)]
-
-        # Keep the WIDTH heaviest tokens of each entry. Positive floats are ordered as their bits are.
-        order = ((owner << 32) - weight.view(np.int32)).argsort()
-        owner = owner[order]
-        rank = np.arange(len(owner)) - np.searchsorted(owner, np.arange(groups))[owner]
-        best = rank < WIDTH
-        order, owner, rank = order[best], owner[best], rank[best]
-        held["key"], held["learned_at"] = keys[first], self._clock
-        held["tokens"] = held["weights"] = held["sources"] = 0
-        held["tokens"][owner, rank] = token[order]
-        held["weights"][owner, rank] = weight[order]
-        held["sources"][owner, rank] = newest[order]
-        held["evidence"] = held["evidence"] * kept + np.add.reduceat(scale, first)
-        self._table[slots] = held
-
-    def _find_or_claim(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each of the distinct sorted keys [g], an entry's index; and which of the keys are new.
-
-        A new key takes the entry of its bucket that was learned longest ago; the caller overwrites it.
+        Arguments and errors as for `learn_next`: what the model said of the next token, or simply the token itself
+        with probability 1. To be called before that is learned. Only contexts of the true text are a fair sample.
         """
-        self._clock += 1
-        buckets = self._bucket(keys)
-        match = self._keys[buckets] == keys[:, None]
-        way = match.argmax(1)
-        is_new = ~match[np.arange(len(keys)), way]
-        known = (~is_new).nonzero()[0]
-        self._learned_at[buckets[known], way[known]] = self._clock
-        new = is_new.nonzero()[0]
-        homes = buckets[new]  # sorted, as keys are: the r-th newcomer of a bucket takes its r-th oldest entry
-        nth = np.arange(len(new)) - np.searchsorted(homes, homes)
-        oldest = self._learned_at[homes].argsort(1, kind="stable")
-        way[new] = oldest[np.arange(len(new)), nth % WAYS]
-        return buckets * WAYS + way, new
-
-    def _bucket(self, keys: np.ndarray) -> np.ndarray:
-        return (((keys >> np.uint64(32)) * np.uint64(self._buckets)) >> np.uint64(32)).astype(np.int64)
+        contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
+        with self._lock:
+            kernels.calibrate(self._table, self._credence, contexts, tokens, probabilities)
 
     # Guessing
 
@@ -251,104 +142,152 @@ class NgramPool:
         """The likeliest continuations of ``context`` as one tree, grown best-first; deterministic.
 
         context: sequence of ids, newest last; only the last LONGEST count.
-        budget: most nodes. min_probability: nodes below it are not grown. max_depth: deepest node.
+        budget: most nodes, at most MOST_GUESSES. min_probability: nodes must be above it. max_depth: deepest node.
         chain: a single branch, for models that cannot branch.
+        Raises ValueError for ids outside 0..2**31-1, a NaN, a budget too large.
         """
+        if budget > MOST_GUESSES or min_probability != min_probability:
+            raise ValueError(
+                f"budget={budget} must be at most {MOST_GUESSES}, min_probability={min_probability} a number"
+            )
+        tail = _ids(context[-LONGEST:])
         if budget <= 0 or max_depth == 0:
             return GuessTree.empty()
-        tail = tuple(int(token) for token in context[-LONGEST:])
-        limit = budget if max_depth is None else max_depth
-        nodes: list[tuple[int, int, float, int]] = []
-        open_nodes: list[tuple[float, int, int, int, int, tuple[int, ...]]] = []
+        path = np.full(LONGEST, NO_TOKEN)
+        path[LONGEST - len(tail) :] = tail
+        depth = budget if max_depth is None else max_depth
         with self._lock:
-            self.absorb()
-            parent, path, probability, depth = -1, tail, 1.0, 0
-            while True:
-                if depth < limit:
-                    for token, (share, source) in self._next(path).items():
-                        joint = probability * share
-                        if joint > min_probability:
-                            heapq.heappush(open_nodes, (-joint, parent, token, source, depth + 1, path))
-                if not open_nodes or len(nodes) == budget:
-                    return GuessTree.from_nodes(nodes)
-                negative, parent, token, source, depth, path = heapq.heappop(open_nodes)
-                if chain:
-                    open_nodes.clear()
-                probability = -negative
-                nodes.append((token, parent, probability, source))
-                parent, path = len(nodes) - 1, (*path[1 - LONGEST :], token)
+            return GuessTree(
+                *kernels.grow(self._table, self._credence, path, budget, float(min_probability), depth, bool(chain))
+            )
 
-    def _next(self, tail: tuple[int, ...]) -> dict[int, tuple[float, int]]:
-        """Distribution over the token after ``tail``, orders interpolated: {token: (probability, source)}."""
-        entries = []
-        hashed = 0
-        for distance, token in enumerate(reversed(tail)):
-            hashed += (token + 1) * _MULTIPLIER_INTS[distance]
-            salt = _SALT_AT.get(distance + 1)
-            if salt is None:
-                continue
-            key = (hashed + salt) & _MASK
-            bucket = ((key >> 32) * self._buckets) >> 32
-            ways = self._keys[bucket].tolist()
-            if key not in ways:
-                break  # whatever was learned of a longer context was learned of this one too
-            entries.append((distance + 1, bucket * WAYS + ways.index(key)))
-        found: dict[int, tuple[float, int]] = {}
-        belief = 1.0
-        for order, slot in reversed(entries):
-            evidence = self._evidence[slot].item()
-            share = belief / (evidence + DOUBT[order])
-            for token, weight, source in zip(
-                self._tokens[slot].tolist(), self._weights[slot].tolist(), self._sources[slot].tolist(), strict=True
-            ):
-                if weight <= 0:
-                    break
-                if token in found:
-                    before, source = found[token]
-                    found[token] = (before + weight * share, source)
-                else:
-                    found[token] = (weight * share, source)
-            belief -= share * evidence
-            if belief < 0.02:
-                break
-        return found
+    # Sharing
+
+    def merge(self, other: "NgramPool") -> None:
+        """Add the other pool's evidence, weighed by its amount; where room is short, the weaker evidence gives way.
+
+        Raises ValueError if the two are of different vocabularies.
+        """
+        if self.vocabulary and other.vocabulary and self.vocabulary != other.vocabulary:
+            raise ValueError(f"pools of vocabularies {self.vocabulary} and {other.vocabulary} cannot be merged")
+        theirs = other.__getstate__()
+        with self._lock:
+            self.vocabulary = self.vocabulary or theirs["vocabulary"]
+            self._largest = max(self._largest, theirs["_largest"])
+            kernels.merge(self._table, theirs["_table"], self._clock)
+            for ours, also in zip(self._credence, theirs["_credence"], strict=True):
+                ours += also
+                ours /= 2
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the pool to ``path`` atomically: whatever happens on the way, the old file or the new one is there."""
+        state = self.__getstate__()
+        arrays = state["_table"]._asdict() | state["_credence"]._asdict()
+        storage.write(path, {name: state[key] for name, key in _HEADER.items()}, arrays)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, vocabulary: str | None = None) -> "NgramPool":
+        """The pool saved at ``path``, memory-mapped: pages are read as they are used, and copied when written to.
+
+        vocabulary: refuse a file of another vocabulary than this.
+        Raises PoolFileError for a file that is truncated, corrupted, newer than this version, or foreign.
+        """
+        header, arrays = storage.read(path)
+        if vocabulary and header["vocabulary"] and header["vocabulary"] != vocabulary:
+            raise storage.PoolFileError(
+                f"{path} is of another vocabulary: {header['vocabulary']}, not {vocabulary}; ids would mean other text"
+            )
+        pool = cls.__new__(cls)
+        state = {key: header[name] for name, key in _HEADER.items()}
+        state["_table"] = Table(*(arrays[name] for name in Table._fields))
+        state["_credence"] = Credence(*(arrays[name] for name in Credence._fields))
+        pool.__setstate__(state)
+        pool.vocabulary = pool.vocabulary or vocabulary
+        return pool
+
+    def __getstate__(self) -> dict:
+        with self._lock:
+            state = {name: value for name, value in vars(self).items() if name != "_lock"}
+            for name in ("_table", "_credence"):
+                state[name] = type(state[name])(*(array.copy() for array in state[name]))
+            return state
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, _lock=threading.RLock())
+
+    # Looking inside
+
+    def by_source(self) -> dict[str, int]:
+        """Number of next tokens held, by the name of the source that last spoke of each."""
+        with self._lock:
+            counts = np.bincount(self._table.sources[self._table.weights > 0], minlength=len(Source))
+        return {source.name.lower(): int(counts[source]) for source in Source}
+
+    def most_confident(self, count: int = 10) -> list[tuple[list[int], int, float, int]]:
+        """Contexts whose next token is surest: (context, next token, its probability, observations), surest first.
+
+        The table knows contexts by their hashes alone; those listed, of LISTED tokens, are found by going from token
+        to likely next token. Surest is the highest (observations * probability) / (observations + 1).
+        """
+        with self._lock:
+            contexts = np.arange(self._largest + 1)[:, None]
+            for length in range(1, LISTED + 1):
+                entries = kernels.find_entries(self._table, contexts, KINDS.index((0, length)))
+                contexts, entries = contexts[entries >= 0], entries[entries >= 0]
+                weights, tokens = self._table.weights[entries], self._table.tokens[entries]
+                if length < LISTED:
+                    row, place = (weights > 0.1).nonzero()
+                    contexts = np.concatenate([contexts[row], tokens[row, place, None]], axis=1)
+            seen = self._table.counts[entries, 0].astype(np.int64)
+        best = weights.argmax(1) if len(weights) else np.empty(0, np.int64)
+        rows = np.arange(len(best))
+        surest = np.argsort(-weights[rows, best] * seen / (seen + 1), kind="stable")[:count]
+        return [
+            (contexts[i].tolist(), int(tokens[i, best[i]]), float(weights[i, best[i]]), int(seen[i])) for i in surest
+        ]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the table keeps its invariants; for tests."""
-        self.absorb()
-        used = self._keys.ravel() != 0
-        homes = self._bucket(self._keys.ravel()[used])
+        table = self._table
+        used = table.keys != 0
+        high = table.keys[used] >> np.uint64(32)
+        homes = (high * np.uint64(self.capacity // WAYS)) >> np.uint64(32)
         assert (homes == np.flatnonzero(used) // WAYS).all(), "an entry stands outside its key's bucket"
-        keys = np.sort(self._keys.ravel()[used])
+        keys = np.sort(table.keys[used])
         assert (keys[1:] != keys[:-1]).all(), "a key stands twice"
-        weights = self._weights[used]
+        weights = table.weights[used]
         assert ((weights >= 0) & (weights < np.inf)).all(), "a weight is negative or not finite"
-        assert (np.diff(weights, axis=1) <= 0).all(), "weights are not in falling order"
-        assert (weights.sum(1) <= self._evidence[used] * 1.001 + 1e-6).all(), "weights exceed their evidence"
-        for tokens, row in zip(self._tokens[used], weights, strict=True):
+        assert (weights.sum(1) <= 1.001).all(), "an entry's probabilities add up to more than 1"
+        assert (table.counts[used, 0] >= np.maximum(table.counts[used, 1], 1)).all(), "counts do not fit"
+        for tokens, row in zip(table.tokens[used], weights, strict=True):
             held = tokens[row > 0]
             assert len(set(held.tolist())) == len(held), "a token stands twice in an entry"
+        assert ((self.belief > 0) & (self.belief < 1)).all(), "a belief is not between 0 and 1"
 
 
 def _ids(tokens) -> np.ndarray:
-    tokens = np.asarray(tokens, np.int64)
-    if tokens.size and (tokens.min() < 0 or tokens.max() >= 2**31):
+    tokens = np.asarray(tokens)
+    if tokens.size == 0:
+        return tokens.astype(np.int64)
+    if tokens.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be whole numbers in 0..2**31-1, not of dtype {tokens.dtype}")
+    if tokens.min() < 0 or tokens.max() >= 2**31:
         raise ValueError(f"token ids must lie in 0..2**31-1, not {tokens.min()}..{tokens.max()}")
-    return tokens
+    return np.ascontiguousarray(tokens, np.int64)
 
 
-def _widened(rows: np.ndarray) -> np.ndarray:
-    """Rows [n, k] filled with zeros to [n, WIDTH]."""
-    wide = np.zeros((len(rows), WIDTH), rows.dtype)
-    wide[:, : rows.shape[1]] = rows
-    return wide
-
-
-def _hash_orders(contexts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys of all orders of contexts [n, LONGEST] that are long enough: (keys [m], row of each key [m])."""
-    terms = (contexts[:, ::-1] + 1).astype(np.uint64) * _MULTIPLIERS
-    sums = np.cumsum(terms, axis=1, dtype=np.uint64)
-    columns = np.array(ORDERS) - 1
-    keys = sums[:, columns] + _SALTS
-    long_enough = contexts[:, LONGEST - 1 - columns] != NO_TOKEN
-    return keys[long_enough], long_enough.nonzero()[0]
+def _rows(contexts, tokens, probabilities) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arguments of `NgramPool.learn_next`, checked: int64, int64, float64."""
+    contexts, tokens, probabilities = np.asarray(contexts), _ids(tokens), np.asarray(probabilities, np.float64)
+    if contexts.ndim != 2 or tokens.ndim != 2 or tokens.shape != probabilities.shape:
+        raise ValueError(
+            f"contexts {contexts.shape}, tokens {tokens.shape} and probabilities {probabilities.shape} must be "
+            "[n, c], [n, k] and [n, k]"
+        )
+    if len(contexts) != len(tokens):
+        raise ValueError(f"{len(contexts)} contexts but {len(tokens)} rows of tokens")
+    if not (probabilities.min(initial=0) >= 0 and probabilities.sum(1).max(initial=0) <= 1.001):  # NaN is neither
+        raise ValueError("probabilities must lie in 0..1, and a row's sum too; NaN is refused")
+    contexts = np.maximum(contexts[:, -LONGEST:], NO_TOKEN)
+    _ids(contexts + 1)
+    return np.ascontiguousarray(contexts, np.int64), tokens, np.ascontiguousarray(probabilities)

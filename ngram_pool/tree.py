@@ -13,19 +13,21 @@ class Source(IntEnum):
     TEXT = 1
     LOGITS = 2
     JACOBI = 3
+    FILE = 4
 
 
 @dataclass(frozen=True)
 class GuessTree:
     """n guessed tokens below the root (the last accepted token, which is not a node).
 
-    Nodes stand in depth-first order, likeliest child first, so a parent precedes its children and the likeliest path
-    is contiguous from node 0 on.
+    A parent precedes its children. Trees grown by a pool stand in depth-first order, likeliest child first, so that
+    the likeliest path is contiguous from node 0 on.
 
     tokens: int64 [n].
     parents: int64 [n], a node's index or -1 for the root.
     depths: int64 [n], 1 for children of the root.
-    probabilities: float64 [n], estimated probability that the node is accepted; never above its parent's.
+    probabilities: float64 [n], estimated probability that the node is accepted, never above its parent's; NaN where
+        nothing estimated it.
     sources: int64 [n], the `Source` that each node is attributed to.
     """
 
@@ -44,36 +46,16 @@ class GuessTree:
         return cls(nothing, nothing, nothing, np.empty(0), nothing)
 
     @classmethod
-    def chain(cls, tokens, source: Source) -> "GuessTree":
-        """A single branch of guesses without estimated probabilities (all 1)."""
-        tokens = np.asarray(tokens, np.int64)
-        n = len(tokens)
-        return cls(tokens, np.arange(-1, n - 1), np.arange(1, n + 1), np.ones(n), np.full(n, source, np.int64))
+    def of(cls, tokens, parents, source: Source) -> "GuessTree":
+        """Given guesses, parents first, without estimated probabilities."""
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        n = len(depths)
+        tokens, parents, depths = (np.asarray(values, np.int64) for values in (tokens, parents, depths))
+        return cls(tokens, parents, depths, np.full(n, np.nan), np.full(n, source, np.int64))
 
     @classmethod
-    def from_nodes(cls, nodes: list[tuple[int, int, float, int]]) -> "GuessTree":
-        """Order ``nodes``, tuples (token, parent, probability, source) in which parents come first, depth-first."""
-        if not nodes:
-            return cls.empty()
-        children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
-        for index, node in enumerate(nodes):
-            children[node[1]].append(index)  # children[-1] are the root's
-        tokens, parents, depths, probabilities, sources = [], [], [], [], []
-        stack = [(index, -1, 1) for index in reversed(children[-1])]
-        while stack:
-            index, parent, depth = stack.pop()
-            token, _, probability, source = nodes[index]
-            place = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
-            depths.append(depth)
-            probabilities.append(probability)
-            sources.append(source)
-            stack.extend((child, place, depth + 1) for child in reversed(children[index]))
-        return cls(
-            np.array(tokens, np.int64),
-            np.array(parents, np.int64),
-            np.array(depths, np.int64),
-            np.array(probabilities),
-            np.array(sources, np.int64),
-        )
+    def chain(cls, tokens, source: Source) -> "GuessTree":
+        """A single branch of given guesses."""
+        return cls.of(tokens, range(-1, len(tokens) - 1), source)

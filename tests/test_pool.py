@@ -1,62 +1,194 @@
+"""The pool against a plain model of what it is to hold, and against everything it is to survive."""
+
 import random
 import threading
 from copy import deepcopy
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ngram_pool import GuessTree, NgramPool, Source
-from ngram_pool.pool import LONGEST, ORDERS, WIDTH
+from ngram_pool.kernels import KINDS, LOGITS, LONGEST, OUTSIDE, RATES, SLOW_RATE, WIDTH, prior_credence
+from ngram_pool.pool import CHUNK, MOST_GUESSES
+
+assert Source.LOGITS == LOGITS
+assert len(RATES) == len(Source)
+
+
+class PlainPool:
+    """What an NgramPool holds, in dictionaries that never forget, and what it answers, without any cleverness."""
+
+    def __init__(self):
+        self.entries = {}
+        self.belief, self.reliability = prior_credence()
+
+    @staticmethod
+    def contexts(before: list[int]) -> list:
+        """The context of each kind, or None where the text is too short for it."""
+        known = []
+        for token in reversed(before[-LONGEST:]):
+            if token < 0:
+                break
+            known.append(token)
+        return [(kind, *known[kind[0] : kind[1]]) if len(known) >= kind[1] else None for kind in KINDS]
+
+    def observe(self, before: list[int], distribution: dict[int, float], source: int) -> None:
+        for kind, context in zip(KINDS, self.contexts(before), strict=True):
+            if context is None:
+                continue
+            entry = self.entries.setdefault(context, {"seen": 0, "rows": 0, "next": {}})
+            rate = max(SLOW_RATE if kind[1] == 0 else RATES[source], 1 / (entry["seen"] + 1))
+            entry["seen"] += 1
+            entry["rows"] += source == Source.LOGITS
+            following = {token: weight * np.float32(1 - rate) for token, weight in entry["next"].items()}
+            for token, probability in distribution.items():
+                following[token] = following.get(token, np.float32(0)) + np.float32(rate * probability)
+            entry["next"] = {token: weight for token, weight in following.items() if weight > 0}
+            assert len(entry["next"]) <= WIDTH, "the plain pool has no rule for entries that overflow"
+
+    def look_up(self, before: list[int]) -> tuple[list, float]:
+        """[(cell of the belief table, belief, entry)] of the kinds that know the context, and the belief left over."""
+        found, rest = [], 1.0
+        for index, context in enumerate(self.contexts(before)):
+            entry = self.entries.get(context)
+            if entry is None:
+                continue
+            seen, rows, peak = entry["seen"], entry["rows"], max(entry["next"].values(), default=0)
+            if rows == 0:
+                amount = 0 if seen == 1 else 1 if seen < 5 else 2
+            else:
+                amount = 3 if rows == 1 else 4 if rows < 4 else 5
+            cell = index, amount, sum(float(peak) > bound for bound in (0.4, 0.7, 0.95))
+            told, of = self.belief[cell]
+            found.append((cell, rest * told / of, entry))
+            rest -= rest * told / of
+        return found, rest
+
+    def next(self, before: list[int]) -> dict[int, float]:
+        ratios = self.reliability[:, 1] / self.reliability[:, 0]
+        centres = (np.arange(10) + 0.5) / 10
+        return {
+            token: min(chance * np.interp(chance, centres, ratios), 1) for token, chance in self.mixed(before).items()
+        }
+
+    def mixed(self, before: list[int]) -> dict[int, float]:
+        chances = {}
+        for _, belief, entry in self.look_up(before)[0]:
+            for token, weight in entry["next"].items():
+                chances[token] = chances.get(token, 0.0) + belief * float(weight)
+        return chances
+
+    def calibrate(self, before: list[int], token: int) -> None:
+        for candidate, chance in self.mixed(before).items():
+            cell = self.reliability[min(int(chance * 10), 9)]
+            cell[:] = cell * (1 - 0.0005 * chance) + np.array([chance, candidate == token])
+        found, rest = self.look_up(before)
+        credits = [belief * float(entry["next"].get(token, 0)) for _, belief, entry in found]
+        total, left = sum(credits) + rest * OUTSIDE, 1.0
+        for (cell, _, _), credit in zip(found, credits, strict=True):
+            self.belief[cell] = self.belief[cell] * 0.9995 + np.array([credit / total, left])
+            left = max(left - credit / total, 0.0)
+
+    def check(self, tree: GuessTree, context: list[int], budget: int, floor: float) -> None:
+        """Assert that ``tree`` is the best of its size below ``context``, with the right probabilities."""
+        lines, rejected = [context], []
+        parents = tree.parents.tolist()
+        for node in [-1, *range(len(tree))]:
+            line = context if node < 0 else [*lines[parents[node] + 1], int(tree.tokens[node])]
+            if node >= 0:
+                lines.append(line)
+            joint = 1.0 if node < 0 else tree.probabilities[node]
+            chances = self.next(line)
+            children = {int(tree.tokens[n]): tree.probabilities[n] for n in range(len(tree)) if parents[n] == node}
+            assert set(children) <= set(chances)
+            for token, probability in children.items():
+                assert probability == pytest.approx(joint * chances[token], rel=1e-3)
+            rejected += [joint * chance for token, chance in chances.items() if token not in children]
+        best_left = max(rejected, default=0.0)
+        if len(tree) < budget:
+            assert best_left <= floor * 1.001 + 1e-9, "there was something left worth guessing"
+        elif len(tree):
+            assert best_left <= tree.probabilities.min() * 1.001, "a better guess was left out"
+
+
+TOKEN = st.integers(0, 5)
+TEXT = st.lists(TOKEN, max_size=40)
+SOURCE = st.sampled_from(list(Source))
+LEARN = st.one_of(
+    st.tuples(st.just("text"), TEXT, SOURCE),
+    st.tuples(st.just("ngrams"), st.lists(st.lists(TOKEN, min_size=3, max_size=3), max_size=5), SOURCE),
+    st.tuples(st.just("next"), TEXT, st.lists(st.floats(0, 0.16), min_size=6, max_size=6), SOURCE),
+    st.tuples(st.just("calibrate"), TEXT, TOKEN),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(LEARN, max_size=12), TEXT, st.integers(0, 40), st.sampled_from([0.0, 0.002, 0.1]))
+def test_pool_is_what_a_plain_pool_would_be(actions, context, budget, floor):
+    """Whatever is learned, the tree is the one of highest expected acceptance under the plain model."""
+    pool, plain = NgramPool(8), PlainPool()
+    for name, *arguments in actions:
+        if name == "text":
+            text, source = arguments
+            pool.learn(text, source)
+            for index, token in enumerate(text):
+                plain.observe(text[:index], {token: 1.0}, source)
+        elif name == "ngrams":
+            ngrams, source = arguments
+            pool.learn_ngrams(np.array(ngrams, int).reshape(-1, 3), source)
+            for ngram in ngrams:
+                for index, token in enumerate(ngram):
+                    plain.observe(ngram[:index], {token: 1.0}, source)
+        elif name == "next":
+            text, probabilities, source = arguments
+            row = ([-1] * LONGEST + text)[-LONGEST:]
+            pool.learn_next([row], [range(6)], [probabilities], source)
+            plain.observe(text, dict(enumerate(probabilities)), source)
+        else:
+            text, token = arguments
+            pool.calibrate([([-1] * LONGEST + text)[-LONGEST:]], [[token]], [[1.0]])
+            plain.calibrate(text, token)
+    pool.check_integrity()
+    assert len(pool) == len(plain.entries)
+    tree = pool.guess(context, budget, floor, max_depth=12)
+    if tree.depths.max(initial=0) < 12:
+        plain.check(tree, context, budget, floor)
+    assert pool.belief == pytest.approx(plain.belief[..., 0] / plain.belief[..., 1], rel=1e-3)
 
 
 def random_text(rng: random.Random, length: int, vocabulary: int = 30) -> list[int]:
     return [rng.randrange(vocabulary) for _ in range(length)]
 
 
-def test_memory_is_what_was_asked_for_and_stays_so():
-    for memory_mb in (0.5, 3, 20):
-        pool = NgramPool(memory_mb)
-        asked = memory_mb * 2**20
-        assert 0.95 * asked <= pool.nbytes <= asked
-        before = pool.nbytes
-        pool.learn(np.random.default_rng(0).integers(0, 1000, 20_000))
-        assert pool.nbytes == before
-        pool.check_integrity()
+def learn_something(pool: NgramPool, rng: random.Random) -> None:
+    pool.learn(random_text(rng, 200, 8), Source.TEXT)
+    contexts = np.array([random_text(rng, LONGEST, 8) for _ in range(9)])
+    pool.calibrate(contexts, contexts[:, :1], np.ones((9, 1)))
+    pool.learn_next(contexts, np.array([rng.sample(range(8), 4) for _ in range(9)]), np.full((9, 4), 0.25))
+    pool.learn_ngrams(np.array([random_text(rng, 3, 8) for _ in range(4)]))
 
 
-def test_a_long_passage_is_continued():
-    """Text seen once is guessed as one chain when it comes again, as far as the budget goes."""
-    passage = list(range(100, 140))
-    pool = NgramPool(1)
-    pool.learn(passage, Source.PROMPT)
-    tree = pool.guess(passage[:10], budget=16)
-    assert tree.tokens.tolist() == passage[10:26]
-    assert tree.parents.tolist() == list(range(-1, 15))
-    assert tree.depths.tolist() == list(range(1, 17))
-    assert set(tree.sources.tolist()) == {Source.PROMPT}
-    assert pool.guess(passage[:10], budget=16, max_depth=3).tokens.tolist() == passage[10:13]
-    assert len(pool.guess([999], budget=16)) == 0
+def same(a: GuessTree, b: GuessTree) -> bool:
+    return all((x == y).all() for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_trees_are_well_formed_and_deterministic(seed):
+    """In a table small enough to evict all the time."""
     rng = random.Random(seed)
-    pool, twin = NgramPool(0.2), NgramPool(0.2)
+    pool, twin = NgramPool(0.05), NgramPool(0.05)
     for p in (pool, twin):
         source = random.Random(seed)
         for _ in range(5):
-            p.learn(random_text(source, 200, 8), Source.TEXT)
-            contexts = np.array([random_text(source, LONGEST, 8) for _ in range(9)])
-            tokens = np.array([source.sample(range(8), 4) for _ in range(9)])
-            p.learn_next(contexts, tokens, np.full((9, 4), 0.25))
-            p.learn_ngrams(np.array([random_text(source, 3, 8) for _ in range(4)]))
+            learn_something(p, source)
         p.check_integrity()
     for _ in range(20):
         context, budget = random_text(rng, rng.randint(1, 12), 8), rng.choice([1, 2, 16, 60])
         chain, floor = rng.random() < 0.3, rng.choice([0.0, 0.05])
         tree = pool.guess(context, budget, floor, chain=chain)
-        again = twin.guess(context, budget, floor, chain=chain)
-        assert all((a == b).all() for a, b in zip(vars(tree).values(), vars(again).values(), strict=True))
+        assert same(tree, twin.guess(context, budget, floor, chain=chain))
         assert len(tree) <= budget
         assert len({(p, t) for p, t in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)}) == len(tree)
         for node, parent in enumerate(tree.parents):
@@ -68,43 +200,59 @@ def test_trees_are_well_formed_and_deterministic(seed):
             assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
 
 
-def test_the_best_subtree_is_found():
-    """Among all continuations, the budget takes the likeliest: compared with growing everything."""
-    rng = random.Random(0)
-    pool = NgramPool(1)
-    pool.learn(random_text(rng, 2000, 5))
-    everything = pool.guess([1, 2, 3], budget=400, max_depth=4)
-    best = sorted(everything.probabilities, reverse=True)[:20]
-    assert sorted(pool.guess([1, 2, 3], budget=20, max_depth=4).probabilities, reverse=True) == pytest.approx(best)
-
-
 def test_depth_first_layout_puts_the_likeliest_path_first():
-    tree = GuessTree.from_nodes([(5, -1, 0.5, 0), (6, -1, 0.4, 0), (7, 0, 0.3, 0), (8, 1, 0.2, 0)])
-    assert tree.tokens.tolist() == [5, 7, 6, 8]
+    pool = NgramPool(1)
+    pool.learn_next([[1]], [[2, 3]], [[0.6, 0.4]])
+    pool.learn_next([[1, 2]], [[4]], [[1.0]])
+    pool.learn_next([[1, 3]], [[5]], [[1.0]])
+    tree = pool.guess([1], 4, max_depth=2)
+    assert tree.tokens.tolist() == [2, 4, 3, 5]
     assert tree.parents.tolist() == [-1, 0, -1, 2]
 
 
-def test_learning_in_pieces_is_learning_at_once():
-    """Observations of one context merge in order, whether they come in one call or in many."""
-    text = random_text(random.Random(1), 300, 6)
-    whole, pieces = NgramPool(1), NgramPool(1)
+def test_memory_is_what_was_asked_for_and_stays_so():
+    for memory_mb in (0.5, 3, 20):
+        pool = NgramPool(memory_mb)
+        asked = memory_mb * 2**20
+        assert 0.95 * asked <= pool.nbytes <= asked
+        before = pool.nbytes
+        pool.learn(np.random.default_rng(0).integers(0, 1000, 50_000))
+        assert pool.nbytes == before
+        pool.check_integrity()
+
+
+def test_a_long_passage_is_continued():
+    """Text seen once is guessed again as far as the budget goes, and attributed to where it was seen."""
+    passage = list(range(100, 140))
+    pool = NgramPool(1)
+    pool.learn(passage, Source.PROMPT)
+    tree = pool.guess(passage[:10], budget=16, chain=True)
+    assert tree.tokens.tolist() == passage[10:26]
+    assert tree.depths.tolist() == list(range(1, 17))
+    assert set(tree.sources.tolist()) == {Source.PROMPT}
+    assert pool.guess(passage[:10], budget=16, max_depth=3, chain=True).tokens.tolist() == passage[10:13]
+
+
+def test_long_texts_are_learned_in_chunks_without_a_seam():
+    text = np.random.default_rng(0).integers(0, 10**6, CHUNK + 50)
+    whole, parts = NgramPool(64), NgramPool(64)
     whole.learn(text)
-    for end in range(2, len(text) + 1):
-        recent = text[max(0, end - LONGEST - 1) : end]
-        pieces.learn(recent, start=len(recent) - 1)
-    for context in (text[:4], text[50:58], text[-8:]):
-        a, b = whole.guess(context, 8), pieces.guess(context, 8)
-        assert a.tokens.tolist() == b.tokens.tolist()
-        assert a.probabilities == pytest.approx(b.probabilities, rel=1e-3)
+    for end in range(1000, len(text) + 1000, 1000):
+        parts.learn(text[max(end - 1000 - LONGEST, 0) : end], start=min(end - 1000, LONGEST))
+    for at in (CHUNK - 3, CHUNK, CHUNK + 5, 1003):
+        tree = whole.guess(text[at - 8 : at], 1)
+        assert tree.tokens.tolist() == [text[at]]
+        assert same(tree, parts.guess(text[at - 8 : at], 1))
+    assert whole.observations == parts.observations == len(text)
 
 
 def test_newer_evidence_outweighs_older():
     pool = NgramPool(1)
-    for _ in range(3):
+    for _ in range(6):
         pool.learn([1, 2], Source.PROMPT)
-    for _ in range(3):
+    for _ in range(4):
         pool.learn([1, 3], Source.PROMPT)
-    assert pool.guess([1], 2).tokens.tolist() == [3, 2]
+    assert pool.guess([1], 2, max_depth=1).tokens.tolist() == [3, 2]
 
 
 def test_logits_rows_keep_their_likeliest_tokens():
@@ -114,32 +262,69 @@ def test_logits_rows_keep_their_likeliest_tokens():
     assert sorted(pool.guess([40, 41], 20, max_depth=1).tokens.tolist()) == list(range(WIDTH))
 
 
-def test_ngrams_teach_every_prefix():
+def test_a_context_without_its_newest_token_speaks_where_that_is_new():
+    """After a rejected guess: what the model said beside it serves for the token that came instead."""
     pool = NgramPool(1)
-    pool.learn_ngrams(np.array([[1, 2, 3]]))
-    tree = pool.guess([1], 2)
-    assert tree.tokens.tolist() == [2, 3]
-    assert set(tree.sources.tolist()) == {Source.JACOBI}
+    pool.learn_next([[7, 8, 1]], [[50]], [[1.0]])
+    pool.learn([60, 61, 62])
+    assert pool.guess([7, 8, 2], 1).tokens.tolist() == [50]
 
 
-def test_eviction_forgets_the_oldest():
+def test_eviction_forgets_the_least_recently_learned():
     pool = NgramPool(0.05)
     first = list(range(1000, 1010))
     pool.learn(first)
-    assert len(pool.guess(first[:8], 1)) == 1
+    assert pool.guess(first[:8], 1).tokens.tolist() == [1008]
     pool.learn(np.random.default_rng(0).integers(0, 900, 20_000))
     recent = list(range(2000, 2010))
     pool.learn(recent)
     pool.check_integrity()
-    assert len(pool.guess(first[:8], 1)) == 0
+    assert 1008 not in pool.guess(first[:8], 16).tokens
     assert pool.guess(recent[:8], 1).tokens.tolist() == [2008]
 
 
+def test_belief_follows_what_is_accepted():
+    """A kind of context that is always wrong loses belief, the one that is right wins it."""
+    pool = NgramPool(1)
+    before = pool.belief
+    rng = random.Random(0)
+    follows = random_text(rng, 20, 20)
+    for _ in range(300):
+        a, b = rng.randrange(20), rng.randrange(20)
+        pool.calibrate([[a, b]], [[follows[b]]], [[1.0]])  # only the newest token matters
+        pool.learn_next([[a, b]], [[follows[b]]], [[1.0]], Source.TEXT)
+        pool.learn_next([[a, b, rng.randrange(20)]], [[rng.randrange(20)]], [[1.0]], Source.TEXT)
+    change = (pool.belief - before).reshape(len(KINDS), -1)
+    assert change[KINDS.index((1, 2))].min() < -0.02
+    assert np.abs(change[KINDS.index((0, 8))]).max() == 0, "there were no contexts of eight tokens"
+
+
+def test_probabilities_predict_acceptance():
+    """On a Markov source with noise, guesses of each decile are right as often as they say."""
+    rng = random.Random(0)
+    follows = {(a, b): rng.sample(range(15), 3) for a in range(15) for b in range(15)}
+    pool, text, rated = NgramPool(1), [1, 2], []
+    for _ in range(6000):
+        tree = pool.guess(text, 8, max_depth=1)
+        chosen = rng.choices(follows[text[-2], text[-1]], (6, 3, 1))[0]
+        rated += [(p, t == chosen) for p, t in zip(tree.probabilities, tree.tokens, strict=True)]
+        pool.calibrate([text[-LONGEST:]], [[chosen]], [[1.0]])
+        text.append(chosen)
+        pool.learn(text[-LONGEST - 1 :], start=len(text[-LONGEST - 1 :]) - 1)
+    predicted, accepted = np.array(rated[len(rated) // 2 :], float).T
+    decile = np.minimum(predicted * 10, 9).astype(int)
+    gaps = [
+        abs(predicted[decile == d].mean() - accepted[decile == d].mean()) for d in range(10) if sum(decile == d) > 50
+    ]
+    assert len(gaps) >= 5
+    assert np.mean(gaps) < 0.05
+
+
 def test_orders_that_collide_in_no_way():
-    """A shorter context must not answer for a longer one: the orders are salted."""
+    """A shorter context must not answer for a longer one: the kinds are salted."""
     pool = NgramPool(1)
     pool.learn_next(np.array([[0, 0, 0, 0]]), np.array([[5]]), np.array([[1.0]]))
-    assert len(pool) == sum(order <= 4 for order in ORDERS)
+    assert len(pool) == sum(length <= 4 for _, length in KINDS)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +332,33 @@ def test_orders_that_collide_in_no_way():
     [
         (lambda p: p.learn([1, -2, 3]), "ids"),
         (lambda p: p.learn([1, 2**31]), "ids"),
+        (lambda p: p.learn([1, 2**70]), "ids"),
+        (lambda p: p.learn(np.array([2**64 - 1], np.uint64)), "ids"),
+        (lambda p: p.learn([1.5, 2.0]), "ids"),
+        (lambda p: p.learn(["a"]), "ids"),
+        (lambda p: p.learn([[1, 2]]), "one sequence"),
+        (lambda p: p.learn([1, 2], source=9), "9"),
         (lambda p: p.learn_ngrams([[1]]), "n-grams"),
+        (lambda p: p.learn_ngrams([[1, -1]]), "ids"),
         (lambda p: p.learn_next([[1]], [[2]], [[float("nan")]]), "probabilities"),
         (lambda p: p.learn_next([[1]], [[2]], [[1.5]]), "probabilities"),
+        (lambda p: p.learn_next([[1]], [[2]], [[-0.1]]), "probabilities"),
+        (lambda p: p.learn_next([[1]], [[2, 3]], [[0.9, 0.9]]), "probabilities"),
         (lambda p: p.learn_next([[1]], [[2, 3]], [[0.5]]), "contexts"),
         (lambda p: p.learn_next([[1], [2]], [[2]], [[0.5]]), "2 contexts"),
+        (lambda p: p.learn_next([[2**31]], [[2]], [[0.5]]), "ids"),
+        (lambda p: p.learn_next([[1]], [[-2]], [[0.5]]), "ids"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=-1), "source"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=[7]), "source"),
+        (lambda p: p.calibrate([[1]], [[2]], [[float("inf")]]), "probabilities"),
+        (lambda p: p.guess([1, -5], 4), "ids"),
+        (lambda p: p.guess([1, 2**40], 4), "ids"),
+        (lambda p: p.guess([1], MOST_GUESSES + 1), "budget"),
+        (lambda p: p.guess([1], 4, float("nan")), "min_probability"),
         (lambda p: NgramPool(0), "memory_mb"),
+        (lambda p: NgramPool(-1), "memory_mb"),
+        (lambda p: NgramPool(float("nan")), "memory_mb"),
+        (lambda p: NgramPool(float("inf")), "memory_mb"),
     ],
 )
 def test_bad_input_is_named(call, message):
@@ -166,34 +372,89 @@ def test_bad_input_is_named(call, message):
 def test_nothing_to_learn_is_no_error():
     pool = NgramPool(0.1)
     pool.learn([])
-    pool.learn([1])
+    pool.learn([1, 2], start=2)
     pool.learn_next(np.empty((0, 8), int), np.empty((0, 8), int), np.empty((0, 8)))
+    pool.learn_next([[1]], np.empty((1, 0), int), np.empty((1, 0)))
+    pool.calibrate(np.empty((0, 8), int), np.empty((0, 1), int), np.empty((0, 1)))
     pool.learn_ngrams(np.empty((0, 3), int))
-    assert len(pool) == 0
-    assert len(pool.guess([], 5)) == 0
-    assert len(pool.guess([1], 0)) == 0
+    for context, budget in (([], 5), ([1], 0), ([1], -3), ([1], 5)):
+        assert len(pool.guess(context, budget)) == 0
+    assert pool.largest_token == -1
+    assert pool.most_confident() == []
+    pool.learn([3])
+    assert pool.guess([], 5, max_depth=1).tokens.tolist() == [3]
+    assert len(pool.guess([1], 5, max_depth=0)) == 0
+    assert len(pool.guess([1], 5, max_depth=-1)) == 0
+
+
+def test_negative_ids_in_contexts_stand_for_nothing():
+    a, b = NgramPool(0.1), NgramPool(0.1)
+    a.learn_next([[-1, 4]], [[5]], [[1.0]])
+    b.learn_next([[9, -7, 4]], [[5]], [[1.0]])
+    assert same(a.guess([4], 3), b.guess([4], 3))
+    assert len(a) == len(b)
 
 
 def test_a_copy_stands_on_its_own():
     pool = NgramPool(0.1)
     pool.learn([1, 2, 3])
     copy = deepcopy(pool)
-    copy.learn([1, 9, 9])
+    copy.learn([1, 9, 9, 1, 9, 9, 1, 9])
     assert pool.guess([1], 1).tokens.tolist() == [2]
     assert copy.guess([1], 1).tokens.tolist() == [9]
     copy.check_integrity()
 
 
+def test_merging_adds_what_the_other_knows():
+    ours, theirs = NgramPool(1), NgramPool(2)
+    ours.learn([1, 2, 3] * 3)
+    theirs.learn(list(range(50, 70)), Source.FILE)
+    theirs.learn([1, 2, 4] * 9)
+    ours.merge(theirs)
+    ours.check_integrity()
+    tree = ours.guess(list(range(50, 60)), 4, chain=True)
+    assert tree.tokens.tolist() == [60, 61, 62, 63]
+    assert set(tree.sources.tolist()) == {Source.FILE}
+    assert ours.guess([1, 2], 2, max_depth=1).tokens.tolist() == [4, 3], "more was seen of 4"
+    assert ours.largest_token == 69
+
+
+def test_merging_keeps_the_stronger_evidence_where_room_is_short():
+    ours, theirs = NgramPool(0.02), NgramPool(1)
+    for _ in range(20):
+        ours.learn([1, 2, 3, 4, 5, 6])
+    theirs.learn(np.random.default_rng(0).integers(10, 10_000, 5000))
+    ours.merge(theirs)
+    ours.check_integrity()
+    assert len(ours) > 0.9 * ours.capacity
+    assert ours.guess([1, 2], 1).tokens.tolist() == [3]
+
+
+def test_pools_of_different_vocabularies_are_not_merged():
+    ours, theirs = NgramPool(0.1, vocabulary="a"), NgramPool(0.1, vocabulary="b")
+    with pytest.raises(ValueError, match="vocabularies a and b"):
+        ours.merge(theirs)
+    unknown = NgramPool(0.1)
+    unknown.merge(ours)
+    assert unknown.vocabulary == "a"
+
+
 def test_threads_share_a_pool():
-    pool = NgramPool(0.3)
-    failures = []
+    """Learning, guessing, copying and merging at once, under load: no error, no torn entry, nothing lost."""
+    pool, failures, learned = NgramPool(0.3), [], []
 
     def work(seed: int) -> None:
         try:
             rng = random.Random(seed)
-            for _ in range(30):
-                pool.learn(random_text(rng, 50))
-                pool.guess(random_text(rng, 8), 16)
+            for turn in range(150):
+                learn_something(pool, rng)
+                tree = pool.guess(random_text(rng, 8), 64)
+                assert (tree.parents < np.arange(len(tree))).all()
+                if turn % 50 == 0:
+                    copy = deepcopy(pool)
+                    copy.check_integrity()
+                    copy.merge(pool)
+            learned.append(150 * (200 + 9 + 4 * 4))
         except Exception as error:
             failures.append(error)
 
@@ -204,3 +465,15 @@ def test_threads_share_a_pool():
         thread.join()
     assert failures == []
     pool.check_integrity()
+    assert pool.observations == sum(learned)
+
+
+def test_what_is_in_a_pool():
+    pool = NgramPool(1)
+    pool.learn([5, 6, 7, 8] * 20, Source.FILE)
+    pool.learn([1, 2, 3], Source.TEXT)
+    context, token, probability, seen = pool.most_confident(3)[0]
+    assert [*context, token] in ([5, 6, 7, 8], [6, 7, 8, 5], [7, 8, 5, 6], [8, 5, 6, 7])
+    assert seen >= 19
+    assert probability == pytest.approx(1, abs=1e-3)
+    assert pool.by_source()["file"] > pool.by_source()["text"] > 0 == pool.by_source()["jacobi"]

@@ -8,14 +8,13 @@ import torch
 
 from lookahead.step import Step, Visibility, lay_out
 from lookahead.window import JacobiWindow
-from ngram_pool import GuessTree
+from ngram_pool import GuessTree, Source
 
 
 def random_tree(rng: random.Random, most: int = 12) -> GuessTree:
-    nodes = []
-    for index in range(rng.randint(0, most)):
-        nodes.append((rng.randrange(50), rng.randint(-1, index - 1), 1.0 / (index + 1), 0))
-    return GuessTree.from_nodes(nodes)
+    n = rng.randint(0, most)
+    tokens = [rng.randrange(50) for _ in range(n)]
+    return GuessTree.of(tokens, [rng.randint(-1, index - 1) for index in range(n)], Source.TEXT)
 
 
 def random_step(rng: random.Random) -> tuple[Step, GuessTree, JacobiWindow | None]:
@@ -106,7 +105,7 @@ def test_contexts(seed):
 
 
 def test_children_and_positions():
-    tree = GuessTree.from_nodes([(5, -1, 0.6, 0), (6, -1, 0.3, 0), (7, 0, 0.2, 0)])
+    tree = GuessTree.of([5, 7, 6], [-1, 0, -1], Source.TEXT)
     step = lay_out(4, tree)
     assert step.children() == {(0, 5): 1, (1, 7): 2, (0, 6): 3}
     assert step.positions(10).tolist() == [10, 11, 12, 11]

@@ -1,0 +1,446 @@
+"""The pool's inner loops, compiled by numba: hash contexts, learn, weigh the evidence, grow the tree.
+
+They trust their arguments; `pool.py` checks them. What shapes a table stands here too, because numba caches compiled
+code by the file that it comes from.
+"""
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+# Kinds of contexts, the most specific first: (skip, length) takes the tokens at distances skip+1 .. length before the
+# next one. Those that skip the newest token say what tends to follow whatever stands there: they speak where the newest
+# token is new, and carry over what the model said beside a guess that it rejected.
+KINDS = ((0, 8), (0, 5), (0, 3), (0, 2), (1, 3), (0, 1), (1, 2), (0, 0))
+LONGEST = 8
+WIDTH = 8
+WAYS = 4
+NO_TOKEN = -1  # stands where a text has no token; nothing is learned across it
+
+# Belief in a kind, by class of its highest probability, before anything was seen of it; and how many observations that
+# counts for. What is learned fades by FADE with every observation.
+PRIOR = np.array([
+    (0.45, 0.45, 0.55, 0.55),
+    (0.50, 0.45, 0.50, 0.55),
+    (0.55, 0.50, 0.55, 0.55),
+    (0.45, 0.55, 0.65, 0.65),
+    (0.10, 0.10, 0.15, 0.20),
+    (0.60, 0.70, 0.80, 0.80),
+    (0.20, 0.30, 0.30, 0.25),
+    (0.20, 0.20, 0.20, 0.20),
+])  # fmt: skip
+PRIOR_STRENGTH = 20.0
+FADE = 0.9995
+# How the kinds' joint word is corrected: by what was observed of what it predicted, by class of probability.
+CLASSES = 10
+PREDICTED_BEFORE = 10.0  # prior, in predicted acceptances
+AMOUNTS = 6
+PEAKS = PRIOR.shape[1]
+OUTSIDE = 1e-4  # probability of a token that no context names
+
+# Weight of a new observation, by source (prompt, text, logits, jacobi, file), once there are several: newer evidence
+# outweighs older. The context of no tokens forgets slowly.
+RATES = np.array([0.25, 0.25, 0.65, 0.15, 0.1])
+SLOW_RATE = 0.02
+LOGITS = 2
+
+_SKIPS = np.array([skip for skip, _ in KINDS])
+_LENGTHS = np.array([length for _, length in KINDS])
+# Multilinear hashing (Lemire and Kaser 2014, arXiv 1202.4961): fixed random odd multipliers, one a distance from the
+# end of the context, and one salt a kind; arithmetic is modulo 2**64.
+_random = np.random.default_rng(0x6C6F6F6B)
+_MULTIPLIERS = _random.integers(1, 2**63, LONGEST, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+_SALTS = _random.integers(1, 2**63, len(KINDS), dtype=np.uint64)
+_HALF = np.uint64(32)
+_EMPTY = np.uint64(0)
+
+
+class Table(NamedTuple):
+    """n entries in buckets of WAYS; entry i holds what is known of the context with hash ``keys[i]``.
+
+    keys: uint64 [n], 0 where the entry is empty. learned_at: uint32 [n], the clock when it was last learned.
+    counts: uint8 [n, 2], observations, and those of them that were logits rows; they stop at 255.
+    tokens, weights, sources: int32, float32, uint8 [n, WIDTH], next tokens with probabilities (0: no token).
+    """
+
+    keys: np.ndarray
+    learned_at: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+    weights: np.ndarray
+    sources: np.ndarray
+
+
+COLUMNS = (
+    ("keys", np.uint64, 1),
+    ("learned_at", np.uint32, 1),
+    ("counts", np.uint8, 2),
+    ("tokens", np.int32, WIDTH),
+    ("weights", np.float32, WIDTH),
+    ("sources", np.uint8, WIDTH),
+)
+ENTRY_BYTES = sum(np.dtype(kind).itemsize * width for _, kind, width in COLUMNS)
+
+
+def empty_table(entries: int) -> Table:
+    return Table(*(np.zeros((entries, width) if width > 1 else entries, kind) for _, kind, width in COLUMNS))
+
+
+class Credence(NamedTuple):
+    """How far the evidence is believed; what `calibrate` learns.
+
+    belief: float64 [kinds, AMOUNTS, PEAKS, 2], how often the next token was a kind's to tell, and of how many times.
+    reliability: float64 [CLASSES, 2], sums of predicted and of observed probability.
+    """
+
+    belief: np.ndarray
+    reliability: np.ndarray
+
+
+def prior_credence() -> Credence:
+    belief = np.full((len(KINDS), AMOUNTS, PEAKS, 2), PRIOR_STRENGTH)
+    belief[..., 0] *= PRIOR[:, None, :]
+    return Credence(belief, np.full((CLASSES, 2), PREDICTED_BEFORE))
+
+
+_compiled = njit(cache=True, nogil=True)
+
+
+@_compiled
+def _hash(tokens, end, sums, keys):
+    """Keys of all kinds of contexts that end before index ``end`` of ``tokens``; _EMPTY for those not long enough."""
+    known = 0
+    for distance in range(min(end, LONGEST)):
+        token = tokens[end - 1 - distance]
+        if token < 0:
+            break
+        sums[distance + 1] = sums[distance] + np.uint64(token + 1) * _MULTIPLIERS[distance]
+        known = distance + 1
+    for kind in range(len(KINDS)):
+        keys[kind] = _EMPTY
+        if _LENGTHS[kind] <= known:
+            keys[kind] = sums[_LENGTHS[kind]] - sums[_SKIPS[kind]] + _SALTS[kind]
+
+
+@_compiled
+def _bucket(key, entries):
+    return np.int64(((key >> _HALF) * np.uint64(entries // WAYS)) >> _HALF) * WAYS
+
+
+@_compiled
+def _find(table, key):
+    """The entry of a key, or -1."""
+    if key != _EMPTY:
+        first = _bucket(key, len(table.keys))
+        for entry in range(first, first + WAYS):
+            if table.keys[entry] == key:
+                return entry
+    return -1
+
+
+@_compiled
+def _claim(table, key, clock):
+    """An emptied entry for a new key: its bucket's least recently learned one."""
+    first = _bucket(key, len(table.keys))
+    claimed, oldest = first, np.uint32(0)
+    for entry in range(first, first + WAYS):
+        if table.keys[entry] == _EMPTY:
+            claimed = entry
+            break
+        age = np.uint32(clock - table.learned_at[entry])  # modulo 2**32, as the clock is
+        if age > oldest:
+            claimed, oldest = entry, age
+    table.keys[claimed] = key
+    table.counts[claimed] = 0
+    table.weights[claimed] = 0
+    return claimed
+
+
+@_compiled
+def _add(table, entry, token, weight, source):
+    """Add weight to a token of an entry; in a full entry it may take the place of the lightest."""
+    lightest = 0
+    for place in range(WIDTH):
+        held = table.weights[entry, place]
+        if held > 0 and table.tokens[entry, place] == token:
+            table.weights[entry, place] = held + weight
+            table.sources[entry, place] = source
+            return
+        if held < table.weights[entry, lightest]:
+            lightest = place
+    if weight > table.weights[entry, lightest]:
+        table.tokens[entry, lightest] = token
+        table.weights[entry, lightest] = weight
+        table.sources[entry, lightest] = source
+
+
+@_compiled
+def _observe(table, keys, tokens, probabilities, source, clock):
+    """Learn a distribution over the next token for every kind of context."""
+    for kind in range(len(KINDS)):
+        if keys[kind] == _EMPTY:
+            continue
+        entry = _find(table, keys[kind])
+        if entry < 0:
+            entry = _claim(table, keys[kind], clock)
+        table.learned_at[entry] = clock
+        seen = table.counts[entry, 0]
+        floor = SLOW_RATE if _LENGTHS[kind] == 0 else RATES[source]
+        rate = max(floor, 1 / (seen + 1))
+        table.counts[entry, 0] = min(seen + 1, 255)
+        if source == LOGITS:
+            table.counts[entry, 1] = min(table.counts[entry, 1] + 1, 255)
+        keep = np.float32(1 - rate)
+        for place in range(WIDTH):
+            table.weights[entry, place] *= keep
+        for column in range(len(tokens)):
+            weight = np.float32(probabilities[column] * rate)
+            if weight > 0:
+                _add(table, entry, tokens[column], weight, source)
+
+
+@_compiled
+def learn_text(table, tokens, start, source, clock) -> None:
+    """Learn tokens[start:], each from those before it; the clock ticks once a token."""
+    sums, keys, certain = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64), np.ones(1)
+    for index in range(start, len(tokens)):
+        if tokens[index] >= 0:
+            _hash(tokens, index, sums, keys)
+            _observe(table, keys, tokens[index : index + 1], certain, source, clock + index - start)
+
+
+@_compiled
+def learn_rows(table, contexts, tokens, probabilities, sources, clock) -> None:
+    """Learn a distribution a row; the clock ticks once a row."""
+    sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64)
+    for row in range(len(contexts)):
+        _hash(contexts[row], contexts.shape[1], sums, keys)
+        _observe(table, keys, tokens[row], probabilities[row], sources[row], clock + row)
+
+
+@_compiled
+def find_entries(table, contexts, kind) -> np.ndarray:
+    """Entries of one kind of context for rows of tokens; -1 where nothing is known."""
+    sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64)
+    entries = np.empty(len(contexts), np.int64)
+    for row in range(len(contexts)):
+        _hash(contexts[row], contexts.shape[1], sums, keys)
+        entries[row] = _find(table, keys[kind])
+    return entries
+
+
+@_compiled
+def merge(table, other, clock) -> None:
+    """Add the other table's entries, weighed by their counts; in a full bucket the weaker evidence gives way."""
+    for theirs in range(len(other.keys)):
+        key, theirs_seen = other.keys[theirs], np.int64(other.counts[theirs, 0])
+        if key == _EMPTY:
+            continue
+        entry = _find(table, key)
+        if entry < 0:
+            entry = _bucket(key, len(table.keys))
+            for rival in range(entry, entry + WAYS):
+                if table.counts[rival, 0] < table.counts[entry, 0]:
+                    entry = rival
+            if table.counts[entry, 0] >= theirs_seen:
+                continue
+            table.keys[entry] = key
+            table.counts[entry] = 0
+            table.weights[entry] = 0
+        seen = np.int64(table.counts[entry, 0])
+        share = np.float32(theirs_seen / (seen + theirs_seen))
+        table.learned_at[entry] = clock
+        table.counts[entry, 0] = min(seen + theirs_seen, 255)
+        table.counts[entry, 1] = min(np.int64(table.counts[entry, 1]) + other.counts[theirs, 1], 255)
+        for place in range(WIDTH):
+            table.weights[entry, place] *= 1 - share
+        for place in range(WIDTH):
+            if other.weights[theirs, place] > 0:
+                weight = other.weights[theirs, place] * share
+                _add(table, entry, other.tokens[theirs, place], weight, other.sources[theirs, place])
+
+
+@_compiled
+def _look_up(table, credence, tokens, end, sums, keys, entries, beliefs):
+    """What is known before index ``end``: an entry (or -1) a kind, and the belief in each.
+
+    Belief goes from the most specific kind downwards, each leaving a rest to those after it; how much it takes is
+    learned by kind, amount of evidence, and how far that evidence agrees. Returns the rest that no kind takes.
+    """
+    _hash(tokens, end, sums, keys)
+    rest = 1.0
+    for kind in range(len(KINDS)):
+        entry = entries[kind] = _find(table, keys[kind])
+        beliefs[kind] = 0.0
+        if entry >= 0:
+            told = credence.belief[kind, _amount(table, entry), _peak(table, entry)]
+            beliefs[kind] = rest * told[0] / told[1]
+            rest -= beliefs[kind]
+    return rest
+
+
+@_compiled
+def _amount(table, entry):
+    """Class of an entry's evidence: text alone, seen once, a few times, often; or with logits rows, likewise."""
+    seen, rows = table.counts[entry, 0], table.counts[entry, 1]
+    if rows == 0:
+        return 0 if seen == 1 else 1 if seen < 5 else 2
+    return 3 if rows == 1 else 4 if rows < 4 else 5
+
+
+@_compiled
+def _peak(table, entry):
+    """Class of the highest probability in an entry."""
+    highest = np.float32(0)
+    for place in range(WIDTH):
+        highest = max(highest, table.weights[entry, place])
+    return 0 if highest <= 0.4 else 1 if highest <= 0.7 else 2 if highest <= 0.95 else 3
+
+
+@_compiled
+def _mix(table, entries, beliefs, candidates, chances, origins):
+    """The kinds' joint word on the next token: candidates, their chances and sources. Returns how many there are."""
+    found = 0
+    for kind in range(len(KINDS)):
+        entry = entries[kind]
+        if entry < 0:
+            continue
+        for place in range(WIDTH):
+            chance = beliefs[kind] * table.weights[entry, place]
+            if chance <= 0:
+                continue
+            token = table.tokens[entry, place]
+            known = 0
+            while known < found and candidates[known] != token:
+                known += 1
+            if known == found:
+                candidates[found], chances[found], origins[found] = token, 0.0, table.sources[entry, place]
+                found += 1
+            chances[known] += chance
+    return found
+
+
+@_compiled
+def _corrected(reliability, chance):
+    """A chance as it turned out on average, interpolated between classes."""
+    position = min(max(chance * CLASSES - 0.5, 0.0), CLASSES - 1.0)
+    below = min(int(position), CLASSES - 2)
+    share = position - below
+    ratio = (1 - share) * reliability[below, 1] / reliability[below, 0]
+    ratio += share * reliability[below + 1, 1] / reliability[below + 1, 0]
+    return min(chance * ratio, 1.0)
+
+
+@_compiled
+def calibrate(table, credence, contexts, tokens, probabilities) -> None:
+    """Learn from what followed: the belief in each kind (a step of online EM on the mixture's weights), and how far
+    the kinds' joint word is to be trusted."""
+    kinds = len(KINDS)
+    sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(kinds, np.uint64)
+    entries, beliefs, credit = np.empty(kinds, np.int64), np.empty(kinds), np.empty(kinds)
+    candidates, origins = np.empty(kinds * WIDTH, np.int64), np.empty(kinds * WIDTH, np.int64)
+    chances = np.empty(kinds * WIDTH)
+    for row in range(len(contexts)):
+        rest = _look_up(table, credence, contexts[row], contexts.shape[1], sums, keys, entries, beliefs)
+        for candidate in range(_mix(table, entries, beliefs, candidates, chances, origins)):
+            observed = 0.0
+            for column in range(tokens.shape[1]):
+                if tokens[row, column] == candidates[candidate]:
+                    observed += probabilities[row, column]
+            predicted = chances[candidate]
+            of_class = credence.reliability[min(int(predicted * CLASSES), CLASSES - 1)]
+            keep = 1 - (1 - FADE) * predicted
+            of_class[0] = of_class[0] * keep + predicted
+            of_class[1] = of_class[1] * keep + observed
+        for column in range(tokens.shape[1]):
+            probability = probabilities[row, column]
+            if probability <= 0:
+                continue
+            total = rest * OUTSIDE
+            for kind in range(kinds):
+                credit[kind] = 0.0
+                if entries[kind] >= 0:
+                    for place in range(WIDTH):
+                        if table.tokens[entries[kind], place] == tokens[row, column]:
+                            credit[kind] += beliefs[kind] * table.weights[entries[kind], place]
+                    total += credit[kind]
+            left = 1.0  # of the token, to the kinds from here on
+            keep = 1 - (1 - FADE) * probability
+            for kind in range(kinds):
+                entry = entries[kind]
+                if entry >= 0 and total > 0:
+                    told = credence.belief[kind, _amount(table, entry), _peak(table, entry)]
+                    told[0] = told[0] * keep + probability * credit[kind] / total
+                    told[1] = told[1] * keep + probability * left
+                    left = max(left - credit[kind] / total, 0.0)
+
+
+@_compiled
+def grow(table, credence, context, budget, min_probability, max_depth, chain) -> tuple[np.ndarray, ...]:
+    """The likeliest tree below ``context`` (int64 [LONGEST]), best first, laid out depth-first.
+
+    Returns tokens, parents, depths, probabilities and sources as in `GuessTree`.
+    """
+    kinds = len(KINDS)
+    sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(kinds, np.uint64)
+    entries, beliefs = np.empty(kinds, np.int64), np.empty(kinds)
+    candidates = np.empty(kinds * WIDTH, np.int64)
+    chances = np.empty(kinds * WIDTH)
+    origins = np.empty(kinds * WIDTH, np.int64)
+    tokens, parents = np.empty(budget, np.int64), np.empty(budget, np.int64)
+    depths, sources = np.empty(budget, np.int64), np.empty(budget, np.int64)
+    joints = np.empty(budget)
+    paths = np.empty((budget + 1, LONGEST), np.int64)  # row 0 is the root's, row i + 1 that of node i
+    paths[0] = context
+    frontier = [(0.0, 0, 0, 0)]  # negative probability, parent, token, source
+    frontier.pop()
+    count, node, joint, depth = 0, -1, 1.0, 0
+    while True:
+        if depth < max_depth:
+            _look_up(table, credence, paths[node + 1], LONGEST, sums, keys, entries, beliefs)
+            for candidate in range(_mix(table, entries, beliefs, candidates, chances, origins)):
+                chance = joint * _corrected(credence.reliability, chances[candidate])
+                if chance > min_probability:
+                    heapq.heappush(frontier, (-chance, node, candidates[candidate], origins[candidate]))
+        if count == budget or len(frontier) == 0:
+            break
+        negative, parent, token, source = heapq.heappop(frontier)
+        if chain:
+            frontier.clear()
+        node, joint = count, -negative
+        depth = 1 if parent < 0 else depths[parent] + 1
+        tokens[node], parents[node], depths[node], joints[node], sources[node] = token, parent, depth, joint, source
+        paths[node + 1, :-1] = paths[parent + 1, 1:]
+        paths[node + 1, -1] = token
+        count += 1
+    order, places = _depth_first(parents[:count])
+    laid_out = np.empty(count, np.int64)
+    for place in range(count):
+        parent = parents[order[place]]
+        laid_out[place] = -1 if parent < 0 else places[parent]
+    return tokens[order], laid_out, depths[order], joints[order], sources[order]
+
+
+@_compiled
+def _depth_first(parents):
+    """Nodes in depth-first order, siblings in the order given; and the place of each node in it."""
+    count = len(parents)
+    first_child, next_sibling = np.full(count + 1, -1), np.full(count, -1)
+    for node in range(count - 1, -1, -1):
+        next_sibling[node] = first_child[parents[node] + 1]
+        first_child[parents[node] + 1] = node
+    order, places = np.empty(count, np.int64), np.empty(count, np.int64)
+    stack = np.empty(count + 1, np.int64)
+    stack[0], waiting, done = first_child[0], 1, 0
+    while waiting:
+        waiting -= 1
+        node = stack[waiting]
+        if node < 0:
+            continue
+        order[done], places[node] = node, done
+        done += 1
+        stack[waiting], stack[waiting + 1] = next_sibling[node], first_child[node + 1]
+        waiting += 2
+    return order, places

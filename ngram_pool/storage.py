@@ -1,0 +1,97 @@
+"""Pool files: one preamble, one header, then arrays, each at a page's border so that it can be mapped into memory.
+
+magic "NGRMPOOL" | version, uint32 | length of the header, uint32 | length of the file, uint64
+    | xxh3-128 of all that follows, 16 bytes
+header, JSON: the caller's fields; "arrays": name, dtype, shape of each
+arrays, little-endian, in the header's order, each padded to PAGE
+"""
+
+import json
+import math
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+MAGIC = b"NGRMPOOL"
+VERSION = 1
+PAGE = 4096
+_PREAMBLE = struct.Struct("<8sIIQ16s")
+
+
+class PoolFileError(ValueError):
+    """A file that is no pool of this version and vocabulary, or not a whole one."""
+
+
+def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) -> None:
+    """Replace ``path`` atomically: a temporary file beside it is written, synced to disk and renamed."""
+    path = Path(path)
+    described = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
+    head = json.dumps({**header, "arrays": described}).encode()
+    parts = [head + bytes(_padded(_PREAMBLE.size + len(head)) - _PREAMBLE.size - len(head))]
+    for array in arrays.values():
+        parts += [np.ascontiguousarray(array).data.cast("B"), bytes(_padded(array.nbytes) - array.nbytes)]
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            size = _PREAMBLE.size + sum(len(part) for part in parts)
+            file.write(_PREAMBLE.pack(MAGIC, VERSION, len(head), size, digest.digest()))
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` durable, where the system can."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
+    """Header and arrays of a file. The arrays are private copy-on-write views of the mapped file.
+
+    Raises PoolFileError if it is not one, truncated, corrupted or of a newer version; OSError if it cannot be opened.
+    """
+    with open(path, "rb") as file:
+        preamble = file.read(_PREAMBLE.size)
+        if not preamble or preamble[: len(MAGIC)] != MAGIC[: len(preamble)]:
+            raise PoolFileError(f"{path} is not a pool file")
+        if len(preamble) < _PREAMBLE.size:
+            raise PoolFileError(f"{path} is truncated: {len(preamble)} bytes")
+        _, version, head_length, length, digest = _PREAMBLE.unpack(preamble)
+        if version > VERSION:
+            raise PoolFileError(f"{path} has format {version}, newer than {VERSION}, the newest known here: upgrade")
+        if version < VERSION:
+            raise PoolFileError(f"{path} has format {version}, which is no longer read: build the pool again")
+        size = os.fstat(file.fileno()).st_size
+        if size < length:
+            raise PoolFileError(f"{path} is truncated: {size} of {length} bytes")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if size > length or xxhash.xxh3_128_digest(memoryview(mapped)[_PREAMBLE.size :]) != digest:
+        raise PoolFileError(f"{path} is corrupted: its content does not match its checksum")
+    header = json.loads(mapped[_PREAMBLE.size : _PREAMBLE.size + head_length])
+    arrays = {}
+    offset = _padded(_PREAMBLE.size + head_length)
+    for name, dtype, shape in header.pop("arrays"):
+        arrays[name] = np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)
+        offset = _padded(offset + arrays[name].nbytes)
+    return header, arrays
+
+
+def _padded(length: int) -> int:
+    return length + -length % PAGE
