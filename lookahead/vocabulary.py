@@ -12,4 +12,4 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     For `NgramPool(vocabulary=...)` and `NgramPool.load(path, vocabulary=...)`.
     """
     tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    return xxhash.xxh3_128_hexdigest(json.dumps(tokens))
+    return xxhash.xxh3_128_hexdigest(json.dumps(tokens).encode())

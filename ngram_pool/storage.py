@@ -19,7 +19,8 @@ import xxhash
 MAGIC = b"NGRMPOOL"
 VERSION = 1
 PAGE = 4096
-_PREAMBLE = struct.Struct("<8sIIQ16s")
+_FIELDS = struct.Struct("<8sIIQ")
+_PREAMBLE = _FIELDS.size + 16
 
 
 class PoolFileError(ValueError):
@@ -31,17 +32,18 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
     path = Path(path)
     described = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     head = json.dumps({**header, "arrays": described}).encode()
-    parts = [head + bytes(_padded(_PREAMBLE.size + len(head)) - _PREAMBLE.size - len(head))]
+    parts = [head + bytes(_padded(_PREAMBLE + len(head)) - _PREAMBLE - len(head))]
     for array in arrays.values():
-        parts += [np.ascontiguousarray(array).data.cast("B"), bytes(_padded(array.nbytes) - array.nbytes)]
-    digest = xxhash.xxh3_128()
+        parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8), bytes(_padded(array.nbytes) - array.nbytes)]
+    size = _PREAMBLE + sum(len(part) for part in parts)
+    fields = _FIELDS.pack(MAGIC, VERSION, len(head), size)
+    digest = xxhash.xxh3_128(fields)
     for part in parts:
         digest.update(part)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            size = _PREAMBLE.size + sum(len(part) for part in parts)
-            file.write(_PREAMBLE.pack(MAGIC, VERSION, len(head), size, digest.digest()))
+            file.write(fields + digest.digest())
             for part in parts:
                 file.write(part)
             file.flush()
@@ -68,12 +70,12 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
     Raises PoolFileError if it is not one, truncated, corrupted or of a newer version; OSError if it cannot be opened.
     """
     with open(path, "rb") as file:
-        preamble = file.read(_PREAMBLE.size)
+        preamble = file.read(_PREAMBLE)
         if not preamble or preamble[: len(MAGIC)] != MAGIC[: len(preamble)]:
             raise PoolFileError(f"{path} is not a pool file")
-        if len(preamble) < _PREAMBLE.size:
+        if len(preamble) < _PREAMBLE:
             raise PoolFileError(f"{path} is truncated: {len(preamble)} bytes")
-        _, version, head_length, length, digest = _PREAMBLE.unpack(preamble)
+        _, version, head_length, length = _FIELDS.unpack_from(preamble)
         if version > VERSION:
             raise PoolFileError(f"{path} has format {version}, newer than {VERSION}, the newest known here: upgrade")
         if version < VERSION:
@@ -82,11 +84,13 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
         if size < length:
             raise PoolFileError(f"{path} is truncated: {size} of {length} bytes")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    if size > length or xxhash.xxh3_128_digest(memoryview(mapped)[_PREAMBLE.size :]) != digest:
+    digest = xxhash.xxh3_128(preamble[: _FIELDS.size])
+    digest.update(memoryview(mapped)[_PREAMBLE:])
+    if size > length or digest.digest() != preamble[_FIELDS.size :]:
         raise PoolFileError(f"{path} is corrupted: its content does not match its checksum")
-    header = json.loads(mapped[_PREAMBLE.size : _PREAMBLE.size + head_length])
+    header = json.loads(mapped[_PREAMBLE : _PREAMBLE + head_length])
     arrays = {}
-    offset = _padded(_PREAMBLE.size + head_length)
+    offset = _padded(_PREAMBLE + head_length)
     for name, dtype, shape in header.pop("arrays"):
         arrays[name] = np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)
         offset = _padded(offset + arrays[name].nbytes)

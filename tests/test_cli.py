@@ -12,6 +12,7 @@ from zoo import tiny_model
 
 from lookahead import DEMO_MODEL
 from lookahead.cli import StepStreamer, load, main
+from ngram_pool import NgramPool, Source
 
 PROMPT = "def add(a, b):\n"
 
@@ -155,3 +156,106 @@ def test_packaged_model_has_a_card():
     card = (DEMO_MODEL / "README.md").read_text()
     for word in ("PSF", "seed", "held-out loss", "steps"):
         assert word in card
+
+
+@pytest.fixture
+def built(tmp_path):
+    """Two files of text and the pool built from them."""
+    files = [tmp_path / "one.py", tmp_path / "two.py"]
+    files[0].write_text("def add(a, b):\n    return a + b\n" * 30)
+    files[1].write_text("# Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.\n" * 20)
+    out = tmp_path / "code.pool"
+    result = pool("build", *map(str, files), "--out", str(out), "--memory-mb", "2")
+    assert result.exit_code == 0, result.output
+    assert "of 2 files" in result.stdout
+    return files, out
+
+
+def pool(*arguments):
+    return CliRunner().invoke(main, ["pool", *arguments])
+
+
+def test_a_built_pool_is_shown(built):
+    files, out = built
+    result = pool("show", str(out), "--top", "500")
+    assert result.exit_code == 0, result.output
+    assert "in 2.0 MiB" in result.stdout
+    tokens = sum(len(load(None)[1](file.read_text(), add_special_tokens=False).input_ids) for file in files)
+    assert f"{tokens:,} observations" in result.stdout
+    assert "next tokens by source: file" in result.stdout
+    assert "return" in result.stdout
+    assert len(pool("show", str(out), "--top", "3").stdout.splitlines()) == 6
+
+
+def test_a_built_pool_saves_steps_and_stays_as_it_is(built):
+    _, out = built
+    before = out.read_bytes()
+    plain = run(PROMPT, "--max-new-tokens", "60", "--json")
+    helped = run(PROMPT, "--max-new-tokens", "60", "--json", "--pool", str(out))
+    assert helped.exit_code == 0, helped.output
+    a, b = json.loads(plain.stdout), json.loads(helped.stdout)
+    assert a["text"] == b["text"]
+    assert a["stats"]["accepted"]["file"] == 0
+    assert out.read_bytes() == before
+
+
+def test_guesses_from_files_are_attributed(tmp_path):
+    """A pool of the very text that the model will write."""
+    model, tokenizer = load(None)
+    ids = model.generate(tokenizer(PROMPT, return_tensors="pt").input_ids, max_new_tokens=60)[0].tolist()
+    known = NgramPool(1)
+    for _ in range(5):
+        known.learn(ids, Source.FILE)
+    known.save(tmp_path / "known.pool")
+    plain = json.loads(run(PROMPT, "--max-new-tokens", "60", "--json").stdout)
+    helped = json.loads(run(PROMPT, "--max-new-tokens", "60", "--json", "--pool", str(tmp_path / "known.pool")).stdout)
+    assert helped["text"] == plain["text"]
+    assert helped["stats"]["steps"] < plain["stats"]["steps"]
+    assert helped["stats"]["accepted"]["file"] > 0
+
+
+def test_a_pool_of_another_vocabulary_is_refused(tmp_path):
+    foreign = NgramPool(0.1, vocabulary="f00")
+    foreign.learn([1, 2, 3] * 5)
+    foreign.save(tmp_path / "foreign.pool")
+    result = run(PROMPT, "--pool", str(tmp_path / "foreign.pool"))
+    assert result.exit_code == 1
+    assert "another vocabulary: f00" in result.output
+    result = pool("show", str(tmp_path / "foreign.pool"))
+    assert result.exit_code == 0
+    assert "give --model" in result.stdout
+    assert "[1, 2, 3] -> 1" in result.stdout
+
+
+def test_building_loses_nothing(built, tmp_path):
+    files, out = built
+    assert "is not a pool file" in pool("build", str(files[0]), "--out", str(files[1])).output
+    binary = tmp_path / "binary"
+    binary.write_bytes(bytes(range(128, 256)))
+    before = out.read_bytes()
+    result = pool("build", str(files[0]), str(binary), "--out", str(out))
+    assert result.exit_code == 1
+    assert f"{binary} is not UTF-8" in result.output
+    assert out.read_bytes() == before
+    assert pool("build", str(files[0]), "--out", str(out), "--memory-mb", "1").exit_code == 0
+    assert out.stat().st_size < len(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pool", "build", "--out", "x"], "FILES"),
+        (["pool", "build", "no-such-file", "--out", "x"], "no-such-file"),
+        (["pool", "build", __file__, "--out", "x", "--memory-mb", "0.00001"], "memory_mb"),
+        (["pool", "build", __file__, "--out", "no/such/folder/x"], "no/such/folder"),
+        (["pool", "show", __file__], "not a pool file"),
+        (["generate", PROMPT, "--pool", __file__], "not a pool file"),
+        (["generate", PROMPT, "--pool", __file__, "--strategy", "jacobi"], "--pool"),
+        (["pool", "show", "no-such-file"], "no-such-file"),
+    ],
+)
+def test_pool_commands_name_bad_input(arguments, message):
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code in (1, 2)
+    assert message in result.output
+    assert "Traceback" not in result.output

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
 import pytest
@@ -20,7 +21,7 @@ from transformers import (
 from zoo import END, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import DEMO_MODEL, LookaheadConfig, UnsupportedModelError, decoding
+from lookahead import DEMO_MODEL, LookaheadConfig, NgramPool, UnsupportedModelError, decoding
 from lookahead.architecture import inspect_model
 from lookahead.cli import load
 
@@ -274,13 +275,37 @@ def test_a_wrapped_model_can_be_copied(model, ids):
 
 def test_one_pool_for_the_life_of_the_wrap(model, ids):
     lookahead.wrap(model)
-    model.generate(ids, max_new_tokens=40, min_new_tokens=40)
+    torch.manual_seed(0)
+    model.generate(ids, max_new_tokens=40, min_new_tokens=40, do_sample=True)
     first = model.lookahead.last
-    model.generate(ids, max_new_tokens=40, min_new_tokens=40)
+    torch.manual_seed(0)
+    model.generate(ids, max_new_tokens=40, min_new_tokens=40, do_sample=True)
     second = model.lookahead.last
     assert second.steps < first.steps, "the second time, the pool knows the text"
     total = model.lookahead.stats
     assert (total.calls, total.steps, total.tokens) == (2, first.steps + second.steps, 80)
+
+
+def test_models_in_threads_share_a_pool(ids):
+    """Each writes its own text, whatever the others teach the pool meanwhile."""
+    models = [tiny_model("llama", seed=seed) for seed in range(4)]
+    expected = [model.generate(ids, max_new_tokens=60).tolist() for model in models]
+    pool = NgramPool(0.05)
+    for model in models:
+        lookahead.wrap(model, pool=pool)
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            texts = threads.map(lambda model: model.generate(ids, max_new_tokens=60).tolist(), models)
+            assert list(texts) == expected
+    pool.check_integrity()
+
+
+def test_a_pool_of_another_vocabulary_is_refused(model, ids):
+    pool = NgramPool(0.1)
+    pool.learn([1, 2, VOCABULARY + 5])
+    lookahead.wrap(model, pool=pool)
+    with pytest.raises(ValueError, match=f"holds token {VOCABULARY + 5}.*another vocabulary"):
+        model.generate(ids, max_new_tokens=5)
 
 
 def test_statistics_add_up(model, ids):
@@ -292,6 +317,12 @@ def test_statistics_add_up(model, ids):
     assert sum(n * count for n, count in stats.accepted_per_step.items()) == stats.accepted.total()
     assert stats.tokens_per_step == (stats.tokens - 1) / stats.steps
     assert 0 < stats.acceptance_rate == stats.accepted.total() / stats.guesses <= 1
+    guesses, _, accepted = stats.deciles.sum(0).tolist()
+    assert (guesses, accepted) == (stats.guesses, stats.accepted.total())
+    for decile, (count, predicted, observed) in enumerate(stats.reliability):
+        assert count == 0 or decile / 10 <= predicted <= (decile + 1) / 10
+        assert 0 <= observed <= 1
+    assert 0 <= stats.calibration_gap <= 1
     assert stats.draft_length == stats.guesses / stats.steps <= 16
     assert stats.window_tokens > 0
     assert set(stats.seconds) == {"guess", "forward", "verify", "commit", "learn"}

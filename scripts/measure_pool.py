@@ -1,0 +1,278 @@
+"""Measure the n-gram pool: its speed, what its guesses are worth, which source earns what, and whether it stays flat.
+
+    python scripts/measure_pool.py speed
+    python scripts/measure_pool.py steps --model M --prompts FILE.jsonl
+    python scripts/measure_pool.py sources --model M --prompts FILE.jsonl --pool P
+    python scripts/measure_pool.py soak
+
+Tokens per step do not depend on the clock: (tokens - 1) / steps, the mean of the categories, by seeded sampling in
+float32. ``fresh`` gives each prompt a new pool, ``shared`` one pool to all of them in turn.
+"""
+
+import json
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from compare import read_prompts
+
+import lookahead
+from lookahead import LookaheadConfig, NgramPool, Source, Stats
+from lookahead.cli import load
+
+LONGEST = 8
+TOP_K = 8
+
+
+def standard_library(tokens: int, tokenizer) -> np.ndarray:
+    """The first tokens of Python's standard library, in the order of its files' names."""
+    ids: list[int] = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        ids += tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
+        if len(ids) >= tokens:
+            return np.array(ids[:tokens])
+    return np.resize(ids, tokens)
+
+
+def microseconds(call: Callable, repeats: int = 1000) -> float:
+    """Median time of a call."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def logits_rows(ids: np.ndarray, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Contexts from a text, and distributions that favour what followed there: as a step's logits might say."""
+    at = rng.integers(LONGEST, len(ids) - 1, rows)
+    contexts = ids[at[:, None] - np.arange(LONGEST, 0, -1)]
+    tokens = np.concatenate([ids[at, None], ids[rng.integers(0, len(ids), (rows, TOP_K - 1))]], axis=1)
+    probabilities = np.sort(rng.dirichlet(np.ones(TOP_K), rows))[:, ::-1]
+    return contexts, tokens, probabilities
+
+
+@click.group()
+def main() -> None:
+    """Measure the n-gram pool."""
+
+
+@main.command()
+@click.option("--memory-mb", type=float, default=16, show_default=True)
+def speed(memory_mb) -> None:
+    """Microseconds of each operation on a pool of a million observations, one thread."""
+    ids = standard_library(1_000_000, load(None)[1])
+    rng = np.random.default_rng(0)
+    pool = NgramPool(memory_mb)
+    pool.learn(ids[:1000])  # compiled, or loaded from numba's cache
+    start = time.perf_counter()
+    pool.learn(ids)
+    learned = len(ids) / (time.perf_counter() - start)
+    steps = [logits_rows(ids, 64, rng) for _ in range(50)]
+    turn = iter(range(10**9))
+    text = ids.tolist()
+
+    def guess(budget: int, least: float) -> Callable:
+        def call() -> None:
+            at = next(turn) * 7919 % (len(text) - LONGEST)
+            pool.guess(text[at : at + LONGEST], budget, least)
+
+        return call  # fmt: skip
+
+    rows = [
+        ("learn, tokens/s", f"{learned:,.0f}"),
+        ("learn_next, 64 rows x top 8, us", f"{microseconds(lambda: pool.learn_next(*steps[next(turn) % 50])):.0f}"),
+        ("calibrate, 3 rows x top 8, us",
+         f"{microseconds(lambda: pool.calibrate(*(part[:3] for part in steps[next(turn) % 50]))):.0f}"),
+        ("guess, budget 16, us", f"{microseconds(guess(16, 0.002)):.0f}"),
+        ("guess, budget 64, us", f"{microseconds(guess(64, 0.002)):.0f}"),
+        ("guess, budget 64, no least probability, us", f"{microseconds(guess(64, 0.0)):.0f}"),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "pool"
+        rows += [
+            ("save, ms", f"{microseconds(lambda: pool.save(path), 5) / 1000:.0f}"),
+            ("load (checked, then mapped), ms", f"{microseconds(lambda: NgramPool.load(path), 20) / 1000:.1f}"),
+        ]
+    rows += [
+        ("table, bytes of those asked for", f"{pool.nbytes / (memory_mb * 2**20):.4f}"),
+        ("contexts held", f"{len(pool):,} of {pool.capacity:,}"),
+    ]
+    for name, value in rows:
+        click.echo(f"{name:45} {value:>14}")
+
+
+class TextPool(NgramPool):
+    """A pool to which logits say nothing."""
+
+    def learn_next(self, *_) -> None:
+        pass
+
+
+def run(model, tokenizer, prompts, budget, window, shared: bool, make: Callable[[], NgramPool], options) -> dict:
+    """Decode all prompts; tokens per step, calibration on every second prompt, and accepted tokens by source."""
+    temperature, new_tokens = options
+    config = LookaheadConfig(budget=budget, window_size=window[0], ngram_size=window[1])
+    lookahead.wrap(model, config, make())
+    categories: dict[str, Stats] = {}
+    held_out = Stats()
+    for number, prompt in enumerate(prompts):
+        if not shared:
+            model.lookahead.pool = make()
+        inputs = tokenizer(prompt["turns"][0], return_tensors="pt").to(model.device)
+        torch.manual_seed(number)
+        model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, temperature=temperature, top_k=0)
+        stats = categories.setdefault(prompt["category"], Stats())
+        stats += model.lookahead.last
+        if number % 2:
+            held_out += model.lookahead.last
+        click.echo(f"\r  budget {budget}, prompt {number + 1} of {len(prompts)} ", nl=False, err=True)
+    total = model.lookahead.stats
+    lookahead.unwrap(model)
+    return {
+        "budget": budget,
+        "pool": "shared" if shared else "fresh",
+        "tokens_per_step": statistics.mean(stats.tokens_per_step for stats in categories.values()),
+        "draft_length": total.draft_length,
+        "acceptance_rate": total.acceptance_rate,
+        "calibration_gap": held_out.calibration_gap,
+        "reliability": held_out.reliability,
+        "accepted": {source.name.lower(): total.accepted[source.name.lower()] for source in Source},
+    }
+
+
+def table(header: list[str], rows: list[list]) -> str:
+    cells = [
+        header,
+        ["---"] * len(header),
+        *[[f"{x:.2f}" if isinstance(x, float) else str(x) for x in r] for r in rows],
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+
+def report(title: str, text: str, results: list[dict], out: Path | None) -> None:
+    """Print a table; with ``out`` write it to out.md, and everything behind it to out.json."""
+    command = "python scripts/measure_pool.py " + shlex.join(sys.argv[1:])
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
+    click.echo("\n" + text)
+    if out:
+        out.with_suffix(".md").write_text(f"# {title}\n\n    {command}\n\n{versions}\n\n{text}\n")
+        out.with_suffix(".json").write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
+
+
+def decoding_options(command):  # noqa: ANN201
+    for option in reversed([
+        click.option("--model", "model_name", metavar="NAME_OR_PATH", help="The packaged model by default."),
+        click.option("--prompts", "prompts_path", type=click.Path(exists=True, path_type=Path), required=True),
+        click.option("--limit", type=int, help="Only the first prompts."),
+        click.option("--budgets", default="8,16,32,64", show_default=True),
+        click.option("--temperature", default=0.6, show_default=True),
+        click.option("--max-new-tokens", default=128, show_default=True),
+        click.option("--out", type=click.Path(path_type=Path), help="Write OUT.md and OUT.json."),
+    ]):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@main.command()
+@decoding_options
+def steps(model_name, prompts_path, limit, budgets, temperature, max_new_tokens, out) -> None:
+    """Tokens per step by budget, for fresh and shared pools, and how far predicted acceptance is from observed."""
+    torch.set_num_threads(1)
+    model, tokenizer = load(model_name, "float32")
+    prompts = read_prompts(prompts_path, limit)
+    results = [
+        run(model, tokenizer, prompts, int(budget), (0, 3), shared, NgramPool, (temperature, max_new_tokens))
+        for budget in budgets.split(",")
+        for shared in (False, True)
+    ]
+    columns = ["budget", "pool", "tokens_per_step", "draft_length"]
+    text = table(
+        ["budget", "pool", "tokens per step", "draft length", "acceptance rate", "calibration gap"],
+        [[r[c] for c in columns] + [f"{r['acceptance_rate']:.1%}", f"{r['calibration_gap']:.3f}"] for r in results],
+    )
+    for r in results:
+        curve = ", ".join(f"{p:.2f} {o:.2f} ({n})" for n, p, o in r["reliability"])
+        text += f"\n\nBudget {r['budget']}, {r['pool']}: predicted, observed (guesses): {curve}"
+    report("Tokens per step by budget", text, results, out)
+
+
+@main.command()
+@decoding_options
+@click.option("--pool", "pool_path", type=click.Path(exists=True), help="A pool built from files, as the last source.")
+def sources(model_name, prompts_path, limit, budgets, temperature, max_new_tokens, out, pool_path) -> None:
+    """Tokens per step as one source after the other is added."""
+    torch.set_num_threads(1)
+    model, tokenizer = load(model_name, "float32")
+    prompts = read_prompts(prompts_path, limit)
+    setups: list[tuple[str, tuple[int, int], Callable[[], NgramPool]]] = [
+        ("text", (0, 3), TextPool),
+        ("text, logits", (0, 3), NgramPool),
+        ("text, logits, Jacobi 4 x 3", (4, 3), NgramPool),
+        ("text, logits, Jacobi 15 x 4", (15, 4), NgramPool),
+    ]
+    if pool_path:
+        setups.append(("text, logits, files", (0, 3), lambda: NgramPool.load(pool_path)))
+    results = []
+    for name, window, make in setups:
+        click.echo(f"\n{name}", err=True)
+        for budget in budgets.split(","):
+            for shared in (False, True):
+                options = (temperature, max_new_tokens)
+                result = run(model, tokenizer, prompts, int(budget), window, shared, make, options)
+                results.append({"sources": name, **result})
+    columns = ["sources", "budget", "pool", "tokens_per_step"]
+    text = table(
+        ["sources", "budget", "pool", "tokens per step", "accepted by source"],
+        [[*(r[c] for c in columns), ", ".join(f"{s} {n}" for s, n in r["accepted"].items() if n)] for r in results],
+    )
+    report("What each source of evidence earns", text, results, out)
+
+
+@main.command()
+@click.option("--steps", "count", default=1_000_000, show_default=True)
+@click.option("--memory-mb", type=float, default=16, show_default=True)
+def soak(count, memory_mb) -> None:
+    """Steps (guess, calibrate, learn) on random and real tokens in turn: memory and time of a guess, ten times."""
+    real = standard_library(1_000_000, load(None)[1])
+    rng = np.random.default_rng(0)
+    texts = [real, rng.integers(0, 2**31 - 1, 1_000_000), rng.integers(0, 300, 1_000_000)]
+    pools = [logits_rows(text, 20_000, rng) for text in texts]
+    pool = NgramPool(memory_mb)
+    click.echo(f"{'steps':>10} {'us a guess':>10} {'us a step':>10} {'resident MiB':>12} {'table MiB':>9}")
+    guesses, begun = [], time.perf_counter()
+    for step in range(1, count + 1):
+        kind = step % len(texts)
+        text, rows = texts[kind], pools[kind]
+        at = int(rng.integers(LONGEST, len(text) - 4))
+        context = text[at - LONGEST : at].tolist()
+        start = time.perf_counter()
+        pool.guess(context, 16, 0.002)
+        guesses.append(time.perf_counter() - start)
+        first = int(rng.integers(0, 20_000 - 17))
+        contexts, tokens, probabilities = (part[first : first + 17] for part in rows)
+        pool.calibrate(contexts[:2], tokens[:2], probabilities[:2])
+        pool.learn_next(contexts, tokens, probabilities)
+        pool.learn(text[at - LONGEST : at + 2], start=LONGEST)
+        if step % max(count // 10, 1) == 0:
+            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            spent = (time.perf_counter() - begun) / max(count // 10, 1) * 1e6
+            guess = statistics.median(guesses) * 1e6
+            click.echo(f"{step:>10,} {guess:>10.1f} {spent:>10.0f} {resident:>12.0f} {pool.nbytes / 2**20:>9.2f}")
+            guesses, begun = [], time.perf_counter()
+    pool.check_integrity()
+
+
+if __name__ == "__main__":
+    main()

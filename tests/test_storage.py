@@ -1,0 +1,175 @@
+"""Pool files: what is saved comes back; what is torn, foreign or newer is refused; a crash loses nothing."""
+
+import os
+import random
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_pool import learn_something, random_text, same
+
+from ngram_pool import NgramPool, PoolFileError, storage
+
+
+@pytest.fixture
+def pool():
+    pool = NgramPool(0.2, vocabulary="abc")
+    rng = random.Random(0)
+    for _ in range(5):
+        learn_something(pool, rng)
+    return pool
+
+
+@pytest.fixture
+def saved(pool, tmp_path):
+    pool.save(tmp_path / "a.pool")
+    return tmp_path / "a.pool"
+
+
+def assert_same(a: NgramPool, b: NgramPool) -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        context = random_text(rng, 8, 8)
+        assert same(a.guess(context, 40), b.guess(context, 40))
+    assert (a.belief == b.belief).all()
+    assert (len(a), a.nbytes, a.observations, a.largest_token, a.vocabulary) == (
+        len(b), b.nbytes, b.observations, b.largest_token, b.vocabulary,
+    )  # fmt: skip
+
+
+def test_a_saved_pool_comes_back(pool, saved):
+    loaded = NgramPool.load(saved, vocabulary="abc")
+    loaded.check_integrity()
+    assert_same(pool, loaded)
+
+
+def test_a_loaded_pool_learns_and_the_file_stays(pool, saved):
+    content = saved.read_bytes()
+    loaded = NgramPool.load(saved)
+    for seed in range(5):
+        learn_something(pool, random.Random(seed))
+        learn_something(loaded, random.Random(seed))
+    assert_same(pool, loaded)
+    assert saved.read_bytes() == content
+    loaded.save(saved)  # over the file that it is mapped from
+    assert_same(NgramPool.load(saved), loaded)
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_an_empty_pool_without_vocabulary(tmp_path):
+    NgramPool(0.1).save(tmp_path / "e.pool")
+    loaded = NgramPool.load(tmp_path / "e.pool", vocabulary="abc")
+    assert len(loaded) == 0
+    assert loaded.vocabulary == "abc"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_truncated_files_are_refused(saved, tmp_path, data):
+    content = saved.read_bytes()
+    length = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 200))
+    torn = tmp_path / "torn.pool"
+    torn.write_bytes(content[:length])
+    with pytest.raises(PoolFileError, match="not a pool file" if length == 0 else "truncated"):
+        NgramPool.load(torn)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_flipped_bit_is_refused(saved, tmp_path, data):
+    content = bytearray(saved.read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 200))
+    content[at] ^= 1 << data.draw(st.integers(0, 7))
+    (tmp_path / "bad.pool").write_bytes(content)
+    with pytest.raises(PoolFileError):
+        NgramPool.load(tmp_path / "bad.pool")
+
+
+def test_longer_files_are_refused(saved):
+    with open(saved, "ab") as file:
+        file.write(b"x")
+    with pytest.raises(PoolFileError, match="corrupted"):
+        NgramPool.load(saved)
+
+
+@pytest.mark.parametrize(("version", "message"), [(storage.VERSION + 1, "newer"), (0, "no longer read")])
+def test_other_versions_are_refused(saved, version, message):
+    content = bytearray(saved.read_bytes())
+    struct.pack_into("<I", content, len(storage.MAGIC), version)
+    saved.write_bytes(content)
+    with pytest.raises(PoolFileError, match=message):
+        NgramPool.load(saved)
+
+
+def test_foreign_files_are_refused(saved, tmp_path):
+    with pytest.raises(PoolFileError, match="another vocabulary: abc, not xyz"):
+        NgramPool.load(saved, vocabulary="xyz")
+    (tmp_path / "text").write_text("this is no pool at all, but long enough to be one " * 10)
+    with pytest.raises(PoolFileError, match="not a pool file"):
+        NgramPool.load(tmp_path / "text")
+    with pytest.raises(FileNotFoundError):
+        NgramPool.load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_an_error_while_saving_leaves_the_old_file(pool, saved, monkeypatch, call):
+    content = saved.read_bytes()
+    learn_something(pool, random.Random(9))
+
+    def failing(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(OSError, match="No space"):
+            pool.save(saved)
+    assert saved.read_bytes() == content
+    assert os.listdir(saved.parent) == [saved.name], "the unfinished file was left behind"
+    pool.save(saved)
+    assert_same(NgramPool.load(saved), pool)
+
+
+KILLED = """
+import os, sys
+from ngram_pool import NgramPool, storage
+pool = NgramPool.load(sys.argv[1])
+pool.learn(list(range(500)))
+written = 0
+class Dying:
+    def __init__(self, file): self.file = file
+    def __enter__(self): return self
+    def __exit__(self, *_): self.file.close()
+    def __getattr__(self, name): return getattr(self.file, name)
+    def write(self, part):
+        global written
+        left = int(sys.argv[2]) - written
+        self.file.write(bytes(part)[:left]); self.file.flush()
+        written += len(part)
+        if left <= len(part): os._exit(9)
+storage.open = lambda path, mode: Dying(open(path, mode)) if "w" in mode else open(path, mode)
+pool.save(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("after", [0, 100, 50_000])
+def test_a_process_killed_while_saving_leaves_the_old_file(saved, after):
+    content = saved.read_bytes()
+    done = subprocess.run([sys.executable, "-c", KILLED, str(saved), str(after)], check=False)
+    assert done.returncode == 9
+    assert saved.read_bytes() == content
+    NgramPool.load(saved).check_integrity()
+
+
+def test_arrays_keep_their_kind(tmp_path):
+    arrays = {"a": np.arange(7, dtype=np.int32), "b": np.ones((3, 2), np.float32), "c": np.zeros((0, 4), np.uint8)}
+    storage.write(tmp_path / "x", {"name": "ü"}, arrays)
+    header, back = storage.read(tmp_path / "x")
+    assert header == {"name": "ü"}
+    for name, array in arrays.items():
+        assert back[name].dtype == array.dtype
+        assert (back[name] == array).all()
+        assert back[name].flags.writeable
