@@ -38,6 +38,7 @@ class NgramPool:
         buckets = int(memory_mb * 2**20 / (kernels.ENTRY_BYTES * WAYS)) if 0 < memory_mb < float("inf") else 0
         if buckets < 1:
             raise ValueError(f"memory_mb={memory_mb} holds no entry; give at least 0.001")
+        kernels.compile_loops()
         self.vocabulary = vocabulary
         self._table = kernels.empty_table(buckets * WAYS)
         self._credence = kernels.prior_credence()
@@ -197,6 +198,9 @@ class NgramPool:
             raise storage.PoolFileError(
                 f"{path} is of another vocabulary: {header['vocabulary']}, not {vocabulary}; ids would mean other text"
             )
+        for name, like in (kernels.empty_table(WAYS)._asdict() | kernels.prior_credence()._asdict()).items():
+            if arrays[name].dtype != like.dtype or arrays[name].shape[1:] != like.shape[1:]:
+                raise storage.PoolFileError(f"{path} holds {name} of another layout: build the pool again")
         pool = cls.__new__(cls)
         state = {key: header[name] for name, key in _HEADER.items()}
         state["_table"] = Table(*(arrays[name] for name in Table._fields))
@@ -213,12 +217,13 @@ class NgramPool:
             return state
 
     def __setstate__(self, state: dict) -> None:
+        kernels.compile_loops()
         vars(self).update(state, _lock=threading.RLock())
 
     # Looking inside
 
     def by_source(self) -> dict[str, int]:
-        """Number of next tokens held, by the name of the source that last spoke of each."""
+        """Number of next tokens held, by the name of the source that each is attributed to."""
         with self._lock:
             counts = np.bincount(self._table.sources[self._table.weights > 0], minlength=len(Source))
         return {source.name.lower(): int(counts[source]) for source in Source}

@@ -161,9 +161,9 @@ def table(header: list[str], rows: list[list]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
-def report(title: str, text: str, results: list[dict], out: Path | None) -> None:
+def report(title: str, text: str, results: list[dict], out: Path | None, script: str = "measure_pool.py") -> None:
     """Print a table; with ``out`` write it to out.md, and everything behind it to out.json."""
-    command = "python scripts/measure_pool.py " + shlex.join(sys.argv[1:])
+    command = f"python scripts/{script} " + shlex.join(sys.argv[1:])
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
     click.echo("\n" + text)
     if out:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numba.core.dispatcher import Dispatcher
 from test_pool import learn_something, random_text, same
 
-from ngram_pool import NgramPool, PoolFileError, storage
+from ngram_pool import NgramPool, PoolFileError, kernels, storage
 
 
 @pytest.fixture
@@ -58,6 +59,18 @@ def test_a_loaded_pool_learns_and_the_file_stays(pool, saved):
     loaded.save(saved)  # over the file that it is mapped from
     assert_same(NgramPool.load(saved), loaded)
     assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_nothing_is_compiled_twice(saved):
+    """Mapped arrays are of the types that the loops were compiled for."""
+    loaded = NgramPool.load(saved)
+    learn_something(loaded, random.Random(0))
+    loaded.guess(np.array([1, 2, 3]), 4, chain=True)
+    loaded.merge(NgramPool.load(saved))
+    loaded.most_confident()
+    for name, loop in vars(kernels).items():
+        if isinstance(loop, Dispatcher) and not name.startswith("_"):
+            assert len(loop.signatures) <= 1, name
 
 
 def test_an_empty_pool_without_vocabulary(tmp_path):
@@ -113,6 +126,14 @@ def test_foreign_files_are_refused(saved, tmp_path):
         NgramPool.load(tmp_path / "text")
     with pytest.raises(FileNotFoundError):
         NgramPool.load(tmp_path / "nothing")
+
+
+def test_another_layout_is_refused(saved):
+    header, arrays = storage.read(saved)
+    arrays["tokens"] = np.zeros((len(arrays["keys"]), 4), np.int32)
+    storage.write(saved, header, arrays)
+    with pytest.raises(PoolFileError, match="tokens of another layout"):
+        NgramPool.load(saved)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
