@@ -70,9 +70,10 @@ def main() -> None:
 
 @main.command()
 @click.option("--memory-mb", type=float, default=16, show_default=True)
-def speed(memory_mb) -> None:
-    """Microseconds of each operation on a pool of a million observations, one thread."""
-    ids = standard_library(1_000_000, load(None)[1])
+@click.option("--observations", default=1_000_000, show_default=True, help="Tokens of text learned beforehand.")
+def speed(memory_mb, observations) -> None:
+    """Microseconds of each operation, one thread."""
+    ids = standard_library(observations, load(None)[1])
     rng = np.random.default_rng(0)
     pool = NgramPool(memory_mb)
     pool.learn(ids[:1000])  # compiled, or loaded from numba's cache
@@ -171,6 +172,33 @@ def report(title: str, text: str, results: list[dict], out: Path | None, script:
         out.with_suffix(".json").write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
 
 
+def draw(results: list[dict], path: Path) -> None:
+    """Tokens per step by budget, and the reliability curves, as a picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for pool, colour in (("fresh", "tab:blue"), ("shared", "tab:orange")):
+        mine = [r for r in results if r["pool"] == pool]
+        budgets = [r["budget"] for r in mine]
+        left.plot(budgets, [r["tokens_per_step"] for r in mine], "o-", color=colour, label=f"{pool} pool")
+        for r, alpha in zip(mine, np.linspace(0.25, 1, len(mine)), strict=True):
+            curve = [(predicted, observed) for count, predicted, observed in r["reliability"] if count]
+            label = f"{pool}, budget {r['budget']}" if r is mine[-1] else None
+            right.plot(*zip(*curve, strict=True), "o-", ms=3, lw=1, color=colour, alpha=alpha, label=label)
+    left.set(xlabel="budget (guesses a step)", ylabel="tokens per step", xscale="log", ylim=(1, None))
+    left.set_xticks(budgets, [str(budget) for budget in budgets], minor=False)
+    left.minorticks_off()
+    left.set_title("What guesses are worth", fontsize=10)
+    right.plot([0, 1], [0, 1], color="grey", lw=0.8, ls="--")
+    right.set(xlabel="predicted acceptance", ylabel="observed acceptance", xlim=(0, 1), ylim=(0, 1))
+    right.set_title("Calibration (fainter: smaller budgets)", fontsize=10)
+    for axes in (left, right):
+        axes.legend(frameon=False, fontsize=9)
+        axes.grid(alpha=0.2)
+    figure.savefig(path)
+
+
 def decoding_options(command):  # noqa: ANN201
     for option in reversed([
         click.option("--model", "model_name", metavar="NAME_OR_PATH", help="The packaged model by default."),
@@ -179,7 +207,7 @@ def decoding_options(command):  # noqa: ANN201
         click.option("--budgets", default="8,16,32,64", show_default=True),
         click.option("--temperature", default=0.6, show_default=True),
         click.option("--max-new-tokens", default=128, show_default=True),
-        click.option("--out", type=click.Path(path_type=Path), help="Write OUT.md and OUT.json."),
+        click.option("--out", type=click.Path(path_type=Path), help="Write OUT.md, OUT.json and, for steps, OUT.svg."),
     ]):  # fmt: skip
         command = option(command)
     return command
@@ -206,6 +234,8 @@ def steps(model_name, prompts_path, limit, budgets, temperature, max_new_tokens,
         curve = ", ".join(f"{p:.2f} {o:.2f} ({n})" for n, p, o in r["reliability"])
         text += f"\n\nBudget {r['budget']}, {r['pool']}: predicted, observed (guesses): {curve}"
     report("Tokens per step by budget", text, results, out)
+    if out:
+        draw(results, out.with_suffix(".svg"))
 
 
 @main.command()
