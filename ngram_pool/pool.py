@@ -101,12 +101,12 @@ class NgramPool:
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         if len(contexts) == 0:
             return
-        sources = np.broadcast_to(np.asarray(source, np.int64), len(contexts))
+        sources = np.array(np.broadcast_to(source, len(contexts)), np.int64)
         if not ((sources >= 0) & (sources < len(Source))).all():
             raise ValueError(f"source={source} is not a Source, or not one a row")
         with self._lock:
             self._largest = max(self._largest, int(tokens.max(initial=-1)))
-            kernels.learn_rows(self._table, contexts, tokens, probabilities, np.ascontiguousarray(sources), self._clock)
+            kernels.learn_rows(self._table, contexts, tokens, probabilities, sources, self._clock)
             self._clock += len(contexts)
 
     def learn_ngrams(self, ngrams, source: Source = Source.JACOBI) -> None:
@@ -278,12 +278,17 @@ def _ids(tokens) -> np.ndarray:
         raise ValueError(f"token ids must be whole numbers in 0..2**31-1, not of dtype {tokens.dtype}")
     if tokens.min() < 0 or tokens.max() >= 2**31:
         raise ValueError(f"token ids must lie in 0..2**31-1, not {tokens.min()}..{tokens.max()}")
-    return np.ascontiguousarray(tokens, np.int64)
+    return _for_loops(tokens, np.int64)
+
+
+def _for_loops(array: np.ndarray, dtype) -> np.ndarray:
+    """As the compiled loops take it; for arrays that are read-only or not contiguous numba would compile them anew."""
+    return np.require(array, dtype, ("C", "W"))
 
 
 def _rows(contexts, tokens, probabilities) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The arguments of `NgramPool.learn_next`, checked: int64, int64, float64."""
-    contexts, tokens, probabilities = np.asarray(contexts), _ids(tokens), np.asarray(probabilities, np.float64)
+    contexts, tokens, probabilities = np.asarray(contexts), _ids(tokens), np.asarray(probabilities, float)
     if contexts.ndim != 2 or tokens.ndim != 2 or tokens.shape != probabilities.shape:
         raise ValueError(
             f"contexts {contexts.shape}, tokens {tokens.shape} and probabilities {probabilities.shape} must be "
@@ -295,4 +300,4 @@ def _rows(contexts, tokens, probabilities) -> tuple[np.ndarray, np.ndarray, np.n
         raise ValueError("probabilities must lie in 0..1, and a row's sum too; NaN is refused")
     contexts = np.maximum(contexts[:, -LONGEST:], NO_TOKEN)
     _ids(contexts + 1)
-    return np.ascontiguousarray(contexts, np.int64), tokens, np.ascontiguousarray(probabilities)
+    return _for_loops(contexts, np.int64), tokens, _for_loops(probabilities, np.float64)

@@ -66,6 +66,12 @@ def test_nothing_is_compiled_twice(saved):
     loaded = NgramPool.load(saved)
     learn_something(loaded, random.Random(0))
     loaded.guess(np.array([1, 2, 3]), 4, chain=True)
+    fixed = np.arange(16, dtype=np.int64)
+    fixed.setflags(write=False)
+    loaded.learn(fixed)
+    loaded.guess(fixed, 3)
+    loaded.learn_next(fixed[None, ::2], fixed[None, :8], np.broadcast_to(0.1, (1, 8)))
+    loaded.calibrate(fixed[:, None], fixed[:, None], np.asfortranarray(np.full((16, 1), 0.1)))
     loaded.merge(NgramPool.load(saved))
     loaded.most_confident()
     for name, loop in vars(kernels).items():
