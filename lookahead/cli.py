@@ -17,7 +17,7 @@ from lookahead.architecture import UnsupportedModelError, context_length
 from lookahead.config import LookaheadConfig
 from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import unwrap, wrap
-from ngram_pool import NgramPool, PoolFileError, Source
+from ngram_pool import NgramPool, PoolFileError, Source, storage
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READ_AT_ONCE = 2**20  # characters of a file that are tokenized together
@@ -240,14 +240,16 @@ def pool() -> None:
 @click.option("--memory-mb", type=click.FloatRange(min=0, min_open=True), default=64, show_default=True,
               help="Size of the pool in MiB; a token of new text takes up to 700 bytes.")  # fmt: skip
 def build(files, model_name, out, memory_mb) -> None:
-    """Learn FILES (text, UTF-8) into a pool."""
-    if os.path.exists(out):
-        _load_pool(out)  # whatever else stands there is not to be lost
+    """Learn FILES (text, UTF-8) into a new pool; a pool that stands at --out is replaced."""
+    if os.path.exists(out) and os.path.getsize(out) and not storage.is_pool_file(out):
+        raise click.UsageError(f"--out {out} is not a pool file, and would be lost")
+    if not os.access(os.path.dirname(os.path.realpath(out)), os.W_OK):
+        raise click.UsageError(f"--out {out}: its folder is missing or cannot be written to")
     tokenizer = _load_tokenizer(model_name)
     try:
         learned = NgramPool(memory_mb, vocabulary_fingerprint(tokenizer))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+    except (ValueError, MemoryError) as error:
+        raise click.UsageError(f"--memory-mb: {error}") from error
     tokens = 0
     with click.progressbar(length=sum(map(os.path.getsize, files)), label="learning", file=sys.stderr) as progress:
         for path in files:

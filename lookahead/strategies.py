@@ -3,7 +3,7 @@
 A strategy offers:
     prefill_logits          how many of the prompt's last logits rows it wants to see
     start(text, logits)     called once, after the prefill
-    guess(text, longest)    the step to run: guesses of at most `longest` tokens below the last token of `text`
+    guess(text, longest)    the step to run and its tree: guesses at most `longest` deep below the last token of `text`
     learn(text, step, logits, path, emitted)   what the step has shown; `text` does not hold `emitted` yet
 """
 

@@ -5,6 +5,7 @@ code by the file that it comes from.
 """
 
 import heapq
+import warnings
 from functools import cache
 from typing import NamedTuple
 
@@ -51,9 +52,9 @@ _SKIPS = np.array([skip for skip, _ in KINDS])
 _LENGTHS = np.array([length for _, length in KINDS])
 # Multilinear hashing (Lemire and Kaser 2014, arXiv 1202.4961): fixed random odd multipliers, one a distance from the
 # end of the context, and one salt a kind; arithmetic is modulo 2**64.
-_random = np.random.default_rng(0x6C6F6F6B)
-_MULTIPLIERS = _random.integers(1, 2**63, LONGEST, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-_SALTS = _random.integers(1, 2**63, len(KINDS), dtype=np.uint64)
+_random = np.random.PCG64(0x6C6F6F6B).random_raw  # numpy promises that this stream never changes; saved pools need it
+_MULTIPLIERS = _random(LONGEST) | np.uint64(1)
+_SALTS = _random(len(KINDS))
 _HALF = np.uint64(32)
 _EMPTY = np.uint64(0)
 
@@ -106,7 +107,13 @@ def prior_credence() -> Credence:
     return Credence(belief, np.full((CLASSES, 2), PREDICTED_BEFORE))
 
 
-_compiled = njit(cache=True, nogil=True)
+def _compiled(loop):
+    try:
+        return njit(cache=True, nogil=True)(loop)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written to
+        message = "no folder to keep compiled loops in: each process compiles them anew; set NUMBA_CACHE_DIR to one"
+        warnings.warn(message, stacklevel=1)  # from one place, so that it is shown once
+        return njit(nogil=True)(loop)
 
 
 @_compiled
@@ -363,7 +370,7 @@ def calibrate(table, credence, contexts, tokens, probabilities) -> None:
             probability = probabilities[row, column]
             if probability <= 0:
                 continue
-            total = rest * OUTSIDE
+            total = max(rest, 1e-9) * OUTSIDE
             for kind in range(kinds):
                 credit[kind] = 0.0
                 if entries[kind] >= 0:
@@ -372,11 +379,11 @@ def calibrate(table, credence, contexts, tokens, probabilities) -> None:
                             credit[kind] += beliefs[kind] * table.weights[entries[kind], place]
                     total += credit[kind]
             left = 1.0  # of the token, to the kinds from here on
-            keep = 1 - (1 - FADE) * probability
             for kind in range(kinds):
                 entry = entries[kind]
-                if entry >= 0 and total > 0:
+                if entry >= 0:
                     told = credence.belief[kind, _amount(table, entry), _peak(table, entry)]
+                    keep = 1 - (1 - FADE) * probability * left
                     told[0] = told[0] * keep + probability * credit[kind] / total
                     told[1] = told[1] * keep + probability * left
                     left = max(left - credit[kind] / total, 0.0)

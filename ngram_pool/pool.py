@@ -7,6 +7,8 @@
 Two contexts that hash alike share an entry. That can only make a guess worse: every guess is verified by the model.
 """
 
+import math
+import operator
 import os
 import threading
 
@@ -18,14 +20,16 @@ from ngram_pool.tree import GuessTree, Source
 
 CHUNK = 16_384  # tokens of text learned under one hold of the lock, some 15 ms
 LISTED = 3  # tokens of the contexts that `most_confident` shows
-_HEADER = {"vocabulary": "vocabulary", "clock": "_clock", "largest": "_largest"}  # fields of a file: of a pool
+# fields of a file's header: of a pool
+_HEADER = {"vocabulary": "vocabulary", "clock": "_clock", "observations": "_observations", "largest": "_largest"}
+
 MOST_GUESSES = 2**16  # in one tree; more than any forward pass verifies
 
 
 class NgramPool:
     """Evidence from text, logits and Jacobi trajectories, in memory fixed at construction.
 
-    All methods may be called from several threads: one lock makes each of them atomic, `learn` of long texts in pieces.
+    All methods may be called from several threads: one lock makes each of them atomic; `learn` takes it piece by piece.
     The compiled loops run without Python's global lock.
     """
 
@@ -37,12 +41,13 @@ class NgramPool:
         """
         buckets = int(memory_mb * 2**20 / (kernels.ENTRY_BYTES * WAYS)) if 0 < memory_mb < float("inf") else 0
         if buckets < 1:
-            raise ValueError(f"memory_mb={memory_mb} holds no entry; give at least 0.001")
+            raise ValueError(f"memory_mb={memory_mb} holds no entry: give a finite number of MiB, at least 0.001")
         kernels.compile_loops()
         self.vocabulary = vocabulary
         self._table = kernels.empty_table(buckets * WAYS)
         self._credence = kernels.prior_credence()
-        self._clock = 0
+        self._clock = 0  # positions learned
+        self._observations = 0
         self._largest = -1
         self._lock = threading.RLock()
 
@@ -58,12 +63,13 @@ class NgramPool:
 
     def __len__(self) -> int:
         """Number of contexts held."""
-        return int(np.count_nonzero(self._table.keys))
+        with self._lock:
+            return int(np.count_nonzero(self._table.keys))
 
     @property
     def observations(self) -> int:
         """Number of tokens and distributions ever learned."""
-        return self._clock
+        return self._observations
 
     @property
     def largest_token(self) -> int:
@@ -74,8 +80,8 @@ class NgramPool:
     def belief(self) -> np.ndarray:
         """Float64 [kinds, amounts, peaks], a copy: how far a kind of context is believed before those after it in
         KINDS, by class of its amount of evidence and of its highest probability. Learned by `calibrate`."""
-        belief = self._credence.belief
-        return belief[..., 0] / belief[..., 1]
+        with self._lock:
+            return self._credence.belief[..., 0] / self._credence.belief[..., 1]
 
     # Learning
 
@@ -99,15 +105,14 @@ class NgramPool:
         Raises ValueError for ids or probabilities out of range, NaN included, and for shapes that do not fit.
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
-        if len(contexts) == 0:
-            return
-        sources = np.array(np.broadcast_to(source, len(contexts)), np.int64)
-        if not ((sources >= 0) & (sources < len(Source))).all():
+        sources = np.array(np.broadcast_to(source, len(contexts)))
+        if sources.dtype.kind not in "iu" or not np.isin(sources, list(Source)).all():
             raise ValueError(f"source={source} is not a Source, or not one a row")
         with self._lock:
-            self._largest = max(self._largest, int(tokens.max(initial=-1)))
-            kernels.learn_rows(self._table, contexts, tokens, probabilities, sources, self._clock)
+            self._largest = max(self._largest, int(tokens.max(where=probabilities > 0, initial=-1)))
+            kernels.learn_rows(self._table, contexts, tokens, probabilities, sources.astype(np.int64), self._clock)
             self._clock += len(contexts)
+            self._observations += len(contexts)
 
     def learn_ngrams(self, ngrams, source: Source = Source.JACOBI) -> None:
         """Learn each n-gram (int [m, n], n >= 2) as text of its own: its first token predicts the second, and so on."""
@@ -119,11 +124,13 @@ class NgramPool:
 
     def _learn_text(self, tokens: np.ndarray, source: Source, start: int) -> None:
         for begin in range(max(start, 0), len(tokens), CHUNK):
-            chunk = tokens[max(begin - LONGEST, 0) : begin + CHUNK]
+            chunk, first = tokens[max(begin - LONGEST, 0) : begin + CHUNK], min(begin, LONGEST)
+            learned = chunk[first:]
             with self._lock:
-                self._largest = max(self._largest, int(chunk.max()))
-                kernels.learn_text(self._table, chunk, min(begin, LONGEST), int(source), self._clock)
-                self._clock += len(chunk) - min(begin, LONGEST)
+                self._largest = max(self._largest, int(learned.max()))
+                kernels.learn_text(self._table, chunk, first, int(source), self._clock)
+                self._clock += len(learned)
+                self._observations += int(np.count_nonzero(learned != NO_TOKEN))
 
     def calibrate(self, contexts, tokens, probabilities) -> None:
         """Adjust how far each kind of context is believed, given what followed contexts that came up.
@@ -147,16 +154,19 @@ class NgramPool:
         chain: a single branch, for models that cannot branch.
         Raises ValueError for ids outside 0..2**31-1, a NaN, a budget too large.
         """
-        if budget > MOST_GUESSES or min_probability != min_probability:
+        budget = operator.index(budget)
+        if budget > MOST_GUESSES or math.isnan(min_probability):
             raise ValueError(
-                f"budget={budget} must be at most {MOST_GUESSES}, min_probability={min_probability} a number"
+                f"budget={budget} must be at most {MOST_GUESSES} and min_probability={min_probability} a number"
             )
         tail = _ids(context[-LONGEST:])
-        if budget <= 0 or max_depth == 0:
+        if tail.ndim != 1:
+            raise ValueError(f"context must be one sequence of ids, not of shape {np.shape(context)}")
+        depth = budget if max_depth is None else min(operator.index(max_depth), budget)
+        if budget <= 0 or depth <= 0:
             return GuessTree.empty()
         path = np.full(LONGEST, NO_TOKEN)
         path[LONGEST - len(tail) :] = tail
-        depth = budget if max_depth is None else max_depth
         with self._lock:
             return GuessTree(
                 *kernels.grow(self._table, self._credence, path, budget, float(min_probability), depth, bool(chain))
@@ -175,32 +185,35 @@ class NgramPool:
         with self._lock:
             self.vocabulary = self.vocabulary or theirs["vocabulary"]
             self._largest = max(self._largest, theirs["_largest"])
+            self._observations += theirs["_observations"]
             kernels.merge(self._table, theirs["_table"], self._clock)
             for ours, also in zip(self._credence, theirs["_credence"], strict=True):
                 ours += also
                 ours /= 2
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the pool to ``path`` atomically: whatever happens on the way, the old file or the new one is there."""
+        """Write the pool to ``path`` atomically: whatever happens on the way, the old file or the new one is there.
+
+        Needs the memory of the table once more for the time it takes.
+        """
         state = self.__getstate__()
         arrays = state["_table"]._asdict() | state["_credence"]._asdict()
         storage.write(path, {name: state[key] for name, key in _HEADER.items()}, arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike, vocabulary: str | None = None) -> "NgramPool":
-        """The pool saved at ``path``, memory-mapped: pages are read as they are used, and copied when written to.
+        """The pool saved at ``path``, mapped into memory: what is not written to is shared with other processes.
 
-        vocabulary: refuse a file of another vocabulary than this.
-        Raises PoolFileError for a file that is truncated, corrupted, newer than this version, or foreign.
+        The file must not be written to while it is mapped; replace it by `save` or by a rename.
+        vocabulary: refuse a file of another vocabulary than this. A file that names none is taken to be of this one.
+        Raises PoolFileError for a file that is truncated, corrupted, foreign, of another version or not sound.
         """
         header, arrays = storage.read(path)
-        if vocabulary and header["vocabulary"] and header["vocabulary"] != vocabulary:
+        if vocabulary and header.get("vocabulary") and header["vocabulary"] != vocabulary:
             raise storage.PoolFileError(
                 f"{path} is of another vocabulary: {header['vocabulary']}, not {vocabulary}; ids would mean other text"
             )
-        for name, like in (kernels.empty_table(WAYS)._asdict() | kernels.prior_credence()._asdict()).items():
-            if arrays[name].dtype != like.dtype or arrays[name].shape[1:] != like.shape[1:]:
-                raise storage.PoolFileError(f"{path} holds {name} of another layout: build the pool again")
+        _check_arrays(path, header, arrays)
         pool = cls.__new__(cls)
         state = {key: header[name] for name, key in _HEADER.items()}
         state["_table"] = Table(*(arrays[name] for name in Table._fields))
@@ -232,10 +245,11 @@ class NgramPool:
         """Contexts whose next token is surest: (context, next token, its probability, observations), surest first.
 
         The table knows contexts by their hashes alone; those listed, of LISTED tokens, are found by going from token
-        to likely next token. Surest is the highest (observations * probability) / (observations + 1).
+        to likely next token. Surest is the highest (observations * probability) / (observations + 1); observations are
+        counted up to 255.
         """
         with self._lock:
-            contexts = np.arange(self._largest + 1)[:, None]
+            contexts = np.unique(self._table.tokens[self._table.weights > 0]).astype(np.int64)[:, None]
             for length in range(1, LISTED + 1):
                 entries = kernels.find_entries(self._table, contexts, KINDS.index((0, length)))
                 contexts, entries = contexts[entries >= 0], entries[entries >= 0]
@@ -253,7 +267,8 @@ class NgramPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the table keeps its invariants; for tests."""
-        table = self._table
+        with self._lock:
+            table = Table(*(column.copy() for column in self._table))
         used = table.keys != 0
         high = table.keys[used] >> np.uint64(32)
         homes = (high * np.uint64(self.capacity // WAYS)) >> np.uint64(32)
@@ -267,7 +282,7 @@ class NgramPool:
         for tokens, row in zip(table.tokens[used], weights, strict=True):
             held = tokens[row > 0]
             assert len(set(held.tolist())) == len(held), "a token stands twice in an entry"
-        assert ((self.belief > 0) & (self.belief < 1)).all(), "a belief is not between 0 and 1"
+        assert ((self.belief > 0) & (self.belief <= 1)).all(), "a belief is not between 0 and 1"
 
 
 def _ids(tokens) -> np.ndarray:
@@ -298,6 +313,28 @@ def _rows(contexts, tokens, probabilities) -> tuple[np.ndarray, np.ndarray, np.n
         raise ValueError(f"{len(contexts)} contexts but {len(tokens)} rows of tokens")
     if not (probabilities.min(initial=0) >= 0 and probabilities.sum(1).max(initial=0) <= 1.001):  # NaN is neither
         raise ValueError("probabilities must lie in 0..1, and a row's sum too; NaN is refused")
-    contexts = np.maximum(contexts[:, -LONGEST:], NO_TOKEN)
-    _ids(contexts + 1)
+    if contexts.size and (contexts.dtype.kind not in "iu" or contexts.max() >= 2**31):
+        raise ValueError(
+            f"ids of contexts must be whole numbers below 2**31, not {contexts.dtype} up to {contexts.max()}"
+        )
+    contexts = np.maximum(contexts[:, -LONGEST:].astype(np.int64), NO_TOKEN)
     return _for_loops(contexts, np.int64), tokens, _for_loops(probabilities, np.float64)
+
+
+def _check_arrays(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) -> None:
+    """Raise PoolFileError unless the compiled loops, which check no bounds, can work on what a file holds."""
+    table, credence = kernels.empty_table(WAYS)._asdict(), kernels.prior_credence()._asdict()
+    entries = len(arrays.get("keys", ()))
+    sound = all(isinstance(header.get(name), int) for name in ("clock", "observations", "largest"))
+    sound = sound and isinstance(header.get("vocabulary", 0), str | None) and (table | credence).keys() <= arrays.keys()
+    sound = sound and entries >= WAYS and entries % WAYS == 0
+    for name, like in (table | credence).items():
+        shape = (entries, *like.shape[1:]) if name in table else like.shape
+        sound = sound and arrays[name].dtype == like.dtype and arrays[name].shape == shape
+    if sound:
+        tokens, weights = arrays["tokens"], arrays["weights"]
+        sound = (weights >= 0).all() and (weights <= 2).all() and (arrays["sources"] < len(Source)).all()
+        sound = sound and tokens.min() >= 0 and tokens.max(where=weights > 0, initial=-1) <= header["largest"]
+        sound = sound and all((arrays[name] > 0).all() and np.isfinite(arrays[name]).all() for name in credence)
+    if not sound:
+        raise storage.PoolFileError(f"{path} is whole, but not a sound pool of this format: build the pool again")

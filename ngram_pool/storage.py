@@ -10,7 +10,10 @@ import json
 import math
 import mmap
 import os
+import secrets
+import shutil
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +32,7 @@ class PoolFileError(ValueError):
 
 def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) -> None:
     """Replace ``path`` atomically: a temporary file beside it is written, synced to disk and renamed."""
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # a link stays a link
     described = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     head = json.dumps({**header, "arrays": described}).encode()
     parts = [head + bytes(_padded(_PREAMBLE + len(head)) - _PREAMBLE - len(head))]
@@ -40,34 +43,37 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
     digest = xxhash.xxh3_128(fields)
     for part in parts:
         digest.update(part)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")  # no one else's, be it another thread's or machine's
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(fields + digest.digest())
             for part in parts:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` durable, where the system can."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # make the rename durable too, where the system can
+        folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            os.fsync(folder)
         finally:
-            os.close(descriptor)
+            os.close(folder)
+
+
+def is_pool_file(path: str | os.PathLike) -> bool:
+    """Whether a file begins as pool files do, whole or not."""
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
     """Header and arrays of a file. The arrays are private copy-on-write views of the mapped file.
 
-    Raises PoolFileError if it is not one, truncated, corrupted or of a newer version; OSError if it cannot be opened.
+    Raises PoolFileError if it is not one, truncated, corrupted or of another version; OSError if it cannot be opened.
     """
     with open(path, "rb") as file:
         preamble = file.read(_PREAMBLE)
@@ -88,12 +94,15 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
     digest.update(memoryview(mapped)[_PREAMBLE:])
     if size > length or digest.digest() != preamble[_FIELDS.size :]:
         raise PoolFileError(f"{path} is corrupted: its content does not match its checksum")
-    header = json.loads(mapped[_PREAMBLE : _PREAMBLE + head_length])
-    arrays = {}
-    offset = _padded(_PREAMBLE + head_length)
-    for name, dtype, shape in header.pop("arrays"):
-        arrays[name] = np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)
-        offset = _padded(offset + arrays[name].nbytes)
+    try:
+        header = json.loads(mapped[_PREAMBLE : _PREAMBLE + head_length])
+        arrays = {}
+        offset = _padded(_PREAMBLE + head_length)
+        for name, dtype, shape in header.pop("arrays"):
+            arrays[name] = np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)
+            offset = _padded(offset + arrays[name].nbytes)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PoolFileError(f"{path} is whole, but not of this format: {error}") from error
     return header, arrays
 
 

@@ -10,11 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngram_pool import GuessTree, NgramPool, Source
-from ngram_pool.kernels import KINDS, LOGITS, LONGEST, OUTSIDE, RATES, SLOW_RATE, WIDTH, prior_credence
+from ngram_pool.kernels import (
+    _MULTIPLIERS,
+    _SALTS,
+    KINDS,
+    LOGITS,
+    LONGEST,
+    OUTSIDE,
+    RATES,
+    SLOW_RATE,
+    WIDTH,
+    prior_credence,
+)
 from ngram_pool.pool import CHUNK, MOST_GUESSES
 
 assert Source.LOGITS == LOGITS
 assert len(RATES) == len(Source)
+PINNED = ["0x435f9d954dd2f8db", "0x1174374f85fafcc5", "0x62ef456243625859", "0x8ba272d7a7f213c0"]
 
 
 class PlainPool:
@@ -86,9 +98,9 @@ class PlainPool:
             cell[:] = cell * (1 - 0.0005 * chance) + np.array([chance, candidate == token])
         found, rest = self.look_up(before)
         credits = [belief * float(entry["next"].get(token, 0)) for _, belief, entry in found]
-        total, left = sum(credits) + rest * OUTSIDE, 1.0
+        total, left = sum(credits) + max(rest, 1e-9) * OUTSIDE, 1.0
         for (cell, _, _), credit in zip(found, credits, strict=True):
-            self.belief[cell] = self.belief[cell] * 0.9995 + np.array([credit / total, left])
+            self.belief[cell] = self.belief[cell] * (1 - 0.0005 * left) + np.array([credit / total, left])
             left = max(left - credit / total, 0.0)
 
     def check(self, tree: GuessTree, context: list[int], budget: int, floor: float) -> None:
@@ -346,11 +358,14 @@ def test_orders_that_collide_in_no_way():
         (lambda p: p.learn_next([[1]], [[2, 3]], [[0.9, 0.9]]), "probabilities"),
         (lambda p: p.learn_next([[1]], [[2, 3]], [[0.5]]), "contexts"),
         (lambda p: p.learn_next([[1], [2]], [[2]], [[0.5]]), "2 contexts"),
-        (lambda p: p.learn_next([[2**31]], [[2]], [[0.5]]), "ids"),
+        (lambda p: p.learn_next([[2**31]], [[2]], [[0.5]]), "ids of contexts"),
         (lambda p: p.learn_next([[1]], [[-2]], [[0.5]]), "ids"),
         (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=-1), "source"),
         (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=[7]), "source"),
         (lambda p: p.calibrate([[1]], [[2]], [[float("inf")]]), "probabilities"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=1.9), "source"),
+        (lambda p: p.learn_next([[1.5]], [[2]], [[0.5]]), "contexts"),
+        (lambda p: p.guess([[1, 2]], 4), "one sequence"),
         (lambda p: p.guess([1, -5], 4), "ids"),
         (lambda p: p.guess([1, 2**40], 4), "ids"),
         (lambda p: p.guess([1], MOST_GUESSES + 1), "budget"),
@@ -385,6 +400,42 @@ def test_nothing_to_learn_is_no_error():
     assert pool.guess([], 5, max_depth=1).tokens.tolist() == [3]
     assert len(pool.guess([1], 5, max_depth=0)) == 0
     assert len(pool.guess([1], 5, max_depth=-1)) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+def test_ids_of_any_integer_type(dtype):
+    pool, same_pool = NgramPool(0.1), NgramPool(0.1)
+    largest = min(np.iinfo(dtype).max, 2**31 - 1)
+    pool.learn_next(np.array([[1, largest]], dtype), np.array([[largest]], dtype), [[1.0]])
+    same_pool.learn_next([[1, largest]], [[largest]], [[1.0]])
+    assert same(pool.guess(np.array([1, largest], dtype), np.int32(2)), same_pool.guess([1, int(largest)], 2))
+    assert pool.largest_token == largest
+
+
+def test_the_largest_token_is_of_those_that_can_be_guessed():
+    pool = NgramPool(0.1)
+    pool.learn([900, 1, 2], start=1)
+    pool.learn_next([[800]], [[5, 999]], [[1.0, 0.0]])
+    assert pool.largest_token == 5
+
+
+def test_belief_that_was_always_right_can_be_lost_again():
+    pool = NgramPool(0.1)
+    context = np.full((1, LONGEST), 3)
+    pool.learn_next(context, [[4]], [[1.0]])
+    for _ in range(60_000):
+        pool.calibrate(context, [[4]], [[1.0]])
+    pool.check_integrity()
+    sure = pool.guess(context[0], 1).probabilities[0]
+    for _ in range(3000):
+        pool.calibrate(context, [[5]], [[1.0]])
+    pool.check_integrity()
+    assert pool.guess(context[0], 1).probabilities[0] < 0.5 < 0.9 < sure
+
+
+def test_hashes_are_pinned():
+    """Saved pools are of no use to a version that hashes otherwise: then `storage.VERSION` has to be raised."""
+    assert [hex(constant) for constant in (_MULTIPLIERS[0], _MULTIPLIERS[-1], _SALTS[0], _SALTS[-1])] == PINNED
 
 
 def test_negative_ids_in_contexts_stand_for_nothing():
@@ -454,7 +505,7 @@ def test_threads_share_a_pool():
                     copy = deepcopy(pool)
                     copy.check_integrity()
                     copy.merge(pool)
-            learned.append(150 * (200 + 9 + 4 * 4))
+            learned.append(150 * (200 + 9 + 4 * 3))
         except Exception as error:
             failures.append(error)
 

@@ -2,9 +2,12 @@
 
 import os
 import random
+import shutil
 import struct
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,12 +137,97 @@ def test_foreign_files_are_refused(saved, tmp_path):
         NgramPool.load(tmp_path / "nothing")
 
 
-def test_another_layout_is_refused(saved):
+def without(name):
+    return lambda header, arrays: arrays.pop(name)
+
+
+def replaced(name, change):
+    def apply(header, arrays):
+        arrays[name] = change(arrays[name])
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(without(name) for name in ("keys", "weights", "belief")),
+        replaced("tokens", lambda a: a[:, :4]),
+        replaced("tokens", lambda a: a - 5),
+        replaced("tokens", lambda a: a + 10),
+        replaced("weights", lambda a: a[:1]),
+        replaced("weights", lambda a: a * np.nan),
+        replaced("weights", lambda a: a.astype(np.float64)),
+        replaced("keys", lambda a: a[:0]),
+        replaced("keys", lambda a: a[:3]),
+        replaced("sources", lambda a: a + 9),
+        replaced("belief", lambda a: a[:1]),
+        replaced("belief", lambda a: a * 0),
+        replaced("reliability", lambda a: a * np.inf),
+        lambda header, arrays: header.pop("clock"),
+        lambda header, arrays: header.update(largest="7"),
+        lambda header, arrays: header.update(vocabulary=7),
+    ],
+)
+def test_files_that_would_lead_the_loops_astray_are_refused(saved, damage):
+    """The compiled loops check no bounds, and a checksum is no proof of good will."""
     header, arrays = storage.read(saved)
-    arrays["tokens"] = np.zeros((len(arrays["keys"]), 4), np.int32)
+    damage(header, arrays)
     storage.write(saved, header, arrays)
-    with pytest.raises(PoolFileError, match="tokens of another layout"):
+    with pytest.raises(PoolFileError, match="not a sound pool"):
         NgramPool.load(saved)
+
+
+def test_threads_and_readers_at_one_path(saved):
+    """Whoever saves last wins; no one ever reads half a file, and nothing is left behind."""
+    pools = [NgramPool(0.1), NgramPool(0.1)]
+    failures = []
+
+    def work(pool: NgramPool) -> None:
+        try:
+            for _ in range(50):
+                pool.save(saved)
+                NgramPool.load(saved)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(pools[i % 2],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and modes of POSIX")
+def test_links_and_modes_are_kept(pool, saved, tmp_path):
+    os.chmod(saved, 0o600)
+    link = tmp_path / "link.pool"
+    link.symlink_to(saved)
+    pool.learn([1, 2, 3])
+    pool.save(link)
+    assert link.is_symlink()
+    assert saved.stat().st_mode & 0o777 == 0o600
+    assert_same(NgramPool.load(saved), pool)
+
+
+def test_without_a_folder_for_compiled_code(tmp_path):
+    """As in a container with a read-only file system: a warning that names the remedy, and all works."""
+    package = tmp_path / "ngram_pool"
+    shutil.copytree(Path(storage.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = (
+        "import numba.core.caching as caching\n"
+        "def nowhere(*_): raise RuntimeError('cannot cache function: no locator available')\n"
+        "caching.CacheImpl.__init__ = nowhere\n"
+        "import warnings; warnings.simplefilter('default')\n"
+        "from ngram_pool import NgramPool\n"
+        "p = NgramPool(0.1); p.learn([1, 2, 3]); print(p.guess([1], 1).tokens)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("NUMBA_CACHE_DIR") == 1
+    assert done.stdout == "[2]\n"
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -177,7 +265,7 @@ class Dying:
         self.file.write(bytes(part)[:left]); self.file.flush()
         written += len(part)
         if left <= len(part): os._exit(9)
-storage.open = lambda path, mode: Dying(open(path, mode)) if "w" in mode else open(path, mode)
+storage.open = lambda path, mode: Dying(open(path, mode)) if "x" in mode else open(path, mode)
 pool.save(sys.argv[1])
 """
 
