@@ -150,16 +150,16 @@ def _find(table, key):
 
 @_compiled
 def _claim(table, key, clock):
-    """An emptied entry for a new key: its bucket's least recently learned one."""
+    """An emptied entry for a new key: of its bucket, the one longest not learned for how often it has been."""
     first = _bucket(key, len(table.keys))
-    claimed, oldest = first, np.uint32(0)
+    claimed, longest = first, -1.0
     for entry in range(first, first + WAYS):
         if table.keys[entry] == _EMPTY:
             claimed = entry
             break
         age = np.uint32(clock - table.learned_at[entry])  # modulo 2**32, as the clock is
-        if age > oldest:
-            claimed, oldest = entry, age
+        if age / table.counts[entry, 0] > longest:
+            claimed, longest = entry, age / table.counts[entry, 0]
     table.keys[claimed] = key
     table.counts[claimed] = 0
     table.weights[claimed] = 0

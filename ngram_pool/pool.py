@@ -2,7 +2,8 @@
 
     key      64-bit hash of some of the last tokens, for each kind of context in KINDS
     entry    up to 8 next tokens with probabilities and sources, and how much evidence they rest on
-    table    fixed arrays of buckets of WAYS entries; a new key evicts the bucket's least recently learned entry
+    table    fixed arrays of buckets of WAYS entries; a new key evicts the bucket's entry with the
+             greatest age since it was last learned, divided by how often it was
 
 Two contexts that hash alike share an entry. That can only make a guess worse: every guess is verified by the model.
 """
