@@ -2,8 +2,8 @@
 
     key      64-bit hash of some of the last tokens, for each kind of context in KINDS
     entry    up to 8 next tokens with probabilities and sources, and how much evidence they rest on
-    table    fixed arrays of buckets of WAYS entries; a new key evicts the bucket's entry with the
-             greatest age since it was last learned, divided by how often it was
+    table    fixed arrays of buckets of WAYS entries; a new key evicts the entry of its bucket with the greatest age
+             since it was last learned, divided by how often it was
 
 Two contexts that hash alike share an entry. That can only make a guess worse: every guess is verified by the model.
 """
@@ -21,10 +21,8 @@ from ngram_pool.tree import GuessTree, Source
 
 CHUNK = 16_384  # tokens of text learned under one hold of the lock, some 15 ms
 LISTED = 3  # tokens of the contexts that `most_confident` shows
-# fields of a file's header: of a pool
-_HEADER = {"vocabulary": "vocabulary", "clock": "_clock", "observations": "_observations", "largest": "_largest"}
-
 MOST_GUESSES = 2**16  # in one tree; more than any forward pass verifies
+_COUNTERS = ("clock", "observations", "largest")  # of a pool, kept in its file's header
 
 
 class NgramPool:
@@ -199,7 +197,8 @@ class NgramPool:
         """
         state = self.__getstate__()
         arrays = state["_table"]._asdict() | state["_credence"]._asdict()
-        storage.write(path, {name: state[key] for name, key in _HEADER.items()}, arrays)
+        header = {"vocabulary": state["vocabulary"]} | {name: state[f"_{name}"] for name in _COUNTERS}
+        storage.write(path, header, arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike, vocabulary: str | None = None) -> "NgramPool":
@@ -216,11 +215,11 @@ class NgramPool:
             )
         _check_arrays(path, header, arrays)
         pool = cls.__new__(cls)
-        state = {key: header[name] for name, key in _HEADER.items()}
+        state = {f"_{name}": header[name] for name in _COUNTERS}
+        state["vocabulary"] = header["vocabulary"] or vocabulary
         state["_table"] = Table(*(arrays[name] for name in Table._fields))
         state["_credence"] = Credence(*(arrays[name] for name in Credence._fields))
         pool.__setstate__(state)
-        pool.vocabulary = pool.vocabulary or vocabulary
         return pool
 
     def __getstate__(self) -> dict:
@@ -326,7 +325,7 @@ def _check_arrays(path: str | os.PathLike, header: dict, arrays: dict[str, np.nd
     """Raise PoolFileError unless the compiled loops, which check no bounds, can work on what a file holds."""
     table, credence = kernels.empty_table(WAYS)._asdict(), kernels.prior_credence()._asdict()
     entries = len(arrays.get("keys", ()))
-    sound = all(isinstance(header.get(name), int) for name in ("clock", "observations", "largest"))
+    sound = all(isinstance(header.get(name), int) for name in _COUNTERS)
     sound = sound and isinstance(header.get("vocabulary", 0), str | None) and (table | credence).keys() <= arrays.keys()
     sound = sound and entries >= WAYS and entries % WAYS == 0
     for name, like in (table | credence).items():
