@@ -267,6 +267,10 @@ def build(files, model_name, out, memory_mb) -> None:
     except OSError as error:
         raise click.ClickException(f"cannot write {out}: {error}") from error
     click.echo(f"{out}: {tokens:,} tokens of {len(files)} files; {_size(learned)}")
+    if len(learned) > 0.99 * learned.capacity:
+        click.echo(
+            "note: the pool overflowed, what was seen least made room; a larger --memory-mb keeps more", err=True
+        )
 
 
 @pool.command()

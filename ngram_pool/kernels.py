@@ -35,11 +35,11 @@ PRIOR = np.array([
 ])  # fmt: skip
 PRIOR_STRENGTH = 20.0
 FADE = 0.9995
+PEAKS = PRIOR.shape[1]
+AMOUNTS = 6
 # How the kinds' joint word is corrected: by what was observed of what it predicted, by class of probability.
 CLASSES = 10
 PREDICTED_BEFORE = 10.0  # prior, in predicted acceptances
-AMOUNTS = 6
-PEAKS = PRIOR.shape[1]
 OUTSIDE = 1e-4  # probability of a token that no context names
 
 # Weight of a new observation, by source (prompt, text, logits, jacobi, file), once there are several: newer evidence

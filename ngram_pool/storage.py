@@ -1,9 +1,9 @@
 """Pool files: one preamble, one header, then arrays, each at a page's border so that it can be mapped into memory.
 
 magic "NGRMPOOL" | version, uint32 | length of the header, uint32 | length of the file, uint64
-    | xxh3-128 of all that follows, 16 bytes
+    | xxh3-128 of the fields before it and of all that follows, 16 bytes
 header, JSON: the caller's fields; "arrays": name, dtype, shape of each
-arrays, little-endian, in the header's order, each padded to PAGE
+arrays, in the header's order, each padded to PAGE
 """
 
 import json
