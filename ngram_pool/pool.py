@@ -105,7 +105,7 @@ class NgramPool:
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         sources = np.array(np.broadcast_to(source, len(contexts)))
-        if sources.dtype.kind not in "iu" or not np.isin(sources, list(Source)).all():
+        if sources.dtype.kind not in "iu" or sources.min(initial=0) < 0 or sources.max(initial=0) >= len(Source):
             raise ValueError(f"source={source} is not a Source, or not one a row")
         with self._lock:
             self._largest = max(self._largest, int(tokens.max(where=probabilities > 0, initial=-1)))
