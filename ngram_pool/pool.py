@@ -202,9 +202,8 @@ class NgramPool:
 
     @classmethod
     def load(cls, path: str | os.PathLike, vocabulary: str | None = None) -> "NgramPool":
-        """The pool saved at ``path``, mapped into memory: what is not written to is shared with other processes.
+        """The pool saved at ``path``.
 
-        The file must not be written to while it is mapped; replace it by `save` or by a rename.
         vocabulary: refuse a file of another vocabulary than this. A file that names none is taken to be of this one.
         Raises PoolFileError for a file that is truncated, corrupted, foreign, of another version or not sound.
         """

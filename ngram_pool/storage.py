@@ -1,4 +1,4 @@
-"""Pool files: one preamble, one header, then arrays, each at a page's border so that it can be mapped into memory.
+"""Pool files: one preamble, one header, then arrays, each at a page's border.
 
 magic "NGRMPOOL" | version, uint32 | length of the header, uint32 | length of the file, uint64
     | xxh3-128 of the fields before it and of all that follows, 16 bytes
@@ -71,7 +71,10 @@ def is_pool_file(path: str | os.PathLike) -> bool:
 
 
 def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
-    """Header and arrays of a file. The arrays are private copy-on-write views of the mapped file.
+    """Header and arrays of a file, read into memory.
+
+    Arrays mapped copy-on-write would be there sooner, but a pool that learns pays as much in page faults on its first
+    text, and a file written to in place would take the process down.
 
     Raises PoolFileError if it is not one, truncated, corrupted or of another version; OSError if it cannot be opened.
     """
@@ -89,7 +92,7 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
         size = os.fstat(file.fileno()).st_size
         if size < length:
             raise PoolFileError(f"{path} is truncated: {size} of {length} bytes")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     digest = xxhash.xxh3_128(preamble[: _FIELDS.size])
     digest.update(memoryview(mapped)[_PREAMBLE:])
     if size > length or digest.digest() != preamble[_FIELDS.size :]:
@@ -99,7 +102,7 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
         arrays = {}
         offset = _padded(_PREAMBLE + head_length)
         for name, dtype, shape in header.pop("arrays"):
-            arrays[name] = np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape)
+            arrays[name] = np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape).copy()
             offset = _padded(offset + arrays[name].nbytes)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PoolFileError(f"{path} is whole, but not of this format: {error}") from error

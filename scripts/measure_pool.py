@@ -104,7 +104,7 @@ def speed(memory_mb, observations) -> None:
         path = Path(folder) / "pool"
         rows += [
             ("save, ms", f"{microseconds(lambda: pool.save(path), 5) / 1000:.0f}"),
-            ("load (checked, then mapped), ms", f"{microseconds(lambda: NgramPool.load(path), 20) / 1000:.1f}"),
+            ("load, ms", f"{microseconds(lambda: NgramPool.load(path), 20) / 1000:.0f}"),
         ]
     rows += [
         ("table, bytes of those asked for", f"{pool.nbytes / (memory_mb * 2**20):.4f}"),

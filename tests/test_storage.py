@@ -59,13 +59,13 @@ def test_a_loaded_pool_learns_and_the_file_stays(pool, saved):
         learn_something(loaded, random.Random(seed))
     assert_same(pool, loaded)
     assert saved.read_bytes() == content
-    loaded.save(saved)  # over the file that it is mapped from
+    loaded.save(saved)
     assert_same(NgramPool.load(saved), loaded)
     assert os.listdir(saved.parent) == [saved.name]
 
 
 def test_nothing_is_compiled_twice(saved):
-    """Mapped arrays are of the types that the loops were compiled for."""
+    """Whatever arrays come, read-only and strided ones too, the loops see the types that they were compiled for."""
     loaded = NgramPool.load(saved)
     learn_something(loaded, random.Random(0))
     loaded.guess(np.array([1, 2, 3]), 4, chain=True)
