@@ -59,8 +59,9 @@ class Stats:
     @property
     def reliability(self) -> list[tuple[int, float, float]]:
         """The reliability curve by decile of probability: (guesses, mean predicted, observed rate of acceptance)."""
-        return [(int(n), predicted / n if n else 0.0, accepted / n if n else 0.0) for n, predicted, accepted in
-                self.deciles.tolist()]  # fmt: skip
+        return [
+            (int(n), predicted / max(n, 1), accepted / max(n, 1)) for n, predicted, accepted in self.deciles.tolist()
+        ]
 
     @property
     def calibration_gap(self) -> float:
