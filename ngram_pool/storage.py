@@ -1,9 +1,9 @@
-"""Pool files: one preamble, one header, then arrays, each at a page's border.
+"""Pool files: one preamble, one header, then arrays.
 
 magic "NGRMPOOL" | version, uint32 | length of the header, uint32 | length of the file, uint64
     | xxh3-128 of the fields before it and of all that follows, 16 bytes
 header, JSON: the caller's fields; "arrays": name, dtype, shape of each
-arrays, in the header's order, each padded to PAGE
+arrays, in the header's order
 """
 
 import json
@@ -21,7 +21,6 @@ import xxhash
 
 MAGIC = b"NGRMPOOL"
 VERSION = 1  # to be raised with any change of the arrays, of the hashing or of the kinds of contexts
-PAGE = 4096
 _FIELDS = struct.Struct("<8sIIQ")
 _PREAMBLE = _FIELDS.size + 16
 
@@ -35,9 +34,7 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
     path = Path(os.path.realpath(path))  # a link stays a link
     described = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     head = json.dumps({**header, "arrays": described}).encode()
-    parts = [head + bytes(_padded(_PREAMBLE + len(head)) - _PREAMBLE - len(head))]
-    for array in arrays.values():
-        parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8), bytes(_padded(array.nbytes) - array.nbytes)]
+    parts = [head, *(np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values())]
     size = _PREAMBLE + sum(len(part) for part in parts)
     fields = _FIELDS.pack(MAGIC, VERSION, len(head), size)
     digest = xxhash.xxh3_128(fields)
@@ -100,14 +97,10 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
     try:
         header = json.loads(mapped[_PREAMBLE : _PREAMBLE + head_length])
         arrays = {}
-        offset = _padded(_PREAMBLE + head_length)
+        offset = _PREAMBLE + head_length
         for name, dtype, shape in header.pop("arrays"):
             arrays[name] = np.frombuffer(mapped, dtype, math.prod(shape), offset).reshape(shape).copy()
-            offset = _padded(offset + arrays[name].nbytes)
+            offset += arrays[name].nbytes
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PoolFileError(f"{path} is whole, but not of this format: {error}") from error
     return header, arrays
-
-
-def _padded(length: int) -> int:
-    return length + -length % PAGE
