@@ -228,6 +228,11 @@ def _load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
         raise click.ClickException(str(error)) from error
 
 
+_whose_tokenizer = click.option(
+    "--model", "model_name", metavar="NAME_OR_PATH", help="Whose tokenizer; the packaged model's by default."
+)
+
+
 @main.group()
 def pool() -> None:
     """Pools of n-grams on disk: start from a team's own code or past answers."""
@@ -235,7 +240,7 @@ def pool() -> None:
 
 @pool.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Whose tokenizer; the packaged model's by default.")
+@_whose_tokenizer
 @click.option("--out", required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Pool file to write.")
 @click.option("--memory-mb", type=click.FloatRange(min=0, min_open=True), default=64, show_default=True,
               help="Size of the pool in MiB; a token of new text takes up to 700 bytes.")  # fmt: skip
@@ -275,7 +280,7 @@ def build(files, model_name, out, memory_mb) -> None:
 
 @pool.command()
 @click.argument("path", type=click.Path(exists=True, dir_okay=False))
-@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Whose tokenizer; the packaged model's by default.")
+@_whose_tokenizer
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Contexts to list.")
 def show(path, model_name, top) -> None:
     """Say what is in a pool: its size, fill and sources, and the contexts whose next token is surest."""

@@ -13,8 +13,8 @@ import torch
 from lookahead.config import LookaheadConfig
 from lookahead.step import Step, lay_out
 from lookahead.window import JacobiWindow
-from ngram_pool import GuessTree, NgramPool, Source
-from ngram_pool.kernels import LONGEST, NO_TOKEN
+from ngram_pool import GuessTree, NgramPool, Source, contexts_of
+from ngram_pool.kernels import LONGEST
 
 TOP_K = 8  # next tokens learned from each logits row
 MIN_PROBABILITY = 0.002  # a guess below it is not worth a row of the forward pass
@@ -36,10 +36,8 @@ class PoolStrategy:
     def start(self, text: list[int], logits: torch.Tensor) -> None:
         if self._config.window_size and self._can_branch:
             self._window = JacobiWindow(self._config.window_size, self._config.ngram_size, text)
-        padded = np.concatenate([np.full(LONGEST, NO_TOKEN), text])
-        contexts = np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[-len(logits) :]
         self._pool.learn(text, Source.PROMPT)
-        self._pool.learn_next(contexts, *self._likeliest(logits), Source.LOGITS)
+        self._pool.learn_next(contexts_of(text, len(logits)), *self._likeliest(logits), Source.LOGITS)
 
     def guess(self, text: list[int], longest: int) -> tuple[Step, GuessTree]:
         tree = self._pool.guess(text, self._config.budget, MIN_PROBABILITY, longest, chain=not self._can_branch)

@@ -161,10 +161,16 @@ def _claim(table, key, clock):
         its_seen = np.int64(table.counts[entry, 0])
         if its_age * seen > age * its_seen:
             claimed, age, seen = entry, its_age, its_seen
-    table.keys[claimed] = key
-    table.counts[claimed] = 0
-    table.weights[claimed] = 0
+    _assign(table, claimed, key)
     return claimed
+
+
+@_compiled
+def _assign(table, entry, key):
+    """Give an entry, emptied, to a key."""
+    table.keys[entry] = key
+    table.counts[entry] = 0
+    table.weights[entry] = 0
 
 
 @_compiled
@@ -259,9 +265,7 @@ def merge(table, other, clock) -> None:
                     entry = rival
             if table.counts[entry, 0] >= theirs_seen:
                 continue
-            table.keys[entry] = key
-            table.counts[entry] = 0
-            table.weights[entry] = 0
+            _assign(table, entry, key)
         seen = np.int64(table.counts[entry, 0])
         share = np.float32(theirs_seen / (seen + theirs_seen))
         table.learned_at[entry] = clock

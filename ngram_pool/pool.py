@@ -212,7 +212,8 @@ class NgramPool:
             raise storage.PoolFileError(
                 f"{path} is of another vocabulary: {header['vocabulary']}, not {vocabulary}; ids would mean other text"
             )
-        _check_arrays(path, header, arrays)
+        if not _is_sound(header, arrays):
+            raise storage.PoolFileError(f"{path} is whole, but not a sound pool of this format: build the pool again")
         pool = cls.__new__(cls)
         state = {f"_{name}": header[name] for name in _COUNTERS}
         state["vocabulary"] = header["vocabulary"] or vocabulary
@@ -284,6 +285,12 @@ class NgramPool:
         assert ((self.belief > 0) & (self.belief <= 1)).all(), "a belief is not between 0 and 1"
 
 
+def contexts_of(text, count: int) -> np.ndarray:
+    """Int64 [count, LONGEST]: the contexts that the last ``count`` tokens of a text close, for `learn_next`."""
+    padded = np.concatenate([np.full(LONGEST, NO_TOKEN), text])
+    return np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[len(text) + 1 - count :]
+
+
 def _ids(tokens) -> np.ndarray:
     tokens = np.asarray(tokens)
     if tokens.size == 0:
@@ -320,20 +327,23 @@ def _rows(contexts, tokens, probabilities) -> tuple[np.ndarray, np.ndarray, np.n
     return _for_loops(contexts, np.int64), tokens, _for_loops(probabilities, np.float64)
 
 
-def _check_arrays(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) -> None:
-    """Raise PoolFileError unless the compiled loops, which check no bounds, can work on what a file holds."""
+def _is_sound(header: dict, arrays: dict[str, np.ndarray]) -> bool:
+    """Whether the compiled loops, which check no bounds, can work on what a file holds."""
     table, credence = kernels.empty_table(WAYS)._asdict(), kernels.prior_credence()._asdict()
-    entries = len(arrays.get("keys", ()))
-    sound = all(isinstance(header.get(name), int) for name in _COUNTERS)
-    sound = sound and isinstance(header.get("vocabulary", 0), str | None) and (table | credence).keys() <= arrays.keys()
-    sound = sound and entries >= WAYS and entries % WAYS == 0
+    if not all(isinstance(header.get(name), int) for name in _COUNTERS):
+        return False
+    if not isinstance(header.get("vocabulary", 0), str | None) or not (table | credence).keys() <= arrays.keys():
+        return False
+    entries = len(arrays["keys"])
+    if entries < WAYS or entries % WAYS:
+        return False
     for name, like in (table | credence).items():
         shape = (entries, *like.shape[1:]) if name in table else like.shape
-        sound = sound and arrays[name].dtype == like.dtype and arrays[name].shape == shape
-    if sound:
-        tokens, weights = arrays["tokens"], arrays["weights"]
-        sound = (weights >= 0).all() and (weights <= 2).all() and (arrays["sources"] < len(Source)).all()
-        sound = sound and tokens.min() >= 0 and tokens.max(where=weights > 0, initial=-1) <= header["largest"]
-        sound = sound and all((arrays[name] > 0).all() and np.isfinite(arrays[name]).all() for name in credence)
-    if not sound:
-        raise storage.PoolFileError(f"{path} is whole, but not a sound pool of this format: build the pool again")
+        if arrays[name].dtype != like.dtype or arrays[name].shape != shape:
+            return False
+    tokens, weights = arrays["tokens"], arrays["weights"]
+    if not ((weights >= 0).all() and (weights <= 2).all() and (arrays["sources"] < len(Source)).all()):
+        return False
+    if tokens.min() < 0 or tokens.max(where=weights > 0, initial=-1) > header["largest"]:
+        return False
+    return all((arrays[name] > 0).all() and np.isfinite(arrays[name]).all() for name in credence)

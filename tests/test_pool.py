@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngram_pool import GuessTree, NgramPool, Source
+from ngram_pool import GuessTree, NgramPool, Source, contexts_of
 from ngram_pool.kernels import (
     _MULTIPLIERS,
     _SALTS,
@@ -528,3 +528,9 @@ def test_what_is_in_a_pool():
     assert seen >= 19
     assert probability == pytest.approx(1, abs=1e-3)
     assert pool.by_source()["file"] > pool.by_source()["text"] > 0 == pool.by_source()["jacobi"]
+
+
+def test_contexts_of_a_text():
+    rows = contexts_of([4, 5, 6], 2)
+    assert rows.tolist() == [[-1] * 6 + [4, 5], [-1] * 5 + [4, 5, 6]]
+    assert len(contexts_of([4, 5, 6], 0)) == 0
