@@ -168,6 +168,13 @@ def markdown(table: list[dict], environment: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_results(out: Path, text: str, results: dict) -> None:
+    """Write OUT.md and OUT.json, and the folder that they go to."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
 def processor() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
@@ -281,9 +288,7 @@ def main(
     if out is not None:
         report = {"environment": environment, "table": table, "stats": {m: s.as_dict() for m, s in stats.items()},
                   "prompts": rows}  # fmt: skip
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        out.with_suffix(".md").write_text(text, encoding="utf-8")
+        write_results(out, text, report)
 
 
 if __name__ == "__main__":

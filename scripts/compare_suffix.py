@@ -14,16 +14,17 @@ import click
 import numpy as np
 import torch
 from compare import read_prompts
-from measure_pool import report, standard_library, table
+from measure_pool import report, sample, standard_library, table
 
 import lookahead
 from lookahead import NgramPool, Source
 from lookahead.cli import load
+from lookahead.strategies import MIN_PROBABILITY
+from ngram_pool import contexts_of
+from ngram_pool.kernels import LONGEST
 
-LONGEST = 8
 MATCHED = 64  # tokens of context that the suffix trees are shown; their own default depth
 UNLIMITED = {"max_spec_factor": 0.0, "max_spec_offset": 1e6}  # as many guesses as the budget, whatever the match
-LEAST = 0.002  # probability below which neither guesses
 
 
 class Pool:
@@ -36,15 +37,17 @@ class Pool:
         self.pool.learn(prompt, Source.PROMPT)
 
     def guess(self, text: list[int], budget: int, chain: bool) -> tuple[list[int], list[int]]:
-        tree = self.pool.guess(text, budget, LEAST, chain=chain)
+        tree = self.pool.guess(text, budget, MIN_PROBABILITY, chain=chain)
         return tree.tokens.tolist(), tree.parents.tolist()
 
     def learn(self, text: list[int], new: list[int]) -> None:
         recent = text[-LONGEST:]
-        line = np.array([-1] * (LONGEST - len(recent)) + recent + new)
-        contexts = np.lib.stride_tricks.sliding_window_view(line[:-1], LONGEST)
+        contexts = contexts_of(recent + new[:-1], len(new))
         self.pool.calibrate(contexts, np.array(new)[:, None], np.ones((len(new), 1)))
         self.pool.learn(recent + new, start=len(recent))
+
+    def read(self, text: np.ndarray) -> None:
+        self.pool.learn(text)
 
     def end(self) -> None:
         pass
@@ -61,7 +64,7 @@ class Suffix:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
 
         self.cache = SuffixDecodingCache(max_tree_depth=MATCHED)
-        self._options = {"min_token_prob": LEAST, **UNLIMITED, **options}
+        self._options = {"min_token_prob": MIN_PROBABILITY, **UNLIMITED, **options}
         self._request = 0
 
     def start(self, prompt: list[int]) -> None:
@@ -76,6 +79,9 @@ class Suffix:
 
     def learn(self, text: list[int], new: list[int]) -> None:
         self.cache.add_active_response(self._request, new)
+
+    def read(self, text: np.ndarray) -> None:
+        self.cache.add_active_response(self._request, text)
 
     def end(self) -> None:
         self.cache.stop_request(self._request)
@@ -162,13 +168,7 @@ def main(model_name, prompts_path, limit, temperature, max_new_tokens, corpus, o
     lookahead.wrap(model)  # the same text, sooner
     streams = []
     for number, prompt in enumerate(read_prompts(prompts_path, limit)):
-        inputs = tokenizer(prompt["turns"][0], return_tensors="pt")
-        torch.manual_seed(number)
-        ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=True, temperature=temperature, top_k=0)[
-            0
-        ].tolist()
-        length = inputs.input_ids.shape[1]
-        streams.append((prompt["category"], ids[:length], ids[length:]))
+        streams.append((prompt["category"], *sample(model, tokenizer, prompt, number, temperature, max_new_tokens)))
         click.echo(f"\rwriting, prompt {number + 1} ", nl=False, err=True)
     results = []
     for shape, budget, chain in (("tree", 16, False), ("tree", 64, False), ("chain", 16, True)):
@@ -187,15 +187,10 @@ def main(model_name, prompts_path, limit, temperature, max_new_tokens, corpus, o
     lines = []
     for name, make in {"pool, 16 MiB": Pool, "pool, 512 MiB": lambda: Pool(512), "suffix": DRAFTERS["suffix"]}.items():
         drafter = make()
-        if isinstance(drafter, Pool):
-            drafter.pool.learn(ids[:100])  # compiled
         drafter.start([])
         start = time.perf_counter()
         for chunk in np.array_split(ids.astype(np.int32), len(ids) // 4096 + 1):  # as answers come, not in one
-            if isinstance(drafter, Pool):
-                drafter.pool.learn(chunk)
-            else:
-                drafter.learn([], chunk)
+            drafter.read(chunk)
         seconds = time.perf_counter() - start
         drafter.end()
         size = drafter.nbytes

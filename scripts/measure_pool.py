@@ -9,7 +9,6 @@ Tokens per step do not depend on the clock: (tokens - 1) / steps, the mean of th
 float32. ``fresh`` gives each prompt a new pool, ``shared`` one pool to all of them in turn.
 """
 
-import json
 import platform
 import resource
 import shlex
@@ -24,14 +23,14 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from compare import read_prompts
+from compare import read_prompts, write_results
+from transformers import AutoTokenizer
 
 import lookahead
-from lookahead import LookaheadConfig, NgramPool, Source, Stats
+from lookahead import LookaheadConfig, NgramPool, Stats
 from lookahead.cli import load
-
-LONGEST = 8
-TOP_K = 8
+from lookahead.strategies import MIN_PROBABILITY, TOP_K
+from ngram_pool.kernels import LONGEST
 
 
 def standard_library(tokens: int, tokenizer) -> np.ndarray:
@@ -73,10 +72,9 @@ def main() -> None:
 @click.option("--observations", default=1_000_000, show_default=True, help="Tokens of text learned beforehand.")
 def speed(memory_mb, observations) -> None:
     """Microseconds of each operation, one thread."""
-    ids = standard_library(observations, load(None)[1])
+    ids = standard_library(observations, AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL))
     rng = np.random.default_rng(0)
     pool = NgramPool(memory_mb)
-    pool.learn(ids[:1000])  # compiled, or loaded from numba's cache
     start = time.perf_counter()
     pool.learn(ids)
     learned = len(ids) / (time.perf_counter() - start)
@@ -96,8 +94,8 @@ def speed(memory_mb, observations) -> None:
         ("learn_next, 64 rows x top 8, us", f"{microseconds(lambda: pool.learn_next(*steps[next(turn) % 50])):.0f}"),
         ("calibrate, 3 rows x top 8, us",
          f"{microseconds(lambda: pool.calibrate(*(part[:3] for part in steps[next(turn) % 50]))):.0f}"),
-        ("guess, budget 16, us", f"{microseconds(guess(16, 0.002)):.0f}"),
-        ("guess, budget 64, us", f"{microseconds(guess(64, 0.002)):.0f}"),
+        ("guess, budget 16, us", f"{microseconds(guess(16, MIN_PROBABILITY)):.0f}"),
+        ("guess, budget 64, us", f"{microseconds(guess(64, MIN_PROBABILITY)):.0f}"),
         ("guess, budget 64, no least probability, us", f"{microseconds(guess(64, 0.0)):.0f}"),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -121,9 +119,17 @@ class TextPool(NgramPool):
         pass
 
 
+def sample(model, tokenizer, prompt: dict, seed: int, temperature: float, new_tokens: int) -> tuple[list, list]:
+    """Ids of a prompt and of what the model writes after it."""
+    inputs = tokenizer(prompt["turns"][0], return_tensors="pt", return_token_type_ids=False).to(model.device)
+    torch.manual_seed(seed)
+    ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, temperature=temperature, top_k=0)
+    length = inputs.input_ids.shape[1]
+    return ids[0, :length].tolist(), ids[0, length:].tolist()
+
+
 def run(model, tokenizer, prompts, budget, window, shared: bool, make: Callable[[], NgramPool], options) -> dict:
     """Decode all prompts; tokens per step, calibration on every second prompt, and accepted tokens by source."""
-    temperature, new_tokens = options
     config = LookaheadConfig(budget=budget, window_size=window[0], ngram_size=window[1])
     lookahead.wrap(model, config, make())
     categories: dict[str, Stats] = {}
@@ -131,25 +137,23 @@ def run(model, tokenizer, prompts, budget, window, shared: bool, make: Callable[
     for number, prompt in enumerate(prompts):
         if not shared:
             model.lookahead.pool = make()
-        inputs = tokenizer(prompt["turns"][0], return_tensors="pt").to(model.device)
-        torch.manual_seed(number)
-        model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, temperature=temperature, top_k=0)
+        sample(model, tokenizer, prompt, number, *options)
         stats = categories.setdefault(prompt["category"], Stats())
         stats += model.lookahead.last
         if number % 2:
             held_out += model.lookahead.last
         click.echo(f"\r  budget {budget}, prompt {number + 1} of {len(prompts)} ", nl=False, err=True)
-    total = model.lookahead.stats
+    total = model.lookahead.stats.as_dict()
     lookahead.unwrap(model)
     return {
         "budget": budget,
         "pool": "shared" if shared else "fresh",
         "tokens_per_step": statistics.mean(stats.tokens_per_step for stats in categories.values()),
-        "draft_length": total.draft_length,
-        "acceptance_rate": total.acceptance_rate,
+        "draft_length": total["draft_length"],
+        "acceptance_rate": total["acceptance_rate"],
         "calibration_gap": held_out.calibration_gap,
         "reliability": held_out.reliability,
-        "accepted": {source.name.lower(): total.accepted[source.name.lower()] for source in Source},
+        "accepted": total["accepted"],
     }
 
 
@@ -168,8 +172,8 @@ def report(title: str, text: str, results: list[dict], out: Path | None, script:
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
     click.echo("\n" + text)
     if out:
-        out.with_suffix(".md").write_text(f"# {title}\n\n    {command}\n\n{versions}\n\n{text}\n")
-        out.with_suffix(".json").write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
+        page = f"# {title}\n\n    {command}\n\n{versions}\n\n{text}\n"
+        write_results(out, page, {"command": command, "results": results})
 
 
 def draw(results: list[dict], path: Path) -> None:
@@ -275,7 +279,7 @@ def sources(model_name, prompts_path, limit, budgets, temperature, max_new_token
 @click.option("--memory-mb", type=float, default=16, show_default=True)
 def soak(count, memory_mb) -> None:
     """Steps (guess, calibrate, learn) on random and real tokens in turn: memory and time of a guess, ten times."""
-    real = standard_library(1_000_000, load(None)[1])
+    real = standard_library(1_000_000, AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL))
     rng = np.random.default_rng(0)
     texts = [real, rng.integers(0, 2**31 - 1, 1_000_000), rng.integers(0, 300, 1_000_000)]
     pools = [logits_rows(text, 20_000, rng) for text in texts]
@@ -288,7 +292,7 @@ def soak(count, memory_mb) -> None:
         at = int(rng.integers(LONGEST, len(text) - 4))
         context = text[at - LONGEST : at].tolist()
         start = time.perf_counter()
-        pool.guess(context, 16, 0.002)
+        pool.guess(context, 16, MIN_PROBABILITY)
         guesses.append(time.perf_counter() - start)
         first = int(rng.integers(0, 20_000 - 17))
         contexts, tokens, probabilities = (part[first : first + 17] for part in rows)
