@@ -4,6 +4,7 @@ Configuration says what kind of layers there are; a probe of a few tokens then c
 forward passes, because a model may accept a custom mask and ignore it.
 """
 
+import copy
 import inspect
 import logging
 from dataclasses import dataclass, replace
@@ -11,20 +12,23 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
-from lookahead.step import Step, Visibility, lay_out
+from lookahead.step import Step, Visibility, lay_out, mask, pad
 from lookahead.window import JacobiWindow
 from ngram_pool import GuessTree, Source
 
 logger = logging.getLogger(__name__)
 
-# Largest error of a logits row of a branching step that passes for rounding, relative to the row's spread; 1e-4 in full
-# precision, where 1e-6 is usual. A row that saw a wrong token or stood in a wrong place is off by far more. (A mixture
-# of experts may route a row otherwise by rounding alone, so the noise that a model shows by itself counts too.)
-HALF_PRECISION = {torch.bfloat16: 8e-2, torch.float16: 2e-2}
+# Largest error of a logits row that passes for rounding, relative to the row's spread: this, or four times what two
+# plain passes of other shapes show. In full precision 1e-6 is usual. A row that saw a wrong token, stood in a wrong
+# place or forgot a state is off by more. (A mixture of experts may route a row otherwise by rounding alone.)
+ROUNDING = {torch.bfloat16: 8e-2, torch.float16: 2e-2}
+FULL_PRECISION_ROUNDING = 1e-5
+
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 
 
 class UnsupportedModelError(ValueError):
@@ -35,63 +39,119 @@ class UnsupportedModelError(ValueError):
 class Architecture:
     """How to drive one model. Found by `inspect_model`."""
 
+    config: PreTrainedConfig
+    """Of the text part."""
     layers: tuple[Visibility | None, ...]
-    """One a layer; None for a layer that keeps no cache of its own."""
+    """One a layer; None for a layer that caches no keys and values here: none at all, or a state."""
     mask_of: dict[str, Visibility] | None
     """Layer type to visibility where a model mixes types and takes a dict of masks; None where one mask serves all."""
     takes_position_ids: bool
+    cache_argument: str = "past_key_values"
+    """What the model's forward calls its cache."""
+    has_state: bool = False
+    """Some layers keep a state (recurrent, short convolution), which only tokens in their order can bring on."""
     can_branch: bool = True
     """False: a custom mask cannot be honoured, so guesses are a single chain and the window is empty."""
 
     def make_cache(self, expected_length: int = 0) -> LookaheadCache:
-        """expected_length: positions that the full layers make room for at once."""
+        """An empty cache of one sequence. expected_length: positions that the full layers make room for at once."""
         layers = []
-        for visibility in self.layers:
+        for theirs, visibility in zip(DynamicCache(config=self.config).layers, self.layers, strict=True):
             if visibility is None:
-                from transformers.cache_utils import DummyLayer  # not in all versions that are supported
-
-                layers.append(DummyLayer())
+                layers.append(theirs)
             elif visibility.window is not None:
                 layers.append(SlidingLayer(visibility.window))
             else:
                 layers.append(InPlaceLayer(expected_length))
-        return LookaheadCache(layers=layers)
+        return LookaheadCache(layers)
+
+    def knows(self, cache: Cache) -> bool:
+        """Whether `take_over` can read this cache: transformers' dynamic layers, ours, and states of the right kind."""
+        ours = self.make_cache().layers
+        return len(cache.layers) == len(ours) and all(
+            type(theirs) is type(mine)
+            or (isinstance(mine, InPlaceLayer) and type(theirs) in (DynamicLayer, DynamicSlidingWindowLayer))
+            for mine, theirs in zip(ours, cache.layers, strict=True)
+        )
+
+    def take_over(self, cache: Cache) -> LookaheadCache:
+        """What a cache of one sequence, passed in by the caller, holds.
+
+        A full layer of ours is shared with ``cache``, for it can be rewound; everything else is copied.
+        """
+        ours = self.make_cache(cache.get_seq_length())
+        layers = []
+        for mine, theirs in zip(ours.layers, cache.layers, strict=True):
+            if type(theirs) is InPlaceLayer:
+                mine = theirs
+            elif type(theirs) is type(mine):
+                mine = copy.deepcopy(theirs)
+            elif theirs.is_initialized:
+                mine.update(theirs.keys, theirs.values)
+                mine.starts = np.array([theirs.get_seq_length() - mine.columns])
+            layers.append(mine)
+        return LookaheadCache(layers, [cache.get_seq_length()])
+
+    def hand_over(
+        self, model: PreTrainedModel, caches: list[LookaheadCache], paddings: list[int], cache: Cache
+    ) -> None:
+        """Put what the sequences' caches hold into ``cache``, each after its columns of padding."""
+        whole = caches[0]
+        if len(caches) > 1 or paddings[0]:
+            whole = self.make_cache()
+            whole.stack(caches, paddings)
+        self._settle(model, whole)
+        cache.layers = whole.layers
 
     def masks(
-        self, step: Step, positions: torch.Tensor, cache: LookaheadCache, dtype: torch.dtype
-    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """What to pass as ``attention_mask``: None where the model's own causal mask is right."""
-        if step.is_chain:
-            return None
-        length = cache.get_seq_length()
+        self, ancestors: np.ndarray, positions: torch.Tensor, cache: LookaheadCache, dtype: torch.dtype
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """What to pass as ``attention_mask`` (`step.mask`)."""
+        seen = torch.from_numpy(ancestors).to(positions.device)
 
-        def mask(visibility: Visibility) -> torch.Tensor:
+        def mask_for(visibility: Visibility) -> torch.Tensor:
             layer = next(l for l, v in zip(cache.layers, self.layers, strict=True) if v == visibility)
-            return step.mask(positions, length, layer.seen(), visibility, dtype)
+            return mask(seen, positions, layer.positions_shown(), visibility, dtype)
 
         if self.mask_of is None:
-            return mask(next(v for v in self.layers if v is not None))
-        return {name: mask(visibility) for name, visibility in self.mask_of.items()}
+            return mask_for(next(v for v in self.layers if v is not None))
+        return {name: mask_for(visibility) for name, visibility in self.mask_of.items()}
 
     def forward(
-        self, model: PreTrainedModel, step: Step, cache: LookaheadCache, last_position: int | None = None
+        self, model: PreTrainedModel, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None
     ) -> torch.Tensor:
-        """One pass over ``step``; logits [T, vocabulary] on the model's device and in its dtype.
+        """One pass over a step of each sequence; logits [batch, T, vocabulary] on the model's device, in its dtype.
 
-        last_position: window tokens are not placed beyond it (`Step.positions`).
+        T is the length of the longest step; what shorter ones are padded with says nothing.
+        last: for each sequence, the position beyond which no window token is placed (`Step.positions`).
         """
-        positions = torch.from_numpy(step.positions(cache.get_seq_length(), last_position)).to(model.device)
-        inputs = {"position_ids": positions[None]} if self.takes_position_ids else {}
-        return model(
-            input_ids=torch.from_numpy(step.ids)[None].to(model.device),
-            attention_mask=self.masks(step, positions, cache, model.dtype),
-            past_key_values=cache,
-            use_cache=True,
-            **inputs,
-        ).logits[0]
+        device = device_of(model)
+        ids, positions, ancestors = pad(steps, cache.lengths, last)
+        again = len(cache.replay)
+        if again:
+            ids = np.concatenate([[cache.replay], ids], axis=1)
+            positions = np.concatenate([np.arange(cache.lengths[0] - again, cache.lengths[0])[None], positions], axis=1)
+        positions = torch.from_numpy(positions).to(device)
+        inputs = {self.cache_argument: cache, "use_cache": True}
+        if self.takes_position_ids:
+            inputs["position_ids"] = positions
+        cache.begin(ids.shape[1])
+        if len(steps) > 1 or not steps[0].is_chain:  # else the model's own causal mask is right
+            inputs["attention_mask"] = self.masks(ancestors, positions, cache, model.dtype)
+        return model(input_ids=torch.from_numpy(ids).to(device), **inputs).logits[:, again:]
+
+    def _settle(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
+        """Compute what the cache has to compute again, so that it holds all that was accepted."""
+        if cache.replay:
+            last = cache.replay.pop()
+            cache.lengths[0] -= 1
+            step = lay_out(last, GuessTree.empty())
+            self.forward(model, [step], cache)
+            cache.commit([step], [[0]])
 
 
-_inspected: WeakKeyDictionary[PreTrainedModel, tuple[str, Architecture]] = WeakKeyDictionary()
+_inspected: WeakKeyDictionary[PreTrainedModel, dict[str, Architecture]] = WeakKeyDictionary()
+_batches: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
 def inspect_model(model: PreTrainedModel) -> Architecture:
@@ -99,12 +159,27 @@ def inspect_model(model: PreTrainedModel) -> Architecture:
 
     Raises UnsupportedModelError where output identical to the model's own cannot be had.
     """
+    known = _inspected.setdefault(model, {})
     implementation = model.config._attn_implementation
-    known = _inspected.get(model)
-    if known is None or known[0] != implementation:
-        known = (implementation, _inspect(model))
-        _inspected[model] = known
-    return known[1]
+    if implementation not in known:
+        known[implementation] = _inspect(model)
+    return known[implementation]
+
+
+def can_batch(model: PreTrainedModel) -> bool:
+    """Whether sequences of several lengths can share a pass, probed once for each attention implementation."""
+    known = _batches.setdefault(model, {})
+    implementation = model.config._attn_implementation
+    if implementation not in known:
+        architecture = inspect_model(model)
+        known[implementation] = architecture.can_branch and _probe(model, architecture, sequences=2) is None
+    return known[implementation]
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where the model's inputs belong; parameters that accelerate keeps elsewhere do not tell."""
+    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    return torch.device(device) if device is not None else model.device
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -125,10 +200,24 @@ def _inspect(model: PreTrainedModel) -> Architecture:
     reason = _probe(model, chain)
     if reason is None:
         return chain
+    if architecture.has_state:
+        remedy = f"A state is kept by its layers {_state_layers(architecture)}"
+    else:
+        remedy = "Loading it with attn_implementation='sdpa' or 'eager' may help"
     raise UnsupportedModelError(
-        f"{name} cannot be decoded by lookahead: {reason} (attn_implementation={implementation!r}). "
-        "Loading it with attn_implementation='sdpa' or 'eager' may help; its own generate() still works."
+        f"{name} cannot be decoded by lookahead: {reason} (attn_implementation={implementation!r}). {remedy}; its own "
+        "generate() still works."
     )
+
+
+def _state_layers(architecture: Architecture) -> str:
+    """Indices, type and class of the layers that keep a state."""
+    types = getattr(architecture.config, "layer_types", None) or [architecture.config.model_type] * 2**10
+    kinds: dict[str, list[str]] = {}
+    for index, layer in enumerate(architecture.make_cache().layers):
+        if not isinstance(layer, InPlaceLayer):
+            kinds.setdefault(f"{types[index]}, {type(layer).__name__}", []).append(str(index))
+    return "; ".join(f"{', '.join(indices)} ({kind})" for kind, indices in kinds.items())
 
 
 def _read_config(model: PreTrainedModel) -> Architecture:
@@ -136,96 +225,140 @@ def _read_config(model: PreTrainedModel) -> Architecture:
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
-    if getattr(model, "_is_stateful", False) or not hasattr(config, "num_hidden_layers"):
-        kinds = sorted({kind for kind in types or () if not kind.endswith("attention") or "linear" in kind})
-        raise UnsupportedModelError(
-            f"{name} keeps a recurrent state ({', '.join(kinds) or config.model_type} layers): it cannot be taken back "
-            "to an accepted prefix, so no guess can be verified. Its own generate() still works."
-        )
-    chunk = getattr(config, "attention_chunk_size", None)
-    layers: list[Visibility | None] = []
+    arguments = inspect.signature(model.forward).parameters
+    cache_argument = next((argument for argument in CACHE_ARGUMENTS if argument in arguments), None)
     try:
         theirs = DynamicCache(config=config).layers
     except Exception as error:  # configurations that transformers' own cache does not know either
-        raise UnsupportedModelError(f"{name} does not say what its layers cache: {error!r}") from error
+        raise UnsupportedModelError(
+            f"{name} does not say what its layers cache: {error!r}. Its own generate() still works."
+        ) from error
+    if cache_argument is None or not theirs:
+        raise UnsupportedModelError(
+            f"{name} keeps what its {config.model_type} layers remember in a cache of its own, which cannot be "
+            "taken back to an accepted prefix, so no guess can be verified. Its own generate() still works."
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    layers: list[Visibility | None] = []
     for index, layer in enumerate(theirs):
         kind = types[index] if types else "full_attention"
-        if type(layer).__name__ == "DummyLayer":
-            layers.append(None)
-        elif type(layer) is DynamicLayer:
+        if type(layer) is DynamicLayer:
             layers.append(Visibility())
         elif type(layer) is DynamicSlidingWindowLayer:
             is_chunk = kind == "chunked_attention" or (not types and layer.sliding_window == chunk)
             layers.append(Visibility(chunk=chunk) if is_chunk else Visibility(window=layer.sliding_window))
         else:
-            raise UnsupportedModelError(
-                f"{name} has a layer that cannot be rolled back to an accepted prefix: layer {index}, {kind} "
-                f"({type(layer).__name__}). Its own generate() still works."
-            )
-    can_branch = model.config._attn_implementation in ("sdpa", "eager") and not _has_alibi(config)
+            layers.append(None)
+    has_state = any(
+        visibility is None and type(layer).__name__ != "DummyLayer"
+        for visibility, layer in zip(layers, theirs, strict=True)
+    )
     mask_of = None
     if types and len({v for v in layers if v is not None}) > 1:
         mask_of = {kind: v for kind, v in zip(types, layers, strict=False) if v is not None}
-    takes_position_ids = "position_ids" in inspect.signature(model.forward).parameters
-    return Architecture(tuple(layers), mask_of, takes_position_ids, can_branch)
+    return Architecture(
+        config,
+        tuple(layers),
+        mask_of,
+        takes_position_ids="position_ids" in arguments,
+        cache_argument=cache_argument,
+        has_state=has_state,
+        can_branch=(
+            model.config._attn_implementation in ("sdpa", "eager") and not _goes_by_columns(config) and not has_state
+        ),
+    )
 
 
-def _has_alibi(config) -> bool:
-    """Whether keys are biased by their place in the cache, which for a tree is not their position."""
+def _goes_by_columns(config) -> bool:
+    """Whether attention depends on a key's column in the cache, which for a tree is not its position.
+
+    The probe would see a bias by distance (ALiBi), but not a window that is longer than its few tokens.
+    """
     attention = getattr(config, "attn_config", None)
     return bool(
         config.model_type in ("bloom", "mpt")
         or getattr(config, "alibi", False)
         or getattr(attention, "alibi", False)
         or getattr(config, "position_embedding_type", None) == "alibi"
+        or (config.model_type == "gpt_neo" and "local" in config.attention_layers)
     )
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel, architecture: Architecture) -> str | None:
-    """Run a prompt, a step and a commit; compare each logits row with a plain pass. Returns what is wrong, or None."""
+def _probe(model: PreTrainedModel, architecture: Architecture, sequences: int = 1) -> str | None:
+    """Run prompts, three steps and their commits; compare each row of logits with a plain pass.
+
+    sequences: in the batch; their prompts and accepted paths differ in length.
+    Returns what is wrong, or None.
+    """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    tokens = np.random.default_rng(0).integers(0, vocabulary, 16).tolist()
-    prompt, root, after = tokens[:6], tokens[6], tokens[7]
-    if architecture.can_branch:
-        # The rejected sibling comes first, so that the accepted path has to be moved.
-        tree = GuessTree.of(tokens[8:11], [-1, -1, 1], Source.TEXT)
-        window = JacobiWindow(2, 3, tokens[11:])
-        window.advance(np.array(tokens[11:13]), accepted=0)
-        step, path = lay_out(root, tree, window), [0, 2, 3]
-    else:
-        step, path = lay_out(root, GuessTree.chain(tokens[8:11], Source.TEXT)), [0, 1]
-    leaves = sorted(set(range(len(step))) - set(step.parents.tolist()))
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (sequences, 20))
+    texts = [tokens[b, : 6 - 2 * b].tolist() for b in range(sequences)]
+    plans = [_first_step(line, architecture.can_branch, b) for b, line in enumerate(tokens)]
     was_training = model.training
     model.eval()
     try:
-        cache = architecture.make_cache()
-        architecture.forward(model, lay_out(prompt[0], GuessTree.chain(prompt[1:], Source.PROMPT)), cache)
-        logits = architecture.forward(model, step, cache)
-        cache.commit(path)
-        final = architecture.forward(model, lay_out(after, GuessTree.empty()), cache)
-        lines = [np.flatnonzero(step.ancestors[leaf]) for leaf in leaves]
-        cases = [([*step.ids[path], after], final)] + [(step.ids[line], logits[line]) for line in lines]
+        caches = [architecture.make_cache() for _ in range(sequences)]
+        for text, cache in zip(texts, caches, strict=True):
+            prefill = lay_out(text[0], GuessTree.chain(text[1:], Source.PROMPT))
+            logits = architecture.forward(model, [prefill], cache)
+            if not _holds_rows_of(cache, logits):
+                return "a pass leaves more or fewer positions in the cache than it has tokens"
+            cache.commit([prefill], [list(range(len(prefill)))])
+        cache = architecture.make_cache() if sequences > 1 else caches[0]
+        if sequences > 1:
+            cache.stack(caches)
+        chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Source.TEXT))  # is accepted whole
+        rounds = [plans, [(chain, [0, 1])] * sequences, [(lay_out(tokens[0, 19], GuessTree.empty()), [0])] * sequences]
         worst = noise = 0.0
-        for line, ours in cases:
-            theirs = _plain_logits(model, [*prompt, *line])
-            if theirs.isnan().any():
-                return "the logits of a plain pass are NaN"
-            worst = max(worst, _error(ours, theirs[-len(ours) :]))
-            if model.dtype in HALF_PRECISION:  # how far two plain passes of other shapes are apart
-                noise = max(noise, _error(_plain_logits(model, [*prompt, *line, after])[:-1], theirs))
+        for plan in rounds:
+            steps, paths = [step for step, _ in plan], [path for _, path in plan]
+            logits = architecture.forward(model, steps, cache)
+            for b, (step, path) in enumerate(plan):
+                for leaf in set(range(len(step))) - set(step.parents.tolist()):
+                    line = np.flatnonzero(step.ancestors[leaf])
+                    theirs = _plain_logits(model, architecture, [*texts[b], *step.ids[line]])
+                    if theirs.isnan().any():
+                        return "the logits of a plain pass are NaN"
+                    worst = max(worst, _error(logits[b, line], theirs[-len(line) :]))
+                    longer = _plain_logits(model, architecture, [*texts[b], *step.ids[line], 0])[:-1]
+                    noise = max(noise, _error(longer, theirs))
+                texts[b] += step.ids[path].tolist()
+            cache.commit(steps, paths)
+    except (torch.OutOfMemoryError, MemoryError):  # says nothing of the model
+        raise
     except Exception as error:  # whatever a model raises at a mask or cache that it was not written for
         return f"a step with {'branches' if architecture.can_branch else 'several tokens'} failed with {error!r}"
     finally:
         model.train(was_training)
-    if worst <= max(HALF_PRECISION.get(model.dtype, 1e-4), 4 * noise):
+    if worst <= max(ROUNDING.get(model.dtype, FULL_PRECISION_ROUNDING), 4 * noise):
         return None
     what = "custom masks, position_ids or cache are" if architecture.can_branch else "the cache is"
     return f"{what} not honoured, its logits differ from a plain pass by {worst:.1e} of their spread"
 
 
-def _plain_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+def _holds_rows_of(cache: LookaheadCache, logits: torch.Tensor) -> bool:
+    """Whether the last pass put a column into every layer for each row of its logits [batch, T, vocabulary]."""
+    layers = [layer for layer in cache.layers if isinstance(layer, InPlaceLayer) and layer.is_initialized]
+    return all(layer.columns - layer.base == logits.shape[1] for layer in layers)
+
+
+def _first_step(tokens: np.ndarray, can_branch: bool, b: int) -> tuple[Step, list[int]]:
+    """The probe's first step for sequence ``b`` and its accepted path."""
+    if not can_branch:
+        return lay_out(tokens[6], GuessTree.chain(tokens[8:11], Source.TEXT)), [0, 1]
+    # The rejected sibling comes first, so that the accepted path has to be moved.
+    tree = GuessTree.of(tokens[8:11].tolist(), [-1, -1, 1], Source.TEXT)
+    window = JacobiWindow(2, 3, tokens[11:].tolist())
+    window.advance(tokens[11:13], accepted=0)
+    return (lay_out(tokens[6], tree, window), [0, 2, 3]) if b == 0 else (lay_out(tokens[6], tree), [0])
+
+
+def _plain_logits(model: PreTrainedModel, architecture: Architecture, ids: list[int]) -> torch.Tensor:
+    inputs = {"input_ids": torch.tensor([ids], device=device_of(model))}
+    if architecture.takes_position_ids:  # as generate() does; some would count from their padding token otherwise
+        inputs["position_ids"] = torch.arange(len(ids), device=device_of(model))[None]
+    return model(**inputs, use_cache=False).logits[0]
 
 
 def _error(logits: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,30 +1,27 @@
 """The decoding loop: guess, lay out, run, verify, commit, learn, advance."""
 
-import inspect
 import time
-import warnings
 from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.cache_utils import Cache
+from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from lookahead.architecture import Architecture, context_length, inspect_model
 from lookahead.cache import LookaheadCache
 from lookahead.config import LookaheadConfig
+from lookahead.plain import warn_plain, why_plain
+from lookahead.prefill import Prompt, cache_passed_in, compute, positions_in, prefill, prompts_of
 from lookahead.stats import Stats
 from lookahead.strategies import JacobiStrategy, PoolStrategy
-from lookahead.verify import NextTokenRule, walk
+from lookahead.verify import BY_SEQUENCE, NextTokenRule, for_sequence, walk
 from ngram_pool import NgramPool
 
 GREEDY_TEMPERATURE = 0.5  # at which logits are learned where the next token is their argmax
 ROOM = 4096  # positions beyond the prompt that a cache makes room for at once
-
-# What generate() hands to its loop that this one replaces or has no use for; anything else is meant for the model.
-KNOWN_ARGUMENTS = {
-    "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", "tokenizer",
-}  # fmt: skip
+MOST_REPLAYED = 8  # tokens computed again in a step; beyond, a step without guesses, which is accepted whole, ends it
 
 
 @dataclass
@@ -57,9 +54,15 @@ def decode(
     pool: evidence to use and to add to; a fresh one if not given.
     transformers passes neither a streamer nor a tokenizer (for stop strings) to a custom_generate; `wrap` has both.
 
-    Returns what generate() would: int64 [1, n], or a GenerateDecoderOnlyOutput.
-    Raises UnsupportedModelError for a model that cannot be decoded so.
+    Returns what generate() would: int64 [sequences, n], or a GenerateDecoderOnlyOutput.
+    Raises UnsupportedModelError for a model that cannot be decoded so; ValueError for beam search, which generate()
+    does not do where a custom_generate is given.
     """
+    if generation_config.num_beams > 1:
+        raise ValueError(
+            f"custom_generate=lookahead.decode does not search with beams (num_beams={generation_config.num_beams}): "
+            "call generate() without it"
+        )
     config = lookahead_config or LookaheadConfig()
     engine = Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb))
     return run(
@@ -83,35 +86,72 @@ def run(
     """Decode by lookahead, or by ``plain``, the model's own method of the same signature, with one warning why."""
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token_id")
-    reason = _why_plain(model, input_ids, generation_config, synced_gpus, model_kwargs)
+    reason = why_plain(model, input_ids, generation_config, synced_gpus, model_kwargs)
     if reason is not None:
         warn_plain(reason)
         return plain(
             model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
             **model_kwargs,
         )  # fmt: skip
-    returns_dict = generation_config.return_dict_in_generate
-    rule = NextTokenRule(
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        do_sample=generation_config.do_sample,
-        keep_scores=returns_dict and generation_config.output_scores,
-        keep_logits=returns_dict and generation_config.output_logits,
-        streamer=streamer,
-    )
-    mask = model_kwargs.get("attention_mask")
-    prompt = input_ids[0] if mask is None else input_ids[0, mask[0].bool()]  # padding is nothing to the model
-    engine.last = stats = Stats(calls=1)
+    wants_dict = generation_config.return_dict_in_generate
+    keep = wants_dict and generation_config.output_scores, wants_dict and generation_config.output_logits
+    rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, *keep, streamer)
+    prompts = prompts_of(input_ids, generation_config, model_kwargs)
+    theirs = cache_passed_in(model_kwargs)
+    engine.last = stats = Stats(calls=1, sequences=len(input_ids))
     try:
-        cache = _decode(model, engine, prompt.tolist(), rule, stats, generation_config)
+        _decode(model, engine, prompts, rules, stats, generation_config, theirs)
     finally:
         engine.stats += stats
     if streamer is not None:
         streamer.end()
-    if not returns_dict:
-        return rule.ids
-    return GenerateDecoderOnlyOutput(sequences=rule.ids, scores=rule.scores, logits=rule.logits, past_key_values=cache)
+    ids = _pad([rule.ids for rule in rules], generation_config)
+    if not wants_dict:
+        return ids
+    scores, logits = rules[0].scores, rules[0].logits  # where they are asked for, one rule emits all sequences
+    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits, past_key_values=theirs)
+
+
+def _rules(
+    ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    generation: GenerationConfig,
+    keep_scores: bool,
+    keep_logits: bool,
+    streamer,
+) -> list[NextTokenRule]:
+    """One rule for each sequence, which then goes at its own pace; or one for all of them, which then go in step.
+
+    In step, as plain decoding goes, is what callbacks need that may look at the whole batch at once.
+    """
+    pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    at_own_pace = (
+        len(ids) > 1
+        and not (keep_scores or keep_logits or streamer is not None)
+        and all(type(callback) in BY_SEQUENCE for callback in (*processors, *criteria))
+        and (pads or all(type(criterion) is MaxLengthCriteria for criterion in criteria))
+    )
+    settings = {
+        "do_sample": generation.do_sample,
+        "pad_token": int(generation._pad_token_tensor) if pads else None,
+        "keep_scores": keep_scores,
+        "keep_logits": keep_logits,
+        "streamer": streamer,
+    }
+    if not at_own_pace:
+        return [NextTokenRule(ids, processors, criteria, **settings)]
+    own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
+    return [NextTokenRule(ids[b : b + 1], own[b], criteria, **settings) for b in range(len(ids))]
+
+
+def _pad(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tensor:
+    """Ids of all sequences, [sequences, longest]; those that ended early are padded, as plain decoding does."""
+    longest = max(group.shape[1] for group in ids)
+    if all(group.shape[1] == longest for group in ids):
+        return torch.cat(ids)
+    pad = int(generation._pad_token_tensor)
+    return torch.cat([torch.nn.functional.pad(group, (0, longest - group.shape[1]), value=pad) for group in ids])
 
 
 def _strategy(
@@ -126,116 +166,90 @@ def _strategy(
             "learned with another vocabulary; give one that was learned with this model's tokenizer"
         )
     temperature = (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
-    return PoolStrategy(engine.config, engine.pool, temperature, architecture.can_branch)
+    return PoolStrategy(engine.config, engine.pool, temperature, architecture)
 
 
-def _decode(model, engine: Lookahead, text: list[int], rule: NextTokenRule, stats: Stats, generation: GenerationConfig):
-    """The loop. ``text`` holds the prompt and grows by what is emitted; its last token is the root of each step.
+def _decode(
+    model: PreTrainedModel,
+    engine: Lookahead,
+    prompts: list[Prompt],
+    rules: list[NextTokenRule],
+    stats: Stats,
+    generation: GenerationConfig,
+    theirs: Cache | None,
+) -> None:
+    """The loop. The last token of a text is the root of its next step.
 
-    Returns the cache, which holds all of the text but its last token, as plain decoding leaves it.
+    rules: one for each sequence, or one for all.
+    theirs: the cache that was passed in. Where it outlives the call, it holds all of the text but the last token in the
+    end, as plain decoding leaves it; if the call fails, what it held before.
     """
     architecture = inspect_model(model)
     strategy = _strategy(model, engine, architecture, generation)
-    end = generation.max_length - rule.ids.shape[1] + len(text)  # length at which max_length is reached
-    last_position = min(end - 2, context_length(model) - 1)  # of what plain decoding would ever compute
-    cache = architecture.make_cache(min(end, len(text) + ROOM) + engine.config.largest_step)
+    outlives = theirs is not None and (generation.return_dict_in_generate or getattr(theirs, "_is_user_defined", False))
+    width = rules[0].ids.shape[1]
+    new_tokens = generation.max_length - width
+    room = min(new_tokens, ROOM) + engine.config.largest_step
+    held = positions_in(theirs)
+    taken_over = architecture.take_over(theirs) if held else None
+    try:
+        start = time.perf_counter()
+        cache, logits = prefill(model, architecture, prompts, taken_over, room, generation.prefill_chunk_size, strategy)
+        begins = list(cache.lengths)
+        # Plain decoding computes no positions beyond these.
+        last = [min(begin + new_tokens - 2, context_length(model) - 1) for begin in begins]
+        texts = [prompt.text for prompt in prompts]
+        strategy.start(texts)
+        rows = logits.split(len(rules[0].live))
+        first = [token for rule, row in zip(rules, rows, strict=True) for token in rule.emit(row)]
+        for text, token in zip(texts, first, strict=True):
+            text.append(token)
+        stats.tokens += len(first)
+        stats.prefill_seconds += time.perf_counter() - start
 
-    start = time.perf_counter()
-    logits = _prefill(model, architecture, text, cache, generation.prefill_chunk_size, strategy.prefill_logits)
-    strategy.start(text, logits)
-    text.append(rule.emit(logits[-1]))
-    stats.tokens += 1
-    stats.prefill_seconds += time.perf_counter() - start
-
-    while not rule.stopped:
-        longest = max(last_position - cache.get_seq_length(), 0)
-        stats.steps += 1
-        with stats.time("guess"):
-            step, tree = strategy.guess(text, longest)
-        with stats.time("forward"):
-            logits = architecture.forward(model, step, cache, last_position)
-        with stats.time("verify"):
-            path, emitted = walk(step, logits, rule)
-        with stats.time("commit"):
-            cache.commit(path)
-        with stats.time("learn"):
-            strategy.learn(text, step, logits, path, emitted)
-        text += emitted
-        stats.count(step, tree, path)
-    return cache
-
-
-def _prefill(
-    model, architecture: Architecture, text: list[int], cache: LookaheadCache, chunk_size: int | None, keep: int
-) -> torch.Tensor:
-    """Fill the cache with the prompt; logits [k, vocabulary] of its last positions, at most ``keep``."""
-    context = context_length(model)
-    if len(text) > context:
-        warnings.warn(f"the prompt has {len(text)} tokens, the model was made for {context}", stacklevel=2)
-    ids = torch.tensor([text], device=model.device)
-    limits = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    for chunk in ids.split(chunk_size or len(text), dim=1):
-        begin = cache.get_seq_length()
-        inputs = {"input_ids": chunk, "past_key_values": cache, "use_cache": True, **limits}
-        if architecture.takes_position_ids:
-            inputs["position_ids"] = torch.arange(begin, begin + chunk.shape[1], device=model.device)[None]
-        try:
-            logits = model(**inputs).logits[0, -keep:]
-        except IndexError as error:  # a table of learned positions is at its end
-            if len(text) <= context:
-                raise
-            raise ValueError(
-                f"the prompt has {len(text)} tokens, the model's context is {context}: shorten it"
-            ) from error
-    return logits
-
-
-_warned: set[str] = set()
-
-
-def warn_plain(reason: str) -> None:
-    """Warn, once for each reason, that the model's own decoding takes over."""
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(f"lookahead does not decode {reason}: the model's own decoding does.", stacklevel=2)
-
-
-def _why_plain(model, input_ids, generation: GenerationConfig, synced_gpus: bool, model_kwargs: dict) -> str | None:
-    """What about this call lookahead does not cover, or None."""
-    if model.config.is_encoder_decoder:
-        return "encoder-decoder models"
-    if input_ids.shape[0] != 1:
-        return "batches of more than one sequence"
-    if synced_gpus:
-        return "with synced_gpus"
-    if generation.cache_implementation not in (None, "dynamic"):
-        return f"with cache_implementation={generation.cache_implementation!r}"
-    if generation.return_dict_in_generate and (generation.output_attentions or generation.output_hidden_states):
-        return "with output_attentions or output_hidden_states"
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        return "on past_key_values that are passed in"
-    for name, value in model_kwargs.items():
-        if name not in KNOWN_ARGUMENTS and value is not None and value is not False:
-            return f"with the model input {name}"
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is not None and (mask.ndim != 2 or mask.shape != input_ids.shape or not mask[0, -1]):
-        return "with an attention_mask that hides the last token or is not of the prompt's shape"
-    if positions is not None:
-        seen = torch.ones_like(input_ids) if mask is None else mask.long()
-        usual = (seen.cumsum(-1) - 1).to(positions.device)
-        if positions.shape != usual.shape or not (positions == usual)[seen.bool().to(positions.device)].all():
-            return "with position_ids other than the usual"
-    if _switches_rope(model, input_ids.shape[1], generation.max_length):
-        return "across the length at which the model's rotary embedding changes"
-    return None
-
-
-def _switches_rope(model, prompt_length: int, max_length: int) -> bool:
-    """Whether a longrope model goes from its short to its long factors on the way; a step may not straddle that."""
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return False
-    switch = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    return switch is not None and prompt_length <= switch < max_length
+        active = list(range(len(texts)))  # sequences that cache and strategy hold
+        ended: dict[int, LookaheadCache] = {}
+        spoiled = False
+        while live := [number + sequence for number, rule in enumerate(rules) for sequence in rule.live]:
+            if live != active:
+                kept = [active.index(sequence) for sequence in live]
+                if outlives:
+                    ended |= {b: cache.sequence(i) for i, b in enumerate(active) if b not in live}
+                cache.select(kept)
+                strategy.select(kept)
+                active = live
+            contexts = [texts[b] for b in live]
+            longest = [max(last[b] - length, 0) for b, length in zip(live, cache.lengths, strict=True)]
+            if spoiled or len(cache.replay) > MOST_REPLAYED:
+                longest = [0] * len(live)
+            stats.steps += 1
+            with stats.time("guess"):
+                steps, trees = zip(*strategy.guess(contexts, longest), strict=True)
+            with stats.time("forward"):
+                logits = architecture.forward(model, steps, cache, [last[b] for b in live])
+            # A guess that overflows spoils rows that do not see it, too, for 0 x NaN is NaN: again, without guesses.
+            spoiled = not spoiled and logits.shape[1] > 1 and bool(logits.amax().isnan())
+            if spoiled:
+                cache.commit(steps, [[] for _ in steps])
+                continue
+            with stats.time("verify"):
+                paths, emitted = walk(steps, logits, rules)
+            with stats.time("commit"):
+                cache.commit(steps, paths)
+            with stats.time("learn"):
+                strategy.learn(contexts, steps, logits, paths, emitted)
+            for text, tokens, step, tree, path in zip(contexts, emitted, steps, trees, paths, strict=True):
+                text += tokens
+                stats.count(step, tree, path)
+        if outlives:
+            ended |= {b: cache.sequence(i) for i, b in enumerate(active)}
+            ids = _pad([rule.ids for rule in rules], generation)
+            for b, one in ended.items():  # those that ended early lack their end and the padding behind it
+                missing = ids.shape[1] - width - 1 - (one.lengths[0] - begins[b])
+                if missing:
+                    compute(model, architecture, {"input_ids": ids[b : b + 1, -1 - missing : -1]}, one, None, 1)
+            architecture.hand_over(model, [ended[b] for b in range(len(texts))], [p.padding for p in prompts], theirs)
+    except BaseException:
+        if taken_over is not None:
+            taken_over.rewind(held)
+        raise

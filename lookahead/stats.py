@@ -21,10 +21,14 @@ class Stats:
 
     calls: int = 0
     """Calls decoded by lookahead."""
+    sequences: int = 0
+    """Sequences decoded: one a call, or as many as its batch holds."""
     steps: int = 0
     """Forward passes after the prefill."""
+    sequence_steps: int = 0
+    """The same, where a pass counts once for each sequence that it brings on."""
     tokens: int = 0
-    """Tokens emitted, the one that each call's prefill yields included."""
+    """Tokens emitted, the one that each sequence's prefill yields included."""
     guesses: int = 0
     """Guessed tokens verified."""
     window_tokens: int = 0
@@ -43,13 +47,13 @@ class Stats:
 
     @property
     def tokens_per_step(self) -> float:
-        """tau: tokens that a step emits on average; 1 is plain decoding."""
-        return (self.tokens - self.calls) / self.steps if self.steps else 0.0
+        """tau: tokens that a step emits for a sequence on average; 1 is plain decoding."""
+        return (self.tokens - self.sequences) / self.sequence_steps if self.sequence_steps else 0.0
 
     @property
     def draft_length(self) -> float:
-        """gamma: guesses verified in a step, on average."""
-        return self.guesses / self.steps if self.steps else 0.0
+        """gamma: guesses verified in a step for a sequence, on average."""
+        return self.guesses / self.sequence_steps if self.sequence_steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -84,8 +88,9 @@ class Stats:
             self.seconds[stage] += time.perf_counter() - start
 
     def count(self, step: Step, tree: GuessTree, path: list[int]) -> None:
-        """Count one step, whose ``path`` (rows of the step, from the root's 0 on) emitted a token a row."""
+        """Count one sequence's step, whose ``path`` (its rows, from the root's 0 on) emitted a token a row."""
         accepted = np.array(path[1:], np.int64) - 1
+        self.sequence_steps += 1
         self.tokens += len(path)
         self.guesses += step.guesses
         self.window_tokens += len(step) - 1 - step.guesses
@@ -109,7 +114,9 @@ class Stats:
         """Everything as plain values, for JSON."""
         return {
             "calls": self.calls,
+            "sequences": self.sequences,
             "steps": self.steps,
+            "sequence_steps": self.sequence_steps,
             "tokens": self.tokens,
             "tokens_per_step": self.tokens_per_step,
             "draft_length": self.draft_length,

@@ -26,11 +26,12 @@ class Visibility:
     """A query at position p sees keys at positions p // chunk * chunk and later."""
 
     def hides(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-        """Bool [queries, keys] from two vectors of positions, or None where nothing is hidden."""
+        """Bool [batch, queries, keys] from positions [batch, queries] and [batch, keys], or None: nothing is hidden."""
+        queries, keys = queries[:, :, None], keys[:, None, :]
         if self.window is not None:
-            return queries[:, None] - keys[None, :] >= self.window
+            return queries - keys >= self.window
         if self.chunk is not None:
-            return queries[:, None] // self.chunk != keys[None, :] // self.chunk
+            return queries // self.chunk != keys // self.chunk
         return None
 
 
@@ -71,22 +72,6 @@ class Step:
         positions = length + self.depths
         return positions if last is None else np.minimum(positions, max(last, length))
 
-    def mask(self, positions: torch.Tensor, length: int, seen: int, visibility: Visibility, dtype) -> torch.Tensor:
-        """Additive mask [1, 1, T, seen + T]: 0 where a token is seen, the dtype's minimum elsewhere.
-
-        positions: int64 [T] on the model's device. length: committed positions, of which the layer's cache shows the
-        last ``seen``.
-        """
-        device = positions.device
-        hidden = torch.from_numpy(~self.ancestors).to(device)
-        hidden = torch.nn.functional.pad(hidden, (seen, 0))
-        keys = torch.cat([torch.arange(length - seen, length, device=device), positions])
-        out_of_sight = visibility.hides(positions, keys)
-        if out_of_sight is not None:
-            hidden = hidden | out_of_sight
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
-
     def contexts(self, text: list[int], length: int) -> np.ndarray:
         """Int64 [1 + guesses, length]: the last tokens up to the root and up to each guess; -1 where there is none.
 
@@ -117,6 +102,44 @@ def lay_out(root: int, tree: GuessTree, window: JacobiWindow | None = None) -> S
         ancestors[n:, n:] = w_ancestors
         ancestors[n:, 0] = True
     return Step(ids, parents, depths, ancestors, len(tree))
+
+
+def pad(steps: list[Step], lengths: list[int], last: list[int] | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids and positions [batch, T] and ancestors [batch, T, T] of the steps of a batch, T being the longest one's.
+
+    lengths, last: for each sequence, as `Step.positions` takes them. What fills up a shorter step is a copy of its root
+    that no other token sees.
+    """
+    shape = len(steps), max(len(step) for step in steps)
+    ids, positions = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    ancestors = np.zeros((*shape, shape[1]), bool)
+    ancestors[:] = np.eye(shape[1], dtype=bool)
+    for b, step in enumerate(steps):
+        t = len(step)
+        ids[b, :t], ids[b, t:] = step.ids, step.ids[0]
+        positions[b, :t], positions[b, t:] = step.positions(lengths[b], last[b] if last else None), lengths[b]
+        ancestors[b, :t, :t] = step.ancestors
+    return ids, positions, ancestors
+
+
+def mask(
+    ancestors: torch.Tensor, positions: torch.Tensor, cached: np.ndarray, visibility: Visibility, dtype: torch.dtype
+) -> torch.Tensor:
+    """Additive mask [batch, 1, T, seen + T]: 0 where a token is seen, the dtype's minimum elsewhere.
+
+    ancestors: bool [batch, T, T] and positions: int64 [batch, T], of the tokens of a step, on the model's device.
+    cached: int64 [batch or 1, seen], position of each column that the layer's cache shows, -1 where it holds nothing.
+    """
+    device = positions.device
+    hidden = torch.nn.functional.pad(~ancestors, (cached.shape[1], 0))
+    gaps = cached < 0
+    if gaps.any():
+        hidden[:, :, : cached.shape[1]] |= torch.from_numpy(gaps).to(device)[:, None]
+    keys = torch.cat([torch.from_numpy(cached).to(device).expand(len(positions), -1), positions], dim=1)
+    out_of_sight = visibility.hides(positions, keys)
+    if out_of_sight is not None:
+        hidden = hidden | out_of_sight
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
 
 
 @lru_cache(maxsize=64)

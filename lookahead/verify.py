@@ -1,16 +1,58 @@
 """Verification: walk the guess tree by the rule that `generate` itself uses for the next token."""
 
+import copy
+from collections.abc import Sequence
+
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, generation
+from transformers.generation import stopping_criteria
 
 from lookahead.step import Step
 
+# Callbacks that treat each sequence of a batch by itself, whichever place in it and whatever others it has.
+BY_SEQUENCE = {
+    generation.EpsilonLogitsWarper,
+    generation.EtaLogitsWarper,
+    generation.ExponentialDecayLengthPenalty,
+    generation.ForcedBOSTokenLogitsProcessor,
+    generation.ForcedEOSTokenLogitsProcessor,
+    generation.InfNanRemoveLogitsProcessor,
+    generation.LogitNormalization,
+    generation.MinLengthLogitsProcessor,
+    generation.MinNewTokensLengthLogitsProcessor,
+    generation.MinPLogitsWarper,
+    generation.NoBadWordsLogitsProcessor,
+    generation.NoRepeatNGramLogitsProcessor,
+    generation.RepetitionPenaltyLogitsProcessor,
+    generation.SequenceBiasLogitsProcessor,
+    generation.SuppressTokensAtBeginLogitsProcessor,
+    generation.SuppressTokensLogitsProcessor,
+    generation.TemperatureLogitsWarper,
+    generation.TopKLogitsWarper,
+    generation.TopPLogitsWarper,
+    generation.TypicalLogitsWarper,
+    generation.WatermarkLogitsProcessor,
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+}
+
+
+def for_sequence(processor: LogitsProcessor, b: int) -> LogitsProcessor:
+    """What a processor that treats each sequence by itself does to sequence ``b`` of the batch, alone."""
+    ignored = getattr(processor, "prompt_ignore_length", None)  # of a repetition penalty: the padding of each sequence
+    if isinstance(ignored, torch.Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = ignored[b : b + 1]
+    return processor
+
 
 class NextTokenRule:
-    """Chooses tokens one by one as `GenerationMixin._sample` does for a batch of one, and says when to stop.
+    """Chooses tokens as `GenerationMixin._sample` does, one for each of its sequences at a time, and says when to stop.
 
     The processors, the random generator, the stopping criteria and the streamer see every emitted token once, in
-    order, on the true prefix: exactly what plain decoding shows them.
+    order, on the true prefix: exactly what plain decoding of the same sequences shows them.
     """
 
     def __init__(
@@ -19,26 +61,37 @@ class NextTokenRule:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         do_sample: bool,
+        pad_token: int | None = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
         streamer=None,
     ):
-        """ids: int64 [1, n], the prompt."""
+        """ids: int64 [sequences, n], the prompts.
+
+        pad_token: what sequences that have ended go on with until the others have; None where plain decoding does not
+        pad, that is without an end-of-sequence criterion: then they go on with tokens of their own.
+        """
         self.ids = ids
-        self.stopped = False
         self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None
         self.logits: tuple[torch.Tensor, ...] | None = () if keep_logits else None
+        self._unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        self.live = list(range(len(ids)))
+        """Sequences that want tokens still."""
         self._processors = processors
         self._criteria = criteria
         self._do_sample = do_sample
+        self._pad_token = pad_token
         self._streamer = streamer
 
-    def emit(self, logits: torch.Tensor) -> int:
-        """Choose, record and stream the next token, given the model's logits [vocabulary] after `ids`.
+    def emit(self, logits: torch.Tensor) -> list[int]:
+        """Choose, record and stream the next token of every live sequence, in their order.
 
+        logits: the model's, after `ids`, [live, vocabulary].
         Raises FloatingPointError if the logits leave no choice.
         """
-        raw = logits[None].to(copy=True, dtype=torch.float32, device=self.ids.device)
+        raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
+        if len(self.live) < len(self.ids):  # what has ended is padded, whatever it would say
+            raw = raw.new_zeros(len(self.ids), raw.shape[1]).index_copy_(0, raw.new_tensor(self.live).long(), raw)
         scores = raw
         for processor in self._processors:  # as LogitsProcessorList does, less its inspection of every signature
             scores = processor(self.ids, scores)
@@ -48,18 +101,25 @@ class NextTokenRule:
             self.logits += (raw,)
         if self._do_sample:
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            if probabilities[0, 0].isnan():  # one NaN, or nothing but -inf, makes all of them NaN
+            if probabilities[:, 0].isnan().any():  # one NaN in a row, or nothing but -inf, makes all of it NaN
                 raise FloatingPointError(self._no_choice())
             chosen = torch.multinomial(probabilities, num_samples=1).squeeze(1)
         else:
             chosen = torch.argmax(scores, dim=-1)
-            if scores[0, chosen[0]].isnan():  # argmax ranks NaN highest
+            if scores.gather(1, chosen[:, None]).isnan().any():  # argmax ranks NaN highest
                 raise FloatingPointError(self._no_choice())
+        if len(self.live) < len(self.ids):
+            chosen = chosen.where(self._unfinished, self._pad_token)
         self.ids = torch.cat([self.ids, chosen[:, None]], dim=-1)
-        self.stopped = bool(self._criteria(self.ids, self.scores).all())
+        emitted = chosen.tolist()
+        emitted = [emitted[sequence] for sequence in self.live]
+        self._unfinished = self._unfinished & ~self._criteria(self.ids, self.scores)
+        unfinished = self._unfinished.tolist()
+        if self._pad_token is not None or not any(unfinished):
+            self.live = [sequence for sequence in self.live if unfinished[sequence]]
         if self._streamer is not None:
             self._streamer.put(chosen.cpu())
-        return chosen.item()
+        return emitted
 
     def _no_choice(self) -> str:
         return (
@@ -68,20 +128,34 @@ class NextTokenRule:
         )
 
 
-def walk(step: Step, logits: torch.Tensor, rule: NextTokenRule) -> tuple[list[int], list[int]]:
-    """Emit tokens from the root on for as long as the tree guessed them, plus the one that it did not.
+def walk(
+    steps: Sequence[Step], logits: torch.Tensor, rules: Sequence[NextTokenRule]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Emit tokens from the roots on for as long as the trees guessed them, plus those that they did not.
 
-    logits: [T, vocabulary]. A guess is a point distribution, so drawing a token by the ordinary rule and looking for
-    it in the tree accepts it with the probability that rejection sampling would (Leviathan et al. 2023, arXiv
-    2211.17192, section 2.3).
-    Returns the path (rows to commit, from the root's 0 on) and the emitted tokens, as many as the path has rows.
+    steps, logits: [live, T, vocabulary], of all live sequences, rule by rule.
+    A guess is a point distribution, so drawing a token by the ordinary rule and looking for it in the tree accepts it
+    with the probability that rejection sampling would (Leviathan et al. 2023, arXiv 2211.17192, section 2.3).
+    Returns for each sequence the path (rows to commit, from the root's 0 on) and the emitted tokens, as many as the
+    path has rows.
     """
-    children = step.children()
-    path, tokens = [0], []
-    while True:
-        token = rule.emit(logits[path[-1]])
-        tokens.append(token)
-        row = children.get((path[-1], token))
-        if rule.stopped or row is None:
-            return path, tokens
-        path.append(row)
+    children = [step.children() for step in steps]
+    paths: list[list[int]] = [[0] for _ in steps]
+    tokens: list[list[int]] = [[] for _ in steps]
+    begin = 0
+    for rule in rules:
+        index = {sequence: begin + i for i, sequence in enumerate(rule.live)}
+        begin += len(index)
+        rows: list[int | None] = list(index)
+        while rows and None not in rows:
+            at = [index[sequence] for sequence in rule.live]
+            row = paths[at[0]][-1]  # the usual case of one sequence is spared an index
+            here = logits[at[0], row : row + 1] if len(at) == 1 else logits[at, [paths[i][-1] for i in at]]
+            for i, token in zip(at, rule.emit(here), strict=True):
+                tokens[i].append(token)
+            at = [index[sequence] for sequence in rule.live]
+            rows = [children[i].get((paths[i][-1], tokens[i][-1])) for i in at]
+            if None not in rows:
+                for i, row in zip(at, rows, strict=True):
+                    paths[i].append(row)
+    return paths, tokens

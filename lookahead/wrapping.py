@@ -21,6 +21,10 @@ class LookaheadMixin:
     def _sample(self, *args, **kwargs):
         return decoding.run(self.lookahead, super()._sample.__func__, self, *args, **kwargs)
 
+    def __reduce_ex__(self, protocol):
+        _, (cls, *arguments), *rest = super().__reduce_ex__(protocol)
+        return _new_wrapped, (cls.__mro__[2], *arguments), *rest  # no module knows a wrapped class by its name
+
     def _beam_search(self, *args, **kwargs):
         warn_plain("beam search")
         return super()._beam_search(*args, **kwargs)
@@ -37,14 +41,21 @@ def _wrapped_class(cls: type) -> type:
     return type(cls.__name__, (LookaheadMixin, cls), names)
 
 
+def _new_wrapped(cls: type) -> "LookaheadMixin":
+    """An empty instance for pickle to fill."""
+    wrapped = _wrapped_class(cls)
+    return wrapped.__new__(wrapped)
+
+
 def wrap(
     model: PreTrainedModel, config: LookaheadConfig | None = None, pool: NgramPool | None = None
 ) -> PreTrainedModel:
     """Make ``model.generate`` decode by lookahead, with the same signature and the same result; returns ``model``.
 
     A few tokens are run through the model to see that it can be decoded so. Modes that lookahead does not cover (beam
-    search, batches, an assistant model, an encoder-decoder) are decoded by the model itself, with one warning.
+    search, an assistant model, an encoder-decoder) are decoded by the model itself, with one warning.
     Wrapping a wrapped model changes nothing, unless a new ``config`` or ``pool`` is given, which then replaces the old.
+    Of a PEFT model, the base model is wrapped.
 
     config: settings; the defaults if not given.
     pool: evidence to use and to add to, for the life of the wrap; a fresh one if not given.
@@ -52,6 +63,9 @@ def wrap(
     Raises TypeError if ``model`` cannot generate; UnsupportedModelError, which names the layer, if lookahead could not
     give the model's own text.
     """
+    if hasattr(model, "get_base_model"):
+        wrap(model.get_base_model(), config, pool)
+        return model
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise TypeError(
             f"lookahead.wrap takes a Hugging Face model with generate(), such as AutoModelForCausalLM loads, not "
@@ -73,6 +87,8 @@ def wrap(
 
 def unwrap(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `wrap`; a model that is not wrapped is returned as it is."""
+    if hasattr(model, "get_base_model"):
+        unwrap(model.get_base_model())
     if isinstance(model, LookaheadMixin):
         model.__class__ = type(model).__mro__[2]
         del model.lookahead

@@ -1,6 +1,7 @@
 """The checks must be able to fail: each defect below is planted, and the comparison with generate() has to see it."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,30 +10,42 @@ from test_lossless import check_identical, random_prompt
 from zoo import tiny_model
 
 from lookahead import LookaheadConfig, UnsupportedModelError, architecture, decoding, verify
-from lookahead.cache import InPlaceLayer, SlidingLayer
+from lookahead.architecture import Architecture
+from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.step import Step, Visibility
 from lookahead.verify import NextTokenRule
 
 
 def everyone_sees_everyone(monkeypatch):
-    original = Step.mask
-
-    def mask(self, positions, length, seen, visibility, dtype):
-        return torch.zeros_like(original(self, positions, length, seen, visibility, dtype))
-
-    monkeypatch.setattr(Step, "mask", mask)
+    original = architecture.mask
+    monkeypatch.setattr(architecture, "mask", lambda *args: torch.zeros_like(original(*args)))
 
 
 def siblings_see_each_other(monkeypatch):
-    original = Step.mask
+    original = architecture.mask
 
-    def mask(self, positions, length, seen, visibility, dtype):
-        right = original(self, positions, length, seen, visibility, dtype)
-        causal = torch.ones(len(self), len(self)).tril().bool()
-        right[..., seen:][..., causal] = 0
-        return right
+    def mask(ancestors, *args):
+        return original(torch.ones_like(ancestors).tril(), *args)
 
-    monkeypatch.setattr(Step, "mask", mask)
+    monkeypatch.setattr(architecture, "mask", mask)
+
+
+def gaps_are_seen(monkeypatch):
+    original = architecture.mask
+
+    def mask(ancestors, positions, cached, *args):
+        return original(ancestors, positions, np.maximum(cached, 0), *args)
+
+    monkeypatch.setattr(architecture, "mask", mask)
+
+
+def sequences_swapped(monkeypatch):
+    original = Architecture.masks
+
+    def masks(self, ancestors, *args):
+        return original(self, ancestors[::-1].copy(), *args)
+
+    monkeypatch.setattr(Architecture, "masks", masks)
 
 
 def sliding_window_too_wide(monkeypatch):
@@ -45,14 +58,14 @@ def sliding_window_too_wide(monkeypatch):
 
 
 def prefix_hidden(monkeypatch):
-    original = Step.mask
+    original = architecture.mask
 
-    def mask(self, positions, length, seen, visibility, dtype):
-        wrong = original(self, positions, length, seen, visibility, dtype)
-        wrong[..., : seen // 2] = torch.finfo(dtype).min
-        return wrong
+    def mask(ancestors, positions, cached, *args):
+        cached = cached.copy()
+        cached[:, : cached.shape[1] // 2] = -1
+        return original(ancestors, positions, cached, *args)
 
-    monkeypatch.setattr(Step, "mask", mask)
+    monkeypatch.setattr(architecture, "mask", mask)
 
 
 def positions_by_row(monkeypatch):
@@ -64,8 +77,10 @@ def positions_late_by_one(monkeypatch):
 
 
 def commit_keeps_the_first_rows(monkeypatch):
-    def commit(self, path):
-        self.length = self.base + len(path)
+    original = InPlaceLayer.commit
+
+    def commit(self, accepted):
+        original(self, replace(accepted, rows=accepted.places))
 
     monkeypatch.setattr(InPlaceLayer, "commit", commit)
 
@@ -73,10 +88,10 @@ def commit_keeps_the_first_rows(monkeypatch):
 def commit_keeps_one_row_too_many(monkeypatch):
     original = InPlaceLayer.commit
 
-    def commit(self, path):
-        step = self.length - self.base
-        original(self, path)
-        self.length += len(path) < step
+    def commit(self, accepted):
+        step = self.columns - self.base
+        original(self, accepted)
+        self.columns += int(accepted.counts.max()) < step
 
     monkeypatch.setattr(InPlaceLayer, "commit", commit)
 
@@ -84,27 +99,40 @@ def commit_keeps_one_row_too_many(monkeypatch):
 def commit_forgets_the_moved_rows(monkeypatch):
     original = InPlaceLayer.commit
 
-    def commit(self, path):
-        original(self, [0])
-        self.length = self.base + len(path)
+    def commit(self, accepted):
+        original(self, replace(accepted, rows=np.zeros_like(accepted.rows)))
 
     monkeypatch.setattr(InPlaceLayer, "commit", commit)
 
 
 def sliding_rows_off_by_one(monkeypatch):
-    monkeypatch.setattr(SlidingLayer, "seen", lambda self: min(self.length, self.sliding_window - 2))
+    monkeypatch.setattr(SlidingLayer, "_most_seen", lambda self: self.sliding_window - 2)
+
+
+def states_not_put_back(monkeypatch):
+    monkeypatch.setattr(LookaheadCache, "_restore_states", lambda self: None)
+
+
+def nothing_computed_again(monkeypatch):
+    original = LookaheadCache.commit
+
+    def commit(self, steps, paths):
+        original(self, steps, paths)
+        self.replay = []
+
+    monkeypatch.setattr(LookaheadCache, "commit", commit)
 
 
 def first_guess_always_accepted(monkeypatch):
     original = verify.walk
 
-    def walk(step, logits, rule):
-        path, tokens = original(step, logits, rule)
-        if len(path) == 1 and step.guesses and not rule.stopped:
-            path.append(1)
-            tokens.append(int(step.ids[1]))
-            rule.ids = torch.cat([rule.ids, torch.tensor([[tokens[-1]]])], dim=1)
-        return path, tokens
+    def walk(steps, logits, rules):
+        paths, tokens = original(steps, logits, rules)
+        if len(paths[0]) == 1 and steps[0].guesses and rules[0].live:
+            paths[0].append(1)
+            tokens[0].append(int(steps[0].ids[1]))
+            rules[0].ids = torch.cat([rules[0].ids, torch.tensor([[tokens[0][-1]]])], dim=1)
+        return paths, tokens
 
     monkeypatch.setattr(decoding, "walk", walk)
 
@@ -130,29 +158,36 @@ DEFECTS = {
     commit_keeps_one_row_too_many: "llama",
     commit_forgets_the_moved_rows: "gemma2",
     sliding_rows_off_by_one: "mistral",
+    states_not_put_back: "qwen3_next",
+    nothing_computed_again: "lfm2",
     first_guess_always_accepted: "llama",
     one_draw_too_many: "llama",
 }
-SEEN_BY_THE_PROBE = {
-    everyone_sees_everyone,
-    siblings_see_each_other,
-    prefix_hidden,
-    positions_by_row,
-    positions_late_by_one,
-    commit_keeps_the_first_rows,
-    commit_keeps_one_row_too_many,
-    commit_forgets_the_moved_rows,
-}
+IN_BATCHES = {gaps_are_seen: "llama", sequences_swapped: "llama", sliding_rows_off_by_one: "mistral"}
+SEEN_BY_THE_PROBE = set(DEFECTS) - {
+    sliding_window_too_wide, sliding_rows_off_by_one, first_guess_always_accepted, one_draw_too_many
+}  # fmt: skip
+
+
+def name(plant) -> str:
+    return plant.__name__
 
 
 def check_several(model):
     rng = random.Random(0)
     for seed in range(8):
         options = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
-        check_identical(model, random_prompt(rng), options, LookaheadConfig(window_size=3), seed)
+        check_identical(model, [random_prompt(rng)], options, LookaheadConfig(window_size=3), seed)
 
 
-@pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
+def check_batches(model):
+    rng = random.Random(0)
+    for seed in range(4):
+        prompts = [random_prompt(rng) for _ in range(3)]
+        check_identical(model, prompts, {"max_new_tokens": 40, "do_sample": False}, LookaheadConfig(), seed)
+
+
+@pytest.mark.parametrize("plant", DEFECTS, ids=name)
 def test_comparison_with_generate_sees_it(plant, monkeypatch):
     model = tiny_model(DEFECTS[plant])
     architecture.inspect_model(model)  # probed while all is well
@@ -161,20 +196,41 @@ def test_comparison_with_generate_sees_it(plant, monkeypatch):
         check_several(model)
 
 
-@pytest.mark.parametrize("plant", sorted(SEEN_BY_THE_PROBE, key=lambda f: f.__name__), ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", IN_BATCHES, ids=name)
+def test_comparison_of_batches_sees_it(plant, monkeypatch):
+    model = tiny_model(IN_BATCHES[plant])
+    assert architecture.can_batch(model)
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_batches(model)
+
+
+@pytest.mark.parametrize("plant", sorted(SEEN_BY_THE_PROBE, key=name), ids=name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
     """A defect of the masks costs the branches; one of the cache or of all positions leaves nothing to decode with."""
     model = tiny_model(DEFECTS[plant]).to(dtype)
-    assert architecture.inspect_model(model).can_branch
+    before = architecture.inspect_model(model)
     architecture._inspected.clear()
     plant(monkeypatch)
     try:
-        assert not architecture.inspect_model(model).can_branch
+        after = architecture.inspect_model(model)
+        assert (before.can_branch, after.can_branch) == (True, False)
     except UnsupportedModelError as error:
         assert type(model).__name__ in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("plant", [gaps_are_seen, sequences_swapped], ids=name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_of_batches_sees_it(plant, dtype, monkeypatch):
+    model = tiny_model(IN_BATCHES[plant]).to(dtype)
+    plant(monkeypatch)
+    assert architecture.inspect_model(model).can_branch
+    assert not architecture.can_batch(model)
 
 
 def test_the_comparison_passes_without_a_defect():
     for model_type in sorted(set(DEFECTS.values())):
         check_several(tiny_model(model_type))
+    for model_type in sorted(set(IN_BATCHES.values())):
+        check_batches(tiny_model(model_type))

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -9,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from zoo import tiny_model
 
 import lookahead.cache
-from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
+from lookahead.cache import Accepted, InPlaceLayer, SlidingLayer
 
 
 def states(length: int, first: int = 0) -> torch.Tensor:
@@ -19,30 +20,80 @@ def states(length: int, first: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("window", [None, 2, 5, 16])
-def test_update_and_commit(seed, window, monkeypatch):
-    """After any steps and commits, an update shows the accepted rows (the last of them, in a sliding layer)."""
+@pytest.mark.parametrize("batch", [1, 3])
+def test_update_and_commit(seed, window, batch, monkeypatch):
+    """After any steps and commits, an update shows the accepted rows (the last of them, in a sliding layer).
+
+    Each sequence keeps its own; now and then one leaves the batch.
+    """
     monkeypatch.setattr(lookahead.cache, "FIRST_CAPACITY", 8)
     rng = random.Random(seed)
     layer = InPlaceLayer() if window is None else SlidingLayer(window)
-    kept: list[float] = []
+    kept: list[list[float]] = [[] for _ in range(batch)]
     value = 0
     for _ in range(40):
+        if len(kept) > 1 and layer.columns and rng.random() < 0.03:
+            chosen = sorted(rng.sample(range(len(kept)), len(kept) - 1))
+            layer.batch_select_indices(torch.tensor(chosen))
+            kept = [kept[b] for b in chosen]
         new = rng.choice([1, 1, 3, 9, 30])
-        step = [value + i for i in range(new)]
-        value += new
-        rows = torch.tensor(step).float()[None, None, :, None].expand(1, 2, new, 3)
+        step = np.arange(value, value + new * len(kept)).reshape(len(kept), new)
+        value += step.size
+        rows = torch.from_numpy(step).float()[:, None, :, None].expand(-1, 2, new, 3)
+        if layer.is_initialized:
+            layer.make_room(new)
+        held = layer.positions_shown()
         shown_count, offset = layer.get_mask_sizes(new)
         keys, values = layer.update(rows, -rows)
-        expected = kept if window is None else kept[max(len(kept) - window + 1, 0) :]
-        assert keys[0, 0, :, 0].tolist() == [*expected, *step]
-        assert values[0, 1, :, 2].tolist() == [-x for x in (*expected, *step)]
-        assert (shown_count, offset) == (len(expected) + new, len(kept) - len(expected))
-        path = sorted(rng.sample(range(1, new), rng.randint(0, new - 1)))
-        layer.commit([0, *path])
-        kept += [step[i] for i in (0, *path)]
-        assert layer.get_seq_length() == len(kept)
-        if window is not None:
-            assert layer.keys.shape[2] <= layer._keys.shape[2] <= 2 * max(2 * (window + 30), 8)
+        assert torch.equal(keys, -values)
+        assert keys.isfinite().all()
+        for b, texts in enumerate(kept):
+            positions = held[b if len(held) > 1 else 0]
+            first = 0 if window is None else max(len(texts) - window + 1, 0)
+            seen = {int(p): float(keys[b, 1, column, 2]) for column, p in enumerate(positions) if p >= 0}
+            assert {p: v for p, v in seen.items() if p >= first} == dict(enumerate(texts[first:], first))
+            assert keys[b, 0, -new:, 0].tolist() == step[b].tolist()
+            if len(kept) == 1:
+                assert shown_count == len(texts) - first + new
+                assert (shown_count, offset) == (keys.shape[2], len(texts) - (shown_count - new))
+        paths = [[0, *sorted(rng.sample(range(1, new), rng.randint(0, new - 1)))] for _ in kept]
+        layer.commit(Accepted.of(paths))
+        for texts, path, row in zip(kept, paths, step, strict=True):
+            texts += row[path].tolist()
+        assert layer.get_seq_length() == max(map(len, kept))
+        if window is not None and len(kept) == 1:
+            assert layer._keys.shape[2] <= 2 * max(2 * (window + 30), 8) + 40 * 30 * (batch > 1)
+
+
+def filled(lengths: list[int], window: int | None = None) -> list[InPlaceLayer]:
+    """Layers of one sequence each, whose keys tell their sequence and position, prefilled in two pieces."""
+    layers = []
+    for b, length in enumerate(lengths):
+        layer = InPlaceLayer() if window is None else SlidingLayer(window)
+        for first, piece in ((0, length // 2), (length // 2, length - length // 2)):
+            layer.update(states(piece, 1000 * b + first), states(piece, 1000 * b + first))
+        layers.append(layer)
+    return layers
+
+
+@pytest.mark.parametrize("window", [None, 2, 6, 40])
+def test_stack(window):
+    """Sequences of several lengths become a batch, all from the first column, or after their padding."""
+    lengths = [3, 17, 9]
+    for offsets in (None, [20, 0, 2]):
+        batch = InPlaceLayer() if window is None else SlidingLayer(window)
+        batch.stack(filled(lengths, window), offsets)
+        shown = batch.positions_shown()
+        keys, _ = batch.update(*[states(1).expand(3, -1, -1, -1)] * 2)
+        for b, length in enumerate(lengths):
+            offset = offsets[b] if offsets else 0
+            end = max(np.array(lengths) + offsets) if offsets else length
+            first = 0 if window is None else max(end - window + 1, 0)
+            expected = {p + offset: 1000.0 * b + p for p in range(length) if p + offset >= first}
+            positions = shown[b] if len(shown) > 1 else shown[0]
+            seen = {int(p): float(keys[b, 0, column, 0]) for column, p in enumerate(positions) if p >= first}
+            assert {p: v for p, v in seen.items() if v or p in expected} == expected
+        assert keys.isfinite().all()
 
 
 def test_full_layer_behaves_as_transformers_own():
@@ -67,14 +118,14 @@ def test_no_step_copies_the_prefix():
     """The buffers stay where they are for as long as they have room, and growing is rare: O(1) copies a row."""
     layer = InPlaceLayer(expected_length=64)
     layer.update(states(40), states(40))
-    layer.commit(list(range(40)))
+    layer.commit(Accepted.of([list(range(40))]))
     place = layer._keys.data_ptr()
     marked = layer._keys[:, :, :40]
     version = layer._keys._version
     for _ in range(8):
         keys, _ = layer.update(states(16), states(16))
         assert keys.data_ptr() == place, "the prefix was copied to be shown"
-        layer.commit([0, 3, 7])
+        layer.commit(Accepted.of([[0, 3, 7]]))
     assert layer._keys.data_ptr() == place
     assert torch.equal(marked, states(40))
     assert layer._keys._version - version <= 2 * 8, "more was written than a step's rows and the accepted ones"
@@ -99,7 +150,7 @@ def test_decoding_moves_no_prefix(monkeypatch):
     ids = torch.randint(3, 97, (1, 60), generator=torch.Generator().manual_seed(0))
     output = model.generate(ids, max_new_tokens=80, min_new_tokens=80, return_dict_in_generate=True)
     assert moves == []
-    assert isinstance(output.past_key_values, LookaheadCache)
+    assert type(output.past_key_values) is DynamicCache
     assert output.past_key_values.get_seq_length() == 60 + 80 - 1
 
 
@@ -122,7 +173,7 @@ def test_returned_cache_continues_plain_decoding():
 def test_sliding_layer_gives_memory_back_after_a_long_prompt():
     layer = SlidingLayer(16)
     layer.update(states(5000), states(5000))
-    layer.commit(list(range(5000)))
+    layer.commit(Accepted.of([list(range(5000))]))
     layer.update(states(1, 5000), states(1, 5000))
     assert layer._keys.shape[2] <= lookahead.cache.FIRST_CAPACITY
     assert layer.keys[0, 0, -1, 0] == 5000
@@ -134,4 +185,3 @@ def test_cache_is_a_transformers_cache():
     theirs = DynamicCache(config=model.config)
     assert len(cache.layers) == len(theirs.layers)
     assert cache.is_sliding == theirs.is_sliding
-    assert cache.nbytes == 0

@@ -7,6 +7,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
+from lookahead.architecture import can_batch
 from lookahead.cache import InPlaceLayer
 
 LONG = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": True, "temperature": 1.5}  # few guesses are accepted
@@ -29,7 +30,7 @@ class RaisesAt:
 
     def __call__(self, input_ids, scores, **kwargs):
         self._count()
-        return torch.zeros(1, dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
     def put(self, value):
         self._count()
@@ -52,11 +53,13 @@ class NanAt(LogitsProcessor):
         return scores * float("nan") if input_ids.shape[1] == self.length else scores
 
 
-@pytest.fixture
-def wrapped():
-    """A wrapped model, a prompt, and a check that it generates as it should."""
-    model = tiny_model("gemma2", seed=5)
+@pytest.fixture(params=[("gemma2", 1), ("gemma2", 3), ("lfm2", 1)], ids=["alone", "batch", "with state"])
+def wrapped(request):
+    """A wrapped model, a prompt or several, and a check that it generates as it should."""
+    model_type, batch = request.param
+    model = tiny_model(model_type, seed=5)
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    ids = torch.cat([ids.roll(i, dims=1) for i in range(batch)])
     expected = model.generate(ids, max_new_tokens=40, min_new_tokens=40).tolist()
     lookahead.wrap(model, LookaheadConfig(window_size=3, pool_memory_mb=1))
 
@@ -68,7 +71,7 @@ def wrapped():
     still_right()
 
 
-@pytest.mark.parametrize("at", [1, 2, 5, 17])
+@pytest.mark.parametrize("at", [1, 2, 5, 37])
 @pytest.mark.parametrize("error", [Fault("mine"), KeyboardInterrupt(), torch.OutOfMemoryError("full")], ids=repr)
 @pytest.mark.parametrize("where", ["stopping_criteria", "logits_processor", "streamer"])
 def test_a_callback_raises(wrapped, where, error, at):
@@ -118,6 +121,27 @@ def test_the_pool_is_interrupted(wrapped, monkeypatch, stage, at):
         with pytest.raises(KeyboardInterrupt):
             model.generate(ids, **LONG)
     still_right()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_guess_that_overflows_spoils_nothing(batch):
+    """A token that the model never writes may be more than its dtype can hold; guessing it must not be seen."""
+    model = tiny_model("llama", seed=3)
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 8, 7, 6, 5, 9, 8, 7, 6, 5]])[:batch]
+    options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
+    expected = model.generate(ids, **options)
+    never = next(token for token in range(3, 90) if token not in expected)
+    can_batch(model)  # tried out while all is well
+    with torch.no_grad():
+        model.get_input_embeddings().weight[never] = float("nan")
+    pool = NgramPool(1)
+    for text in expected.tolist():
+        for length in range(4, len(text)):
+            pool.learn([*text[:length], never])
+    lookahead.wrap(model, pool=pool)
+    assert model.generate(ids, **options).tolist() == expected.tolist()
+    stats = model.lookahead.last
+    assert stats.steps > stats.sequence_steps // batch, "no guess overflowed, so nothing was tested"
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

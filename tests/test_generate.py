@@ -1,5 +1,6 @@
 """What `generate` takes and returns, on a wrapped model."""
 
+import pickle
 import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from transformers import (
 from zoo import END, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import DEMO_MODEL, LookaheadConfig, NgramPool, UnsupportedModelError, decoding
+from lookahead import DEMO_MODEL, LookaheadConfig, NgramPool, UnsupportedModelError, plain
 from lookahead.architecture import inspect_model
 from lookahead.cli import load
 
@@ -38,7 +39,7 @@ def ids():
 
 @pytest.fixture(autouse=True)
 def _forget_warnings():
-    decoding._warned.clear()
+    plain._warned.clear()
 
 
 def both(model, ids, **options):
@@ -195,7 +196,6 @@ def test_text_features_with_the_packaged_model():
     [
         ({"num_beams": 3}, "beam search"),
         ({"prompt_lookup_num_tokens": 3}, "assistant"),
-        ({"num_return_sequences": 2, "do_sample": True}, "batches"),
         ({"cache_implementation": "static"}, "cache_implementation"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
     ],
@@ -215,14 +215,10 @@ def test_other_modes_go_to_the_model_with_one_warning(model, ids, options, words
         model.generate(ids, max_new_tokens=10, **options)
 
 
-def test_batches_and_assistants(model, ids):
-    batch = torch.cat([ids, ids.flip(1)])
-    expected = model.generate(batch, max_new_tokens=10)
+def test_assistants(model, ids):
     assistant = tiny_model("llama", seed=4, num_hidden_layers=1)
     assisted = model.generate(ids, max_new_tokens=10, assistant_model=assistant)
     lookahead.wrap(model)
-    with pytest.warns(UserWarning, match="batches"):
-        assert model.generate(batch, max_new_tokens=10).tolist() == expected.tolist()
     with pytest.warns(UserWarning, match="assistant"):
         assert model.generate(ids, max_new_tokens=10, assistant_model=assistant).tolist() == assisted.tolist()
 
@@ -271,6 +267,31 @@ def test_a_wrapped_model_can_be_copied(model, ids):
     assert copy.generate(ids, max_new_tokens=20).tolist() == expected.tolist()
     assert copy.lookahead.stats.calls == 1
     assert model.lookahead.stats.calls == 0
+
+
+def test_a_wrapped_model_can_be_pickled(model, ids):
+    expected = model.generate(ids, max_new_tokens=20)
+    again = pickle.loads(pickle.dumps(lookahead.wrap(model)))
+    assert again.generate(ids, max_new_tokens=20).tolist() == expected.tolist()
+    assert again.lookahead.stats.calls == 1
+    assert type(lookahead.unwrap(again)) is type(lookahead.unwrap(model))
+
+
+def test_in_training_mode_the_model_decodes_by_itself():
+    """Its dropout draws anew in every pass."""
+    model = tiny_model("gpt2").train()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    torch.manual_seed(0)
+    expected = model.generate(ids, max_new_tokens=20)
+    lookahead.wrap(model)
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="training mode"):
+        assert model.generate(ids, max_new_tokens=20).tolist() == expected.tolist()
+
+
+def test_decode_refuses_beams(model, ids):
+    with pytest.raises(ValueError, match="num_beams=3"):
+        model.generate(ids, num_beams=3, max_new_tokens=5, custom_generate=lookahead.decode)
 
 
 def test_one_pool_for_the_life_of_the_wrap(model, ids):
@@ -352,23 +373,14 @@ def test_things_that_are_not_causal_lms():
         lookahead.wrap(torch.nn.Linear(2, 2))
 
 
-def test_recurrent_models_are_refused_by_layer():
+def test_recurrent_models_that_forget_their_state_are_refused_by_layer():
+    """Given several tokens at once, these start from nothing again."""
     mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(UnsupportedModelError, match="recurrent state"):
+    with pytest.raises(UnsupportedModelError, match=r"state is kept by its layers 0 \("):
         lookahead.wrap(mamba)
-    for model_type in ("lfm2", "qwen3_next", "falcon_h1", "jamba"):
-        with pytest.raises(UnsupportedModelError, match=r"recurrent|rolled back"):
-            lookahead.wrap(random_hybrid(model_type))
-
-
-def random_hybrid(model_type):
-    settings = {
-        "lfm2": {"layer_types": ["conv", "full_attention"]},
-        "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "head_dim": 8},
-        "falcon_h1": {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4},
-        "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "num_experts": 2},
-    }
-    return tiny_model(model_type, **settings[model_type])
+    jamba = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "num_experts": 2}
+    with pytest.raises(UnsupportedModelError, match=r"layers 0 \(linear_attention, LinearAttentionLayer\)"):
+        lookahead.wrap(tiny_model("jamba", **jamba))
 
 
 def test_a_mask_that_is_ignored_is_noticed(caplog):

@@ -1,13 +1,18 @@
 """The product: wrapped output is token for token that of `model.generate`."""
 
+import os
 import random
+from functools import lru_cache
 
 import pytest
 import torch
-from zoo import CHAIN_ONLY, SETTINGS, VOCABULARY, tiny_model
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList
+from zoo import CHAIN_ONLY, END, SETTINGS, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, NgramPool
+from lookahead import LookaheadConfig, NgramPool, decoding
 
 
 def random_prompt(rng: random.Random, longest: int = 40) -> torch.Tensor:
@@ -19,52 +24,59 @@ def random_prompt(rng: random.Random, longest: int = 40) -> torch.Tensor:
     return torch.tensor([tokens[:longest]])
 
 
-def random_config(rng: random.Random) -> LookaheadConfig:
-    return LookaheadConfig(
-        strategy=rng.choice(["lookahead"] * 4 + ["jacobi"]),
-        budget=rng.choice([0, 1, 3, 8, 16, 40]),
-        window_size=rng.choice([0, 1, 2, 4, 9]),
-        ngram_size=rng.choice([2, 3, 4, 6]),
-        pool_memory_mb=rng.choice([0.01, 1]),
-    )
+def left_pad(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Prompts [1, n] of several lengths as generate() takes them."""
+    longest = max(ids.shape[1] for ids in prompts)
+    pad = [torch.full((1, longest - ids.shape[1]), 2) for ids in prompts]
+    ids = torch.cat([torch.cat([left, right], dim=1) for left, right in zip(pad, prompts, strict=True)])
+    starts = torch.tensor([[left.shape[1]] for left in pad])
+    return {"input_ids": ids, "attention_mask": (torch.arange(longest) >= starts).long()}
 
 
-def random_options(rng: random.Random) -> dict:
-    if rng.random() < 0.4:
-        options = {"do_sample": False}
-    else:
-        options = {
-            "do_sample": True,
-            "temperature": rng.choice([0.3, 0.7, 1.0, 1.5]),
-            "top_k": rng.choice([0, 5, 50]),
-            "top_p": rng.choice([1.0, 0.9]),
-        }
-    if rng.random() < 0.3:
-        options["repetition_penalty"] = 1.3
-    if rng.random() < 0.2:
-        options["no_repeat_ngram_size"] = 3
-    options["max_new_tokens"] = rng.randint(1, 48)
-    if rng.random() < 0.2:
-        options["min_new_tokens"] = options["max_new_tokens"] // 2
-    return options
+class Drift(LogitsProcessor):
+    """A stateful processor: what it does depends on how often it was called, and it looks at the whole batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids.tolist())
+        scores[:, len(self.seen) % VOCABULARY] += 2.0
+        return scores + 0.1 * (input_ids[0, -1] % 7) / 7
 
 
-def check_identical(model, ids, options, config, seed, pool=None, **described) -> lookahead.Stats:
-    """Generate both ways from the same seed and compare; the message on failure repeats the case."""
+class GenerateFailsError(Exception):
+    """generate() itself cannot serve these options together."""
+
+
+def check_identical(model, prompts, options, config, seed, pool=None, drift=False, **described) -> lookahead.Stats:
+    """Generate both ways from the same seed and compare; the message on failure repeats the case.
+
+    prompts: ids [1, n]; several are a batch. drift: with a stateful processor.
+    """
+    inputs = left_pad(prompts)
+    processors = [Drift(), Drift()]
+    given = [{"logits_processor": LogitsProcessorList([processor])} if drift else {} for processor in processors]
     torch.manual_seed(seed)
-    expected = model.generate(ids, **options)
+    try:
+        expected = model.generate(**inputs, **options, **given[0])
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise GenerateFailsError from error
     state = torch.get_rng_state()
     lookahead.wrap(model, config, pool)
     try:
         torch.manual_seed(seed)
-        actual = model.generate(ids, **options)
+        actual = model.generate(**inputs, **options, **given[1])
     finally:
         stats = model.lookahead.last
         lookahead.unwrap(model)
-    case = f"{described} {type(model).__name__} ids={ids.tolist()} {options} {config} seed={seed}"
+    ids = [prompt.tolist() for prompt in prompts]
+    case = f"{described} {type(model).__name__} ids={ids} {options} {config} seed={seed} drift={drift}"
     assert actual.tolist() == expected.tolist(), case
     assert torch.equal(torch.get_rng_state(), state), f"the generator was consumed differently: {case}"
-    assert stats.tokens == actual.shape[1] - ids.shape[1], case
+    assert processors[0].seen == processors[1].seen, case
+    if len(actual) == 1:
+        assert stats.tokens == actual.shape[1] - inputs["input_ids"].shape[1], case
     return stats
 
 
@@ -74,29 +86,135 @@ def test_architecture(model_type):
     model = tiny_model(model_type)
     rng = random.Random(model_type)
     accepted = 0
-    for seed in range(4):
-        ids = random_prompt(rng)
+    pool = NgramPool(1)
+    prompts = [random_prompt(rng) for _ in range(4)]
+    for seed in (0, 1, 2, 3, 0):  # the first text comes again: the pool knows it
         options = {"max_new_tokens": 40, "do_sample": seed % 2 == 1, "temperature": 0.5}
         config = LookaheadConfig(window_size=3 * (seed // 2), ngram_size=3)
-        stats = check_identical(model, ids, options, config, seed, model_type=model_type)
+        stats = check_identical(model, [prompts[seed]], options, config, seed, pool, model_type=model_type)
         accepted += stats.accepted.total()
         assert bool(stats.window_tokens) == (config.window_size > 0 and model_type not in CHAIN_ONLY)
     assert accepted > 0, "nothing was accepted, so acceptance was not tested"
     assert lookahead.architecture.inspect_model(model).can_branch == (model_type not in CHAIN_ONLY)
 
 
-@pytest.mark.parametrize("case", range(60))
-def test_random_case(case):
-    """Random architecture, prompt, options, settings and seed; now and then a pool that other texts have filled."""
-    rng = random.Random(case)
-    model = tiny_model(rng.choice(sorted(SETTINGS)), seed=case)
-    pool = NgramPool(1) if rng.random() < 0.5 else None
-    if pool is not None:
-        pool.learn([rng.randrange(VOCABULARY) for _ in range(500)])
-    for _ in range(3):
-        check_identical(
-            model, random_prompt(rng), random_options(rng), random_config(rng), rng.randrange(2**31), pool, case=case
-        )
+tokens = st.integers(3, VOCABULARY - 1)
+configs = st.builds(
+    LookaheadConfig,
+    strategy=st.sampled_from(["lookahead"] * 4 + ["jacobi"]),
+    budget=st.integers(0, 40),
+    window_size=st.integers(0, 9),
+    ngram_size=st.integers(2, 6),
+    pool_memory_mb=st.sampled_from([0.01, 1]),
+)
+processing = st.fixed_dictionaries(
+    {"max_new_tokens": st.integers(1, 40)},
+    optional={
+        "min_new_tokens": st.integers(0, 40),
+        "repetition_penalty": st.sampled_from([0.9, 1.3]),
+        "no_repeat_ngram_size": st.integers(2, 4),
+        "bad_words_ids": st.lists(st.lists(tokens, min_size=1, max_size=3), min_size=1, max_size=3),
+        "suppress_tokens": st.lists(tokens, min_size=1, max_size=9),
+        "begin_suppress_tokens": st.lists(tokens, min_size=1, max_size=9),
+        "sequence_bias": st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=2), st.floats(-5, 5)), min_size=1)
+        .map(lambda biases: {tuple(sequence): bias for sequence, bias in biases})
+        .map(lambda biases: [[list(sequence), bias] for sequence, bias in biases.items()]),
+        "exponential_decay_length_penalty": st.tuples(st.integers(1, 20), st.floats(1.01, 1.5)),
+        "forced_eos_token_id": st.just(END),
+        "eos_token_id": st.lists(tokens, min_size=1, max_size=20),
+        "remove_invalid_values": st.just(True),
+        "prefill_chunk_size": st.integers(1, 20),
+        "watermarking_config": st.just({"bias": 1.5, "seeding_scheme": "lefthash"}),
+    },
+)
+sampling = st.fixed_dictionaries(
+    {"do_sample": st.just(True), "temperature": st.sampled_from([0.3, 0.7, 1.0, 1.5]), "top_k": st.integers(0, 50)},
+    optional={
+        "top_p": st.floats(0.5, 1.0),
+        "min_p": st.floats(0.0, 0.2),
+        "typical_p": st.floats(0.5, 0.99),
+        "epsilon_cutoff": st.floats(0.001, 0.01),
+        "eta_cutoff": st.floats(0.001, 0.01),
+        "renormalize_logits": st.just(True),
+    },
+)
+
+
+@settings(
+    max_examples=int(os.environ.get("LOOKAHEAD_CASES", 100)),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes, and the case is printed as it is
+    deadline=None,
+)
+@given(
+    model_type=st.sampled_from(sorted(SETTINGS)),
+    model_seed=st.integers(0, 3),
+    prompt_seeds=st.lists(st.integers(0, 2**31), min_size=1, max_size=5),
+    options=processing,
+    draws=st.none() | sampling,
+    config=configs,
+    seed=st.integers(0, 2**31),
+    drift=st.booleans(),
+    learned=st.none() | st.lists(st.integers(0, VOCABULARY - 1), max_size=300),
+)
+def test_any_case(model_type, model_seed, prompt_seeds, options, draws, config, seed, drift, learned):
+    """Random architecture, weights, batch, paddings, options, settings and seed; a pool that other texts have filled.
+
+    A batch that samples is identical where its sequences go in step, for which the stateful processor stands here.
+    """
+    prompts = [random_prompt(random.Random(prompt_seed)) for prompt_seed in prompt_seeds]
+    pool = None
+    if learned:
+        pool = NgramPool(config.pool_memory_mb)
+        pool.learn(learned)
+    options = options | (draws or {"do_sample": False})
+    in_step = drift or (draws is not None and len(prompts) > 1)
+    if "min_new_tokens" in options:
+        options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])
+    model = known_model(model_type, model_seed)
+    try:
+        check_identical(model, prompts, options, config, seed, pool, drift=in_step)
+    except GenerateFailsError:
+        assume(False)
+
+
+@lru_cache(maxsize=40)
+def known_model(model_type: str, seed: int):
+    return tiny_model(model_type, seed=seed)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(SETTINGS) - CHAIN_ONLY))
+def test_batches_at_their_own_pace(model_type):
+    """Each sequence of a greedy batch is that of generate() on the batch, and that of generate() on it alone."""
+    model = tiny_model(model_type)
+    rng = random.Random(model_type)
+    for batch in (2, 5):
+        prompts = [random_prompt(rng) for _ in range(batch)]
+        options = {"max_new_tokens": 40, "do_sample": False}
+        config = LookaheadConfig(window_size=rng.choice([0, 3]), budget=rng.choice([8, 40]))
+        stats = check_identical(model, prompts, options, config, 0)
+        assert stats.accepted.total() > 0
+        alone = [model.generate(ids, **options)[0, ids.shape[1] :].tolist() for ids in prompts]
+        lookahead.wrap(model, config)
+        inputs = left_pad(prompts)
+        together = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :].tolist()
+        lookahead.unwrap(model)
+        assert [text[: len(one)] for text, one in zip(together, alone, strict=True)] == alone
+        assert all(set(text[len(one) :]) <= {2} for text, one in zip(together, alone, strict=True))
+        assert stats.tokens == sum(map(len, alone)), "what has ended was written on"
+
+
+def test_what_a_state_makes_be_computed_again_is_bounded():
+    """With most guesses rejected, no step grows beyond its own rows and a few."""
+    model = tiny_model("lfm2")
+    widths = []
+    model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
+    lookahead.wrap(model, LookaheadConfig(strategy="jacobi", budget=4))
+    widths.clear()
+    torch.manual_seed(0)
+    options = {"max_new_tokens": 100, "min_new_tokens": 100, "do_sample": True, "temperature": 1.5}
+    model.generate(random_prompt(random.Random(9)), **options)
+    assert max(widths[1:]) <= (1 + 4) + decoding.MOST_REPLAYED + (1 + 4)
+    assert sum(widths[1:]) > 100 + 4 * len(widths) / 2, "nothing was computed again, so nothing was tested"
 
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
@@ -104,7 +222,7 @@ def test_attention_implementations(attn_implementation):
     model = tiny_model("llama", attn_implementation=attn_implementation)
     assert model.config._attn_implementation == attn_implementation
     rng = random.Random(0)
-    stats = check_identical(model, random_prompt(rng), {"max_new_tokens": 60}, LookaheadConfig(window_size=4), 0)
+    stats = check_identical(model, [random_prompt(rng)], {"max_new_tokens": 60}, LookaheadConfig(window_size=4), 0)
     assert stats.accepted.total() > 0
 
 
@@ -138,7 +256,7 @@ def test_to_the_end_of_learned_positions(model_type):
     model = tiny_model(model_type, n_positions=32, max_position_embeddings=32)
     ids = random_prompt(random.Random(5), longest=12)
     config = LookaheadConfig(budget=30, window_size=6, ngram_size=4)
-    check_identical(model, ids, {"max_length": 32, "min_new_tokens": 20}, config, 0)
+    check_identical(model, [ids], {"max_length": 32, "min_new_tokens": 20}, config, 0)
 
 
 def test_dynamic_rope_beyond_its_context():
@@ -146,13 +264,13 @@ def test_dynamic_rope_beyond_its_context():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = tiny_model("llama", max_position_embeddings=24, rope_parameters=rope)
     ids = random_prompt(random.Random(6), longest=10)
-    check_identical(model, ids, {"max_length": 60, "min_new_tokens": 40}, LookaheadConfig(window_size=3), 0)
+    check_identical(model, [ids], {"max_length": 60, "min_new_tokens": 40}, LookaheadConfig(window_size=3), 0)
 
 
 def test_prefill_in_chunks():
     model = tiny_model("gemma2")
     ids = random_prompt(random.Random(7))
-    check_identical(model, ids, {"max_new_tokens": 30, "prefill_chunk_size": 7}, LookaheadConfig(), 0)
+    check_identical(model, [ids], {"max_new_tokens": 30, "prefill_chunk_size": 7}, LookaheadConfig(), 0)
 
 
 def test_half_precision_diverges_only_at_near_ties():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.step import Step, Visibility, lay_out
+from lookahead.step import Step, Visibility, lay_out, mask, pad
 from lookahead.window import JacobiWindow
 from ngram_pool import GuessTree, Source
 
@@ -67,27 +67,34 @@ def test_layout(seed):
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("visibility", [Visibility(), Visibility(window=5), Visibility(chunk=4)])
 def test_mask(seed, visibility):
-    """A key is seen if it is committed or an ancestor, and in sight of the layer at its position."""
+    """A key is seen if it is committed or an ancestor, of the same sequence, and in sight of the layer at its position.
+
+    Columns of the cache in which a sequence holds nothing, and what pads the shorter steps, are seen by nobody.
+    """
     rng = random.Random(seed)
-    step, _, _ = random_step(rng)
-    length = rng.randint(0, 15)
-    seen = length if visibility.window is None else min(length, visibility.window - 1)
-    positions = step.positions(length)
-    mask = step.mask(torch.from_numpy(positions), length, seen, visibility, torch.float32)[0, 0]
-    assert mask.shape == (len(step), seen + len(step))
-    for query in range(len(step)):
-        for key in range(seen + len(step)):
-            if key < seen:
-                position, related = length - seen + key, True
-            else:
-                position, related = positions[key - seen], step.ancestors[query, key - seen]
-            in_sight = True
-            if visibility.window is not None:
-                in_sight = positions[query] - position < visibility.window
-            if visibility.chunk is not None:
-                in_sight = positions[query] // visibility.chunk == position // visibility.chunk
-            expected = 0.0 if related and in_sight else torch.finfo(torch.float32).min
-            assert mask[query, key] == expected, (seed, query, key)
+    steps = [random_step(rng)[0] for _ in range(rng.randint(1, 3))]
+    lengths = [rng.randint(0, 15) for _ in steps]
+    gaps = [max(lengths) - length for length in lengths]
+    cached = np.array([[*range(length), *[-1] * gap] for length, gap in zip(lengths, gaps, strict=True)])
+    ids, positions, ancestors = pad(steps, lengths, None)
+    result = mask(torch.from_numpy(ancestors), torch.from_numpy(positions), cached, visibility, torch.float32)
+    longest = max(map(len, steps))
+    assert result.shape == (len(steps), 1, longest, max(lengths) + longest)
+    for b, (step, length) in enumerate(zip(steps, lengths, strict=True)):
+        assert ids[b, : len(step)].tolist() == step.ids.tolist()
+        assert positions[b, : len(step)].tolist() == step.positions(length).tolist()
+        for query in range(len(step)):
+            for column in range(max(lengths) + longest):
+                row = column - max(lengths)
+                position = column if row < 0 else positions[b, row]
+                related = column < length if row < 0 else row < len(step) and step.ancestors[query, row]
+                in_sight = True
+                if visibility.window is not None:
+                    in_sight = positions[b, query] - position < visibility.window
+                if visibility.chunk is not None:
+                    in_sight = positions[b, query] // visibility.chunk == position // visibility.chunk
+                expected = 0.0 if related and in_sight else torch.finfo(torch.float32).min
+                assert result[b, 0, query, column] == expected, (seed, b, query, column)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -47,13 +47,19 @@ def test_jacobi_block_moves_on_by_what_was_accepted():
     def said(*tokens):
         return torch.nn.functional.one_hot(torch.tensor(tokens), 30).float()
 
+    def guessed(text, longest):
+        ((_, tree),) = strategy.guess([text], [longest])
+        return tree.tokens.tolist()
+
+    def learn(text, logits, path, emitted):
+        ((step, _),) = strategy.guess([text], [10])
+        strategy.learn([text], [step], logits[None], [path], [emitted])
+
     strategy = JacobiStrategy(4)
-    strategy.start([1, 2, 9], said(0))
-    step, tree = strategy.guess([9, 11], 10)
-    assert tree.tokens.tolist() == [9, 9, 9, 9]
-    strategy.learn([9, 11], step, said(12, 13, 14, 15, 16), path=[0], emitted=[12])
-    step, tree = strategy.guess([9, 11, 12], 10)
-    assert tree.tokens.tolist() == [13, 14, 15, 16]
-    strategy.learn([9, 11, 12], step, said(13, 14, 25, 26, 27), path=[0, 1, 2], emitted=[13, 14, 25])
-    assert strategy.guess([25], 10)[1].tokens.tolist() == [26, 27, 25, 25]
-    assert strategy.guess([25], 1)[1].tokens.tolist() == [26]
+    strategy.start([[1, 2, 9]])
+    assert guessed([9, 11], 10) == [9, 9, 9, 9]
+    learn([9, 11], said(12, 13, 14, 15, 16), [0], [12])
+    assert guessed([9, 11, 12], 10) == [13, 14, 15, 16]
+    learn([9, 11, 12], said(13, 14, 25, 26, 27), [0, 1, 2], [13, 14, 25])
+    assert guessed([25], 10) == [26, 27, 25, 25]
+    assert guessed([25], 1) == [26]

@@ -52,8 +52,14 @@ SETTINGS = {
     "gpt_bigcode": {**GPT, "multi_query": True},
     "smollm3": {"no_rope_layers": [1, 0]},
     "llama4_text": {**HEAD, "attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48},
+    # With layers that keep a state: short convolution, linear attention, both kinds in one layer, nothing but states.
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_next": {**HEAD, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+    "falcon_h1": {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
 }
-CHAIN_ONLY = {"bloom", "mpt"}  # ALiBi biases keys by their place in the cache
+WITH_STATE = {"lfm2", "qwen3_next", "falcon_h1", "mamba2"}
+CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their place in the cache
 
 
 def tiny_model(model_type: str, seed: int = 0, **settings):

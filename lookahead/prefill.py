@@ -1,0 +1,137 @@
+"""Prefill: the prompts of a call, and the cache that holds them."""
+
+import inspect
+import warnings
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from lookahead.architecture import CACHE_ARGUMENTS, Architecture, context_length, device_of
+from lookahead.cache import LookaheadCache
+from lookahead.strategies import JacobiStrategy, PoolStrategy
+
+
+@dataclass
+class Prompt:
+    """What one sequence starts from."""
+
+    text: list[int]
+    """Tokens, those already cached included where they are known; grows by what is emitted."""
+    inputs: dict[str, torch.Tensor]
+    """``input_ids`` [1, n] or ``inputs_embeds`` [1, n, hidden]: what is not cached yet, without padding."""
+    padding: int
+    """Columns of padding to the left of it."""
+
+    def __len__(self) -> int:
+        """Positions to compute."""
+        return next(iter(self.inputs.values())).shape[1]
+
+
+def prompts_of(ids: torch.Tensor, generation: GenerationConfig, model_kwargs: dict) -> list[Prompt]:
+    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    name, new = ("input_ids", ids) if embeds is None else ("inputs_embeds", embeds)
+    if repeats_what_is_cached(ids, generation, model_kwargs):
+        new = new[:, positions_in(cache_passed_in(model_kwargs)) :]
+    prompts = []
+    for b in range(len(ids)):
+        padding = 0 if mask is None else int((mask[b] == 0).sum())
+        text = ids[b, padding if mask is not None and mask.shape == ids.shape else 0 :].tolist()
+        prompts.append(Prompt(text, {name: new[b : b + 1, padding:]}, padding))
+    return prompts
+
+
+def repeats_what_is_cached(ids: torch.Tensor, generation: GenerationConfig, model_kwargs: dict) -> bool:
+    """Whether the prompt begins with what a cache that is passed in holds, or follows it: the mask covers both."""
+    mask = model_kwargs.get("attention_mask")
+    # A mask that hides nothing may have been dropped.
+    covered = getattr(generation, "_mask_length", None) if mask is None else mask.shape[-1]
+    return model_kwargs.get("inputs_embeds") is not None or covered == ids.shape[1]
+
+
+def cache_passed_in(model_kwargs: dict) -> Cache | None:
+    """generate() makes one where the caller does not, unless use_cache=False."""
+    return next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
+
+
+def positions_in(cache: Cache | None) -> int:
+    """How many a cache that was passed in holds; 0 where its layers keep nothing but states, which do not say."""
+    if cache is None or not any(hasattr(layer, "get_seq_length") for layer in cache.layers):
+        return 0
+    return cache.get_seq_length()
+
+
+def prefill(
+    model: PreTrainedModel,
+    architecture: Architecture,
+    prompts: list[Prompt],
+    cache: LookaheadCache | None,
+    room: int,
+    chunk_size: int | None,
+    strategy: PoolStrategy | JacobiStrategy,
+) -> tuple[LookaheadCache, torch.Tensor]:
+    """Compute the prompts and let the strategy learn from them.
+
+    Each is computed by itself, without padding, and equal ones once.
+    cache: what holds the beginning of a single prompt already, if anything does.
+    room: positions beyond the prompts that the cache gets room for at once.
+    Returns the cache of the batch and the logits [batch, vocabulary] after the prompts.
+    """
+    caches: list[LookaheadCache] = []
+    last: list[torch.Tensor] = []
+    for b, prompt in enumerate(prompts):
+        equal = next((i for i, other in enumerate(prompts[:b]) if _are_equal(prompt.inputs, other.inputs)), None)
+        if equal is not None:
+            caches.append(caches[equal])
+            last.append(last[equal])
+            continue
+        one = cache or architecture.make_cache(len(prompt) + (room if len(prompts) == 1 else 0))
+        logits = compute(model, architecture, prompt.inputs, one, chunk_size, strategy.prefill_logits)
+        strategy.learn_prompt(prompt.text, logits)
+        caches.append(one)
+        last.append(logits[-1].clone())
+    if len(prompts) == 1:
+        return caches[0], torch.stack(last)
+    batch = architecture.make_cache(max(len(prompt) for prompt in prompts) + room)
+    batch.stack(caches)
+    return batch, torch.stack(last)
+
+
+def _are_equal(inputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, others[name]) for name, tensor in inputs.items())
+
+
+def compute(
+    model: PreTrainedModel,
+    architecture: Architecture,
+    inputs: dict[str, torch.Tensor],
+    cache: LookaheadCache,
+    chunk_size: int | None,
+    keep: int,
+) -> torch.Tensor:
+    """Add the positions of one sequence to its cache; logits [k, vocabulary] of the last ones, at most ``keep``.
+
+    inputs: ``input_ids`` [1, n] or ``inputs_embeds`` [1, n, hidden].
+    Raises ValueError if a table of learned positions is too short for them.
+    """
+    ((name, new),) = inputs.items()
+    held, context = cache.lengths[0], context_length(model)
+    length = held + new.shape[1]
+    if length > context:
+        warnings.warn(f"the prompt has {length} tokens, the model was made for {context}", stacklevel=2)
+    limits = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    positions = torch.arange(held, length, device=device_of(model))[None]
+    for begin in range(0, new.shape[1], chunk_size or new.shape[1]):
+        chunk = slice(begin, begin + (chunk_size or new.shape[1]))
+        arguments = {name: new[:, chunk].to(positions.device), architecture.cache_argument: cache, "use_cache": True}
+        if architecture.takes_position_ids:
+            arguments["position_ids"] = positions[:, chunk]
+        try:
+            logits = model(**arguments, **limits).logits[0, -keep:]
+        except IndexError as error:  # a table of learned positions is at its end
+            if length <= context:
+                raise
+            raise ValueError(f"the prompt has {length} tokens, the model's context is {context}: shorten it") from error
+    cache.lengths = [length]
+    return logits

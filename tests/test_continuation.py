@@ -1,0 +1,185 @@
+"""Prompts that are cached already, in part or as embeddings: past_key_values in and out, inputs_embeds."""
+
+import random
+from copy import deepcopy
+
+import pytest
+import torch
+from test_lossless import random_prompt
+from transformers import DynamicCache
+from zoo import SETTINGS, WITH_STATE, tiny_model
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.cache import InPlaceLayer
+
+# Their own generate() takes no past_key_values, or fails on its second turn.
+NO_CONVERSATION = {"mamba2", "mpt"}
+
+
+def turns(model, new_cache, rng: random.Random, full_ids: bool) -> list[list[int]]:
+    """Three turns of a conversation on one cache; each is the prompt of the next, with some tokens more."""
+    cache, ids, texts = new_cache(), random_prompt(rng), []
+    for _ in range(3):
+        mask = torch.ones_like(ids)
+        new = ids if full_ids else ids[:, cache.get_seq_length() :]
+        options = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.5, "eos_token_id": None}
+        output = model.generate(new, attention_mask=mask, past_key_values=cache, **options)
+        assert cache.get_seq_length() == ids.shape[1] + 19
+        answer = output[:, new.shape[1] :]
+        texts.append(answer[0].tolist())
+        ids = torch.cat([ids, answer, random_prompt(rng, 6)], dim=1)
+    return texts
+
+
+@pytest.mark.parametrize("model_type", sorted(set(SETTINGS) - NO_CONVERSATION))
+@pytest.mark.parametrize("full_ids", [True, False], ids=["whole prompt", "what is new"])
+def test_conversation_on_one_cache(model_type, full_ids):
+    """A cache made as for plain decoding is brought on in place, and nothing that it holds is computed again."""
+    model = tiny_model(model_type)
+    for empty in (lambda: DynamicCache(config=model.config), DynamicCache):
+        if empty is DynamicCache and model_type in WITH_STATE:
+            continue  # plain decoding needs the configuration here
+        rng = random.Random(1)
+        torch.manual_seed(0)
+        expected = turns(model, empty, rng, full_ids)
+        lookahead.wrap(model, LookaheadConfig(window_size=2))
+        torch.manual_seed(0)
+        assert turns(model, empty, random.Random(1), full_ids) == expected
+        stats = model.lookahead.stats
+        assert (stats.calls, stats.tokens) == (3, 60)
+        lookahead.unwrap(model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "llama4_text", "lfm2"])
+def test_plain_and_lookahead_take_turns(model_type):
+    """Either continues on what the other left, dynamic layers or ours."""
+    model = tiny_model(model_type)
+    first = random_prompt(random.Random(2))
+    options = {"max_new_tokens": 15, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(first, **options | {"max_new_tokens": 60})
+    cache, ids = DynamicCache(config=model.config), first
+    for turn in range(4):
+        if turn % 2:
+            lookahead.wrap(model)
+        ids = model.generate(ids, past_key_values=cache, **options)
+        assert turn % 2 == 0 or model.lookahead.last.steps > 0
+        lookahead.unwrap(model)
+    assert ids.tolist() == expected.tolist()
+
+
+def test_what_is_cached_is_not_computed_again():
+    model = lookahead.wrap(tiny_model("llama"))
+    ids = random_prompt(random.Random(3), longest=40)
+    cache = DynamicCache(config=model.config)
+    output = model.generate(ids, past_key_values=cache, max_new_tokens=20, eos_token_id=None)
+    buffer = cache.layers[0]._keys.data_ptr()
+    following = torch.cat([output, torch.tensor([[5, 6]])], dim=1)
+    rows = []
+    model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[1]))
+    model.generate(following, past_key_values=cache, max_new_tokens=5, eos_token_id=None)
+    assert rows[0] == 3, "the last token of the answer and the two new ones"
+    assert cache.layers[0]._keys.data_ptr() == buffer, "the history was copied"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "lfm2"])
+@pytest.mark.parametrize("at", [1, 2, 5, 16])
+def test_a_cache_survives_a_failure(model_type, at):
+    """After an error the caller's cache holds what it held before the call, and the same call again is right."""
+    model = tiny_model(model_type)
+    ids = random_prompt(random.Random(4))
+    options = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": None}
+    lookahead.wrap(model)
+    cache = DynamicCache(config=model.config)
+    for _ in range(2):  # on an empty cache, then on one that was filled here
+        held = cache.get_seq_length()
+        expected = model.generate(ids, past_key_values=deepcopy(cache), **options)
+        calls = []
+
+        def fail(input_ids, scores, calls=calls, **kwargs):
+            calls.append(1)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return torch.zeros(1, dtype=torch.bool)
+
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, past_key_values=cache, stopping_criteria=[fail], **options)
+        assert cache.get_seq_length() == held
+        assert model.generate(ids, past_key_values=cache, **options).tolist() == expected.tolist()
+        ids = torch.cat([expected, torch.tensor([[7, 8, 9]])], dim=1)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "lfm2"])
+def test_prompts_of_embeddings(model_type):
+    """With inputs_embeds alone only what is new is returned; with input_ids as well, they come first."""
+    model = tiny_model(model_type)
+    ids = random_prompt(random.Random(5), longest=30)
+    embeds = model.get_input_embeddings()(ids).detach()
+    for do_sample in (False, True):
+        for given in ({}, {"input_ids": ids}):
+            options = {"inputs_embeds": embeds, "max_new_tokens": 25, "do_sample": do_sample, **given}
+            torch.manual_seed(1)
+            expected = model.generate(**options)
+            lookahead.wrap(model, LookaheadConfig(window_size=2))
+            torch.manual_seed(1)
+            actual = model.generate(**options)
+            assert model.lookahead.last.tokens == actual.shape[1] - given.get("input_ids", ids[:, :0]).shape[1]
+            lookahead.unwrap(model)
+            assert actual.tolist() == expected.tolist()
+
+
+def test_batches_of_embeddings():
+    model = tiny_model("llama")
+    ids = torch.cat([random_prompt(random.Random(seed), longest=12)[:, -1:].repeat(1, 12) for seed in range(3)])
+    options = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(**options)
+    lookahead.wrap(model)
+    assert model.generate(**options).tolist() == expected.tolist()
+    assert model.lookahead.last.sequences == 3
+
+
+def test_caches_that_are_handed_out_can_be_cropped_and_copied():
+    """As users of transformers do: go back to a prefix, branch off a copy, reorder and repeat a batch."""
+    model = tiny_model("llama")
+    ids = random_prompt(random.Random(6), longest=20)
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    lookahead.wrap(model)
+    output = model.generate(ids, return_dict_in_generate=True, **options)
+    cache = deepcopy(output.past_key_values)
+    cache.crop(-10)
+    kept = cache.get_seq_length()
+    again = model.generate(expected[:, : kept + 1], past_key_values=cache, **options | {"max_new_tokens": 10})
+    assert again.tolist() == expected.tolist()
+    cache = output.past_key_values
+    cache.batch_repeat_interleave(3)
+    assert cache.layers[0].keys.shape[0] == 3
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.layers[0].keys.shape[:3] == (2, cache.layers[0].keys.shape[1], ids.shape[1] + 19)
+
+
+def test_a_cache_of_states_alone_goes_to_the_model():
+    model = tiny_model("mamba2")
+    ids = random_prompt(random.Random(8))
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    texts = []
+    for wrapped in (False, True):
+        if wrapped:
+            lookahead.wrap(model)
+        cache = DynamicCache(config=model.config)
+        output = model.generate(ids, cache_params=cache, **options)
+        more = torch.cat([output, torch.tensor([[5, 6, 7]])], dim=1)[:, -4:]
+        texts.append([output.tolist(), model.generate(more, cache_params=cache, **options).tolist()])
+    assert texts[0] == texts[1]
+
+
+def test_inference_mode_leaves_a_cache_that_serves_outside_of_it():
+    model = lookahead.wrap(tiny_model("llama"))
+    ids = random_prompt(random.Random(7))
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        output = model.generate(ids, past_key_values=cache, max_new_tokens=10, eos_token_id=None)
+    assert isinstance(cache.layers[0], InPlaceLayer)
+    more = model.generate(output.clone(), past_key_values=cache, max_new_tokens=10, eos_token_id=None)
+    assert more.tolist() == model.generate(ids, max_new_tokens=20, eos_token_id=None).tolist()
