@@ -9,6 +9,7 @@ from lookahead.architecture import UnsupportedModelError
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import Lookahead, decode
 from lookahead.stats import Stats
+from lookahead.streaming import stream
 from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import unwrap, wrap
 from ngram_pool import NgramPool, PoolFileError, Source
@@ -28,6 +29,7 @@ __all__ = [
     "Stats",
     "UnsupportedModelError",
     "decode",
+    "stream",
     "unwrap",
     "vocabulary_fingerprint",
     "wrap",

@@ -1,0 +1,195 @@
+"""A conversation whose history stays in the KV cache, and the loop that holds it on the command line."""
+
+import inspect
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import click
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer
+
+from lookahead.architecture import context_length
+from lookahead.streaming import StopWhenAsked, render
+
+COMMAND = re.compile(r"/[a-z]+")
+COMMANDS = "/reset starts anew, /system TEXT instructs the model, /stats counts steps, /exit or Ctrl-D leaves"
+
+# For models that only continue text, such as the packaged one: each message stands on lines of its own.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if not message.content.endswith('\\n') %}{{ '\\n' }}{% endif %}{% endfor %}"
+)
+PLAIN_STOP = "\n\n\n"  # two blank lines, which in Python end a definition
+
+
+class TurnRefusedError(ValueError):
+    """A turn that cannot be taken; the conversation is as it was before."""
+
+
+class Conversation:
+    """Messages, and a cache of what the model has read and written of them.
+
+    Each turn renders all messages anew, as templates may drop or alter what is past; what the rendering shares with the
+    cache from the start on is kept, and the model reads only the rest.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        """The tokenizer needs a chat template."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.messages: list[dict[str, str]] = []
+        self.tokens: list[int] = []
+        """Of the last turn: what was read, as the template renders it, and what was written."""
+        self._cache: DynamicCache | None = None
+
+    def answer(self, content: str, max_new_tokens: int, **options) -> str:
+        """The model's answer to ``content``; both join the messages. ``options`` are those of generate().
+
+        Raises TurnRefusedError if the context has no room or the template refuses the messages. Whatever else is
+        raised, the turn is taken back as well.
+        """
+        messages = [*self.messages, {"role": "user", "content": content}]
+        try:
+            ids = render(self.tokenizer, messages)["input_ids"].to(self.model.device)
+        except Exception as error:  # templates raise what they like
+            raise TurnRefusedError(f"the chat template cannot render this conversation: {error}") from error
+        length, context = ids.shape[1], context_length(self.model)
+        if length >= context:
+            raise TurnRefusedError(
+                f"the conversation would have {length} tokens, the model's context is {context}: /reset starts anew"
+            )
+        cache = self._cache_for(ids[0].tolist())
+        self._cache = None  # a pass that fails leaves a cache that holds more in some layers than in others
+        output = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=min(max_new_tokens, context - length),
+            tokenizer=self.tokenizer,
+            **options,
+        )[0]
+        self._cache, self.tokens = cache, output.tolist()
+        # Cleaning would change what the next turn reads from what the cache holds.
+        text = self.tokenizer.decode(self.tokens[length:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+        return text
+
+    def reset(self) -> None:
+        """Forget all messages but the system's."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+        self.tokens, self._cache = [], None
+
+    def instruct(self, content: str) -> None:
+        """Put ``content`` in the place of the system's message; an empty one takes it away."""
+        rest = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": content}, *rest] if content else rest
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the last turn ended where the model's context does."""
+        return len(self.tokens) >= context_length(self.model)
+
+    def _cache_for(self, ids: list[int]) -> DynamicCache | None:
+        """A cache that holds a true prefix of ``ids``, the longest that can be had; None to let generate() make one."""
+        if self._cache is not None:
+            held = self.tokens[: self._cache.get_seq_length()]
+            shared = next((i for i, (a, b) in enumerate(zip(held, ids[:-1], strict=False)) if a != b), None)
+            if shared is None:
+                shared = min(len(held), len(ids) - 1)
+            try:
+                if shared < len(held):
+                    self._cache.crop(shared - len(held))
+                return self._cache
+            except RuntimeError:  # recurrent layers, and sliding ones beyond their window, do not go back
+                pass
+        return _empty_cache(self.model)
+
+
+def _empty_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """A cache for generate() to fill; None if the model takes none, so that it reads everything in each turn."""
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return None
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def converse(
+    conversation: Conversation, make_streamer: Callable[[], BaseStreamer], statistics: Callable[[], str], **options
+) -> None:
+    """Answer standard input, a turn a line, until it ends; Ctrl-C stops an answer, which stays as far as it came.
+
+    make_streamer: called for each answer, to write it.
+    statistics: called for what /stats prints.
+    options: those of `Conversation.answer`.
+    """
+    if sys.stdin.isatty():
+        click.echo(f"{COMMANDS}; Ctrl-C stops an answer", err=True)
+    for line in _lines():
+        command, _, argument = line.strip().partition(" ")
+        if not command:
+            continue
+        if command == "/exit":
+            return
+        if command == "/reset":
+            conversation.reset()
+        elif command == "/system":
+            conversation.instruct(argument.strip())
+        elif command == "/stats":
+            click.echo(f"{statistics()}\n{len(conversation.tokens)} tokens of context in use")
+        elif COMMAND.fullmatch(command):
+            click.echo(f"no such command: {command}; {COMMANDS}", err=True)
+        else:
+            _answer(conversation, line, make_streamer(), options)
+
+
+def _answer(conversation: Conversation, line: str, streamer: BaseStreamer, options: dict) -> None:
+    stop = StopWhenAsked()
+    try:
+        with _interrupted_by_ctrl_c(stop):
+            conversation.answer(line, streamer=streamer, stopping_criteria=[stop], **options)
+    except TurnRefusedError as error:
+        click.echo(str(error), err=True)
+    except KeyboardInterrupt:
+        click.echo("\ninterrupted: this turn is forgotten", err=True)
+    else:
+        if stop.asked:
+            click.echo("interrupted", err=True)
+        if conversation.is_full:
+            click.echo("the model's context is full: /reset starts anew", err=True)
+
+
+@contextmanager
+def _interrupted_by_ctrl_c(stop: StopWhenAsked) -> Iterator[None]:
+    """Let Ctrl-C end the answer between two passes, so that the cache stays whole; a second one does not wait."""
+
+    def handle(number, frame):
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _lines() -> Iterator[str]:
+    """Lines of standard input, without their ends; on a terminal, with a prompt and the line editing of `input`."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+        return
+    with suppress(ImportError):  # not on every platform
+        import readline  # noqa: F401  (gives `input` editing and a history)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            click.echo(err=True)
+            return
+        except KeyboardInterrupt:
+            click.echo("\n/exit or Ctrl-D leaves", err=True)

@@ -1,0 +1,189 @@
+"""The text of a running generate(), piece by piece."""
+
+import re
+import threading
+from collections.abc import Generator, Mapping
+from queue import SimpleQueue
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import BaseStreamer
+
+CONTEXT = 16  # tokens, at least, that are decoded again before a new one, since decoders look back
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+LONGEST_CLEANED = 3  # characters, from a space on, that a tokenizer's clean-up may still change
+
+
+def stream(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mapping, **options
+) -> Generator[str, None, None]:
+    """The text that ``model.generate`` writes after ``prompt``, in pieces (str) that come as it writes them.
+
+    Joined, they are ``tokenizer.decode(new_ids, skip_special_tokens=True)``. A wrapped model decodes by lookahead, any
+    other as it always does. generate() runs in a thread of its own, from the first piece that is asked for; closing the
+    iterator, leaving its loop or Ctrl-C ends generate() at its next token, and the thread with it. Whatever generate()
+    raises is raised here.
+
+    prompt: a text; or messages, dicts with ``role`` and ``content``, for the tokenizer's chat template, the last of
+        which is continued if it is the assistant's; or what a tokenizer returns, with ``input_ids``, int64 [1, n].
+    options: anything else for ``model.generate``; stop_strings need no tokenizer here.
+
+    Raises TypeError for any other prompt; ValueError for a batch or an option that leaves nothing to stream.
+    """
+    if options.get("streamer") is not None:
+        raise ValueError("stream() brings its own streamer: call model.generate to use another")
+    if options.get("custom_generate") is not None:
+        raise ValueError("custom_generate gets no streamer from transformers: give stream() a wrapped model instead")
+    return _run(model, tokenizer, {**_inputs(tokenizer, prompt, model.device), **options})
+
+
+def _inputs(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mapping, device: torch.device) -> dict:
+    """What generate() takes for ``prompt``."""
+    if isinstance(prompt, str):
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    elif isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt):
+        inputs = render(tokenizer, prompt)
+    elif isinstance(prompt, Mapping):
+        inputs = prompt
+        ids = inputs.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[0] != 1:
+            what = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
+            raise ValueError(
+                f"the prompt's input_ids must be a tensor of one sequence, [1, n], not {what}: "
+                "tokenize one text with return_tensors='pt', and stream the texts of a batch one by one"
+            )
+    else:
+        raise TypeError(
+            "the prompt must be a text, a list of chat messages (dicts with role and content) or a tokenizer's output "
+            f"with input_ids, not {f'the list {prompt!r:.60}' if isinstance(prompt, list) else type(prompt).__name__}"
+        )
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> Mapping:
+    """Inputs for the next message of the assistant, or for the rest of its last one; tensors [1, n].
+
+    Raises ValueError if the tokenizer has no chat template, jinja2.TemplateError if the template refuses the messages.
+    """
+    continues = messages[-1].get("role") == "assistant"
+    return tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        return_tensors="pt",
+        return_dict=True,
+        tokenizer_kwargs={"return_token_type_ids": False},
+    )
+
+
+def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: dict) -> Generator[str, None, None]:
+    queue: SimpleQueue[str | BaseException | None] = SimpleQueue()
+    stop = StopWhenAsked()
+    criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), stop])
+    options = {"tokenizer": tokenizer, **options}
+    kind = model.device.type  # autocast is a thread's own, so it has to be carried over
+    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+    def generate() -> None:
+        try:
+            with autocast:
+                model.generate(**options, stopping_criteria=criteria, streamer=_QueueStreamer(tokenizer, queue))
+            queue.put(None)
+        except BaseException as error:  # the consumer's, whatever it is
+            queue.put(error)
+
+    thread = threading.Thread(target=generate, name="lookahead.stream")
+    thread.start()
+    try:
+        while (item := queue.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        item = None  # an error holds this frame, which must not hold the error
+        stop.asked = True
+        thread.join()
+
+
+class StopWhenAsked(StoppingCriteria):
+    """Ends generate() at its next token once ``asked`` is true, and when the process ends."""
+
+    def __init__(self):
+        self.asked = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        stop = self.asked or not threading.main_thread().is_alive()
+        return torch.full((len(input_ids),), stop, dtype=torch.bool, device=input_ids.device)
+
+
+class TextPieces:
+    """Decodes tokens as they come into pieces of text that, joined, are the text of all tokens decoded together.
+
+    transformers' TextStreamer decodes each line by itself, which loses spaces where a tokenizer drops the first one,
+    and holds words back until the next space.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # decoded together: those since some settled place, and some before
+        self._settled = 0  # index into them; the text before it ends with a whole character
+        self._written = 0  # characters of their text that have been handed out
+
+    def add(self, ids: list[int]) -> str:
+        """The text that ``ids`` complete; empty in the middle of a character of several tokens."""
+        self._ids += ids
+        text = self._decode(self._ids)
+        end = self._certain(text)
+        piece = text[self._written : end]
+        self._written = max(self._written, end)
+        if end == len(text) and len(self._ids) - self._settled >= CONTEXT:
+            tail = self._ids[self._settled :]
+            if context := self._decode(tail):  # with nothing before it, a first space would be dropped
+                self._ids, self._written = tail, len(context)
+            self._settled = len(self._ids)
+        return piece
+
+    def rest(self) -> str:
+        """What was held back, at the end of the text."""
+        piece = self._decode(self._ids)[self._written :]
+        self._ids, self._settled, self._written = [], 0, 0
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _certain(self, text: str) -> int:
+        """Characters of ``text`` that no further token can change."""
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the first bytes of a character
+            return self._written
+        last = self._tokenizer.convert_ids_to_tokens(self._ids[-1]) if self._ids else None
+        if last is not None and BYTE_TOKEN.fullmatch(last):  # a run of such tokens is decoded whole or not at all
+            return self._written
+        if getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+            space = text.find(" ", max(len(text) - LONGEST_CLEANED, 0))
+            if space >= 0:
+                return max(space, self._written)
+        return len(text)
+
+
+class _QueueStreamer(BaseStreamer):
+    """Puts pieces of text into a queue."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, queue: SimpleQueue):
+        self._pieces = TextPieces(tokenizer)
+        self._queue = queue
+        self._seen_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._seen_prompt:
+            self._put(self._pieces.add(value.flatten().tolist()))
+        elif len(value) != 1:  # generate() puts the prompt first, once for each text
+            raise ValueError(f"stream() streams one text, not {len(value)}: leave num_return_sequences at 1")
+        self._seen_prompt = True
+
+    def end(self) -> None:
+        self._put(self._pieces.rest())
+
+    def _put(self, piece: str) -> None:
+        if piece:
+            self._queue.put(piece)
