@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
 
 import click
 import torch
@@ -14,7 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from lookahead import DEMO_MODEL, __version__
 from lookahead.architecture import UnsupportedModelError, context_length
+from lookahead.audit import audit, first_difference, markdown
+from lookahead.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
 from lookahead.config import LookaheadConfig
+from lookahead.decoding import Lookahead
+from lookahead.measuring import environment, read_prompts, source_prompts
+from lookahead.streaming import TextPieces, render
 from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import unwrap, wrap
 from ngram_pool import NgramPool, PoolFileError, Source, storage
@@ -35,29 +42,18 @@ class StepStreamer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, step):
         """step: called without arguments for the number of the step under way."""
-        self._tokenizer = tokenizer
+        self._pieces = TextPieces(tokenizer)
         self._step = step
         self._colour = sys.stdout.isatty()
         self._seen_prompt = False
-        self._pending: list[int] = []
-        self._written = ""
 
     def put(self, value: torch.Tensor) -> None:
-        if not self._seen_prompt:  # generate() puts the prompt first
-            self._seen_prompt = True
-            return
-        self._pending += value.flatten().tolist()
-        text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # in the middle of a character of several tokens
-            return
-        self._write(text[len(self._written) :])
-        self._written = text
-        if text.endswith("\n"):
-            self._pending, self._written = [], ""
+        if self._seen_prompt:
+            self._write(self._pieces.add(value.flatten().tolist()))
+        self._seen_prompt = True  # generate() puts the prompt first
 
     def end(self) -> None:
-        text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
-        self._write(text[len(self._written) :] + "\n")
+        self._write(self._pieces.rest() + "\n")
 
     def _write(self, text: str) -> None:
         if self._colour:
@@ -66,55 +62,97 @@ class StepStreamer:
         sys.stdout.flush()
 
 
+def _options(*options):
+    """One decorator for several options, for the commands that share them."""
+
+    def decorate(command):
+        return reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+    return decorate
+
+
+model_options = _options(
+    click.option("--model", "model_name", metavar="NAME_OR_PATH",
+                 help="Causal LM to load; the packaged one by default."),
+    click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True,
+                 help="auto: float32 on the CPU, the checkpoint's own elsewhere."),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps, ..."),
+)  # fmt: skip
+decoding_options = _options(
+    model_options,
+    click.option("--do-sample/--no-do-sample", default=None,
+                 help="Sample; the four options below imply it. Default: the model's own."),
+    click.option("--temperature", type=click.FloatRange(min=0, min_open=True)),
+    click.option("--top-k", type=click.IntRange(min=0)),
+    click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True)),
+    click.option("--min-p", type=click.FloatRange(min=0, max=1)),
+    click.option("--repetition-penalty", type=click.FloatRange(min=0, min_open=True)),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling."),
+    click.option("--strategy", type=click.Choice(["lookahead", "jacobi", "greedy"]), default="lookahead",
+                 show_default=True, help="greedy: plain decoding, one token a step."),
+    click.option("--budget", type=click.IntRange(min=0), default=LookaheadConfig.budget, show_default=True,
+                 help="Most guesses verified in a step."),
+    click.option("--window-size", type=click.IntRange(min=0), default=LookaheadConfig.window_size, show_default=True,
+                 help="Columns W of the Jacobi window; 0 turns it off."),
+    click.option("--ngram-size", type=click.IntRange(min=2), default=LookaheadConfig.ngram_size, show_default=True,
+                 help="Length N of the window's n-grams."),
+    click.option("--pool", "pool_path", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+                 help="Start from a saved pool; the file stays as it is."),
+)  # fmt: skip
+
+
+def _prepare(
+    model_name, dtype, device, strategy, budget, window_size, ngram_size, pool_path, do_sample, repetition_penalty,
+    **sampling,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:  # fmt: skip
+    """Model, tokenizer, what the wrapped model carries (None: it decodes plainly) and options of generate()."""
+    if pool_path and strategy != "lookahead":
+        raise click.UsageError(f"--pool is of no use to --strategy {strategy}")
+    model, tokenizer = load(model_name, dtype, device)
+    if do_sample is None and any(value is not None for value in sampling.values()):
+        do_sample = True
+    sampling |= {"do_sample": do_sample, "repetition_penalty": repetition_penalty}
+    options = {name: value for name, value in sampling.items() if value is not None}
+    if strategy == "greedy":
+        return model, tokenizer, None, options
+    pool = _load_pool(pool_path, vocabulary_fingerprint(tokenizer)) if pool_path else None
+    config = LookaheadConfig(strategy=strategy, budget=budget, window_size=window_size, ngram_size=ngram_size)
+    with _decoding():
+        return model, tokenizer, wrap(model, config, pool).lookahead, options
+
+
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Turn what decoding raises into a ClickException, and an interrupt into exit status 130."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise click.ClickException(str(error)) from error
+    except (FloatingPointError, ValueError, torch.OutOfMemoryError) as error:
+        raise click.ClickException(f"decoding failed: {error}") from error
+    except KeyboardInterrupt:
+        click.echo("\ninterrupted", err=True)
+        sys.exit(130)
+
+
 @main.command()
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.File(encoding="utf-8"), help="Read the prompt from a file.")
-@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Causal LM to load; the packaged one by default.")
-@click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True,
-              help="auto: float32 on the CPU, the checkpoint's own elsewhere.")  # fmt: skip
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps, ...")
+@decoding_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--do-sample/--no-do-sample", default=None,
-              help="Sample; the four options below imply it. Default: the model's own.")  # fmt: skip
-@click.option("--temperature", type=click.FloatRange(min=0, min_open=True))
-@click.option("--top-k", type=click.IntRange(min=0))
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True))
-@click.option("--min-p", type=click.FloatRange(min=0, max=1))
-@click.option("--repetition-penalty", type=click.FloatRange(min=0, min_open=True))
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
-@click.option("--strategy", type=click.Choice(["lookahead", "jacobi", "greedy"]), default="lookahead",
-              show_default=True, help="greedy: plain decoding, one token a step.")  # fmt: skip
-@click.option("--budget", type=click.IntRange(min=0), default=LookaheadConfig.budget, show_default=True,
-              help="Most guesses verified in a step.")  # fmt: skip
-@click.option("--window-size", type=click.IntRange(min=0), default=LookaheadConfig.window_size, show_default=True,
-              help="Columns W of the Jacobi window; 0 turns it off.")  # fmt: skip
-@click.option("--ngram-size", type=click.IntRange(min=2), default=LookaheadConfig.ngram_size, show_default=True,
-              help="Length N of the window's n-grams.")  # fmt: skip
-@click.option("--pool", "pool_path", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
-              help="Start from a saved pool; the file stays as it is.")  # fmt: skip
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Write tokens as they are accepted.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--stats", "show_stats", is_flag=True, help="Print steps, acceptance and times to stderr.")
 @click.option("--compare", is_flag=True, help="Decode plainly too; print the speed-up and whether the texts agree.")
 def generate(
-    prompt, prompt_file, model_name, dtype, device, max_new_tokens, do_sample, temperature, top_k, top_p, min_p,
-    repetition_penalty, seed, strategy, budget, window_size, ngram_size, pool_path, stream, as_json, show_stats,
-    compare,
-) -> None:  # fmt: skip
+    prompt, prompt_file, max_new_tokens, seed, strategy, stream, as_json, show_stats, compare, **shared
+) -> None:
     """Continue PROMPT (or - for standard input) by lookahead decoding."""
     prompt = _read_prompt(prompt, prompt_file)
-    if pool_path and strategy != "lookahead":
-        raise click.UsageError(f"--pool is of no use to --strategy {strategy}")
-    model, tokenizer = load(model_name, dtype, device)
-    pool = _load_pool(pool_path, vocabulary_fingerprint(tokenizer)) if pool_path else None
+    model, tokenizer, engine, options = _prepare(strategy=strategy, **shared)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     length = inputs.input_ids.shape[1]
-    options = {"max_new_tokens": _fitting(max_new_tokens, length, model)}
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    if do_sample is None and any(value is not None for value in sampling.values()):
-        do_sample = True
-    sampling |= {"do_sample": do_sample, "repetition_penalty": repetition_penalty}
-    options |= {name: value for name, value in sampling.items() if value is not None}
+    options["max_new_tokens"] = _fitting(max_new_tokens, length, model)
 
     def decode(streamer=None) -> tuple[list[int], float]:
         """New ids and the seconds they took."""
@@ -125,27 +163,15 @@ def generate(
         return ids, time.perf_counter() - start
 
     streaming = stream and not as_json
-    stats = plain = None
-    try:
-        if strategy == "greedy":
-            ids, seconds = decode(StepStreamer(tokenizer, lambda: 0) if streaming else None)
-        else:
-            settings = {"budget": budget, "window_size": window_size, "ngram_size": ngram_size}
-            engine = wrap(model, LookaheadConfig(strategy=strategy, **settings), pool).lookahead
-            ids, seconds = decode(StepStreamer(tokenizer, lambda: engine.last.steps) if streaming else None)
-            stats = engine.last
+    plain = None
+    with _decoding():
+        ids, seconds = decode(_streamer(tokenizer, engine) if streaming else None)
         if compare:
             unwrap(model)
             click.echo("decoding plainly for comparison ...", err=True)
             plain = decode()
-    except UnsupportedModelError as error:
-        raise click.ClickException(str(error)) from error
-    except (FloatingPointError, ValueError, torch.OutOfMemoryError) as error:
-        raise click.ClickException(f"decoding failed: {error}") from error
-    except KeyboardInterrupt:
-        click.echo("\ninterrupted", err=True)
-        sys.exit(130)
 
+    stats = engine.last if engine else None
     text = tokenizer.decode(ids, skip_special_tokens=True)
     if as_json:
         result = {"prompt": prompt, "text": text, "tokens": len(ids), "seconds": seconds, "strategy": strategy}
@@ -161,6 +187,98 @@ def generate(
         click.echo(str(stats) if stats else f"{len(ids)} tokens in {len(ids) - 1} steps: plain decoding", err=True)
     if plain:
         click.echo(_comparison(strategy, ids, seconds, *plain, stats))
+
+
+@main.command()
+@decoding_options
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of an answer.")
+@click.option("--chat-template", "template_file", type=click.File(encoding="utf-8"), metavar="FILE",
+              help="Template of the conversation (jinja); the tokenizer's own by default.")  # fmt: skip
+def chat(template_file, max_new_tokens, seed, model_name, **shared) -> None:
+    """Talk with a model, whose cache keeps the history from turn to turn. Each line of standard input is a turn."""
+    model, tokenizer, engine, options = _prepare(model_name=model_name, **shared)
+    if template_file is not None:
+        tokenizer.chat_template = template_file.read()
+    elif tokenizer.chat_template is None:
+        if model_name is not None:
+            raise click.UsageError(
+                f"the tokenizer of {model_name!r} has no chat template: give --chat-template FILE, or a --model that "
+                "was made for chats"
+            )
+        click.echo("note: the packaged model only continues Python code, up to two blank lines; give it some", err=True)
+        tokenizer.chat_template = PLAIN_TEMPLATE
+        options["stop_strings"] = [PLAIN_STOP]
+    try:
+        if not render(tokenizer, [{"role": "user", "content": "Hello"}])["input_ids"].numel():
+            raise ValueError("it renders nothing")
+    except Exception as error:  # templates raise what they like
+        which = template_file.name if template_file else f"of {model_name!r}"
+        raise click.ClickException(f"the chat template {which} cannot render a message: {error}") from error
+
+    def statistics() -> str:
+        return str(engine.stats) if engine else "plain decoding: a token a step"
+
+    torch.manual_seed(seed)
+    with _decoding():
+        converse(
+            Conversation(model, tokenizer), lambda: _streamer(tokenizer, engine), statistics,
+            max_new_tokens=max_new_tokens, **options,
+        )  # fmt: skip
+
+
+def _streamer(tokenizer: PreTrainedTokenizerBase, engine: Lookahead | None) -> StepStreamer:
+    return StepStreamer(tokenizer, lambda: engine.last.steps if engine else 0)
+
+
+@main.command("audit")
+@model_options
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--prompts", "prompts_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              metavar="FILE.jsonl",
+              help="Prompts in Spec-Bench's format; passages of Python's standard library by default.")  # fmt: skip
+@click.option("--count", type=click.IntRange(min=1),
+              help="How many prompts. Default: all of FILE.jsonl, or 16 passages.")  # fmt: skip
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True,
+              help="Above 0, audit sampling besides, seeded by the prompt's number.")  # fmt: skip
+@click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model; audits transformers' assisted decoding too.")
+@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Write everything that was measured.")  # fmt: skip
+def audit_command(
+    model_name, dtype, device, max_new_tokens, prompts_file, count, temperature, assistant, out
+) -> None:  # fmt: skip
+    """List where lookahead's texts part from plain decoding's, and whether rounding explains it.
+
+    Exit status 1 if some place is no near tie. docs/numerics.md says what that means.
+    """
+    if out is not None and not os.access(out.resolve().parent, os.W_OK):
+        raise click.UsageError(f"--json {out}: its folder is missing or cannot be written to")
+    model, tokenizer = load(model_name, dtype, device)
+    assistant_model = load(assistant, dtype, device)[0] if assistant else None
+    prompts = read_prompts(prompts_file, count) if prompts_file else source_prompts(count or 16)
+    inputs = [
+        tokenizer(prompt["turns"][0], return_tensors="pt").input_ids.to(model.device) for prompt in prompts
+    ]  # fmt: skip
+    max_new_tokens = _fitting(max_new_tokens, max(ids.shape[1] for ids in inputs), model)
+    with _decoding(), click.progressbar(inputs, label="prompts", file=sys.stderr) as progress:
+        tallies = audit(model, progress, max_new_tokens, temperature, assistant=assistant_model)
+    names = [str(prompt["question_id"]) for prompt in prompts]
+    where = environment(model)
+    click.echo(", ".join(f"{name} {value}" for name, value in where.items()))
+    click.echo(f"{len(prompts)} prompts, {max_new_tokens} new tokens each\n")
+    click.echo(markdown(tallies, tokenizer, names))
+    if out is not None:
+        report = {"model": str(model_name or DEMO_MODEL.name), "environment": where, "temperature": temperature,
+                  "max_new_tokens": max_new_tokens, "prompts": names,
+                  "tallies": [tally.as_dict() for tally in tallies]}  # fmt: skip
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    ours = [tally for tally in tallies if tally.way == "lookahead"]
+    unexplained = sum(len(tally.unexplained) for tally in ours)
+    if unexplained:
+        raise click.ClickException(f"{unexplained} of lookahead's texts part where rounding does not explain it")
+    parted = sum(len(tally.divergences) for tally in ours)
+    click.echo(
+        f"\n{parted} of lookahead's texts part from plain decoding's" + (", each at a near tie" if parted else "")
+    )
 
 
 def _fitting(max_new_tokens: int, length: int, model: PreTrainedModel) -> int:
@@ -311,8 +429,7 @@ def _comparison(strategy, ids, seconds, plain_ids, plain_seconds, stats) -> str:
     if ids == plain_ids:
         verdict = "the texts are identical"
     else:
-        first = next((i for i, (a, b) in enumerate(zip(ids, plain_ids)) if a != b), min(len(ids), len(plain_ids)))  # noqa: B905
-        verdict = f"THE TEXTS DIFFER from token {first} on"
+        verdict = f"THE TEXTS DIFFER from token {first_difference(ids, plain_ids)} on"
     steps = f", {stats.tokens_per_step:.2f} tokens per step" if stats else ""
     return (
         f"\n{strategy}: {len(ids)} tokens in {seconds:.2f} s, {rates[0]:.0f} tokens/s{steps}\n"

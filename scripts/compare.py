@@ -8,7 +8,6 @@ the median of its repeats. Every text is compared with that of plain decoding fr
 """
 
 import json
-import platform
 import shlex
 import statistics
 import sys
@@ -17,12 +16,12 @@ from pathlib import Path
 
 import click
 import torch
-import transformers
-from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
+from lookahead.audit import choice_scores, first_difference, next_logits
 from lookahead.cli import load
+from lookahead.measuring import environment, read_prompts
 
 ENVIRONMENT = ("processor", "threads", "dtype", "python", "torch", "transformers")  # what a table has to name
 METHODS = ("greedy", "lookahead", "jacobi", "prompt-lookup", "assisted")
@@ -46,25 +45,6 @@ class ForwardCounter:
         self._hook.remove()
 
 
-def read_prompts(path: Path, limit: int | None) -> list[dict]:
-    """Raises ClickException that names the line if it is not of the format."""
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            prompt = json.loads(line)
-            prompt["turns"][0], prompt["category"], prompt["question_id"]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise click.ClickException(
-                f"{path}, line {number} is not of Spec-Bench's format (question_id, category, turns): {error!r}"
-            ) from error
-        prompts.append(prompt)
-    if not prompts:
-        raise click.ClickException(f"{path} holds no prompt")
-    return prompts[:limit]
-
-
 def generate(model, method: str, inputs, options: dict, seed: int, config, pool, assistant) -> dict:
     """One timed call: new ids, seconds, forward passes, and the statistics of lookahead."""
     extra = {"prompt-lookup": {"prompt_lookup_num_tokens": 10}, "assisted": {"assistant_model": assistant}}
@@ -81,34 +61,12 @@ def generate(model, method: str, inputs, options: dict, seed: int, config, pool,
     return {"ids": ids, "seconds": seconds, "passes": counter.passes, "stats": stats}
 
 
-@torch.no_grad()
-def margin_at(model, inputs, ids: list[int], index: int, options: dict, seed: int) -> float:
-    """How close plain decoding's choice of new token ``index`` was, in logits: zero is a tie.
-
-    Greedy: the difference of the two best logits of a plain pass. Sampled: `torch.multinomial` draws one exponential
-    variate q a token and takes the largest p / q, so it is the difference of the two best log(p / q), times the
-    temperature; the generator is brought to the state that it had there.
-    """
-    line = torch.cat([inputs.input_ids, torch.tensor([ids[:index]], device=model.device, dtype=torch.long)], dim=1)
-    scores = model(input_ids=line).logits[:, -1].float()
-    unit = 1.0
-    if options["do_sample"]:
-        unit = options["temperature"]
-        scores = TemperatureLogitsWarper(unit)(line, scores)
-        if options["top_p"] < 1:
-            scores = TopPLogitsWarper(options["top_p"])(line, scores)
-        torch.manual_seed(seed)
-        for _ in range(index):
-            torch.multinomial(scores.softmax(-1), 1)
-        scores = scores.log_softmax(-1) - torch.empty_like(scores).exponential_(1).log()
-    best = scores[0].topk(2).values
-    return (best[0] - best[1]).item() * unit
-
-
-def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    if ours == theirs:
-        return None
-    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))  # noqa: B905
+def margin_at(model, inputs, text: list[int], index: int, options: dict, seed: int) -> float:
+    """How close plain decoding's choice of new token ``index`` was, in logits: zero is a tie."""
+    row = next_logits(model, inputs.input_ids, text[: index + 1])[-1]
+    scores = choice_scores(row, options.get("temperature", 0.0), seed, index, options.get("top_p", 1.0))
+    best = scores.topk(2).values
+    return (best[0] - best[1]).item()
 
 
 def summarise(rows: list[dict], methods: list[str]) -> list[dict]:
@@ -173,16 +131,6 @@ def write_results(out: Path, text: str, results: dict) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     out.with_suffix(".md").write_text(text, encoding="utf-8")
-
-
-def processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 @click.command(help=__doc__.split("\n")[0])
@@ -269,24 +217,18 @@ def main(
                     "difference": different,
                     "margin": margin,
                 })  # fmt: skip
-    environment = {
+    where = {
         "command": shlex.join(["python", "scripts/compare.py", *sys.argv[1:]]),
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "lookahead": lookahead.__version__,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        **environment(model),
         "samples": options["do_sample"],
     }
     table = summarise(rows, chosen)
-    text = markdown(table, environment)
+    text = markdown(table, where)
     for method, total in stats.items():
         text += f"\n{method}: {total}\noverhead outside the forward pass: {total.overhead:.1%} of the steps' time\n"
     click.echo(text)
     if out is not None:
-        report = {"environment": environment, "table": table, "stats": {m: s.as_dict() for m, s in stats.items()},
+        report = {"environment": where, "table": table, "stats": {m: s.as_dict() for m, s in stats.items()},
                   "prompts": rows}  # fmt: skip
         write_results(out, text, report)
 

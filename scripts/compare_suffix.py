@@ -13,12 +13,12 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from compare import read_prompts
 from measure_pool import report, sample, standard_library, table
 
 import lookahead
 from lookahead import NgramPool, Source
 from lookahead.cli import load
+from lookahead.measuring import read_prompts
 from lookahead.strategies import MIN_PROBABILITY
 from ngram_pool import contexts_of
 from ngram_pool.kernels import LONGEST

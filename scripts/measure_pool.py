@@ -23,12 +23,13 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from compare import read_prompts, write_results
+from compare import write_results
 from transformers import AutoTokenizer
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool, Stats
 from lookahead.cli import load
+from lookahead.measuring import read_prompts
 from lookahead.strategies import MIN_PROBABILITY, TOP_K
 from ngram_pool.kernels import LONGEST
 

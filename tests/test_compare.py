@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from lookahead import DEMO_MODEL
+from lookahead.audit import choice_scores, next_logits
 from lookahead.verify import NextTokenRule
 
 spec = importlib.util.spec_from_file_location("compare", Path(__file__).parents[1] / "scripts" / "compare.py")
@@ -106,18 +107,16 @@ def test_bad_prompts_are_named_by_line(tmp_path, line):
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_the_margin_is_that_of_the_draw(top_p):
-    """With the generator's state brought back, the likeliest perturbed score is the token that was drawn."""
+    """With the generator's noise drawn again, the token that was drawn has the best score."""
     model, tokenizer = compare.load(None)
     inputs = tokenizer("def f(x):\n    return", return_tensors="pt")
     options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": top_p, "max_new_tokens": 12}
     torch.manual_seed(5)
     ids = model.generate(**inputs, **options)[0, inputs.input_ids.shape[1] :].tolist()
-    best = []
-    topk = torch.Tensor.topk
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "topk", lambda scores, k: best.append(int(scores.argmax())) or topk(scores, k))
-        margins = [compare.margin_at(model, inputs, ids, index, options, 5) for index in range(len(ids))]
+    rows = next_logits(model, inputs.input_ids, ids)
+    best = [int(choice_scores(row, 0.9, 5, index, top_p).argmax()) for index, row in enumerate(rows)]
     assert best == ids
+    margins = [compare.margin_at(model, inputs, ids, index, options, 5) for index in range(len(ids))]
     assert all(margin > 0 for margin in margins)
 
 

@@ -1,0 +1,80 @@
+"""What every measurement needs: prompts to measure with, and the environment that its figures hold in."""
+
+import json
+import platform
+import sysconfig
+from pathlib import Path
+
+import click
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+PROMPT_LINES = 24  # of a source file that make a prompt
+LEAST_SOURCE = 10_000  # bytes of a source file that prompts are taken from
+
+
+def read_prompts(path: Path, limit: int | None) -> list[dict]:
+    """Prompts in Spec-Bench's JSONL format, at most ``limit``: dicts with question_id, category and turns.
+
+    Raises ClickException that names the line if it is not of the format.
+    """
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)
+            prompt["turns"][0], prompt["category"], prompt["question_id"]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise click.ClickException(
+                f"{path}, line {number} is not of Spec-Bench's format (question_id, category, turns): {error!r}"
+            ) from error
+        prompts.append(prompt)
+    if not prompts:
+        raise click.ClickException(f"{path} holds no prompt")
+    return prompts[:limit]
+
+
+def source_prompts(count: int) -> list[dict]:
+    """Passages of the Python standard library's source files, in the format of `read_prompts`; the same every time.
+
+    Raises ClickException where the library was installed without its sources.
+    """
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    paths = [path for path in paths if path.stat().st_size >= LEAST_SOURCE]
+    if not paths:
+        raise click.ClickException("this Python has no sources of its standard library to prompt with: give --prompts")
+    prompts = []
+    for number in range(count):
+        path = paths[number * len(paths) // count]
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        begin = max((len(lines) - PROMPT_LINES) * (number + 1) // (count + 1), 0)
+        passage = "".join(lines[begin : begin + PROMPT_LINES])
+        prompts.append({"question_id": f"{path.name}:{begin + 1}", "category": "source", "turns": [passage]})
+    return prompts
+
+
+def environment(model: PreTrainedModel) -> dict[str, str | int]:
+    """What a figure depends on beside the model and the command."""
+    from lookahead import __version__
+
+    return {
+        "processor": _processor(model.device),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "lookahead": __version__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
