@@ -1,0 +1,264 @@
+"""Try lookahead on a tiny random model of every causal LM in transformers, against the model's own generate().
+
+Each family is built in float32 (`tiny_models.py`) and writes a greedy and a sampled text, plainly and by lookahead, in
+a process of its own, so that a crash or a hang ends that family alone.
+
+    python scripts/architectures.py --out docs/architectures.md
+"""
+
+import logging
+import multiprocessing
+import platform
+import shlex
+import sys
+import warnings
+from collections import Counter
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from textwrap import shorten
+
+import click
+import torch
+import transformers
+from compare import first_difference, write_results
+from tiny_models import random_model, tiny_config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import lookahead
+from lookahead.architecture import inspect_model
+
+FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+NEW_TOKENS = 64
+WINDOWS = (8, 40)  # both are outgrown by the texts, but only the first one already by the tokens that wrap() tries out
+PHRASE = [17, 5, 42, 29, 8, 33]
+PROMPT = [*PHRASE, 11, *PHRASE, 50, 23, *PHRASE]  # repeats itself, so that guesses have something to find
+TEXTS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0}}
+RESULTS = {
+    "identical": "greedy and sampled text are those of `model.generate`, token for token",
+    "refused": "`UnsupportedModelError`, or the model's own decoding took over with a warning",
+    "wrong": "another text, or an error that `model.generate` does not raise",
+    "not built": "no model, or one whose own `generate` fails",
+}
+WORST = ("wrong", "not built", "refused", "identical")
+
+
+def layer_kinds(model) -> str:
+    """What the layers are, in the words of the configuration."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("layer_types", "layers_block_type", "attention_layers", "attn_layers")
+    kinds = next((kinds for name in names if isinstance(kinds := getattr(config, name, None), list)), None)
+    if kinds is None and getattr(model, "_is_stateful", False):
+        kinds = ["recurrent"]
+    elif kinds is None:
+        kinds = ["full" if getattr(config, "sliding_window", None) is None else "sliding"]
+    kinds = kinds + (getattr(config, "mlp_layer_types", None) or [])
+    kinds = list(dict.fromkeys(kind.removesuffix("_attention") for kind in kinds))
+    if any("experts" in name for name, _ in model.named_modules()):
+        kinds.append("experts")
+    return ", ".join(kinds)
+
+
+def generate(model, how: dict, **options) -> list[int]:
+    """New tokens, always from the same seed."""
+    torch.manual_seed(0)
+    ids = torch.tensor([PROMPT], device=model.device)
+    length = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
+    return model.generate(ids, **length, **how, **options)[0, len(PROMPT) :].tolist()
+
+
+def blank(model_type: str) -> dict:
+    """A row of the table, of which nothing is known yet."""
+    return {
+        "model_type": model_type,
+        "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type],
+        "layers": "",
+        "guesses": "",
+        "result": "",
+        "tokens_per_step": {},
+        "accepted": 0,  # guesses, in all texts
+        "different_tokens": 0,  # in the greedy text
+        "reason": "",
+    }
+
+
+def check(model_type: str) -> dict:
+    """Build the family with every length of window and decode both ways; a row of the table, the worst of them."""
+    rows, configs = [], []
+    for window in WINDOWS:
+        try:
+            config = tiny_config(model_type, window)
+            if config.to_dict() in configs:  # has no window
+                continue
+            configs.append(config.to_dict())
+            rows.append(check_model(model_type, random_model(config)))
+        except Exception as error:  # configurations and models raise whatever they like
+            rows.append(blank(model_type) | {"result": "not built", "reason": described(error)})
+        if len(configs) > 1 and rows[-1]["reason"]:
+            rows[-1]["reason"] = f"with windows of {window}: {rows[-1]['reason']}"
+    row = min(rows, key=lambda row: WORST.index(row["result"]))
+    return row | {"guesses": " or ".join(dict.fromkeys(row["guesses"] for row in rows if row["guesses"]))}
+
+
+def check_model(model_type: str, model) -> dict:
+    """Decode both ways; a row of the table."""
+    row = blank(model_type) | {"layers": layer_kinds(model)}
+    logger, said = logging.getLogger("lookahead"), BufferingHandler(capacity=1000)
+    logger.addHandler(said)
+    try:
+        lookahead.wrap(model)
+        if not model.config.is_encoder_decoder:
+            row["guesses"] = "tree" if inspect_model(model).can_branch else "chain"
+    except lookahead.UnsupportedModelError as error:
+        return row | {"result": "refused", "reason": described(error)}
+    except Exception as error:
+        return row | {"result": "wrong", "reason": f"wrap: {described(error)}"}
+    finally:
+        logger.removeHandler(said)
+    lookahead.unwrap(model)
+    try:
+        expected = {name: generate(model, how) for name, how in TEXTS.items()}
+        uncached = generate(model, TEXTS["greedy"], use_cache=False)
+    except Exception as error:
+        return row | {"result": "not built", "reason": f"its own generate fails: {described(error)}"}
+    row |= {"different_tokens": len(set(expected["greedy"]))} | by_lookahead(model, expected)
+    remarks = [row["reason"]]
+    if row["guesses"] == "chain":
+        remarks += [record.getMessage().split(". Guesses")[0] for record in said.buffer]
+    if uncached != expected["greedy"]:
+        remarks.append("its own generate writes another text with use_cache=False")
+    return row | {"reason": "; ".join(filter(None, remarks))}
+
+
+def by_lookahead(model, expected: dict[str, list[int]]) -> dict:
+    """Decode by lookahead and compare; what a row says of that."""
+    lookahead.wrap(model)
+    steps = {}
+    for name, how in TEXTS.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                actual = generate(model, how)
+            except Exception as error:
+                return {"result": "wrong", "reason": f"{name}: {described(error)}"}
+        different = first_difference(actual, expected[name])
+        if different is not None:
+            return {"result": "wrong", "reason": f"the {name} text differs from its token {different} on"}
+        steps[name] = model.lookahead.last
+        if not steps[name].steps:
+            said = [str(warning.message) for warning in caught if "lookahead" in str(warning.message)]
+            return {
+                "result": "refused",
+                "guesses": "",
+                "reason": " ".join(said) or "the model's own decoding took over",
+            }
+    accepted = sum(stats.accepted.total() for stats in steps.values())
+    return {
+        "result": "identical",
+        "tokens_per_step": {name: stats.tokens_per_step for name, stats in steps.items()},
+        "accepted": accepted,
+        "reason": "" if accepted else "no guess was accepted",
+    }
+
+
+def described(error: Exception) -> str:
+    """What an error says, in one line of a bearable length, after its name where that adds something."""
+    text = shorten(str(error), 300, placeholder=" ...")
+    named = type(error).__name__
+    return text if isinstance(error, lookahead.UnsupportedModelError) else f"{named}: {text}" if text else named
+
+
+def check_into(sender, model_type: str) -> None:
+    """`check` in a process of its own."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    sender.send(check(model_type))
+
+
+def check_alone(model_type: str, seconds: float) -> dict:
+    """`check` in a process of its own, which is ended after ``seconds``."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lookahead"])  # imports what takes long, once
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=check_into, args=(sender, model_type))
+    process.start()
+    sender.close()
+    try:
+        row = receiver.recv() if receiver.poll(seconds) else None
+        reason = f"not done after {seconds:g} s"
+    except EOFError:
+        row, reason = None, "its process died"
+    process.kill()
+    process.join()
+    return row or blank(model_type) | {"result": "wrong", "reason": reason}
+
+
+def summary(rows: list[dict]) -> str:
+    """Counts of the results, in one line."""
+    counts = Counter(row["result"] for row in rows)
+    trees = sum(row["guesses"] == "tree" for row in rows if row["result"] == "identical")
+    identical = f"identical {counts['identical']} ({trees} by trees, {counts['identical'] - trees} by chains)"
+    return ", ".join([identical, *(f"{result} {counts[result]}" for result in RESULTS if result != "identical")])
+
+
+def markdown(rows: list[dict], environment: dict) -> str:
+    lines = [
+        "# Architectures",
+        "",
+        f"Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model that shows "
+        f"every kind of layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its "
+        f"sliding windows and chunks, of {' and '.join(map(str, WINDOWS))} tokens in turn. The worse result of the two "
+        "stands here, one of:",
+        "",
+        *(f"- **{result}**: {meaning}." for result, meaning in RESULTS.items()),
+        "",
+        f"**{summary(rows)}.**",
+        "",
+        f"    {environment['command']}",
+        "",
+        ", ".join(f"{name} {environment[name]}" for name in ("lookahead", "transformers", "torch", "python")),
+        "",
+        "Tokens per step are those of the greedy and the sampled text; a trained model will have others.",
+        "",
+        "| model type | class | layers | guesses | result | tokens per step | reason |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        steps = " / ".join(f"{value:.2f}" for value in row["tokens_per_step"].values())
+        cells = [row["model_type"], row["class"], row["layers"], row["guesses"], row["result"], steps, row["reason"]]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--only", metavar="TYPE,TYPE,...", help="Model types; all by default.")
+@click.option("--seconds", default=120.0, show_default=True, help="Time limit for a family.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write OUT.md and OUT.json.")
+def main(only, seconds, out) -> None:
+    families = sorted(only.split(",")) if only else FAMILIES
+    for family in families:
+        if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise click.BadParameter(f"{family!r} is not of transformers' causal-LM mapping", param_hint="--only")
+    rows = []
+    with click.progressbar(families, label="families", item_show_func=str, file=sys.stderr) as progress:
+        for family in progress:
+            rows.append(check_alone(family, seconds))
+    environment = {
+        "command": shlex.join(["python", "scripts/architectures.py", *sys.argv[1:]]),
+        "lookahead": lookahead.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    for row in rows:
+        if row["result"] != "identical" or row["reason"]:
+            click.echo(f"{row['model_type']}: {row['result']}: {row['reason']}")
+    click.echo(summary(rows))
+    if out is not None:
+        write_results(out, markdown(rows, environment), {"environment": environment, "families": rows})
+    if any(row["result"] == "wrong" for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
