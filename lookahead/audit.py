@@ -27,6 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lookahead.measuring import up_to_its_end
 from lookahead.wrapping import LookaheadMixin, unwrap, wrap
 from ngram_pool import NgramPool
 
@@ -218,11 +219,8 @@ def _decode(model, prompt: torch.Tensor, settings: dict, seed: int) -> tuple[lis
     output = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), return_dict_in_generate=True, output_logits=True, **settings
     )
-    text = output.sequences[0, prompt.shape[1] :].tolist()
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    stop = next((i + 1 for i, token in enumerate(text) if token in ends), len(text))  # the rest is a batch's padding
-    return text[:stop], torch.stack([row[0] for row in output.logits[:stop]]).float()
+    text = up_to_its_end(output.sequences[0, prompt.shape[1] :].tolist(), model.generation_config.eos_token_id)
+    return text, torch.stack([row[0] for row in output.logits[: len(text)]]).float()
 
 
 def _errors(logits: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -259,9 +259,8 @@ class SlidingLayer(InPlaceLayer):
     def make_room(self, new: int) -> None:
         capacity = self._keys.shape[-2]
         wanted = 2 * (self.sliding_window + new)
-        if self.columns + new > capacity or capacity > 2 * max(
-            wanted, FIRST_CAPACITY
-        ):  # too small, or big from a prompt
+        # Too small, or big from a long prompt.
+        if self.columns + new > capacity or capacity > 2 * max(wanted, FIRST_CAPACITY):
             held = self.held
             seen = np.minimum(held, self._most_seen())
             self._move(held - seen, held, max(wanted, int(seen.max()) + new, FIRST_CAPACITY))

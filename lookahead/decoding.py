@@ -100,12 +100,11 @@ def run(
     theirs = cache_passed_in(model_kwargs)
     engine.last = stats = Stats(calls=1, sequences=len(input_ids))
     try:
-        _decode(model, engine, prompts, rules, stats, generation_config, theirs)
+        ids = _decode(model, engine, prompts, rules, stats, generation_config, theirs)
     finally:
         engine.stats += stats
     if streamer is not None:
         streamer.end()
-    ids = _pad([rule.ids for rule in rules], generation_config)
     if not wants_dict:
         return ids
     scores, logits = rules[0].scores, rules[0].logits  # where they are asked for, one rule emits all sequences
@@ -177,12 +176,13 @@ def _decode(
     stats: Stats,
     generation: GenerationConfig,
     theirs: Cache | None,
-) -> None:
+) -> torch.Tensor:
     """The loop. The last token of a text is the root of its next step.
 
     rules: one for each sequence, or one for all.
     theirs: the cache that was passed in. Where it outlives the call, it holds all of the text but the last token in the
     end, as plain decoding leaves it; if the call fails, what it held before.
+    Returns the ids of all sequences (`_pad`).
     """
     architecture = inspect_model(model)
     strategy = _strategy(model, engine, architecture, generation)
@@ -241,15 +241,16 @@ def _decode(
             for text, tokens, step, tree, path in zip(contexts, emitted, steps, trees, paths, strict=True):
                 text += tokens
                 stats.count(step, tree, path)
+        ids = _pad([rule.ids for rule in rules], generation)
         if outlives:
             ended |= {b: cache.sequence(i) for i, b in enumerate(active)}
-            ids = _pad([rule.ids for rule in rules], generation)
             for b, one in ended.items():  # those that ended early lack their end and the padding behind it
                 missing = ids.shape[1] - width - 1 - (one.lengths[0] - begins[b])
                 if missing:
-                    compute(model, architecture, {"input_ids": ids[b : b + 1, -1 - missing : -1]}, one, None, 1)
+                    compute(model, architecture, ids[b : b + 1, -1 - missing : -1], one, None, 1)
             architecture.hand_over(model, [ended[b] for b in range(len(texts))], [p.padding for p in prompts], theirs)
     except BaseException:
         if taken_over is not None:
             taken_over.rewind(held)
         raise
+    return ids

@@ -55,6 +55,12 @@ def source_prompts(count: int) -> list[dict]:
     return prompts
 
 
+def up_to_its_end(text: list[int], eos_token_id: int | list[int] | None) -> list[int]:
+    """``text`` up to and with its first end token; the rest is a batch's padding."""
+    ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    return text[: next((i + 1 for i, token in enumerate(text) if token in ends), len(text))]
+
+
 def environment(model: PreTrainedModel) -> dict[str, str | int]:
     """What a figure depends on beside the model and the command."""
     from lookahead import __version__

@@ -19,26 +19,22 @@ class Prompt:
 
     text: list[int]
     """Tokens, those already cached included where they are known; grows by what is emitted."""
-    inputs: dict[str, torch.Tensor]
-    """``input_ids`` [1, n] or ``inputs_embeds`` [1, n, hidden]: what is not cached yet, without padding."""
+    new: torch.Tensor
+    """What is not cached yet, without padding: ids, int64 [1, n], or embeddings [1, n, hidden]."""
     padding: int
     """Columns of padding to the left of it."""
-
-    def __len__(self) -> int:
-        """Positions to compute."""
-        return next(iter(self.inputs.values())).shape[1]
 
 
 def prompts_of(ids: torch.Tensor, generation: GenerationConfig, model_kwargs: dict) -> list[Prompt]:
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-    name, new = ("input_ids", ids) if embeds is None else ("inputs_embeds", embeds)
+    new = ids if embeds is None else embeds
     if repeats_what_is_cached(ids, generation, model_kwargs):
         new = new[:, positions_in(cache_passed_in(model_kwargs)) :]
     prompts = []
     for b in range(len(ids)):
         padding = 0 if mask is None else int((mask[b] == 0).sum())
         text = ids[b, padding if mask is not None and mask.shape == ids.shape else 0 :].tolist()
-        prompts.append(Prompt(text, {name: new[b : b + 1, padding:]}, padding))
+        prompts.append(Prompt(text, new[b : b + 1, padding:], padding))
     return prompts
 
 
@@ -81,41 +77,37 @@ def prefill(
     caches: list[LookaheadCache] = []
     last: list[torch.Tensor] = []
     for b, prompt in enumerate(prompts):
-        equal = next((i for i, other in enumerate(prompts[:b]) if _are_equal(prompt.inputs, other.inputs)), None)
+        equal = next((i for i, other in enumerate(prompts[:b]) if torch.equal(prompt.new, other.new)), None)
         if equal is not None:
             caches.append(caches[equal])
             last.append(last[equal])
             continue
-        one = cache or architecture.make_cache(len(prompt) + (room if len(prompts) == 1 else 0))
-        logits = compute(model, architecture, prompt.inputs, one, chunk_size, strategy.prefill_logits)
+        one = cache or architecture.make_cache(prompt.new.shape[1] + (room if len(prompts) == 1 else 0))
+        logits = compute(model, architecture, prompt.new, one, chunk_size, strategy.prefill_logits)
         strategy.learn_prompt(prompt.text, logits)
         caches.append(one)
         last.append(logits[-1].clone())
     if len(prompts) == 1:
         return caches[0], torch.stack(last)
-    batch = architecture.make_cache(max(len(prompt) for prompt in prompts) + room)
+    batch = architecture.make_cache(max(prompt.new.shape[1] for prompt in prompts) + room)
     batch.stack(caches)
     return batch, torch.stack(last)
-
-
-def _are_equal(inputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, others[name]) for name, tensor in inputs.items())
 
 
 def compute(
     model: PreTrainedModel,
     architecture: Architecture,
-    inputs: dict[str, torch.Tensor],
+    new: torch.Tensor,
     cache: LookaheadCache,
     chunk_size: int | None,
     keep: int,
 ) -> torch.Tensor:
     """Add the positions of one sequence to its cache; logits [k, vocabulary] of the last ones, at most ``keep``.
 
-    inputs: ``input_ids`` [1, n] or ``inputs_embeds`` [1, n, hidden].
+    new: ids, int64 [1, n], or embeddings [1, n, hidden].
     Raises ValueError if a table of learned positions is too short for them.
     """
-    ((name, new),) = inputs.items()
+    name = "input_ids" if new.ndim == 2 else "inputs_embeds"
     held, context = cache.lengths[0], context_length(model)
     length = held + new.shape[1]
     if length > context:

@@ -20,12 +20,13 @@ from textwrap import shorten
 import click
 import torch
 import transformers
-from compare import first_difference, write_results
+from compare import write_results
 from tiny_models import random_model, tiny_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead
 from lookahead.architecture import inspect_model
+from lookahead.audit import first_difference
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 NEW_TOKENS = 64

@@ -45,8 +45,8 @@ class ForwardCounter:
         self._hook.remove()
 
 
-def generate(model, method: str, inputs, options: dict, seed: int, config, pool, assistant) -> dict:
-    """One timed call: new ids, seconds, forward passes, and the statistics of lookahead."""
+def generate(model, method: str, inputs, options: dict, seed: int, config, pool, assistant=None) -> dict:
+    """One timed call: the new ids of each sequence, seconds, forward passes, and the statistics of lookahead."""
     extra = {"prompt-lookup": {"prompt_lookup_num_tokens": 10}, "assisted": {"assistant_model": assistant}}
     if method in ("lookahead", "jacobi"):
         lookahead.wrap(model, config, pool)
@@ -54,11 +54,11 @@ def generate(model, method: str, inputs, options: dict, seed: int, config, pool,
     with ForwardCounter(model) as counter:
         start = time.perf_counter()
         output = model.generate(**inputs, **options, **extra.get(method, {}))
-        ids = output[0, inputs.input_ids.shape[1] :].tolist()
+        texts = output[:, inputs.input_ids.shape[1] :].tolist()
         seconds = time.perf_counter() - start
     stats = model.lookahead.last if method in ("lookahead", "jacobi") else None
     lookahead.unwrap(model)
-    return {"ids": ids, "seconds": seconds, "passes": counter.passes, "stats": stats}
+    return {"texts": texts, "seconds": seconds, "passes": counter.passes, "stats": stats}
 
 
 def margin_at(model, inputs, text: list[int], index: int, options: dict, seed: int) -> float:
@@ -199,10 +199,10 @@ def main(
                 turn = (number + repeat) % len(chosen)
                 for method in chosen[turn:] + chosen[:turn]:
                     calls[method].append(run(method, number, inputs))
-            plain = calls["greedy"][0]["ids"]
+            plain = calls["greedy"][0]["texts"][0]
             for method in chosen:
                 call = calls[method][0]
-                different = first_difference(call["ids"], plain)
+                different = first_difference(call["texts"][0], plain)
                 comparable = different is not None and (method in configs or not options["do_sample"])
                 if call["stats"]:
                     stats[method] += call["stats"]
@@ -211,7 +211,7 @@ def main(
                     "question_id": prompt["question_id"],
                     "category": prompt["category"],
                     "method": method,
-                    "tokens": len(call["ids"]),
+                    "tokens": len(call["texts"][0]),
                     "seconds": statistics.median(c["seconds"] for c in calls[method]),
                     "passes": call["passes"],
                     "difference": different,

@@ -10,29 +10,22 @@ Greedy texts are compared with plain decoding's, of the batch and of each prompt
 import shlex
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import click
-import torch
-from compare import write_results
+from compare import generate, write_results
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cli import load
-from lookahead.measuring import environment, read_prompts
+from lookahead.measuring import environment, read_prompts, up_to_its_end
 
 METHODS = ("plain", "fresh pool", "shared pool")
 
 
 def cache_bytes(cache) -> int:
     """Memory that a cache's buffers hold, whether in use or not."""
-    tensors = [
-        tensor
-        for layer in cache.layers
-        for tensor in (getattr(layer, "_keys", None), getattr(layer, "_values", None), layer.keys, layer.values)
-        if tensor is not None
-    ]
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
@@ -53,25 +46,6 @@ class MemoryWatch:
 
     def __exit__(self, *_):
         self._hook.remove()
-
-
-def generate(model, method: str, inputs, options: dict, seed: int, config, pool) -> dict:
-    """One timed call: texts without padding, seconds, and lookahead's statistics."""
-    if method != "plain":
-        lookahead.wrap(model, config, pool)
-    torch.manual_seed(seed)
-    start = time.perf_counter()
-    output = model.generate(**inputs, **options)
-    seconds = time.perf_counter() - start
-    stats = model.lookahead.last if method != "plain" else None
-    lookahead.unwrap(model)
-    return {"texts": output[:, inputs.input_ids.shape[1] :].tolist(), "seconds": seconds, "stats": stats}
-
-
-def trimmed(text: list[int], ends: set[int]) -> list[int]:
-    """Up to and with its end token."""
-    end = next((i for i, token in enumerate(text) if token in ends), len(text) - 1)
-    return text[: end + 1]
 
 
 def markdown(table: list[dict], where: dict) -> str:
@@ -121,20 +95,20 @@ def main(
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     if temperature > 0:
         options |= {"do_sample": True, "temperature": temperature, "top_k": 0}
-    eos = model.generation_config.eos_token_id
-    ends = set(eos if isinstance(eos, list) else [eos])
+    ends = model.generation_config.eos_token_id
     config = LookaheadConfig(budget=budget)
 
     def encode(batch: list[str]):
         return tokenizer(batch, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
 
+    def run(method: str, inputs, seed: int, pool: NgramPool | None = None) -> dict:
+        return generate(model, "greedy" if method == "plain" else "lookahead", inputs, options, seed, config, pool)
+
     alone = []
     if not temperature:
         with click.progressbar(texts, label="each alone", file=sys.stderr) as progress:
             for text in progress:
-                alone.append(
-                    trimmed(generate(model, "plain", encode([text]), options, 0, None, None)["texts"][0], ends)
-                )
+                alone.append(up_to_its_end(run("plain", encode([text]), 0)["texts"][0], ends))
     table = []
     for size in batch_sizes:
         batches = [texts[begin : begin + size] for begin in range(0, len(texts), size)]
@@ -143,7 +117,7 @@ def main(
         stats = {method: lookahead.Stats() for method in METHODS}
         for method in METHODS:  # warm up, and look at the memory, which takes time
             with MemoryWatch(model) as watch:
-                generate(model, method, encode(batches[0]), options, 0, config, None)
+                run(method, encode(batches[0]), 0)
             totals[method]["cache"] = watch.peak
         with click.progressbar(list(enumerate(batches)), label=f"batches of {size}", file=sys.stderr) as progress:
             for number, batch in progress:
@@ -153,10 +127,10 @@ def main(
                     turn = (number + repeat) % len(METHODS)
                     for method in METHODS[turn:] + METHODS[:turn]:
                         pool = shared[repeat] if method == "shared pool" else None
-                        calls[method].append(generate(model, method, inputs, options, number, config, pool))
+                        calls[method].append(run(method, inputs, number, pool))
                 for method in METHODS:
                     call, total = calls[method][0], totals[method]
-                    written = [trimmed(text, ends) for text in call["texts"]]
+                    written = [up_to_its_end(text, ends) for text in call["texts"]]
                     total["tokens"] += sum(map(len, written))
                     total["seconds"] += statistics.median(each["seconds"] for each in calls[method])
                     if alone:
