@@ -1,0 +1,247 @@
+"""Give a small trained Llama the size, and so the cost, of a big one, without changing what it computes.
+
+How much faster a way of decoding is depends on how often its guesses are accepted, which takes a trained model, and on
+what a pass costs, which takes a big one. A small trained model with ballast is both: it writes the texts of the small
+model at the cost of the big one. What is added computes as any weights do, and the results are multiplied by zero.
+
+    python scripts/ballast.py --model M --size 80M --out FOLDER
+    python scripts/ballast.py --model M --hidden-size 512 --layers 12 --intermediate-size 1408 --out FOLDER
+"""
+
+import copy
+from pathlib import Path
+
+import click
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from lookahead.cli import load
+
+# As many parameters as the name says, with a tied vocabulary of 4096 and heads of 64. 135M and 360M are SmolLM2's, with
+# wider feed-forward layers in place of its vocabulary; 1B and 8B are the layers of Llama 3, whose 8B has a
+# billion more in its vocabulary.
+SHAPES = {
+    "80M": {"hidden_size": 768, "layers": 12, "intermediate_size": 2048, "heads": 12, "kv_heads": 6},
+    "135M": {"hidden_size": 576, "layers": 30, "intermediate_size": 2048, "heads": 9, "kv_heads": 3},
+    "360M": {"hidden_size": 960, "layers": 32, "intermediate_size": 3072, "heads": 15, "kv_heads": 5},
+    "1B": {"hidden_size": 2048, "layers": 16, "intermediate_size": 8192, "heads": 32, "kv_heads": 8},
+    "8B": {"hidden_size": 4096, "layers": 32, "intermediate_size": 14336, "heads": 64, "kv_heads": 16},
+}
+
+LENGTH_FREE = ("default", "linear", "llama3")  # rotary embeddings that do not depend on max_position_embeddings
+WRITERS = ("o_proj", "down_proj")  # what they write is added to the hidden state
+PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return [line.rstrip() for line in file]\n\n\n"
+TOLERANCE = 4  # times the trained model's own rounding error
+
+
+@torch.no_grad()
+def ballast(
+    model: LlamaForCausalLM,
+    hidden_size: int,
+    layers: int,
+    intermediate_size: int,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    max_position_embeddings: int | None = None,
+    seed: int = 0,
+) -> LlamaForCausalLM:
+    """A Llama of the given size that computes the same function as ``model``, on its device and in its dtype.
+
+    heads, kv_heads: by default as many heads as fill hidden_size, with the trained number of them to a KV head. Heads
+        keep their dimension. Where there are fewer heads to a KV head than trained, trained KV heads are repeated.
+    max_position_embeddings: the trained number by default; more is only a promise, since the function stays the same.
+    seed: of the random weights.
+
+    Trained layers are spread evenly, the last at the end, so that no part of the depth is the whole model. Trained
+    hidden dimensions and feed-forward units come first. The other hidden dimensions are zero throughout: the embedding
+    and the rows of o_proj and down_proj that write to them are. So are the columns of o_proj and down_proj that read
+    other heads and units, and both matrices altogether in other layers. All else that is new is random, of the standard
+    deviation ``config.initializer_range``. Zeros are read and multiplied like other weights; but a GPU at its limit of
+    power may clock higher where there are many.
+
+    Depth alone leaves logits as they are, bit for bit. With a greater width, a RMSNorm sees a mean square that is
+    smaller by old / new: its eps is scaled by as much and its weights by the square root, so that logits are the same
+    but for rounding. In bf16 and fp16 the scaled weights are rounded too, unless new / old is a power of four.
+
+    Raises ValueError for a model that is no Llama, a size smaller than the trained one, sizes that do not divide each
+    other, too few KV heads for the trained ones, and more positions where the rotary embedding depends on their number.
+    """
+    if not isinstance(model, LlamaForCausalLM) or model.config.model_type != "llama":
+        raise ValueError(
+            f"model is a {type(model).__name__} of type {model.config.model_type!r}, whose layers this does not know: "
+            "give a LlamaForCausalLM"
+        )
+    trained = model.config
+    head_dim, trained_heads, trained_kv = trained.head_dim, trained.num_attention_heads, trained.num_key_value_heads
+    trained_group = trained_heads // trained_kv
+    _at_least("hidden_size", hidden_size, trained.hidden_size)
+    _at_least("layers", layers, trained.num_hidden_layers)
+    _at_least("intermediate_size", intermediate_size, trained.intermediate_size)
+    if heads is None:
+        heads = _divide("hidden_size", hidden_size, head_dim, "a head's dimension; or give heads")
+    _at_least("heads", heads, trained_heads)
+    _divide("hidden_size", hidden_size, heads, "the number of heads")
+    if kv_heads is None:
+        kv_heads = _divide("heads", heads, trained_group, "the trained heads to a KV head; or give kv_heads")
+    _at_least("kv_heads", kv_heads, trained_kv)
+    group = _divide("heads", heads, kv_heads, "kv_heads")
+    copies = -(-trained_group // group)
+    if trained_kv * copies > kv_heads:
+        raise ValueError(
+            f"kv_heads={kv_heads} are too few: with {group} heads to a KV head instead of {trained_group}, the trained "
+            f"{trained_kv} take {trained_kv * copies}; give as many, or more heads"
+        )
+    if max_position_embeddings is None:
+        max_position_embeddings = trained.max_position_embeddings
+    _at_least("max_position_embeddings", max_position_embeddings, trained.max_position_embeddings)
+    rope_type = model.model.rotary_emb.rope_type
+    if max_position_embeddings != trained.max_position_embeddings and rope_type not in LENGTH_FREE:
+        raise ValueError(
+            f"max_position_embeddings={max_position_embeddings} would change the rotary embedding of type "
+            f"{rope_type!r}: leave it at {trained.max_position_embeddings}"
+        )
+
+    config = copy.deepcopy(trained)
+    config.hidden_size = hidden_size
+    config.num_hidden_layers = layers
+    config.intermediate_size = intermediate_size
+    config.num_attention_heads = heads
+    config.num_key_value_heads = kv_heads
+    config.max_position_embeddings = max_position_embeddings
+    config.rms_norm_eps = trained.rms_norm_eps * trained.hidden_size / hidden_size
+    config.dtype = model.dtype
+    with torch.device("meta"):  # allocates and draws nothing yet
+        big = LlamaForCausalLM(config)
+    big.to(model.dtype).to_empty(device=model.device)
+    big.tie_weights()
+    big.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    big.model.rotary_emb.config = config
+    big.generation_config = copy.deepcopy(model.generation_config)
+    big.train(model.training)
+
+    generator = torch.Generator(model.device).manual_seed(seed)
+    hidden, units = slice(trained.hidden_size), slice(trained.intermediate_size)
+    keys = slice(trained_kv * copies * head_dim)
+    queries = _query_rows(trained_heads, trained_group, group, head_dim).to(model.device)
+    rows = {
+        "q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden,
+        "gate_proj": units, "up_proj": units, "down_proj": hidden,
+    }  # fmt: skip
+    columns = {"o_proj": queries, "down_proj": units}
+    scale = (trained.hidden_size / hidden_size) ** 0.5
+
+    def fill_norm(norm: nn.Module, source: nn.Module | None) -> None:
+        norm.weight.fill_(1)
+        if source is not None:
+            norm.weight[hidden] = source.weight * scale
+
+    big.model.embed_tokens.weight.zero_()[:, hidden] = model.model.embed_tokens.weight
+    if not config.tie_word_embeddings:
+        _random(big.lm_head.weight, generator, config)[:, hidden] = model.lm_head.weight
+    fill_norm(big.model.norm, model.model.norm)
+    source_of = {(i + 1) * layers // trained.num_hidden_layers - 1: layer for i, layer in enumerate(model.model.layers)}
+    for index, layer in enumerate(big.model.layers):
+        source = source_of.get(index)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            fill_norm(getattr(layer, name), source and getattr(source, name))
+        for name, parameter in layer.named_parameters():
+            if "norm" in name:
+                continue
+            kind = name.split(".")[-2]
+            parameter.zero_() if kind in WRITERS else _random(parameter, generator, config)
+            if source is None:
+                continue
+            value = source.get_parameter(name)
+            if kind in ("k_proj", "v_proj"):
+                value = value.unflatten(0, (trained_kv, head_dim)).repeat_interleave(copies, dim=0).flatten(0, 1)
+            if name.endswith("bias"):
+                parameter[rows[kind]] = value
+            else:
+                parameter[rows[kind], columns.get(kind, hidden)] = value
+    return big
+
+
+def _at_least(name: str, size: int, least: int) -> None:
+    if size < least:
+        raise ValueError(f"{name}={size} is less than the model's {least}: ballast only adds, give at least {least}")
+
+
+def _divide(name: str, size: int, by: int, what: str) -> int:
+    if size % by:
+        raise ValueError(f"{name}={size} is not a multiple of {by}: give a multiple of {what}")
+    return size // by
+
+
+def _random(parameter: torch.Tensor, generator: torch.Generator, config) -> torch.Tensor:
+    return parameter.normal_(0, config.initializer_range, generator=generator)
+
+
+def _query_rows(trained_heads: int, trained_group: int, group: int, head_dim: int) -> torch.Tensor:
+    """Rows of the new q_proj that hold those of the trained one, int64 [trained_heads * head_dim].
+
+    Head j reads KV head j // group. The trained heads of one KV head take as many groups as they need, none of which
+    they share with those of another; a KV head that takes several is repeated in them.
+    """
+    copies = -(-trained_group // group)
+    head = torch.arange(trained_heads)
+    kv_head, member = head // trained_group, head % trained_group
+    places = (kv_head * copies + member // group) * group + member % group
+    return (places[:, None] * head_dim + torch.arange(head_dim)).flatten()
+
+
+@torch.no_grad()
+def departure(model: LlamaForCausalLM, reference: LlamaForCausalLM, ids: torch.Tensor) -> float:
+    """Largest difference between two models' logits for ``ids`` [1, n], in standard deviations of the reference's."""
+    theirs = reference(ids, use_cache=False).logits.double()
+    ours = model(ids, use_cache=False).logits.double()
+    return ((ours - theirs).abs().max() / theirs.std()).item()
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Trained Llama; the packaged one by default.")
+@click.option("--size", type=click.Choice(SHAPES), help="A shape; the options below alter it, or replace it.")
+@click.option("--hidden-size", type=click.IntRange(min=1))
+@click.option("--layers", type=click.IntRange(min=1))
+@click.option("--intermediate-size", type=click.IntRange(min=1))
+@click.option("--heads", type=click.IntRange(min=1))
+@click.option("--kv-heads", type=click.IntRange(min=1))
+@click.option("--context", "max_position_embeddings", type=click.IntRange(min=1), help="max_position_embeddings.")
+@click.option(
+    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16", "float16"])
+)
+@click.option("--device", default="auto", show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="New folder to write.")
+def main(model_name, size, dtype, device, out, **shape) -> None:
+    shape = {**SHAPES.get(size, {}), **{name: value for name, value in shape.items() if value is not None}}
+    missing = [name for name in ("hidden_size", "layers", "intermediate_size") if name not in shape]
+    if missing:
+        raise click.UsageError(f"give --size, or --{' and --'.join(missing).replace('_', '-')}")
+    if out.exists() and any(out.iterdir()):
+        raise click.BadParameter(f"{str(out)!r} is not empty: name a new folder", param_hint="--out")
+    model, tokenizer = load(model_name, dtype, device)
+    try:
+        big = ballast(model, **shape)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{model.num_parameters():,} parameters became {big.num_parameters():,}, {big.dtype}")
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids.to(model.device)
+    difference = departure(big, model, ids)
+    rounding = departure(model, copy.deepcopy(model).double(), ids)
+    verdict = (
+        f"logits differ from the trained model's by at most {difference:.1e} of their spread; its own rounding is "
+        f"{rounding:.1e}"
+    )
+    if not difference <= TOLERANCE * rounding:
+        raise click.ClickException(
+            f"{verdict}. More than {TOLERANCE} times that is not the same function, so nothing was written. Try "
+            "--dtype float32; if that fails too, this script does not know something about the model."
+        )
+    click.echo(verdict)
+    big.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    main()
