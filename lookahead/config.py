@@ -28,6 +28,9 @@ class LookaheadConfig:
     pool_memory_mb: float = 16
     """Memory in MiB of a pool that is made here; of no effect where a pool is given."""
 
+    pack_weights: bool = True
+    """Whether `wrap` packs the weights of a model on the CPU (`packing.pack`); of no effect elsewhere."""
+
     @property
     def largest_step(self) -> int:
         """Most tokens of one forward pass: root, guesses and window."""

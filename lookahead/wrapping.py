@@ -8,6 +8,7 @@ from lookahead import decoding
 from lookahead.architecture import inspect_model
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import Lookahead, warn_plain
+from lookahead.packing import pack, unpack
 from ngram_pool import NgramPool
 
 
@@ -55,7 +56,7 @@ def wrap(
     A few tokens are run through the model to see that it can be decoded so. Modes that lookahead does not cover (beam
     search, an assistant model, an encoder-decoder) are decoded by the model itself, with one warning.
     Wrapping a wrapped model changes nothing, unless a new ``config`` or ``pool`` is given, which then replaces the old.
-    Of a PEFT model, the base model is wrapped.
+    Of a PEFT model, the base model is wrapped. On a CPU, weights are packed for the time of the wrap.
 
     config: settings; the defaults if not given.
     pool: evidence to use and to add to, for the life of the wrap; a fresh one if not given.
@@ -74,6 +75,7 @@ def wrap(
     if isinstance(model, LookaheadMixin):
         if config is not None:
             model.lookahead.config = config
+            (pack if config.pack_weights else unpack)(model)
         if pool is not None:
             model.lookahead.pool = pool
         return model
@@ -82,7 +84,7 @@ def wrap(
     config = config or LookaheadConfig()
     model.lookahead = Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb))
     model.__class__ = _wrapped_class(type(model))
-    return model
+    return pack(model) if config.pack_weights else model
 
 
 def unwrap(model: PreTrainedModel) -> PreTrainedModel:
@@ -92,4 +94,5 @@ def unwrap(model: PreTrainedModel) -> PreTrainedModel:
     if isinstance(model, LookaheadMixin):
         model.__class__ = type(model).__mro__[2]
         del model.lookahead
+        unpack(model)
     return model
