@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from lookahead import attention
 from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.step import Step, Visibility, lay_out, mask, pad
 from lookahead.window import JacobiWindow
@@ -52,6 +53,8 @@ class Architecture:
     """Some layers keep a state (recurrent, short convolution), which only tokens in their order can bring on."""
     can_branch: bool = True
     """False: a custom mask cannot be honoured, so guesses are a single chain and the window is empty."""
+    two_part: tuple[PreTrainedConfig, ...] = ()
+    """Configurations of the parts of the model that take `attention.attend`; none where it is not honoured."""
 
     def make_cache(self, expected_length: int = 0) -> LookaheadCache:
         """An empty cache of one sequence. expected_length: positions that the full layers make room for at once."""
@@ -106,12 +109,16 @@ class Architecture:
     def masks(
         self, ancestors: np.ndarray, positions: torch.Tensor, cache: LookaheadCache, dtype: torch.dtype
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """What to pass as ``attention_mask`` (`step.mask`)."""
+        """What to pass as ``attention_mask`` (`step.mask`): of the step's own keys where all others are seen by all."""
         seen = torch.from_numpy(ancestors).to(positions.device)
+        last = max(cache.lengths) + positions.shape[1]
 
         def mask_for(visibility: Visibility) -> torch.Tensor:
             layer = next(l for l, v in zip(cache.layers, self.layers, strict=True) if v == visibility)
-            return mask(seen, positions, layer.positions_shown(), visibility, dtype)
+            cached = layer.positions_shown()
+            if self.two_part and not visibility.hides_any(cached, last):
+                cached = cached[:, :0]
+            return mask(seen, positions, cached, visibility, dtype)
 
         if self.mask_of is None:
             return mask_for(next(v for v in self.layers if v is not None))
@@ -136,7 +143,8 @@ class Architecture:
         if self.takes_position_ids:
             inputs["position_ids"] = positions
         cache.begin(ids.shape[1])
-        if len(steps) > 1 or not steps[0].is_chain:  # else the model's own causal mask is right
+        # The model's own causal mask, which is right for a single chain, covers all keys.
+        if len(steps) > 1 or not steps[0].is_chain or (self.two_part and len(steps[0]) > 1):
             inputs["attention_mask"] = self.masks(ancestors, positions, cache, model.dtype)
         return model(input_ids=torch.from_numpy(ids).to(device), **inputs).logits[:, again:]
 
@@ -160,7 +168,7 @@ def inspect_model(model: PreTrainedModel) -> Architecture:
     Raises UnsupportedModelError where output identical to the model's own cannot be had.
     """
     known = _inspected.setdefault(model, {})
-    implementation = model.config._attn_implementation
+    implementation = _implementation(model)
     if implementation not in known:
         known[implementation] = _inspect(model)
     return known[implementation]
@@ -169,11 +177,17 @@ def inspect_model(model: PreTrainedModel) -> Architecture:
 def can_batch(model: PreTrainedModel) -> bool:
     """Whether sequences of several lengths can share a pass, probed once for each attention implementation."""
     known = _batches.setdefault(model, {})
-    implementation = model.config._attn_implementation
+    implementation = _implementation(model)
     if implementation not in known:
         architecture = inspect_model(model)
         known[implementation] = architecture.can_branch and _probe(model, architecture, sequences=2) is None
     return known[implementation]
+
+
+def _implementation(model: PreTrainedModel) -> str:
+    """How the model attends while nobody decodes."""
+    implementation = model.config._attn_implementation
+    return "sdpa" if implementation == attention.NAME else implementation
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -190,8 +204,13 @@ def context_length(model: PreTrainedModel) -> int:
 def _inspect(model: PreTrainedModel) -> Architecture:
     name = type(model).__name__
     architecture = _read_config(model)
-    implementation = model.config._attn_implementation
+    implementation = _implementation(model)
     if architecture.can_branch:
+        configs = _configs_with_sdpa(model)
+        if configs:
+            in_parts = replace(architecture, two_part=configs)
+            if _probe(model, in_parts) is None:
+                return in_parts
         reason = _probe(model, architecture)
         if reason is None:
             return architecture
@@ -263,10 +282,17 @@ def _read_config(model: PreTrainedModel) -> Architecture:
         takes_position_ids="position_ids" in arguments,
         cache_argument=cache_argument,
         has_state=has_state,
-        can_branch=(
-            model.config._attn_implementation in ("sdpa", "eager") and not _goes_by_columns(config) and not has_state
-        ),
+        can_branch=(_implementation(model) in ("sdpa", "eager") and not _goes_by_columns(config) and not has_state),
     )
+
+
+def _configs_with_sdpa(model: PreTrainedModel) -> tuple[PreTrainedConfig, ...]:
+    """Configurations of the modules that look up their "sdpa" attention with transformers; parts have their own."""
+    if not model._supports_attention_backend:
+        return ()
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    sdpa = ("sdpa", attention.NAME)
+    return tuple(c for c in configs.values() if getattr(c, "_attn_implementation", None) in sdpa)
 
 
 def _goes_by_columns(config) -> bool:
@@ -301,7 +327,8 @@ def _probe(model: PreTrainedModel, architecture: Architecture, sequences: int = 
         caches = [architecture.make_cache() for _ in range(sequences)]
         for text, cache in zip(texts, caches, strict=True):
             prefill = lay_out(text[0], GuessTree.chain(text[1:], Source.PROMPT))
-            logits = architecture.forward(model, [prefill], cache)
+            with attention.in_use(architecture.two_part):
+                logits = architecture.forward(model, [prefill], cache)
             if not _holds_rows_of(cache, logits):
                 return "a pass leaves more or fewer positions in the cache than it has tokens"
             cache.commit([prefill], [list(range(len(prefill)))])
@@ -313,7 +340,8 @@ def _probe(model: PreTrainedModel, architecture: Architecture, sequences: int = 
         worst = noise = 0.0
         for plan in rounds:
             steps, paths = [step for step, _ in plan], [path for _, path in plan]
-            logits = architecture.forward(model, steps, cache)
+            with attention.in_use(architecture.two_part):
+                logits = architecture.forward(model, steps, cache)
             for b, (step, path) in enumerate(plan):
                 for leaf in set(range(len(step))) - set(step.parents.tolist()):
                     line = np.flatnonzero(step.ancestors[leaf])

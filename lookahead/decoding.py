@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
+from lookahead import attention
 from lookahead.architecture import Architecture, context_length, inspect_model
 from lookahead.cache import LookaheadCache
 from lookahead.config import LookaheadConfig
@@ -100,7 +101,8 @@ def run(
     theirs = cache_passed_in(model_kwargs)
     engine.last = stats = Stats(calls=1, sequences=len(input_ids))
     try:
-        ids = _decode(model, engine, prompts, rules, stats, generation_config, theirs)
+        with attention.in_use(inspect_model(model).two_part):
+            ids = _decode(model, engine, prompts, rules, stats, generation_config, theirs)
     finally:
         engine.stats += stats
     if streamer is not None:

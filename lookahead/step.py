@@ -34,6 +34,15 @@ class Visibility:
             return queries // self.chunk != keys // self.chunk
         return None
 
+    def hides_any(self, keys: np.ndarray, last: int) -> bool:
+        """Whether keys at positions int64 [batch, n], -1 in a gap, may be hidden from queries at up to ``last``."""
+        first = keys.min(initial=last)
+        if first < 0:
+            return True
+        if self.window is not None:
+            return last - first >= self.window
+        return self.chunk is not None and last // self.chunk != first // self.chunk
+
 
 @dataclass(frozen=True)
 class Step:

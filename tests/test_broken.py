@@ -9,7 +9,7 @@ import torch
 from test_lossless import check_identical, random_prompt
 from zoo import tiny_model
 
-from lookahead import LookaheadConfig, UnsupportedModelError, architecture, decoding, verify
+from lookahead import LookaheadConfig, UnsupportedModelError, architecture, attention, decoding, verify
 from lookahead.architecture import Architecture
 from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.step import Step, Visibility
@@ -66,6 +66,22 @@ def prefix_hidden(monkeypatch):
         return original(ancestors, positions, cached, *args)
 
     monkeypatch.setattr(architecture, "mask", mask)
+
+
+def half_of_the_prefix_unseen(monkeypatch):
+    original = attention._part
+
+    def part(query, key, value, mask, scaling):
+        begin = key.shape[2] // 2 if mask is None else 0
+        return original(query, key[:, :, begin:], value[:, :, begin:], mask, scaling)
+
+    monkeypatch.setattr(attention, "SHORT", 0)
+    monkeypatch.setattr(attention, "_part", part)
+
+
+def parts_joined_evenly(monkeypatch):
+    monkeypatch.setattr(attention, "SHORT", 0)
+    monkeypatch.setattr(attention, "_joined", lambda first, _, second, __: (first + second) / 2)
 
 
 def positions_by_row(monkeypatch):
@@ -151,7 +167,9 @@ DEFECTS = {
     everyone_sees_everyone: "llama",
     siblings_see_each_other: "llama",
     sliding_window_too_wide: "mistral",
-    prefix_hidden: "llama",
+    prefix_hidden: "gemma2",
+    half_of_the_prefix_unseen: "llama",
+    parts_joined_evenly: "llama",
     positions_by_row: "llama",
     positions_late_by_one: "gpt2",
     commit_keeps_the_first_rows: "llama",
@@ -164,6 +182,7 @@ DEFECTS = {
     one_draw_too_many: "llama",
 }
 IN_BATCHES = {gaps_are_seen: "llama", sequences_swapped: "llama", sliding_rows_off_by_one: "mistral"}
+IN_PARTS = {half_of_the_prefix_unseen, parts_joined_evenly}  # the dense mask is left
 SEEN_BY_THE_PROBE = set(DEFECTS) - {
     sliding_window_too_wide, sliding_rows_off_by_one, first_guess_always_accepted, one_draw_too_many
 }  # fmt: skip
@@ -215,7 +234,8 @@ def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
     plant(monkeypatch)
     try:
         after = architecture.inspect_model(model)
-        assert (before.can_branch, after.can_branch) == (True, False)
+        assert not after.two_part
+        assert (before.can_branch, after.can_branch) == (True, plant in IN_PARTS)
     except UnsupportedModelError as error:
         assert type(model).__name__ in str(error)  # noqa: PT017
 

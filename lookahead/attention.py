@@ -1,0 +1,125 @@
+"""Attention of a step: what is committed needs no mask, so only the step's own keys get one.
+
+    queries of the step  x  committed keys      seen by all: no mask
+                         x  keys of the step    ancestors alone, [T, T]
+
+The two parts are joined by their log-sum-exp, as in flash decoding. Query heads that share a key head are packed as
+further queries of it, so keys and values are never repeated. The function is registered with transformers by NAME and
+is what models with "sdpa" attention use while lookahead decodes (`in_use`). For anything but a step it is "sdpa".
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "lookahead"
+SHORT = 1024  # keys up to which one part with a mask over all of them is quicker than two
+MOST_QUERIES = 512  # of a key head that are packed; prefills are longer
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls an attention function.
+
+    query: [batch, heads, T, head_dim]; key, value: [batch, key heads, L + T, head_dim].
+    attention_mask: [batch or 1, 1, T, L + T], additive or True where seen; or additive [batch or 1, 1, T, T], of the
+    step's own keys, the L before them being seen by all; or None.
+    Returns [batch, T, heads, head_dim].
+    """
+    new, groups = query.shape[2], query.shape[1] // key.shape[1]
+    held = key.shape[2] - new
+    of_step = attention_mask is not None and held > 0 and attention_mask.shape[-1] == new
+    unusual = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # a bias of each head
+    is_prefill = (attention_mask is None and new > 1) or groups * new > MOST_QUERIES
+    if unusual or is_prefill or key.shape[-1] != value.shape[-1] or not _has_kernel(query):
+        if of_step:
+            attention_mask = nn.functional.pad(attention_mask, (held, 0))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    packed = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
+    if attention_mask is not None:
+        attention_mask = attention_mask.repeat(1, 1, groups, 1) if groups > 1 else attention_mask
+        if attention_mask.dtype == torch.bool:
+            hidden = torch.finfo(query.dtype).min
+            attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(~attention_mask, hidden)
+        attention_mask = attention_mask.to(query.dtype)
+        if of_step and query.device.type == "cpu" and held <= SHORT:
+            attention_mask, of_step = nn.functional.pad(attention_mask, (held, 0)), False
+    if of_step:
+        out = _joined(
+            *_part(packed, key[:, :, :held], value[:, :, :held], None, scaling),
+            *_part(packed, key[:, :, held:], value[:, :, held:], attention_mask, scaling),
+        )
+    else:
+        out, _ = _part(packed, key, value, attention_mask, scaling)
+    return out.reshape(query.shape).transpose(1, 2).contiguous(), None
+
+
+def _has_kernel(query: torch.Tensor) -> bool:
+    """Whether `_part` knows a kernel that returns its log-sum-exp for such queries."""
+    if query.is_cuda:
+        return query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return query.device.type == "cpu"
+
+
+def _part(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to some of the keys, in the inputs' dtype, and its log-sum-exp, float32 [batch, key heads, queries]."""
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask, scale=scaling
+        )
+    if mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scaling)[:2]
+    scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling) + mask
+    log_sum = scores.logsumexp(-1)
+    return (scores - log_sum[..., None]).exp().to(value.dtype) @ value, log_sum
+
+
+def _joined(
+    first: torch.Tensor, first_log_sum: torch.Tensor, second: torch.Tensor, second_log_sum: torch.Tensor
+) -> torch.Tensor:
+    """Attention to the keys of both parts: exp(l1 - l) first + exp(l2 - l) second, l being their joint log-sum-exp."""
+    share = torch.sigmoid(second_log_sum - first_log_sum)[..., None]
+    return torch.lerp(first.float(), second.float(), share).to(first.dtype)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+_users: Counter[int] = Counter()  # threads that decode, by the configuration's id
+_lock = threading.Lock()
+
+
+@contextmanager
+def in_use(configs: tuple[PreTrainedConfig, ...]) -> Iterator[None]:
+    """Let models of these configurations, which ask for "sdpa", attend by `attend` in this block, in all threads."""
+    with _lock:
+        for config in configs:
+            _users[id(config)] += 1
+            config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        with _lock:
+            for config in configs:
+                _users[id(config)] -= 1
+                if not _users[id(config)]:
+                    del _users[id(config)]
+                    config._attn_implementation_internal = "sdpa"

@@ -1,0 +1,142 @@
+"""Attention in two parts against the dense mask, alone and inside of models."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from zoo import SETTINGS, tiny_model
+
+from lookahead import attention
+from lookahead.architecture import inspect_model
+from lookahead.step import lay_out
+from lookahead.window import JacobiWindow
+from ngram_pool import GuessTree, Source
+
+
+def random_step(rng: np.random.Generator, guesses: int, window: int):
+    parents = [int(rng.integers(-1, i)) for i in range(guesses)]
+    tree = GuessTree.of(rng.integers(0, 9, guesses).tolist(), parents, Source.TEXT) if guesses else GuessTree.empty()
+    return lay_out(3, tree, JacobiWindow(window, 3, [1, 2, 3]) if window else None)
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+    def __init__(self, groups: int):
+        super().__init__()
+        self.num_key_value_groups = groups
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    guesses=st.integers(0, 40),
+    window=st.integers(0, 6),
+    held=st.integers(0, 90),
+    key_heads=st.integers(1, 3),
+    groups=st.integers(1, 4),
+    head_dim=st.sampled_from([8, 24, 64]),
+    scaling=st.sampled_from([None, 0.3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    short=st.sampled_from([0, 1024]),
+)
+def test_two_parts_are_the_whole(seed, guesses, window, held, key_heads, groups, head_dim, scaling, dtype, short):
+    note(f"{seed=} {guesses=} {window=} {held=} {key_heads=} {groups=} {head_dim=} {scaling=} {dtype=} {short=}")
+    step = random_step(np.random.default_rng(seed), guesses, window)
+    torch.manual_seed(seed)
+    new = len(step)
+    query = torch.randn(1, new, key_heads * groups, head_dim, dtype=dtype).transpose(1, 2)
+    room = torch.randn(2, 1, key_heads, held + new + 5, head_dim, dtype=dtype)
+    key, value = room[:, :, :, : held + new]
+    own = torch.zeros(1, 1, new, new, dtype=dtype)
+    own.masked_fill_(~torch.from_numpy(step.ancestors), torch.finfo(dtype).min)
+    dense = torch.nn.functional.pad(own, (held, 0))
+    exact, _ = sdpa_attention_forward(
+        Layer(groups), query.double(), key.double(), value.double(), dense.double(), scaling=scaling
+    )
+    was, attention.SHORT = attention.SHORT, short
+    try:
+        for mask in (own, dense, dense == 0):
+            out, weights = attention.attend(Layer(groups), query, key, value, mask, scaling=scaling)
+            assert weights is None
+            assert out.shape == exact.shape
+            assert out.is_contiguous()
+            assert (out.double() - exact).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
+    finally:
+        attention.SHORT = was
+
+
+@pytest.mark.parametrize("new", [1, 7])
+def test_anything_but_a_step_is_sdpa(new):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, new, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    square = torch.randn(1, 2, new, 8), torch.randn(1, 2, new, 8)
+    bias = torch.randn(1, 4, new, 9)
+    for arguments in ((query, *square, None), (query, key, value, bias), (query, key, value, None)):
+        if arguments[1] is key and arguments[3] is None and new > 1:
+            continue  # sdpa's causal flag has another meaning there, and models give a mask
+        expected, _ = sdpa_attention_forward(Layer(2), *arguments)
+        torch.testing.assert_close(attention.attend(Layer(2), *arguments)[0], expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="softcap"):
+        attention.attend(Layer(2), query, key, value, None, softcap=30.0)
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_models_attend_in_parts_exactly_when_they_can(name, monkeypatch):
+    model = tiny_model(name)
+    architecture = inspect_model(model)
+    calls = []
+    monkeypatch.setattr(
+        attention, "_part", lambda *arguments, part=attention._part: calls.append(1) or part(*arguments)
+    )
+    monkeypatch.setattr(attention, "SHORT", 0)
+    assert_a_step_is_that_of_the_dense_mask(model, architecture)
+    assert bool(calls) == bool(architecture.two_part)
+    assert model.config._attn_implementation != attention.NAME
+
+
+def assert_a_step_is_that_of_the_dense_mask(model, architecture) -> None:
+    """Beyond the windows of sliding layers."""
+    rng = np.random.default_rng(1)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    prompt = rng.integers(1, min(vocabulary, 200), 40).tolist()
+    step = random_step(rng, 12 if architecture.can_branch else 0, 0)
+    logits = []
+    for configs in (architecture.two_part, ()):
+        driven = replace(architecture, two_part=configs)
+        cache = driven.make_cache()
+        with torch.no_grad(), attention.in_use(configs):
+            first = lay_out(prompt[0], GuessTree.chain(prompt[1:], Source.PROMPT))
+            driven.forward(model, [first], cache)
+            cache.commit([first], [list(range(len(first)))])
+            logits.append(driven.forward(model, [step], cache))
+    spread = logits[1].std()
+    assert (logits[0] - logits[1]).abs().max() < 1e-4 * spread
+
+
+def test_threads_share_the_switch():
+    model = tiny_model("llama")
+    configs = inspect_model(model).two_part
+    assert configs
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with attention.in_use(configs):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(10)
+    with attention.in_use(configs):
+        pass
+    assert model.config._attn_implementation == attention.NAME
+    assert inspect_model(model).two_part == configs
+    leave.set()
+    thread.join(10)
+    assert model.config._attn_implementation == "sdpa"
