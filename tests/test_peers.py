@@ -1,0 +1,161 @@
+"""The peers' protocol, with a toy in a peer's place, and what the workers decide before they load anything."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lookahead import DEMO_MODEL
+
+PEERS = Path(__file__).parents[1] / "scripts" / "peers"
+REQUEST = {"ids": [5, 6], "max_new_tokens": 3, "temperature": 0, "seed": 0}
+TOY = """
+import os
+from protocol import Answer, arguments, serve
+
+def load(chosen):
+    print("loading")
+    os.system("echo from a child")
+    if chosen.method == "broken":
+        raise ValueError("cannot load this")
+
+    def decode(request):
+        print("decoding")
+        os.write(1, b"from C\\n")
+        if request.temperature > 0:
+            raise ValueError("greedy only")
+        return Answer([request.ids[-1] + 1] * request.max_new_tokens, 0.5, chosen.threads)
+
+    return decode, {"toy": "1"}
+
+serve(load, arguments())
+"""
+
+
+@pytest.fixture
+def peer(monkeypatch):
+    """Imports a module of scripts/peers."""
+    monkeypatch.syspath_prepend(PEERS)
+    yield importlib.import_module
+    for name in ("protocol", "lade_worker"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def talk(tmp_path):
+    """Runs the toy with lines on its stdin; its exit status, what it answers, and its stderr."""
+    toy = tmp_path / "toy_worker.py"
+    toy.write_text(TOY)
+
+    def run(*lines, method="toy", model=DEMO_MODEL):
+        process = subprocess.run(
+            [sys.executable, toy, "--model", model, "--dtype", "float32", "--threads", "2", "--method", method],
+            input="".join(line + "\n" for line in lines), env={"PYTHONPATH": str(PEERS)},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        return process.returncode, [json.loads(line) for line in process.stdout.splitlines()], process.stderr
+
+    return run
+
+
+def test_answers_alone_are_on_stdout(talk):
+    status, said, stderr = talk(json.dumps(REQUEST), json.dumps({**REQUEST, "ids": [9], "max_new_tokens": 1}))
+    assert status == 0
+    assert said == [
+        {"ready": True, "versions": {"toy": "1"}},
+        {"ids": [7, 7, 7], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
+        {"ids": [10], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
+    ]
+    for printed in ("loading", "from a child", "decoding", "from C"):
+        assert printed in stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("not json", "JSONDecodeError"),
+        (json.dumps({"ids": [1]}), "max_new_tokens"),
+        (json.dumps({**REQUEST, "ids": []}), "ids"),
+        (json.dumps({**REQUEST, "ids": [1, -1]}), "ids"),
+        (json.dumps({**REQUEST, "ids": "text"}), "ids"),
+        (json.dumps({**REQUEST, "max_new_tokens": 0}), "max_new_tokens"),
+        (json.dumps({**REQUEST, "temperature": -1}), "temperature"),
+        (json.dumps({**REQUEST, "temperature": float("nan")}), "temperature"),
+        (json.dumps({**REQUEST, "seed": None}), "seed"),
+        (json.dumps({**REQUEST, "temperature": 0.6}), "greedy only"),
+    ],
+)
+def test_a_bad_request_is_answered_and_the_next_one_too(talk, line, named):
+    status, said, _ = talk(line, json.dumps(REQUEST))
+    assert status == 0
+    assert list(said[1]) == ["error"]
+    assert named in said[1]["error"]
+    assert said[2]["ids"] == [7, 7, 7]
+
+
+def test_a_peer_that_does_not_load_says_why(talk):
+    status, said, stderr = talk(json.dumps(REQUEST), method="broken")
+    assert status == 1
+    assert said == [{"error": "ValueError: cannot load this"}]
+    assert "Traceback" in stderr
+
+
+def test_a_folder_without_a_model_is_named(talk, tmp_path):
+    status, said, stderr = talk(model=tmp_path)
+    assert status == 2
+    assert said == []
+    assert str(tmp_path) in stderr
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 2}, [3, 4]),
+        ({"eos_token_id": 0}, {"eos_token_id": 2}, [0]),
+        ({}, {"eos_token_id": 2}, [2]),
+        (None, {"eos_token_id": None}, []),
+    ],
+)
+def test_tokens_that_end_a_text(peer, tmp_path, generation, config, ends):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert peer("protocol").end_tokens(tmp_path) == ends
+
+
+def test_lade_reads_a_configuration_of_today(peer):
+    saved = json.loads((Path(DEMO_MODEL) / "config.json").read_text())
+    saved["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0}
+    options = peer("lade_worker").llama_options(saved)
+    assert options["rope_theta"] == 5000.0
+    for name in ("hidden_size", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        assert options[name] == saved[name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "qwen3"},
+        {"head_dim": 8},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0}},
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"mlp_bias": True},
+    ],
+)
+def test_lade_refuses_what_its_llama_cannot_represent(peer, change):
+    saved = json.loads((Path(DEMO_MODEL) / "config.json").read_text())
+    name = {"rope_parameters": "rope_type"}.get(next(iter(change)), next(iter(change)))
+    with pytest.raises(ValueError, match=name):
+        peer("lade_worker").llama_options({**saved, **change})
+
+
+def test_lade_methods(peer):
+    lade_sizes = peer("lade_worker").lade_sizes
+    assert lade_sizes("plain") is None
+    assert lade_sizes("lade-15-5-12") == (15, 5, 12)
+    for method in ("lade", "lade-15-5", "lade-0-5-15", "lade-15-2-15", "lookahead"):
+        with pytest.raises(ValueError, match=method):
+            lade_sizes(method)
