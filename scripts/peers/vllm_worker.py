@@ -1,7 +1,7 @@
 """vLLM on the CPU, and its draft-free speculative methods. See protocol.py, and install.sh for the environment.
 
 Methods:
-plain          compiled, as vLLM does by default
+plain          compiled, as vLLM does by default, as are all but the next; what is compiled stays in vLLM's cache
 plain-eager    enforce_eager=True
 ngram          prompt lookup, as vLLM's documentation sets it
 suffix         Arctic Inference's suffix trees, of this prompt and answer alone
