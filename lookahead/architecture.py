@@ -7,6 +7,7 @@ forward passes, because a model may accept a custom mask and ignore it.
 import copy
 import inspect
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -53,6 +54,9 @@ class Architecture:
     """Some layers keep a state (recurrent, short convolution), which only tokens in their order can bring on."""
     can_branch: bool = True
     """False: a custom mask cannot be honoured, so guesses are a single chain and the window is empty."""
+    in_inference_mode: bool = False
+    """A pass leaves nothing behind but in our cache, so that it may take torch's cheaper way to call an operation: what
+    is made in inference mode can be neither written to nor trained with afterwards."""
     two_part: tuple[PreTrainedConfig, ...] = ()
     """Configurations of the parts of the model that take `attention.attend`; none where it is not honoured."""
 
@@ -132,6 +136,8 @@ class Architecture:
         T is the length of the longest step; what shorter ones are padded with says nothing.
         last: for each sequence, the position beyond which no window token is placed (`Step.positions`).
         """
+        if cache.graphs is not None:
+            return cache.graphs.forward(steps[0], cache, last[0] if last else None)
         device = device_of(model)
         ids, positions, ancestors = pad(steps, cache.lengths, last)
         again = len(cache.replay)
@@ -146,7 +152,9 @@ class Architecture:
         # The model's own causal mask, which is right for a single chain, covers all keys.
         if len(steps) > 1 or not steps[0].is_chain or (self.two_part and len(steps[0]) > 1):
             inputs["attention_mask"] = self.masks(ancestors, positions, cache, model.dtype)
-        return model(input_ids=torch.from_numpy(ids).to(device), **inputs).logits[:, again:]
+        mode = torch.inference_mode() if self.in_inference_mode else nullcontext()
+        with attention.in_use(self.two_part), mode:
+            return model(input_ids=torch.from_numpy(ids).to(device), **inputs).logits[:, again:]
 
     def _settle(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
         """Compute what the cache has to compute again, so that it holds all that was accepted."""
@@ -282,8 +290,16 @@ def _read_config(model: PreTrainedModel) -> Architecture:
         takes_position_ids="position_ids" in arguments,
         cache_argument=cache_argument,
         has_state=has_state,
+        in_inference_mode=not has_state and not _changes_rope(config),
         can_branch=(_implementation(model) in ("sdpa", "eager") and not _goes_by_columns(config) and not has_state),
     )
+
+
+def _changes_rope(config: PreTrainedConfig) -> bool:
+    """Whether a pass may give the model other rotary frequencies, which it then keeps."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
 
 
 def _configs_with_sdpa(model: PreTrainedModel) -> tuple[PreTrainedConfig, ...]:
@@ -327,8 +343,7 @@ def _probe(model: PreTrainedModel, architecture: Architecture, sequences: int = 
         caches = [architecture.make_cache() for _ in range(sequences)]
         for text, cache in zip(texts, caches, strict=True):
             prefill = lay_out(text[0], GuessTree.chain(text[1:], Source.PROMPT))
-            with attention.in_use(architecture.two_part):
-                logits = architecture.forward(model, [prefill], cache)
+            logits = architecture.forward(model, [prefill], cache)
             if not _holds_rows_of(cache, logits):
                 return "a pass leaves more or fewer positions in the cache than it has tokens"
             cache.commit([prefill], [list(range(len(prefill)))])
@@ -340,8 +355,7 @@ def _probe(model: PreTrainedModel, architecture: Architecture, sequences: int = 
         worst = noise = 0.0
         for plan in rounds:
             steps, paths = [step for step, _ in plan], [path for _, path in plan]
-            with attention.in_use(architecture.two_part):
-                logits = architecture.forward(model, steps, cache)
+            logits = architecture.forward(model, steps, cache)
             for b, (step, path) in enumerate(plan):
                 for leaf in set(range(len(step))) - set(step.parents.tolist()):
                     line = np.flatnonzero(step.ancestors[leaf])

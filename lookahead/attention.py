@@ -44,7 +44,8 @@ def attend(
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     of_step = attention_mask is not None and held > 0 and attention_mask.shape[-1] == new
-    unusual = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    unusual = dropout or torch.is_autocast_enabled(query.device.type)
+    unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # a bias of each head
     is_prefill = (attention_mask is None and new > 1) or groups * new > MOST_QUERIES
     if unusual or is_prefill or key.shape[-1] != value.shape[-1] or not _has_kernel(query):
@@ -52,15 +53,10 @@ def attend(
             attention_mask = nn.functional.pad(attention_mask, (held, 0))
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     packed = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
+    in_one = of_step and query.device.type == "cpu" and held <= SHORT
     if attention_mask is not None:
-        attention_mask = attention_mask.repeat(1, 1, groups, 1) if groups > 1 else attention_mask
-        if attention_mask.dtype == torch.bool:
-            hidden = torch.finfo(query.dtype).min
-            attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill_(~attention_mask, hidden)
-        attention_mask = attention_mask.to(query.dtype)
-        if of_step and query.device.type == "cpu" and held <= SHORT:
-            attention_mask, of_step = nn.functional.pad(attention_mask, (held, 0)), False
-    if of_step:
+        attention_mask = _packed_mask(attention_mask, groups, held if in_one else 0, query.dtype)
+    if of_step and not in_one:
         out = _joined(
             *_part(packed, key[:, :, :held], value[:, :, :held], None, scaling),
             *_part(packed, key[:, :, held:], value[:, :, held:], attention_mask, scaling),
@@ -68,6 +64,22 @@ def attend(
     else:
         out, _ = _part(packed, key, value, attention_mask, scaling)
     return out.reshape(query.shape).transpose(1, 2).contiguous(), None
+
+
+def _packed_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask for ``groups`` packed queries each, additive, of this dtype, with ``held`` visible keys put before it.
+
+    Kept with the mask, for all layers of a kind ask for the same.
+    """
+    wanted = groups, held, dtype
+    made_for, packed = getattr(mask, "_packed", (None, None))
+    if made_for != wanted:
+        packed = mask
+        if mask.dtype == torch.bool:
+            packed = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+        packed = nn.functional.pad(packed.to(dtype).repeat(1, 1, groups, 1), (held, 0))
+        mask._packed = wanted, packed
+    return packed
 
 
 def _has_kernel(query: torch.Tensor) -> bool:

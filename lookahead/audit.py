@@ -27,9 +27,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lookahead.config import LookaheadConfig
 from lookahead.measuring import up_to_its_end
 from lookahead.wrapping import LookaheadMixin, unwrap, wrap
 from ngram_pool import NgramPool
+
+# Left to itself, a budget may be 0 where the model is small: then nothing would be looked at.
+GUESSING = LookaheadConfig(budget=16, window_size=0)
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
@@ -183,7 +187,7 @@ def audit(
                     tallies.setdefault((decoding, way), Tally(decoding, way)).count(logits, exact)
                 for way, (copies, extra) in ways.items():
                     if way == "lookahead":
-                        wrap(model, pool=pool)
+                        wrap(model, GUESSING, pool)
                     try:
                         text, logits = _decode(model, prompt.expand(copies, -1), settings | extra, seed + number)
                     finally:

@@ -118,6 +118,13 @@ class InPlaceLayer(CacheLayerMixin):
             all_columns = np.zeros(1, np.int64), np.array([self.columns])
             self._move(*all_columns, max(2 * self._keys.shape[-2], self.columns + new))
 
+    def skip(self, count: int) -> None:
+        """Hold ``count`` further columns of zeros, as if computed; for measuring what it costs to attend to them."""
+        self.make_room(count)
+        for buffer in (self._keys, self._values):
+            buffer[:, :, self.columns : self.columns + count] = 0
+        self.columns += count
+
     def _move(self, begins: np.ndarray, ends: np.ndarray, capacity: int) -> None:
         """Move columns begins[b]..ends[b]-1 of each sequence to the front of new buffers."""
         old = self._keys, self._values
@@ -286,6 +293,8 @@ class LookaheadCache(Cache):
         """Positions accepted, the place of the next step's root."""
         self.replay: list[int] = []
         """Tokens of the last of these positions, which the layers do not hold and the next pass computes again."""
+        self.graphs = None
+        """The `StepGraphs` whose buffers this cache is in, if it is, and which then runs its steps."""
         self._in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
         self._with_state = [x for x in layers if not isinstance(x, InPlaceLayer) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []
@@ -321,6 +330,13 @@ class LookaheadCache(Cache):
         for layer, state in zip(self._with_state, self._before, strict=bool(self._before)):
             vars(layer).update(state)
         self._before = []
+
+    def skip(self, count: int) -> None:
+        """Pretend to ``count`` further positions (`InPlaceLayer.skip`), where layers hold all positions."""
+        for layer in self._in_place:
+            if type(layer) is InPlaceLayer and layer.is_initialized:
+                layer.skip(count)
+        self.lengths = [length + count for length in self.lengths]
 
     def rewind(self, length: int) -> None:
         """Go back to ``length`` positions of one sequence, after a pass or commit that may be half done.

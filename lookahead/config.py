@@ -1,7 +1,9 @@
 """How to look ahead: the few settings of a wrap."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+AUTO = "auto"
 STRATEGIES = ("lookahead", "jacobi")
 
 
@@ -16,14 +18,17 @@ class LookaheadConfig:
     """``lookahead``: guesses from the n-gram pool, and a Jacobi window that feeds it. ``jacobi``: plain Jacobi
     decoding, the guesses are what the last step said of the same positions (Santilli et al. 2023, arXiv 2305.10427)."""
 
-    budget: int = 16
-    """Most guesses verified in a step; with ``jacobi`` the number of positions iterated on. 0 guesses nothing."""
+    budget: int | Literal["auto"] = AUTO
+    """Most guesses verified in a step; 0 guesses nothing. ``auto``: in each step as many as gain the most tokens per
+    second (`budget.Pace`). With ``jacobi`` the number of positions iterated on, of which ``auto`` takes 16."""
 
-    window_size: int = 0
-    """W, columns of the Jacobi window; 0 turns it off. Of no effect with ``jacobi``."""
+    window_size: int | Literal["auto"] = AUTO
+    """W, columns of the Jacobi window; 0 turns it off. ``auto``: tried now and then, kept where it pays
+    (`budget.WindowTrials`). Of no effect with ``jacobi``."""
 
-    ngram_size: int = 3
-    """N, length of the n-grams that the window closes; it has N - 1 rows. At least 2."""
+    ngram_size: int | Literal["auto"] = AUTO
+    """N, length of the n-grams that the window closes; it has N - 1 rows. At least 2. ``auto``: 3 for a window of a
+    given size, else tried along with it."""
 
     pool_memory_mb: float = 16
     """Memory in MiB of a pool that is made here; of no effect where a pool is given."""
@@ -31,17 +36,17 @@ class LookaheadConfig:
     pack_weights: bool = True
     """Whether `wrap` packs the weights of a model on the CPU (`packing.pack`); of no effect elsewhere."""
 
-    @property
-    def largest_step(self) -> int:
-        """Most tokens of one forward pass: root, guesses and window."""
-        return 1 + self.budget + self.window_size * (self.ngram_size - 1)
+    cuda_graphs: bool = False
+    """Whether steps are replayed as CUDA graphs (`lookahead.graphs`), which spares a GPU the launch of every kernel.
+    Off by default. For single sequences, and models on one GPU all of whose layers attend to everything; others go
+    without. Keeps a KV cache on the GPU from call to call, as long as the longest text so far."""
 
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}")
         for name, least in (("budget", 0), ("window_size", 0), ("ngram_size", 2)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+            if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}, or {AUTO!r}")
         if not self.pool_memory_mb > 0:
             raise ValueError(f"pool_memory_mb={self.pool_memory_mb!r} must be above 0")

@@ -9,14 +9,16 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
-from lookahead import attention
 from lookahead.architecture import Architecture, context_length, inspect_model
+from lookahead.budget import Pace, WindowTrials
 from lookahead.cache import LookaheadCache
-from lookahead.config import LookaheadConfig
+from lookahead.config import AUTO, LookaheadConfig
+from lookahead.costs import step_costs, synchronize
+from lookahead.graphs import StepGraphs
 from lookahead.plain import warn_plain, why_plain
 from lookahead.prefill import Prompt, cache_passed_in, compute, positions_in, prefill, prompts_of
 from lookahead.stats import Stats
-from lookahead.strategies import JacobiStrategy, PoolStrategy
+from lookahead.strategies import JACOBI_SIZE, JacobiStrategy, PoolStrategy
 from lookahead.verify import BY_SEQUENCE, NextTokenRule, for_sequence, walk
 from ngram_pool import NgramPool
 
@@ -36,6 +38,12 @@ class Lookahead:
     """All calls together."""
     last: Stats = field(default_factory=Stats)
     """The last call, also while it runs."""
+    pace: Pace | None = None
+    """What budgets are chosen by, if they are."""
+    trials: WindowTrials | None = None
+    """The same of windows."""
+    graphs: StepGraphs | None = None
+    """CUDA graphs of the model, if they are asked for."""
 
 
 def decode(
@@ -101,8 +109,7 @@ def run(
     theirs = cache_passed_in(model_kwargs)
     engine.last = stats = Stats(calls=1, sequences=len(input_ids))
     try:
-        with attention.in_use(inspect_model(model).two_part):
-            ids = _decode(model, engine, prompts, rules, stats, generation_config, theirs)
+        ids = _decode(model, engine, prompts, rules, stats, generation_config, theirs)
     finally:
         engine.stats += stats
     if streamer is not None:
@@ -143,7 +150,12 @@ def _rules(
     if not at_own_pace:
         return [NextTokenRule(ids, processors, criteria, **settings)]
     own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
-    return [NextTokenRule(ids[b : b + 1], own[b], criteria, **settings) for b in range(len(ids))]
+    # A generator for each: what a sequence draws must not depend on how far the others get in a step.
+    seeds = torch.randint(2**62, (len(ids),)).tolist() if generation.do_sample else []
+    generators = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds] or [None] * len(ids)
+    return [
+        NextTokenRule(ids[b : b + 1], own[b], criteria, generator=generators[b], **settings) for b in range(len(ids))
+    ]
 
 
 def _pad(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tensor:
@@ -156,10 +168,11 @@ def _pad(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tensor:
 
 
 def _strategy(
-    model: PreTrainedModel, engine: Lookahead, architecture: Architecture, generation: GenerationConfig
+    model: PreTrainedModel, engine: Lookahead, architecture: Architecture, generation: GenerationConfig, stats: Stats
 ) -> PoolStrategy | JacobiStrategy:
-    if engine.config.strategy == "jacobi":
-        return JacobiStrategy(engine.config.budget)
+    config = engine.config
+    if config.strategy == "jacobi":
+        return JacobiStrategy(JACOBI_SIZE if config.budget == AUTO else config.budget)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if engine.pool.largest_token >= vocabulary:
         raise ValueError(
@@ -167,7 +180,16 @@ def _strategy(
             "learned with another vocabulary; give one that was learned with this model's tokenizer"
         )
     temperature = (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
-    return PoolStrategy(engine.config, engine.pool, temperature, architecture)
+    pace = trials = None
+    if AUTO in (config.budget, config.window_size):
+        costs = step_costs(model, architecture)
+        if engine.pace is None or engine.pace.costs is not costs:
+            engine.pace = Pace(costs)
+        pace = engine.pace
+    if config.window_size == AUTO:
+        engine.trials = engine.trials or WindowTrials(None if config.ngram_size == AUTO else config.ngram_size)
+        trials = engine.trials
+    return PoolStrategy(config, engine.pool, temperature, architecture, pace, trials, stats)
 
 
 def _decode(
@@ -187,16 +209,21 @@ def _decode(
     Returns the ids of all sequences (`_pad`).
     """
     architecture = inspect_model(model)
-    strategy = _strategy(model, engine, architecture, generation)
+    strategy = _strategy(model, engine, architecture, generation, stats)
     outlives = theirs is not None and (generation.return_dict_in_generate or getattr(theirs, "_is_user_defined", False))
     width = rules[0].ids.shape[1]
     new_tokens = generation.max_length - width
-    room = min(new_tokens, ROOM) + engine.config.largest_step
+    room = min(new_tokens, ROOM) + strategy.largest_step
     held = positions_in(theirs)
     taken_over = architecture.take_over(theirs) if held else None
+    cache = None
+    if engine.config.cuda_graphs and engine.graphs is None:
+        engine.graphs = StepGraphs(model)
     try:
         start = time.perf_counter()
         cache, logits = prefill(model, architecture, prompts, taken_over, room, generation.prefill_chunk_size, strategy)
+        if engine.graphs is not None:
+            cache = engine.graphs.lend(cache)
         begins = list(cache.lengths)
         # Plain decoding computes no positions beyond these.
         last = [min(begin + new_tokens - 2, context_length(model) - 1) for begin in begins]
@@ -225,10 +252,12 @@ def _decode(
             if spoiled or len(cache.replay) > MOST_REPLAYED:
                 longest = [0] * len(live)
             stats.steps += 1
+            began, waited = time.perf_counter(), stats.seconds["forward"]  # until this step, for the forward pass
             with stats.time("guess"):
                 steps, trees = zip(*strategy.guess(contexts, longest), strict=True)
             with stats.time("forward"):
                 logits = architecture.forward(model, steps, cache, [last[b] for b in live])
+                synchronize(logits.device)
             # A guess that overflows spoils rows that do not see it, too, for 0 x NaN is NaN: again, without guesses.
             spoiled = not spoiled and logits.shape[1] > 1 and bool(logits.amax().isnan())
             if spoiled:
@@ -243,6 +272,12 @@ def _decode(
             for text, tokens, step, tree, path in zip(contexts, emitted, steps, trees, paths, strict=True):
                 text += tokens
                 stats.count(step, tree, path)
+            if strategy.pace:
+                waited = stats.seconds["forward"] - waited
+                rows, length = logits.shape[0] * logits.shape[1], max(map(len, contexts))
+                strategy.pace.costs.follow(rows, length, waited, time.perf_counter() - began - waited)
+        if strategy.pace:
+            strategy.pace.costs.keep()
         ids = _pad([rule.ids for rule in rules], generation)
         if outlives:
             ended |= {b: cache.sequence(i) for i, b in enumerate(active)}
@@ -255,4 +290,7 @@ def _decode(
         if taken_over is not None:
             taken_over.rewind(held)
         raise
+    finally:
+        if engine.graphs is not None:
+            engine.graphs.take_back(cache)
     return ids

@@ -73,12 +73,13 @@ def pack(model: nn.Module) -> nn.Module:
     """Pack what can be packed of a model on the CPU; returns ``model``.
 
     That is: plain linear layers in float32, or in bfloat16 where the CPU has instructions for it. Layers that are
-    adapted (PEFT) or quantized stay as they are.
+    adapted (PEFT), quantized, or driven by somebody else (accelerate) stay as they are.
     """
-    adapted = {id(module.base_layer) for module in model.modules() if hasattr(module, "base_layer")}
+    taken = {id(module.base_layer) for module in model.modules() if hasattr(module, "base_layer")}
+    taken |= {id(module) for module in model.modules() if "forward" in vars(module)}
     owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     for module in model.modules():
-        if type(module) is nn.Linear and id(module) not in adapted and module.weight.numel() >= LEAST_WEIGHTS:
+        if type(module) is nn.Linear and id(module) not in taken and module.weight.numel() >= LEAST_WEIGHTS:
             _pack(module, shared=owners[id(module.weight)] > 1)
     return model
 

@@ -65,11 +65,13 @@ class NextTokenRule:
         keep_scores: bool = False,
         keep_logits: bool = False,
         streamer=None,
+        generator: torch.Generator | None = None,
     ):
         """ids: int64 [sequences, n], the prompts.
 
         pad_token: what sequences that have ended go on with until the others have; None where plain decoding does not
         pad, that is without an end-of-sequence criterion: then they go on with tokens of their own.
+        generator: what to draw from; torch's own by default.
         """
         self.ids = ids
         self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None
@@ -82,6 +84,7 @@ class NextTokenRule:
         self._do_sample = do_sample
         self._pad_token = pad_token
         self._streamer = streamer
+        self._generator = generator
 
     def emit(self, logits: torch.Tensor) -> list[int]:
         """Choose, record and stream the next token of every live sequence, in their order.
@@ -103,7 +106,7 @@ class NextTokenRule:
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
             if probabilities[:, 0].isnan().any():  # one NaN in a row, or nothing but -inf, makes all of it NaN
                 raise FloatingPointError(self._no_choice())
-            chosen = torch.multinomial(probabilities, num_samples=1).squeeze(1)
+            chosen = torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
         else:
             chosen = torch.argmax(scores, dim=-1)
             if scores.gather(1, chosen[:, None]).isnan().any():  # argmax ranks NaN highest

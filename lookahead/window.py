@@ -21,6 +21,10 @@ class JacobiWindow:
         self._random = np.random.default_rng(0)  # its own generator: the caller's must be consumed by sampling alone
         self.rows: list[np.ndarray] = [self._draw(size)]
 
+    def __len__(self) -> int:
+        """Tokens that it adds to a step."""
+        return self.size * len(self.rows)
+
     def advance(self, output: np.ndarray, accepted: int) -> np.ndarray:
         """Take one iteration's ``output`` (int64 [W], the model's choice at each column of the newest row).
 

@@ -55,6 +55,21 @@ class GuessTree:
         tokens, parents, depths = (np.asarray(values, np.int64) for values in (tokens, parents, depths))
         return cls(tokens, parents, depths, np.full(n, np.nan), np.full(n, source, np.int64))
 
+    def likeliest(self, count: int) -> "GuessTree":
+        """The tree of the ``count`` likeliest nodes, in the order that they have here."""
+        if count >= len(self):
+            return self
+        kept = np.sort(np.argsort(-self.probabilities, kind="stable")[:count])  # parents first: none is likelier
+        places = np.full(len(self) + 1, -1)  # the last is the root's, whose index is -1
+        places[kept] = np.arange(count)
+        return GuessTree(
+            self.tokens[kept],
+            places[self.parents[kept]],
+            self.depths[kept],
+            self.probabilities[kept],
+            self.sources[kept],
+        )
+
     @classmethod
     def chain(cls, tokens, source: Source) -> "GuessTree":
         """A single branch of given guesses."""

@@ -1,5 +1,17 @@
 """What holds for all tests."""
 
+import pytest
 import torch
 
+from lookahead import costs
+
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much where others use the processor too
+
+
+@pytest.fixture(autouse=True, scope="session")
+def costs_of_tiny_models(tmp_path_factory):
+    """Measured in no time, and kept out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "FOLDER", tmp_path_factory.mktemp("step-costs"))
+        patch.setattr(costs, "SECONDS", 0.02)
+        yield

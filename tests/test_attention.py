@@ -82,8 +82,15 @@ def test_anything_but_a_step_is_sdpa(new):
             continue  # sdpa's causal flag has another meaning there, and models give a mask
         expected, _ = sdpa_attention_forward(Layer(2), *arguments)
         torch.testing.assert_close(attention.attend(Layer(2), *arguments)[0], expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="softcap"):
-        attention.attend(Layer(2), query, key, value, None, softcap=30.0)
+
+    def with_softcap(function):
+        """What it gives, or raises: releases of transformers differ."""
+        try:
+            return function(Layer(2), query, key, value, bias[:, :1], softcap=30.0)[0].tolist()
+        except ValueError as error:
+            return str(error)
+
+    assert with_softcap(attention.attend) == with_softcap(sdpa_attention_forward)
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
@@ -96,7 +103,9 @@ def test_models_attend_in_parts_exactly_when_they_can(name, monkeypatch):
     )
     monkeypatch.setattr(attention, "SHORT", 0)
     assert_a_step_is_that_of_the_dense_mask(model, architecture)
-    assert bool(calls) == bool(architecture.two_part)
+    # Older releases of transformers let "sdpa" pass soft caps by; those calls are left to it.
+    has_softcap = getattr(model.config, "attn_logit_softcapping", None) is not None
+    assert bool(calls) == bool(architecture.two_part and not has_softcap)
     assert model.config._attn_implementation != attention.NAME
 
 
@@ -110,7 +119,7 @@ def assert_a_step_is_that_of_the_dense_mask(model, architecture) -> None:
     for configs in (architecture.two_part, ()):
         driven = replace(architecture, two_part=configs)
         cache = driven.make_cache()
-        with torch.no_grad(), attention.in_use(configs):
+        with torch.no_grad():
             first = lay_out(prompt[0], GuessTree.chain(prompt[1:], Source.PROMPT))
             driven.forward(model, [first], cache)
             cache.commit([first], [list(range(len(first)))])

@@ -196,14 +196,14 @@ def check_several(model):
     rng = random.Random(0)
     for seed in range(8):
         options = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
-        check_identical(model, [random_prompt(rng)], options, LookaheadConfig(window_size=3), seed)
+        check_identical(model, [random_prompt(rng)], options, LookaheadConfig(budget=16, window_size=3), seed)
 
 
 def check_batches(model):
     rng = random.Random(0)
     for seed in range(4):
         prompts = [random_prompt(rng) for _ in range(3)]
-        check_identical(model, prompts, {"max_new_tokens": 40, "do_sample": False}, LookaheadConfig(), seed)
+        check_identical(model, prompts, {"max_new_tokens": 40, "do_sample": False}, LookaheadConfig(budget=16), seed)
 
 
 @pytest.mark.parametrize("plant", DEFECTS, ids=name)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from zoo import tiny_model
 
 import lookahead
-from lookahead import DEMO_MODEL
+from lookahead import DEMO_MODEL, LookaheadConfig
 from lookahead.chat import PLAIN_TEMPLATE, Conversation, TurnRefusedError
 from lookahead.cli import load, main
 from lookahead.streaming import StopWhenAsked, render
@@ -79,7 +79,7 @@ def conversation(template=MARKED, wrapped=False, model_type=None) -> Conversatio
         settings = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "eos_token_id": 0}
         model = tiny_model(model_type, **{**settings, **OTHERS[model_type]})
     if wrapped:
-        lookahead.wrap(model)
+        lookahead.wrap(model, LookaheadConfig(budget=16, window_size=0))
     return Conversation(model, tokenizer)
 
 

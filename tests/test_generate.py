@@ -330,7 +330,7 @@ def test_a_pool_of_another_vocabulary_is_refused(model, ids):
 
 
 def test_statistics_add_up(model, ids):
-    lookahead.wrap(model, LookaheadConfig(window_size=4, ngram_size=3))
+    lookahead.wrap(model, LookaheadConfig(budget=16, window_size=4, ngram_size=3))
     output = model.generate(ids, max_new_tokens=60, min_new_tokens=60)
     stats = model.lookahead.last
     assert stats.tokens == output.shape[1] - ids.shape[1] == 60

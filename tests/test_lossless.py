@@ -90,7 +90,7 @@ def test_architecture(model_type):
     prompts = [random_prompt(rng) for _ in range(4)]
     for seed in (0, 1, 2, 3, 0):  # the first text comes again: the pool knows it
         options = {"max_new_tokens": 40, "do_sample": seed % 2 == 1, "temperature": 0.5}
-        config = LookaheadConfig(window_size=3 * (seed // 2), ngram_size=3)
+        config = LookaheadConfig(budget=16, window_size=3 * (seed // 2), ngram_size=3)
         stats = check_identical(model, [prompts[seed]], options, config, seed, pool, model_type=model_type)
         accepted += stats.accepted.total()
         assert bool(stats.window_tokens) == (config.window_size > 0 and model_type not in CHAIN_ONLY)

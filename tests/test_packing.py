@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -149,6 +150,17 @@ def test_what_is_left_alone():
     assert_near(logits(adapted), expected)
     assert not packed_layers(pack(small_llama(torch.float16)))
     assert not packed_layers(pack(torch.nn.Sequential(torch.nn.Linear(16, 16))))
+
+
+def test_layers_that_accelerate_drives_stay_plain():
+    model = small_llama()
+    expected = logits(model)
+    driven = dispatch_model(model, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
+    pack(driven)
+    assert_near(logits(driven), expected)
+    hooked = [name for name, module in driven.named_modules() if hasattr(module, "_hf_hook")]
+    assert "lm_head" in hooked
+    assert not set(hooked) & set(packed_layers(driven))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,117 @@
+"""How many guesses a step verifies, and whether a Jacobi window pays: what gains the most tokens per second.
+
+A step that verifies the n likeliest guesses yields 1 + p1 + ... + pn tokens on average and costs c(1 + n). Over a text,
+tokens per second are greatest if every step maximises its tokens less its cost times the rate that is reached overall:
+each second that a step takes could have yielded tokens elsewhere (Dinkelbach 1967, "On nonlinear fractional
+programming").
+"""
+
+import numpy as np
+
+from lookahead.costs import StepCosts
+from lookahead.stats import FIXED_BUDGETS, Stats
+from ngram_pool import GuessTree
+
+MOST = 127  # guesses; with the root, the highest rung that costs are measured for
+FADE = 0.98  # of the sums that the rate is taken of, a step
+WINDOWS = ((4, 3), (8, 4), (15, 5))  # W and N that are tried, the next only if the one before pays
+FIRST_TRIAL = 128  # steps until the first trial of a window, and the length of the first pause
+LONGER = 8  # each pause after a trial that did not pay is so many times the one before
+TRIAL = 24  # steps of a trial
+
+
+class Pace:
+    """The rate that decoding reaches, and the budgets that follow from it. Lives as long as the wrap."""
+
+    def __init__(self, costs: StepCosts):
+        self.costs = costs
+        self._tokens, self._seconds = 1.0, self._cost(1, 0)  # as plain decoding
+        self.reach = 16
+        """Guesses that are worth looking for: about twice as many as were worth verifying lately."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, lately."""
+        return self._tokens / self._seconds
+
+    def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> int:
+        """Number of guesses to verify for each sequence of a batch.
+
+        length: positions that the longest holds. window_rows: of each sequence's window.
+        """
+        gains = np.zeros(max(map(len, trees)) + 1)
+        for tree in trees:
+            gains[1 : len(tree) + 1] += np.sort(tree.probabilities)[::-1]
+        rows = len(trees) * (1 + window_rows + np.arange(len(gains)))
+        chosen = int(np.argmax(np.cumsum(gains) - self.rate * self.costs(rows, length)))
+        self.reach = min(max(self.reach - 1, 2 * chosen + 8), MOST)
+        return chosen
+
+    def price(self, rows: int, fewer: int, length: int) -> float:
+        """Tokens that could be had in the time by which a step of ``rows`` takes longer than one of ``fewer``."""
+        return self.rate * float(self.costs(rows, length) - self.costs(fewer, length))
+
+    def count(self, tokens: int, rows: int, length: int) -> None:
+        """Take in what a step has yielded: ``tokens``, of ``rows``, over all sequences."""
+        self._tokens = FADE * self._tokens + tokens
+        self._seconds = FADE * self._seconds + self._cost(rows, length)
+
+    def count_regret(self, stats: Stats, tree: GuessTree, chosen: GuessTree, path: list[int], length: int) -> None:
+        """Add to ``stats`` what a sequence's step yielded, and what it would have with each of the fixed budgets.
+
+        tree: all that was guessed. chosen: its likeliest part, which was verified; path: the rows that were accepted.
+        A smaller budget would have accepted fewer of the same tokens, which is known, and taken as many times the steps
+        for them; what a larger one would have accepted beyond is what the guesses' probabilities say.
+        """
+        accepted = np.array(path[1:], np.int64) - 1
+        ranks = np.empty(len(chosen), np.int64)
+        ranks[np.argsort(-chosen.probabilities, kind="stable")] = np.arange(len(chosen))
+        expected = np.cumsum([0.0, *np.sort(tree.probabilities)[::-1]])
+        guesses = np.minimum(FIXED_BUDGETS, len(tree))
+        steps = len(path) / (1.0 + (ranks[accepted][:, None] < guesses).sum(0))
+        stats.fixed_budgets[:, 0] += len(path) + np.maximum(expected[guesses] - expected[len(chosen)], 0)
+        stats.fixed_budgets[:, 1] += steps * self._cost(1 + guesses, length)
+        stats.chosen_budgets += len(path), self._cost(1 + len(chosen), length)
+
+    def _cost(self, rows: np.ndarray | int, length: int) -> np.ndarray:
+        return self.costs(rows, length) + self.costs.overhead
+
+
+class WindowTrials:
+    """Which Jacobi window pays, found out by trying: what its n-grams earn against what its rows cost.
+
+    A window is tried for TRIAL steps. If it pays, the next larger one is tried, too; if not, the one before it, or
+    none, is kept for a while, which is longer from time to time. Lives as long as the wrap.
+    """
+
+    def __init__(self, ngram_size: int | None = None):
+        """ngram_size: N of all windows, if it is given."""
+        self._sizes = [None, *((size, ngram_size or n) for size, n in WINDOWS)]
+        self._on = 0
+        self._while = self._left = FIRST_TRIAL
+        self._on_trial = False
+        self._earned = self._cost = 0.0
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """W and N of the window that is on; None: off."""
+        return self._sizes[self._on]
+
+    def count(self, tokens: int, cost: float) -> None:
+        """Take in a step: tokens accepted of the window's n-grams, and those that its rows cost at the rate reached."""
+        self._earned += tokens
+        self._cost += cost
+        self._left -= 1
+        if self._left:
+            return
+        pays = self._on == 0 or self._earned > self._cost
+        if pays and self._on + 1 < len(self._sizes):
+            self._on, self._on_trial = self._on + 1, True
+            self._left = TRIAL
+        else:
+            if not pays:
+                self._on -= 1
+                self._while *= LONGER if self._on_trial else 1
+            self._on_trial = False
+            self._left = self._while
+        self._earned = self._cost = 0.0

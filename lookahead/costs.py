@@ -1,0 +1,212 @@
+"""What a step costs: c(T, L), the seconds of a forward pass over T rows when L positions are committed.
+
+Measured once for a model, dtype, device, number of threads and way of attending, kept in the user's cache directory,
+and brought along with every step that is decoded.
+"""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import click
+import numpy as np
+import platformdirs
+import torch
+import xxhash
+from transformers import PreTrainedModel
+
+from lookahead.architecture import Architecture, context_length, device_of
+from lookahead.cache import LookaheadCache
+from lookahead.measuring import environment
+from lookahead.packing import PackedLinear
+from lookahead.step import lay_out
+from ngram_pool import GuessTree, Source
+
+logger = logging.getLogger(__name__)
+
+RUNGS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that are measured
+AT_LENGTH = (1, 16)  # those that are measured again with a longer cache
+LONG = 1024  # positions in it
+SECONDS = 1.5  # that measuring may take, if a pass is not too long for that
+FOLLOWS = 0.02, 0.01  # how far a step's time moves the rungs beside it, and all of them
+FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "step-costs"
+DRIFT = 1.25  # ratio to what is stored, from which on the file is written anew
+
+
+@dataclass
+class StepCosts:
+    """c(T, L) of one model on one machine."""
+
+    seconds: np.ndarray
+    """Float64 [rungs], of a pass over RUNGS rows when nothing is committed."""
+    per_position: np.ndarray
+    """Float64 [2], seconds that a committed position adds to a pass of one row, and to every further row of it."""
+    overhead: float = 1e-3
+    """Seconds of a step outside its pass."""
+    path: Path | None = None
+    """The file that keeps them from one process to the next."""
+    _kept: np.ndarray | None = None  # seconds in the file
+
+    def __call__(self, rows: np.ndarray | int, length: int) -> np.ndarray:
+        """Seconds of passes over ``rows``, when each sequence holds ``length`` positions."""
+        slope = (self.seconds[-1] - self.seconds[-3]) / (RUNGS[-1] - RUNGS[-3])
+        base = np.interp(rows, RUNGS, self.seconds) + slope * np.maximum(np.asarray(rows) - RUNGS[-1], 0)
+        return base + length * (self.per_position[0] + self.per_position[1] * (np.asarray(rows) - 1))
+
+    def follow(self, rows: int, length: int, seconds: float, overhead: float) -> None:
+        """Take in what a step of the session took: its pass, and what it spent outside of it."""
+        local, everywhere = FOLLOWS
+        ratio = min(max(seconds / float(self(rows, length)), 1 / 3), 3.0)  # beyond, something else was going on
+        beside = np.maximum(1 - np.abs(np.log2(np.array(RUNGS) / min(rows, RUNGS[-1]))), 0)
+        self.seconds *= ratio ** (everywhere + local * beside)
+        self.overhead += local * (min(overhead, 3 * self.overhead) - self.overhead)
+
+    def keep(self) -> None:
+        """Write them to their file, as a whole, if they have drifted from what it holds.
+
+        If that is not possible, the next process measures them again.
+        """
+        if self._kept is not None and np.abs(np.log(self.seconds / self._kept)).max() < np.log(DRIFT):
+            return
+        self._kept = self.seconds.copy()
+        held = {"rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
+                "overhead": self.overhead}  # fmt: skip
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".new", delete=False) as file:
+                json.dump(held, file, indent=1)
+            os.replace(file.name, self.path)
+        except OSError as error:
+            logger.info("step costs are not kept: %s", error)
+
+
+def measure(
+    model: PreTrainedModel,
+    architecture: Architecture,
+    seconds: float = SECONDS,
+    progress: Callable[[float], None] = lambda done: None,
+) -> StepCosts:
+    """Measure the costs for about ``seconds``; progress is called with the share of that which has passed."""
+    long = min(LONG, context_length(model) // 2)
+    plan = [(rows, 0) for rows in RUNGS] + [(rows, long) for rows in AT_LENGTH]
+    times = time_passes(model, architecture, plan, seconds, progress)
+    known = [rows for rows in RUNGS if (rows, 0) in times]
+    base = np.array([times[rows, 0] for rows in known])
+    slope = max((base[-1] - base[-2]) / (known[-1] - known[-2]), 0.0)
+    base = np.interp(RUNGS, known, base) + slope * np.maximum(np.array(RUNGS) - known[-1], 0)
+    first, second = (max(times[rows, long] - times[rows, 0], 0.0) / max(long, 1) for rows in AT_LENGTH)
+    further = max(second - first, 0.0) / (AT_LENGTH[1] - AT_LENGTH[0])
+    return StepCosts(base, np.array([first, further]))
+
+
+def time_passes(
+    model: PreTrainedModel,
+    architecture: Architecture,
+    plan: list[tuple[int, int]],
+    seconds: float,
+    progress: Callable[[float], None] = lambda done: None,
+) -> dict[tuple[int, int], float]:
+    """Seconds of a pass for each (rows, positions committed) of a plan, over random tokens, timed in turn.
+
+    The least time of each counts, for whatever else the machine does only adds to it. Where ``seconds`` do not suffice
+    for two rounds, the longest passes, beyond AT_LENGTH rows, are left out.
+    """
+    plan = list(plan)
+    most = max(rows for rows, _ in plan)
+    tokens = np.random.default_rng(0).integers(0, model.config.get_text_config(decoder=True).vocab_size, most + 1)
+    caches = {length: architecture.make_cache(length + most) for _, length in plan}
+    best = dict.fromkeys(plan, np.inf)
+    with torch.no_grad():
+        for length, cache in caches.items():
+            _pass(model, architecture, cache, tokens[:2])
+            cache.skip(length)
+        start, rounds, left = time.perf_counter(), 0, True
+        while left:
+            began = time.perf_counter()
+            for rows, length in list(plan):
+                if began + seconds < time.perf_counter() and rows > AT_LENGTH[-1]:
+                    plan.remove((rows, length))
+                    continue
+                taken = _pass(model, architecture, caches[length], tokens[:rows])
+                best[rows, length] = min(best[rows, length], taken if rounds else np.inf)
+                progress(min((time.perf_counter() - start) / seconds, 1.0))
+            rounds += 1  # the first warms up
+            left = rounds < 2 or 2 * time.perf_counter() - began < start + seconds
+    return {of: best[of] for of in plan}
+
+
+def _pass(model: PreTrainedModel, architecture: Architecture, cache: LookaheadCache, tokens: np.ndarray) -> float:
+    """Seconds of one pass, which leaves the cache as it was."""
+    step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Source.TEXT))
+    start = time.perf_counter()
+    architecture.forward(model, [step], cache, [context_length(model) - 1])
+    synchronize(device_of(model))
+    taken = time.perf_counter() - start
+    cache.commit([step], [[]])
+    return taken
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+_known: WeakKeyDictionary[PreTrainedModel, dict[tuple, StepCosts]] = WeakKeyDictionary()
+
+
+def step_costs(model: PreTrainedModel, architecture: Architecture, anew: float | None = None) -> StepCosts:
+    """The costs of this model as it is now: known from before, read from the cache directory, or measured.
+
+    anew: measure them in any case, for so many seconds.
+    """
+    packed = any(isinstance(module, PackedLinear) for module in model.modules())
+    now = bool(architecture.two_part), model.dtype, device_of(model), torch.get_num_threads(), packed
+    known = _known.setdefault(model, {})
+    if now not in known or anew:
+        path = _path(model, architecture, packed)
+        known[now] = (None if anew else _read(path)) or _measured(model, architecture, anew or SECONDS)
+        known[now].path = path
+        known[now].keep()
+    return known[now]
+
+
+def _measured(model: PreTrainedModel, architecture: Architecture, seconds: float) -> StepCosts:
+    with progress_bar("measuring step costs") as progress:
+        return measure(model, architecture, seconds, progress)
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
+    """On a terminal, a bar that follows the share of the work that its function is told."""
+    with click.progressbar(length=100, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
+        yield lambda share: bar.update(int(100 * share) - bar.pos)
+
+
+def _path(model: PreTrainedModel, architecture: Architecture, packed: bool) -> Path:
+    """The file of all that step costs depend on."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    depends_on = [type(model).__name__, config, environment(model), bool(architecture.two_part), packed]
+    text = json.dumps(depends_on, sort_keys=True, default=str)
+    return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(text.encode())}.json"
+
+
+def _read(path: Path) -> StepCosts | None:
+    """What a file holds; None if there is none, or not a sound one."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        seconds, per_position = np.array(held["seconds"], float), np.array(held["per_position"], float)
+        costs = StepCosts(seconds, per_position, float(held["overhead"]), path, seconds.copy())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    sound = held.get("rungs") == list(RUNGS) and seconds.shape == (len(RUNGS),) and per_position.shape == (2,)
+    sound = sound and (seconds > 0).all() and (per_position >= 0).all() and costs.overhead > 0
+    return costs if sound and np.isfinite(seconds).all() and np.isfinite(per_position).all() else None

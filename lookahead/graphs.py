@@ -1,0 +1,450 @@
+"""Steps of static shape, which a GPU replays as CUDA graphs: one launch a step instead of one for each kernel.
+
+An eager pass of a large model over a few tokens waits for Python to launch its kernels several times as long as for the
+weights to be read. A CUDA graph is launched at once, but always does the same to the same memory. So, while a call
+decodes, everything that a step touches has a place and a shape of its own:
+
+    keys and values   buffers of all layers, which outlive calls; a call's prompt is copied into them once
+    tokens            T is rounded up to a power of two; what pads a step is seen by nobody
+    columns shown     rounded up to a power of two as well; the mask hides those that hold nothing
+    ids, positions, first column, ancestors   copied into fixed tensors before each step; the mask is made on the device
+
+One graph is kept for each pair of T and columns shown, captured when it is first needed: at most 8 for `FIRST_CAPACITY`
+columns and 8 more for each doubling that the longest text so far has needed. They share their memory. When the buffers
+grow they move, and all graphs are dropped.
+
+Nothing of it changes a text. A graph's first runs are compared with the pass that was captured, so is one graph at the
+start of each call, and whatever cannot be captured, or differs, is computed as without graphs, with one warning.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from lookahead.architecture import (
+    FULL_PRECISION_ROUNDING,
+    ROUNDING,
+    Architecture,
+    _error,
+    device_of,
+    inspect_model,
+)
+from lookahead.cache import Accepted, InPlaceLayer, LookaheadCache
+from lookahead.step import Step, Visibility, lay_out
+from ngram_pool import GuessTree
+
+FIRST_CAPACITY = 1024  # columns
+MOST_TOKENS = 128  # of a step that is captured
+RUNS_CHECKED = 2  # of each graph: what a model takes from Python, such as a length, is still right in the first run
+WARM_UP_RUNS = 3  # let libraries choose their kernels and allocate before anything is captured
+
+Replay = Callable[[], torch.Tensor]
+Capture = Callable[[Callable[[], torch.Tensor], torch.device, Replay | None], Replay]
+
+_capturing = threading.Lock()  # torch captures one graph at a time
+
+
+def capture_cuda(function: Callable[[], torch.Tensor], device: torch.device, beside: Replay | None) -> Replay:
+    """A CUDA graph of what ``function`` does on ``device``; each replay returns the same tensor, written anew.
+
+    beside: an earlier one, to share memory with. What either returned is then overwritten by a replay of the other.
+    While it captures, no other thread may draw random numbers on this device.
+    Raises whatever ``function`` raises when it cannot be captured, mostly RuntimeError.
+    """
+    pool = beside.graph.pool() if isinstance(beside, _CudaReplay) else None
+    with _capturing, torch.cuda.device(device):
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.graphsafe_get_state()
+        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_RUNS):
+                function()
+        current.wait_stream(side)
+        # A capture that fails leaves its stream the current one, and the generator's state unfit for drawing from: it
+        # gets another state to spoil.
+        generator.graphsafe_set_state(state.clone_state())
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                logits = function()
+        finally:
+            generator.graphsafe_set_state(state)
+            torch.cuda.set_stream(current)
+    return _CudaReplay(graph, logits)
+
+
+class _CudaReplay:
+    def __init__(self, graph: "torch.cuda.CUDAGraph", logits: torch.Tensor):
+        self.graph = graph
+        self._logits = logits
+
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self._logits
+
+
+def why_eager(model: PreTrainedModel, architecture: Architecture) -> str | None:
+    """What about the model does not go into a graph, wherever it runs, or None."""
+    if not architecture.can_branch or not architecture.takes_position_ids:
+        return "its steps are not told apart by mask and position_ids alone"
+    if architecture.mask_of is not None or any(visibility != Visibility() for visibility in architecture.layers):
+        return "not all of its layers attend to everything"
+    if model._compiled_call_impl is not None:
+        return "it is compiled"
+    for module in model.modules():
+        if hasattr(module, "_hf_hook"):
+            return "accelerate moves its weights or inputs"
+        if type(module).__module__.startswith("peft."):
+            return "adapters can be switched between calls"
+        hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
+        # transformers' own only act when outputs are asked for that lookahead does not give
+        if any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks):
+            return f"a hook on {type(module).__name__} would not be called"
+    weights = list(_weights(model))
+    if any(is_traceable_wrapper_subclass(weight) for weight in weights):
+        return "some of its weights are no plain tensors"
+    if len({weight.device for weight in weights}) > 1:
+        return "it is spread over several devices"
+    return None
+
+
+def can_capture(model: PreTrainedModel, architecture: Architecture) -> bool:
+    """Whether steps of this model may be replayed as CUDA graphs."""
+    return device_of(model).type == "cuda" and why_eager(model, architecture) is None
+
+
+class StepGraphs:
+    """The graphs of one model and the buffers that they work on.
+
+    A call borrows the buffers with `lend`, runs its steps through `Architecture.forward` as ever, and returns them with
+    `take_back`. Only one call at a time has them: another one, in another thread or nested, goes without graphs.
+    """
+
+    def __init__(self, model: PreTrainedModel, capture: Capture | None = capture_cuda):
+        """capture: makes a replay of a function; None runs steps of static shape without capturing them."""
+        self._model = model
+        self._capture = capture
+        self._free = threading.Lock()
+        self._warned = self._given_up = False
+        self._forget()
+
+    def __getstate__(self) -> dict:
+        return {"model": self._model, "capture": self._capture}  # a copy makes its own graphs and buffers
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(**state)
+
+    def lend(self, cache: LookaheadCache) -> LookaheadCache:
+        """A cache in the buffers that holds what ``cache`` does, for `take_back`; or ``cache`` itself, without graphs.
+
+        cache: of a call, after its prompts were computed. It is not changed.
+        Until it is taken back, the logits of a step are valid until the next step only, and what is to outlive the call
+        has to be asked for by `LookaheadCache.sequence`.
+        """
+        if self._given_up:
+            return cache
+        device = device_of(self._model).type
+        reason = why_eager(self._model, inspect_model(self._model))
+        if self._capture is capture_cuda and device != "cuda":
+            reason = f"it is on a device of type {device}"
+        if reason is not None:
+            self._warn(f"CUDA graphs do not serve {type(self._model).__name__}: {reason}")
+            return cache
+        if not _is_one_full_sequence(cache) or torch.is_autocast_enabled(device):
+            return cache
+        if not self._free.acquire(blocking=False):
+            return cache
+        try:
+            implementation, dtype = self._model.config._attn_implementation, cache.layers[0].dtype
+            made_for = implementation, dtype, *map(_address, _weights(self._model))
+            if made_for != self._made_for:
+                self._forget()
+                self._made_for = made_for
+            if self._buffers.load(cache.layers):
+                self._replays.clear()
+            self._lent = StaticCache(self, self._buffers, len(cache.layers), cache.lengths)
+            self._are_proven = not self._replays
+        except BaseException as error:
+            self._forget()
+            self._free.release()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._give_up("there is no memory for their buffers")
+            return cache
+        return self._lent
+
+    def take_back(self, cache: LookaheadCache) -> None:
+        """End a call's use of the buffers; does nothing where `lend` gave it its own cache back."""
+        if cache is self._lent:
+            self._lent = None
+            if self._given_up:
+                self._forget()
+            self._free.release()
+
+    def forward(self, step: Step, cache: "StaticCache", last: int | None = None) -> torch.Tensor:
+        """One pass over a step; logits [1, T, vocabulary], valid until the next one. For `Architecture.forward`."""
+        if cache is not self._lent:
+            raise RuntimeError("this cache was taken back by the model's StepGraphs when its call ended")
+        buffers = self._buffers
+        begin, rows = buffers.columns, _power_of_two(len(step))
+        if buffers.make_room(rows):
+            self._replays.clear()
+        if not self._are_proven:
+            self._prove(lay_out(int(step.ids[0]), GuessTree.empty()), cache.lengths[0])
+            self._are_proven = True
+        self._fill(rows, step, step.positions(cache.lengths[0], last))
+        logits = self._run(rows, max(_power_of_two(begin + rows), FIRST_CAPACITY))
+        buffers.base, buffers.columns = begin, begin + len(step)
+        return logits[:, : len(step)]
+
+    def _forget(self) -> None:
+        self._replays: dict[tuple[int, int], Replay] = {}
+        self._unchecked: dict[tuple[int, int], int] = {}
+        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._buffers = _Buffers()
+        self._made_for: tuple = ()
+        self._lent: StaticCache | None = None
+        self._are_proven = True
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self._replays.clear()
+        self._warn(f"CUDA graphs of {type(self._model).__name__} are off from now on: {reason}")
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{message}. It is decoded without them.", stacklevel=2)
+
+    def _fill(self, rows: int, step: Step, positions: np.ndarray) -> None:
+        """Put a step into the tensors that passes of so many rows read. What pads it is a root that sees itself."""
+        device = device_of(self._model)
+        if rows not in self._inputs:
+            with torch.inference_mode(False):  # what is made in inference mode can never be written to outside of it
+                self._inputs[rows] = (
+                    torch.zeros(2 * rows + 1, dtype=torch.int64, device=device),
+                    torch.zeros(rows, rows, dtype=torch.bool, device=device),
+                )
+        t = len(step)
+        numbers, ancestors = np.empty(2 * rows + 1, np.int64), np.eye(rows, dtype=bool)
+        numbers[:t], numbers[t:rows] = step.ids, step.ids[0]
+        numbers[rows : rows + t], numbers[rows + t : -1] = positions, positions[0]
+        numbers[-1] = self._buffers.columns
+        ancestors[:t, :t] = step.ancestors
+        for tensor, values in zip(self._inputs[rows], (numbers, ancestors), strict=True):
+            tensor.copy_(torch.from_numpy(values))
+        self._buffers.written = max(self._buffers.written, self._buffers.columns + rows)
+
+    def _pass(self, rows: int, shown: int) -> torch.Tensor:
+        """What is captured: a pass over the inputs of so many rows that sees so many columns; [1, rows, vocabulary]."""
+        numbers, ancestors = self._inputs[rows]
+        with torch.inference_mode(False), torch.no_grad():
+            ids, positions, begin = numbers.split([rows, rows, 1])
+            places = begin + torch.arange(rows, device=begin.device)
+            seen = (torch.arange(shown, device=begin.device) < begin).expand(rows, shown)
+            seen = seen.index_copy(1, places, ancestors)
+            dtype = self._model.dtype
+            mask = torch.zeros(rows, shown, dtype=dtype, device=begin.device)
+            mask.masked_fill_(~seen, torch.finfo(dtype).min)
+            self._buffers.places, self._buffers.shown = places, shown
+            argument = inspect_model(self._model).cache_argument
+            return self._model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                attention_mask=mask[None, None],
+                use_cache=True,
+                **{argument: self._lent},
+            ).logits
+
+    def _run(self, rows: int, shown: int) -> torch.Tensor:
+        key = rows, shown
+        direct = partial(self._pass, *key)
+        if self._capture is None or self._given_up or rows > MOST_TOKENS:
+            return direct()
+        if key not in self._replays:
+            beside = next(iter(self._replays.values()), None)
+            try:
+                self._replays[key] = self._capture(direct, device_of(self._model), beside)
+            except Exception as error:  # whatever a model does that cannot be captured
+                # One that ends a capture early is followed by another, at the capture's end.
+                self._give_up(f"a step of {rows} tokens cannot be captured, {(error.__context__ or error)!r}")
+                return direct()
+            self._unchecked[key] = RUNS_CHECKED
+        replayed = self._replays[key]()
+        if not self._unchecked[key]:
+            return replayed
+        logits = direct()  # writes the same rows of the buffers once more
+        if not logits.isnan().any():  # what has overflowed cannot be compared
+            self._unchecked[key] -= 1
+            if not self._agree(replayed, logits):
+                self._give_up(f"a graph of {rows} tokens does not give the model's logits")
+        return logits
+
+    def _prove(self, root: Step, length: int) -> None:
+        """Drop the graphs of earlier calls unless one of them still says what the model says of a step's root.
+
+        Weights that were replaced are known by their address; this is for whatever else was changed in the model.
+        """
+        begin = self._buffers.columns
+        fitting = [key for key in self._replays if begin + key[0] <= key[1]]
+        if fitting:
+            rows, shown = min(fitting)
+            self._fill(rows, root, root.positions(length))
+            replayed = self._replays[rows, shown]()
+            if self._agree(replayed, self._pass(rows, shown)):
+                return
+        self._replays.clear()
+
+    def _agree(self, replayed: torch.Tensor, direct: torch.Tensor) -> bool:
+        return _error(replayed[0], direct[0]) <= ROUNDING.get(self._model.dtype, FULL_PRECISION_ROUNDING)
+
+
+class StaticCache(LookaheadCache):
+    """One sequence in the buffers of a `StepGraphs`, for as long as it is lent."""
+
+    def __init__(self, graphs: StepGraphs, buffers: "_Buffers", layers: int, lengths: list[int]):
+        super().__init__([_Part(buffers, index) for index in range(layers)], list(lengths))
+        self.graphs = graphs
+        self._in_place, self._with_state = [buffers], []
+
+    def sequence(self, b: int) -> LookaheadCache:
+        """A copy in layers of its own, for the buffers stay with the model."""
+        layers = []
+        for part in self.layers:
+            layer = InPlaceLayer(self.lengths[0])
+            layer.update(*part.held())
+            layers.append(layer)
+        return LookaheadCache(layers, list(self.lengths))
+
+
+class _Buffers(InPlaceLayer):
+    """Keys and values of all layers as one layer whose heads are theirs in turn, so that a commit is the same for all.
+
+    Whatever stands behind the columns in use is hidden, not cut off, and takes part in sums with weight 0. It must be
+    finite, so `commit` leaves zeros.
+    """
+
+    def __init__(self):
+        super().__init__(FIRST_CAPACITY)
+        self.heads = 0  # of one layer
+        self.written = 0  # columns behind which all are zero
+        self.places: torch.Tensor | None = None  # int64 [T], columns of the pass under way
+        self.shown = 0  # columns that the pass under way sees, hidden ones included
+
+    def load(self, layers: list[InPlaceLayer]) -> bool:
+        """Hold what these layers hold, instead of what was held; whether the buffers have moved for it."""
+        columns = layers[0].columns
+        self.columns = 0
+        moved = not self.is_initialized
+        if moved:
+            self.heads = layers[0].keys.shape[1]
+            self._capacity = max(_power_of_two(columns), FIRST_CAPACITY)
+            self.lazy_initialization(*(states[:, :, :1].repeat(1, len(layers), 1, 1) for states in _states(layers[0])))
+        else:
+            moved = self.make_room(columns)
+        for buffer, states in zip((self._keys, self._values), zip(*map(_states, layers), strict=True), strict=True):
+            for index, theirs in enumerate(states):
+                buffer[:, self.heads_of(index), :columns] = theirs
+            buffer[:, :, columns:] = 0
+        self.columns = self.base = self.written = columns
+        return moved
+
+    def make_room(self, new: int) -> bool:
+        """Whether the buffers had to be moved for ``new`` more columns."""
+        wanted = _power_of_two(self.columns + new)
+        if wanted <= self._keys.shape[2]:
+            return False
+        self._move(np.zeros(1, np.int64), np.array([self.columns]), wanted)
+        for buffer in (self._keys, self._values):
+            buffer[:, :, self.columns :] = 0
+        return True
+
+    def heads_of(self, layer: int) -> slice:
+        return slice(layer * self.heads, (layer + 1) * self.heads)
+
+    def commit(self, accepted: Accepted) -> None:
+        super().commit(accepted)
+        for buffer in (self._keys, self._values):
+            buffer[:, :, self.columns : self.written] = 0
+        self.written = self.columns
+
+
+class _Part(CacheLayerMixin):
+    """One layer of the model in the buffers."""
+
+    is_sliding = False
+
+    def __init__(self, buffers: _Buffers, index: int):
+        super().__init__()
+        self.is_initialized = True
+        self._buffers = buffers
+        self._heads = buffers.heads_of(index)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [1, heads, T, head_dim] to the columns of the pass under way and return all that it is shown."""
+        shown = slice(self._buffers.shown)
+        keys = self._buffers._keys[:, self._heads, shown]
+        values = self._buffers._values[:, self._heads, shown]
+        keys.index_copy_(2, self._buffers.places, key_states)
+        values.index_copy_(2, self._buffers.places, value_states)
+        return keys, values
+
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the columns in use, [1, heads, columns, head_dim] each."""
+        return self._buffers.keys[:, self._heads], self._buffers.values[:, self._heads]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise NotImplementedError("the buffers of a StepGraphs are made before a step")
+
+    def get_seq_length(self) -> int:
+        return self._buffers.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._buffers.shown, 0
+
+
+def _is_one_full_sequence(cache: LookaheadCache) -> bool:
+    """Whether the cache holds one sequence, position i in column i of every layer, and all layers are of one shape."""
+    if len(cache.lengths) > 1 or cache.replay or not all(type(layer) is InPlaceLayer for layer in cache.layers):
+        return False
+    first = cache.layers[0]
+    return all(
+        layer.is_initialized
+        and layer.columns == cache.lengths[0] > 0
+        and not layer.gaps.any()
+        and not layer.starts.any()
+        and (layer.dtype, layer.device) == (first.dtype, first.device)
+        and all(a.shape == b.shape for a, b in zip(_states(layer), _states(first), strict=True))
+        for layer in cache.layers
+    )
+
+
+def _states(layer: InPlaceLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.keys, layer.values
+
+
+def _weights(model: PreTrainedModel) -> chain:
+    return chain(model.parameters(), model.buffers())
+
+
+def _address(weight: torch.Tensor) -> tuple[int, torch.dtype, torch.Size]:
+    return weight.data_ptr(), weight.dtype, weight.shape
+
+
+def _power_of_two(least: int) -> int:
+    """The smallest that is not below ``least``, which is at least 1."""
+    return 1 << (least - 1).bit_length()

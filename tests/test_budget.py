@@ -1,0 +1,161 @@
+"""Budgets that follow the cost of a step: against brute force, in simulation, and in decoding."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from lookahead.budget import FIRST_TRIAL, MOST, TRIAL, WINDOWS, Pace, WindowTrials
+from lookahead.costs import RUNGS, StepCosts
+from lookahead.stats import FIXED_BUDGETS, Stats
+from ngram_pool import GuessTree
+
+
+def costs_of(base: float, per_row: float, per_position: float = 0.0, overhead: float = 1e-9) -> StepCosts:
+    """c(T, L) = base + per_row T + per_position L."""
+    return StepCosts(base + per_row * np.array(RUNGS, float), np.array([per_position, 0.0]), overhead)
+
+
+def tree_of(probabilities: list[float]) -> GuessTree:
+    """Children of the root, in any order."""
+    n = len(probabilities)
+    numbers = np.arange(n)
+    return GuessTree(
+        numbers, np.full(n, -1), np.ones(n, np.int64), np.array(probabilities, float), np.zeros(n, np.int64)
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    trees=st.lists(st.lists(st.floats(0, 1), max_size=20), min_size=1, max_size=4),
+    seconds=st.lists(st.floats(1e-4, 1), min_size=len(RUNGS), max_size=len(RUNGS)),
+    length=st.integers(0, 5000),
+    window_rows=st.integers(0, 30),
+    tokens=st.floats(1, 8),
+)
+def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, tokens):
+    note(f"{trees=} {seconds=} {length=} {window_rows=} {tokens=}")
+    pace = Pace(StepCosts(np.array(seconds), np.array([1e-6, 1e-7])))
+    pace.count(tokens, 1, 0)
+
+    def worth(n: int) -> float:
+        gained = sum(sum(sorted(tree, reverse=True)[:n]) for tree in trees)
+        return gained - pace.rate * float(pace.costs(len(trees) * (1 + n + window_rows), length))
+
+    chosen = pace.choose([tree_of(tree) for tree in trees], length, window_rows)
+    best = max(range(max(map(len, trees)) + 1), key=worth)
+    assert worth(chosen) == pytest.approx(worth(best), abs=1e-9)
+    assert 8 <= pace.reach <= MOST
+
+
+def test_a_row_that_costs_nothing_is_used_and_one_that_costs_a_step_is_not():
+    guesses = [tree_of([0.9, 0.5, 0.2, 0.01])]
+    assert Pace(costs_of(1.0, 0.0)).choose(guesses, 0, 0) == 4
+    assert Pace(costs_of(0.0, 1.0)).choose(guesses, 0, 0) == 0
+    assert Pace(costs_of(1.0, 0.3)).choose(guesses, 0, 0) == 2  # 0.3 of 1.3 a row, at a token a step
+
+
+@pytest.mark.parametrize("per_row", [0.0, 0.02, 0.1, 0.4])
+def test_no_fixed_budget_does_better_in_the_long_run(per_row):
+    """A text with easy and hopeless passages, whose tokens are guessed right just as often as the guesses say."""
+    rng = np.random.default_rng(0)
+    easy = np.repeat(rng.random(1500) < 0.4, rng.integers(5, 30, 1500))
+    chances = np.where(easy, rng.uniform(0.8, 0.99, len(easy)), rng.uniform(0.05, 0.4, len(easy)))
+    right = rng.random(len(easy)) < chances
+    costs, stats = costs_of(1.0, per_row), Stats()
+
+    def decode(choose, count=lambda *step: None) -> float:
+        """Tokens per second."""
+        at, seconds = 0, 0.0
+        while at < len(easy) - 41:
+            chain = np.cumprod(chances[at : at + 40])
+            tree = GuessTree(np.arange(40), np.arange(-1, 39), np.arange(1, 41), chain, np.zeros(40, np.int64))
+            chosen = tree.likeliest(choose(tree))
+            accepted = int(np.cumprod(right[at : at + len(chosen)]).sum())
+            count(tree, chosen, list(range(1 + accepted)))
+            at, seconds = at + 1 + accepted, seconds + float(costs(1 + len(chosen), 0))
+        return at / seconds
+
+    pace = Pace(costs)
+
+    def count(tree, chosen, path):
+        pace.count_regret(stats, tree, chosen, path, 0)
+        pace.count(len(path), 1 + len(chosen), 0)
+
+    rate = decode(lambda tree: pace.choose([tree], 0, 0), count)
+    fixed = [decode(lambda tree, budget=budget: budget) for budget in FIXED_BUDGETS]
+    assert rate > 0.995 * max(fixed)
+    assert stats.chosen_budgets[0] / stats.chosen_budgets[1] == pytest.approx(rate)
+    assert stats.regret == pytest.approx(1 - rate / max(fixed), abs=0.05)
+    assert fixed[FIXED_BUDGETS.index(stats.best_fixed_budget)] > 0.95 * max(fixed)
+
+
+def test_regret_of_known_steps():
+    """Budget 2 of a chain of three, both accepted: three steps without guesses, one and a half with one, one with two;
+    the third guess is expected."""
+    pace, stats = Pace(costs_of(1.0, 1.0, overhead=1e-12)), Stats()
+    tree = GuessTree(np.arange(3), np.arange(-1, 2), np.arange(1, 4), np.array([0.8, 0.6, 0.5]), np.zeros(3, np.int64))
+    pace.count_regret(stats, tree, tree.likeliest(2), [0, 1, 2], 0)
+    assert stats.fixed_budgets[:4, 0].tolist() == pytest.approx([3, 3, 3, 3.5])
+    assert stats.fixed_budgets[:4, 1].tolist() == pytest.approx([3 * 2, 1.5 * 3, 4, 5])
+    assert stats.chosen_budgets.tolist() == pytest.approx([3, 4])
+    assert stats.regret == 0
+
+
+def drive(trials: WindowTrials, earns: dict, steps: int) -> list:
+    """Sizes that are on in each step, where a window earns ``earns[size]`` a step at a cost of 1."""
+    seen = []
+    for _ in range(steps):
+        seen.append(trials.size)
+        trials.count(earns.get(trials.size, 0.0), 1.0 if trials.size else 0.0)
+    return seen
+
+
+def test_a_window_that_does_not_pay_is_hardly_ever_on():
+    seen = drive(WindowTrials(), {}, 20_000)
+    assert sum(size is not None for size in seen) / len(seen) < 0.01
+    assert seen[: FIRST_TRIAL + 1] == [None] * FIRST_TRIAL + [WINDOWS[0]]
+
+
+@pytest.mark.parametrize("best", range(len(WINDOWS)))
+def test_the_largest_window_that_pays_is_kept(best):
+    earns = {size: 2.0 if number <= best else 0.5 for number, size in enumerate(WINDOWS)}
+    seen = drive(WindowTrials(), earns, 30_000)
+    assert sum(size == WINDOWS[best] for size in seen) / len(seen) > 0.9
+
+
+def test_a_window_that_ceases_to_pay_is_dropped():
+    trials = WindowTrials(ngram_size=3)
+    seen = drive(trials, {(4, 3): 2.0}, 3000)
+    assert {size for size in seen if size} <= {(4, 3), (8, 3)}
+    assert (4, 3) in drive(trials, {(4, 3): 2.0}, 100)
+    seen = drive(trials, {}, 30_000)
+    assert seen[-1] is None
+    assert sum(size is not None for size in seen[-10_000:]) < 10 * TRIAL
+
+
+def test_likeliest_part_of_a_tree():
+    rng = np.random.default_rng(1)
+    for _, n in itertools.product(range(50), (1, 7, 30)):
+        parents = np.array([rng.integers(-1, i) for i in range(n)])
+        probabilities = np.zeros(n)
+        for i, parent in enumerate(parents):
+            above = 1.0 if parent < 0 else probabilities[parent]
+            probabilities[i] = above * rng.choice([1.0, rng.random()])  # ties between a node and its parent, too
+        depths = GuessTree.of(parents, parents, 0).depths
+        tree = GuessTree(rng.integers(0, 99, n), parents, depths, probabilities, rng.integers(0, 5, n))
+        for count in (0, 1, n // 2, n, n + 3):
+            part = tree.likeliest(count)
+            assert len(part) == min(count, n)
+            assert part.probabilities.sum() == pytest.approx(np.sort(probabilities)[::-1][:count].sum())
+            paths = set()
+            for tokens in (tree, part):
+                line = {-1: ()}
+                for i, parent in enumerate(tokens.parents.tolist()):
+                    line[i] = (*line[parent], int(tokens.tokens[i]))
+                    assert tokens.depths[i] == len(line[i])
+                    assert parent < i
+                paths = paths or set(line.values())
+                assert set(line.values()) <= paths

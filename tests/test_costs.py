@@ -1,0 +1,159 @@
+"""Step costs: measured, kept, followed. Times of passes are simulated where figures are asserted."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+from zoo import SETTINGS, tiny_model
+
+import lookahead
+from lookahead import costs
+from lookahead.architecture import Architecture, inspect_model
+from lookahead.costs import RUNGS, StepCosts, measure, step_costs
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only passes of a model move: 10 ms a pass, 1 a row, 0.01 a position held and 0.002 a row of it."""
+    now = [0.0]
+    original = Architecture.forward
+
+    def forward(self, model, steps, cache, last=None):
+        rows, length = len(steps[0]), cache.lengths[0]
+        now[0] += 10e-3 + 1e-3 * rows + length * (1e-5 + 2e-6 * (rows - 1))
+        return original(self, model, steps, cache, last)
+
+    monkeypatch.setattr(Architecture, "forward", forward)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_what_is_measured_is_what_passes_take(clock):
+    model = tiny_model("llama", max_position_embeddings=4096)
+    shares = []
+    found = measure(model, inspect_model(model), 3.0, shares.append)
+    for rows, length in ((1, 0), (16, 0), (24, 0), (128, 0), (200, 0), (1, 3000), (16, 500), (40, 2000)):
+        expected = 10e-3 + 1e-3 * rows + length * (1e-5 + 2e-6 * (rows - 1))
+        assert found(rows, length) == pytest.approx(expected)
+    assert found(np.array([1, 16]), 10).shape == (2,)
+    assert shares == sorted(shares)
+    assert shares[-1] > 0.8
+    assert clock[0] < 3.2
+
+
+def test_passes_that_are_too_long_are_extrapolated(clock):
+    model = tiny_model("llama", max_position_embeddings=4096)
+    architecture = inspect_model(model)
+    before = clock[0]
+    found = measure(model, architecture, 0.05)
+    assert clock[0] - before < 1.0  # two rounds up to 16 rows, where a whole one takes 0.5 s
+    assert found(128, 0) == pytest.approx(138e-3)
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_every_architecture_can_be_measured(name):
+    model = tiny_model(name)
+    found = measure(model, inspect_model(model), 0.02)
+    assert np.isfinite(found.seconds).all()
+    assert (found.seconds > 0).all()
+    assert (found.per_position >= 0).all()
+
+
+def test_costs_are_kept_and_found_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(costs, "FOLDER", tmp_path / "new")
+    model = tiny_model("llama")
+    architecture = inspect_model(model)
+    first = step_costs(model, architecture)
+    assert step_costs(model, architecture) is first
+    assert first.path.parent == tmp_path / "new"
+    monkeypatch.setattr(costs, "measure", None)  # nothing more is measured
+    again = step_costs(tiny_model("llama", seed=1), inspect_model(model))
+    assert again.seconds.tolist() == first.seconds.tolist()
+    assert again.per_position.tolist() == first.per_position.tolist()
+    assert capsys.readouterr().err == ""  # not a terminal
+
+
+@pytest.mark.parametrize("change", ["dtype", "size", "threads", "packed"])
+def test_what_costs_depend_on(change, tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    model = tiny_model("llama", hidden_size=256)
+    step_costs(model, inspect_model(model))
+    if change == "dtype":
+        model = model.to(torch.bfloat16)
+    elif change == "size":
+        model = tiny_model("llama", hidden_size=256, intermediate_size=80)
+    elif change == "packed":
+        lookahead.wrap(model)
+    else:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    step_costs(model, inspect_model(model))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"seconds": 1}', "nan", "other rungs", "negative"])
+def test_a_torn_or_foreign_file_is_measured_anew(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    model = tiny_model("llama")
+    path = step_costs(model, inspect_model(model)).path
+    held = json.loads(path.read_text())
+    if text == "nan":
+        held["seconds"][0] = float("nan")
+    elif text == "other rungs":
+        held["rungs"][-1] += 1
+    elif text == "negative":
+        held["per_position"][0] = -1.0
+    path.write_text(json.dumps(held) if text in ("nan", "other rungs", "negative") else text)
+    other = tiny_model("llama", seed=1)
+    assert step_costs(other, inspect_model(other)).path == path
+    kept = json.loads(path.read_text())
+    assert kept["rungs"] == list(RUNGS)
+    assert min(kept["seconds"]) > 0
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_obstacle(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(costs, "FOLDER", tmp_path / "file")
+    model = lookahead.wrap(tiny_model("llama"))
+    assert model.generate(torch.tensor([[3, 4]]), max_new_tokens=5).shape == (1, 7)
+
+
+def test_a_session_that_finds_other_times_is_followed(tmp_path):
+    """A machine that is half as fast as when it was measured, and at 8 rows a third."""
+    path = tmp_path / "costs.json"
+    found = StepCosts(10e-3 + 1e-3 * np.array(RUNGS), np.array([1e-6, 0.0]), path=path)
+    found.keep()
+    before = path.read_text()
+    found.follow(8, 100, float(found(8, 100)) * 1.1, 1e-3)
+    found.keep()
+    assert path.read_text() == before  # no drift to speak of
+    truth = StepCosts(2 * (10e-3 + 1e-3 * np.array(RUNGS)), np.array([1e-6, 0.0]))
+    truth.seconds[3] *= 1.5
+    rng = np.random.default_rng(0)
+    for _ in range(600):
+        rows, length = int(rng.choice([1, 6, 8, 12])), int(rng.integers(0, 1000))
+        noise = rng.choice([1.0, 1.05, 0.95, 1.0, 10.0], p=[0.3, 0.3, 0.3, 0.09, 0.01])
+        found.follow(rows, length, float(truth(rows, length)) * noise, 3e-3)
+    assert found(np.array([1, 8]), 100) == pytest.approx(truth(np.array([1, 8]), 100), rel=0.15)
+    assert found.overhead == pytest.approx(3e-3, rel=0.01)
+    assert found(64, 100) > 1.4 * (10e-3 + 64e-3)  # what was not run has followed, too
+    found.keep()
+    assert json.loads(path.read_text())["seconds"] == found.seconds.tolist()
+
+
+def test_decoding_follows_its_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    model = lookahead.wrap(tiny_model("llama"))
+    ids = torch.tensor([[3, 4, 5, 3, 4]])
+    model.generate(ids, max_new_tokens=4)
+    pace = model.lookahead.pace
+    pace.costs.seconds *= 50
+    before = pace.costs.seconds.copy()
+    model.generate(ids, max_new_tokens=60)
+    assert (pace.costs.seconds < before).all()
+    assert model.lookahead.pace is pace
+    stats = model.lookahead.last
+    assert stats.chosen_budgets[0] == stats.tokens - 1
+    assert stats.as_dict()["best_fixed_budget"] in lookahead.stats.FIXED_BUDGETS
+    assert "best fixed budget" in str(stats)
