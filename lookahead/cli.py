@@ -15,13 +15,15 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import DEMO_MODEL, __version__
-from lookahead.architecture import UnsupportedModelError, context_length
+from lookahead.architecture import UnsupportedModelError, context_length, inspect_model
 from lookahead.audit import audit, first_difference, markdown
 from lookahead.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
-from lookahead.config import LookaheadConfig
+from lookahead.config import AUTO, LookaheadConfig
+from lookahead.costs import RUNGS, progress_bar, step_costs
 from lookahead.decoding import Lookahead
 from lookahead.measuring import environment, read_prompts, source_prompts
 from lookahead.streaming import TextPieces, render
+from lookahead.tuning import time_steps
 from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import unwrap, wrap
 from ngram_pool import NgramPool, PoolFileError, Source, storage
@@ -62,6 +64,15 @@ class StepStreamer:
         sys.stdout.flush()
 
 
+class AutoOr(click.IntRange):
+    """A whole number of an option, or ``auto``."""
+
+    name = "integer or auto"
+
+    def convert(self, value, param, ctx) -> int | str:
+        return AUTO if value == AUTO else super().convert(value, param, ctx)
+
+
 def _options(*options):
     """One decorator for several options, for the commands that share them."""
 
@@ -90,11 +101,11 @@ decoding_options = _options(
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling."),
     click.option("--strategy", type=click.Choice(["lookahead", "jacobi", "greedy"]), default="lookahead",
                  show_default=True, help="greedy: plain decoding, one token a step."),
-    click.option("--budget", type=click.IntRange(min=0), default=LookaheadConfig.budget, show_default=True,
+    click.option("--budget", type=AutoOr(min=0), default=LookaheadConfig.budget, show_default=True,
                  help="Most guesses verified in a step."),
-    click.option("--window-size", type=click.IntRange(min=0), default=LookaheadConfig.window_size, show_default=True,
+    click.option("--window-size", type=AutoOr(min=0), default=LookaheadConfig.window_size, show_default=True,
                  help="Columns W of the Jacobi window; 0 turns it off."),
-    click.option("--ngram-size", type=click.IntRange(min=2), default=LookaheadConfig.ngram_size, show_default=True,
+    click.option("--ngram-size", type=AutoOr(min=2), default=LookaheadConfig.ngram_size, show_default=True,
                  help="Length N of the window's n-grams."),
     click.option("--pool", "pool_path", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
                  help="Start from a saved pool; the file stays as it is."),
@@ -349,6 +360,56 @@ def _load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
 _whose_tokenizer = click.option(
     "--model", "model_name", metavar="NAME_OR_PATH", help="Whose tokenizer; the packaged model's by default."
 )
+
+
+@main.command()
+@model_options
+@click.option(
+    "--contexts",
+    default="256,2048,8192",
+    show_default=True,
+    metavar="N,N,...",
+    help="Positions committed before the pass; those that the model has no room for are left out.",
+)
+@click.option("--seconds", type=click.FloatRange(min=1), default=30.0, show_default=True, help="To measure for.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; torch's default if not given.")
+@click.option("--pack-weights/--no-pack-weights", default=True, show_default=True)
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), metavar="PNG", help="Draw the times, too.")
+def tune(model_name, dtype, device, contexts, seconds, threads, pack_weights, picture) -> None:
+    """Measure what a step costs on this machine, keep it for decoding with this model, and show it."""
+    if picture is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise click.UsageError("--picture needs matplotlib: pip install 'lookahead-decoding[bench]'") from error
+    try:
+        lengths = [int(length) for length in contexts.split(",")]
+    except ValueError:
+        lengths = [-1]
+    if min(lengths) < 0:
+        raise click.BadParameter(f"{contexts!r} is not a list of whole numbers", param_hint="--contexts")
+    if threads:
+        torch.set_num_threads(threads)
+    model, _ = load(model_name, dtype, device)
+    with _decoding():
+        wrap(model, LookaheadConfig(pack_weights=pack_weights))
+    fitting = [length for length in lengths if length + max(RUNGS) <= context_length(model)]
+    if not fitting:
+        raise click.BadParameter(
+            f"{contexts!r} leaves no room for a step within the model's {context_length(model)} positions",
+            param_hint="--contexts",
+        )
+    costs = step_costs(model, inspect_model(model), anew=seconds / 3)
+    with progress_bar("measuring passes") as progress:
+        times = time_steps(model, fitting, 2 * seconds / 3, progress)
+    where = environment(model)
+    click.echo(
+        ", ".join(f"{name} {where[name]}" for name in ("processor", "threads", "dtype", "torch", "transformers"))
+    )
+    click.echo(times.table())
+    click.echo(f"kept for decoding: {costs.path}")
+    if picture is not None:
+        times.picture(picture, f"{where['processor']}, {where['threads']} threads, {where['dtype']}")
 
 
 @main.group()

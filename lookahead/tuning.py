@@ -1,0 +1,78 @@
+"""What `lookahead tune` shows: step costs by rows and context, with and without the attention in two parts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from lookahead.architecture import inspect_model
+from lookahead.costs import RUNGS, time_passes
+
+IN_PARTS, DENSE = "two parts", "dense mask"
+
+
+@dataclass
+class StepTimes:
+    """Seconds of passes of one model, by way of attending, context and rows."""
+
+    seconds: dict[str, dict[int, dict[int, float]]]
+
+    def rows(self) -> list[int]:
+        """Numbers of rows that were timed everywhere."""
+        timed = [set(by_rows) for by_context in self.seconds.values() for by_rows in by_context.values()]
+        return sorted(set.intersection(*timed))
+
+    def table(self) -> str:
+        """Milliseconds, as text."""
+        rows = self.rows()
+        lines = [f"{'ms a pass over':>24} {' '.join(f'{n:>7}' for n in rows)} rows"]
+        for way, by_context in self.seconds.items():
+            for context, by_rows in by_context.items():
+                times = " ".join(f"{1000 * by_rows[n]:7.2f}" for n in rows)
+                lines.append(f"{way:>10}, context {context:>5} {times}")
+        return "\n".join(lines)
+
+    def picture(self, path: Path, title: str) -> None:
+        """Draw the times, and the tokens that a pass has to yield so that it is as fast as plain decoding.
+
+        Raises ImportError without matplotlib (extra ``bench``).
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        figure.suptitle(title, fontsize=10)
+        left, right = figure.subplots(1, 2)
+        rows = self.rows()
+        for way, by_context in self.seconds.items():
+            for number, (context, by_rows) in enumerate(by_context.items()):
+                times = [1000 * by_rows[n] for n in rows]
+                style = {"color": f"C{number}", "ls": "-" if way == IN_PARTS else "--", "marker": "o", "ms": 3}
+                left.plot(rows, times, label=f"context {context:,}, {way}", **style)
+                right.plot(rows, [time / times[0] for time in times], **style)
+        left.set(xlabel="rows T of a pass", ylabel="ms", xscale="log", ylim=(0, None))
+        right.set(xlabel="rows T of a pass", ylabel="tokens a step to break even, c(T) / c(1)", xscale="log")
+        for axes in (left, right):
+            axes.set_xticks(rows, [str(n) for n in rows])
+            axes.minorticks_off()
+            axes.grid(alpha=0.2)
+        left.legend(frameon=False, fontsize=8)
+        figure.savefig(path, dpi=150)
+
+
+def time_steps(
+    model: PreTrainedModel, contexts: list[int], seconds: float, progress: Callable[[float], None]
+) -> StepTimes:
+    """Time passes of up to 128 rows at these contexts, by the ways of attending that the model has, in turn."""
+    architecture = inspect_model(model)
+    ways = {IN_PARTS: architecture} if architecture.two_part else {}
+    ways[DENSE] = replace(architecture, two_part=())
+    plan = [(rows, context) for context in contexts for rows in RUNGS]
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for number, (way, driven) in enumerate(ways.items()):
+        done, share = number / len(ways), 1 / len(ways)
+        times = time_passes(
+            model, driven, plan, seconds * share, lambda x, done=done, share=share: progress(done + x * share)
+        )
+        found[way] = {c: {n: times[n, c] for n in RUNGS if (n, c) in times} for c in contexts}
+    return StepTimes(found)
