@@ -20,7 +20,7 @@ import torch
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.audit import choice_scores, first_difference, next_logits
-from lookahead.cli import load
+from lookahead.cli import AutoOr, load
 from lookahead.measuring import environment, read_prompts
 
 ENVIRONMENT = ("processor", "threads", "dtype", "python", "torch", "transformers")  # what a table has to name
@@ -28,21 +28,34 @@ METHODS = ("greedy", "lookahead", "jacobi", "prompt-lookup", "assisted")
 
 
 class ForwardCounter:
-    """Counts the forward passes of a model while it is open."""
+    """Counts the forward passes of a model while it is open, and the seconds until the second of them begins."""
 
     def __init__(self, model):
         self._model = model
 
     def __enter__(self):
         self.passes = 0
+        self.first_seconds = None
+        self._opened = time.perf_counter()
         self._hook = self._model.register_forward_pre_hook(self._count)
         return self
 
     def _count(self, *_):
         self.passes += 1
+        if self.passes == 2:
+            self.first_seconds = time.perf_counter() - self._opened
 
     def __exit__(self, *_):
         self._hook.remove()
+
+
+def timed(model, inputs, options: dict, seed: int) -> tuple[list[list[int]], float]:
+    """One call of the model's generate() from a seed: the new ids of each sequence, and its seconds."""
+    torch.manual_seed(seed)
+    start = time.perf_counter()
+    output = model.generate(**inputs, **options)
+    texts = output[:, inputs.input_ids.shape[1] :].tolist()
+    return texts, time.perf_counter() - start
 
 
 def generate(model, method: str, inputs, options: dict, seed: int, config, pool, assistant=None) -> dict:
@@ -50,12 +63,8 @@ def generate(model, method: str, inputs, options: dict, seed: int, config, pool,
     extra = {"prompt-lookup": {"prompt_lookup_num_tokens": 10}, "assisted": {"assistant_model": assistant}}
     if method in ("lookahead", "jacobi"):
         lookahead.wrap(model, config, pool)
-    torch.manual_seed(seed)
     with ForwardCounter(model) as counter:
-        start = time.perf_counter()
-        output = model.generate(**inputs, **options, **extra.get(method, {}))
-        texts = output[:, inputs.input_ids.shape[1] :].tolist()
-        seconds = time.perf_counter() - start
+        texts, seconds = timed(model, inputs, options | extra.get(method, {}), seed)
     stats = model.lookahead.last if method in ("lookahead", "jacobi") else None
     lookahead.unwrap(model)
     return {"texts": texts, "seconds": seconds, "passes": counter.passes, "stats": stats}
@@ -150,9 +159,9 @@ def write_results(out: Path, text: str, results: dict) -> None:
 @click.option("--seed", default=0, show_default=True, help="Added to the prompt's number.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--limit", type=click.IntRange(min=1), help="Use only the first prompts.")
-@click.option("--budget", default=LookaheadConfig.budget, show_default=True, type=click.IntRange(min=0))
-@click.option("--window-size", default=LookaheadConfig.window_size, show_default=True, type=click.IntRange(min=0))
-@click.option("--ngram-size", default=LookaheadConfig.ngram_size, show_default=True, type=click.IntRange(min=2))
+@click.option("--budget", default=LookaheadConfig.budget, show_default=True, type=AutoOr(min=0))
+@click.option("--window-size", default=LookaheadConfig.window_size, show_default=True, type=AutoOr(min=0))
+@click.option("--ngram-size", default=LookaheadConfig.ngram_size, show_default=True, type=AutoOr(min=2))
 @click.option("--shared-pool", is_flag=True, help="Keep one pool over all prompts; else a fresh one for every call.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write OUT.json and OUT.md.")
 def main(

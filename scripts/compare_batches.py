@@ -17,7 +17,7 @@ from compare import generate, write_results
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
-from lookahead.cli import load
+from lookahead.cli import AutoOr, load
 from lookahead.measuring import environment, read_prompts, up_to_its_end
 
 METHODS = ("plain", "fresh pool", "shared pool")
@@ -78,7 +78,7 @@ def markdown(table: list[dict], where: dict) -> str:
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0 does not sample.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--limit", type=click.IntRange(min=1), help="Use only the first prompts.")
-@click.option("--budget", default=LookaheadConfig.budget, show_default=True, type=click.IntRange(min=0))
+@click.option("--budget", default=LookaheadConfig.budget, show_default=True, type=AutoOr(min=0))
 @click.option("--out", type=click.Path(path_type=Path), help="Write OUT.json and OUT.md.")
 def main(
     model_name, prompts_file, sizes, dtype, device, max_new_tokens, temperature, repeats, limit, budget, out

@@ -44,7 +44,7 @@ def settle_environment(threads: int) -> None:
         "NUMBA_NUM_THREADS": "1",
         # The engine in this process: no messages between processes, nothing that polls while idle.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }

@@ -1,0 +1,427 @@
+"""The benchmark: its page, its figures, its peers and its errors."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import benchmark
+import numpy as np
+import pytest
+import torch
+from benchmark_page import SPREAD, speedup_interval, summarise
+from click.testing import CliRunner
+from peer_process import Peer, PeerError
+from transformers import AutoTokenizer
+from zoo import tiny_model
+
+from lookahead import DEMO_MODEL
+from lookahead.packing import PackedLinear
+from lookahead.strategies import JacobiStrategy
+
+WORKER = """
+import argparse, json, os, sys, time
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+for name in ("model", "dtype", "threads", "method"):
+    parser.add_argument("--" + name, required=True)
+chosen = parser.parse_args()
+with Path(__file__).with_name("starts").open("a") as starts:
+    starts.write(chosen.method + "\\n")
+if chosen.method == "ngram":
+    print(json.dumps({"error": "no such model"}), flush=True)
+    sys.exit(1)
+print(json.dumps({"ready": True, "versions": {"toy": "1.2"}}), flush=True)
+for number, line in enumerate(sys.stdin):
+    request = json.loads(line)
+    if number == 1 and chosen.method == "lade-15-5-15":
+        sys.exit("out of memory")
+    if number == 1 and chosen.method == "suffix":
+        time.sleep(1000)
+    if request["temperature"]:
+        answer = {"error": "greedy only"}
+    else:
+        answer = {"ids": request["ids"][:1] * request["max_new_tokens"], "seconds": 0.5, "steps": None,
+                  "drafted": 6, "accepted": 2}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    lines = [
+        {"question_id": i, "category": "code", "turns": [f"def f{i}(x):\n    return x\n\ndef f{i + 1}(x):\n   "]}
+        for i in range(2)
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+@pytest.fixture
+def peers(tmp_path, monkeypatch):
+    """The environments of two libraries, whose workers are toys."""
+    for library in ("lade", "vllm"):
+        (tmp_path / library / "bin").mkdir(parents=True)
+        (tmp_path / library / "bin" / "python").symlink_to(sys.executable)
+        (tmp_path / f"{library}_worker.py").write_text(WORKER)
+    monkeypatch.setattr(benchmark, "WORKERS", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def peer(peers):
+    made = []
+
+    def make(method: str, timeout: float = 60) -> Peer:
+        options = ["--model", "m", "--dtype", "float32", "--threads", "1", "--method", method]
+        made.append(Peer([sys.executable, str(peers / "lade_worker.py"), *options], timeout))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close(patience=0)
+
+
+def run(*arguments):
+    return CliRunner().invoke(benchmark.main, [str(argument) for argument in arguments])
+
+
+def report_of(out):
+    return json.loads(out.with_suffix(".json").read_text())
+
+
+def rows_of(cell):
+    return {row["method"]: row for row in cell["table"]}
+
+
+def test_page(model, prompts, tmp_path):
+    out = tmp_path / "results" / "run"
+    methods = [*benchmark.DEFAULT, "assisted"]
+    result = run(
+        "--model", model, "--prompts", prompts, "--methods", ",".join(methods), "--assistant", model,
+        "--max-new-tokens", 8, "--repeats", 2, "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    cells = report_of(out)["cells"]
+    assert [cell["temperature"] for cell in cells] == [0.6, 0]
+    for cell in cells:
+        rows = rows_of(cell)
+        assert list(rows) == methods
+        assert rows["plain"]["speedup"] == rows["plain"]["tokens_per_step"] == rows["packed"]["tokens_per_step"] == 1
+        assert rows["plain"]["interval"] == [1, 1]
+        assert rows["packed"]["speedup_over_packed"] == rows["steps-of-one"]["tokens_per_step"] == 1
+        for method, row in rows.items():
+            assert "failed" not in row
+            keeps_draws = method not in ("prompt-lookup", "assisted")
+            assert row["identical"] == (2 if keeps_draws or not cell["temperature"] else None)
+            assert (row["efficiency"] is None) == (method not in benchmark.LOOKAHEAD)
+    text = out.with_suffix(".md").read_text()
+    assert (out.parent / "run-tiny-speedups.png").read_bytes().startswith(b"\x89PNG")
+    assert "](run-tiny-speedups.png)" in text
+    assert "## tiny, float32, temperature 0.6\n" in text
+    assert text.count("| auto-unpacked |") == 2
+
+
+def test_contexts(model, prompts, tmp_path):
+    out = tmp_path / "run"
+    result = run("--model", model, "--prompts", prompts, "--methods", "auto", "--temperature", 0, "--contexts",
+                 "none,40,72", "--max-new-tokens", 4, "--repeats", 1, "--out", out)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert [cell["context"] for cell in report_of(out)["cells"]] == [None, 40, 72]
+    assert (tmp_path / "run-tiny-contexts.png").read_bytes().startswith(b"\x89PNG")
+    text = out.with_suffix(".md").read_text()
+    assert "](run-tiny-contexts.png)" in text
+    assert "## tiny, float32, greedy, context 72\n" in text
+
+
+def test_never_slower(model, tmp_path):
+    out = tmp_path / "run"
+    arguments = ["--model", model, "--never-slower", "--limit", 2, "--max-new-tokens", 6, "--repeats", 1, "--out", out]
+    result = run(*arguments, "--methods", "auto", "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+    (cell,) = report_of(out)["cells"]
+    assert cell["temperature"] == 1.5
+    assert list(rows_of(cell)) == ["plain", "auto"]
+    assert len(cell["prompts"]) == 4
+    ids = benchmark.random_prompts(9, 50)
+    assert np.shape(ids) == (9, 64)
+    assert ids == benchmark.random_prompts(9, 50)
+    assert set(np.ravel(ids)) == set(range(50))
+
+
+def test_a_model_is_packed_beside_the_plain_one(model):
+    subject = benchmark.Subject(str(model), "float32", ["plain", "auto"], None, None, 60)
+
+    def packed(of):
+        return any(isinstance(module, PackedLinear) for module in of.modules())
+
+    for method in (*benchmark.LOOKAHEAD, "packed", "plain"):
+        engine = benchmark.Engines().begin(method, 0)
+        subject.call(method, [5, 6, 7], {"max_new_tokens": 4, "do_sample": False}, 0, 7, engine)
+        assert engine is None or engine.last.calls == 1
+        assert packed(subject.packed)
+        assert not packed(subject.plain)
+        assert not hasattr(subject.plain, "lookahead")
+
+
+def test_what_fails_is_a_row(model, prompts, tmp_path, monkeypatch):
+    calls = []
+
+    def guess(*_):
+        calls.append(0)
+        raise RuntimeError("out of | guesses\nand of more")
+
+    monkeypatch.setattr(JacobiStrategy, "guess", guess)
+    out = tmp_path / "run"
+    result = run("--model", model, "--prompts", prompts, "--methods", "jacobi,packed", "--temperature", 0,
+                 "--max-new-tokens", 4, "--repeats", 1, "--out", out)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = rows_of(report_of(out)["cells"][0])
+    assert rows["jacobi"] == {"method": "jacobi", "failed": "RuntimeError: out of | guesses"}
+    assert rows["packed"]["identical"] == 2
+    assert len(calls) == 1, "what failed once in a cell is not tried again"
+    assert "| jacobi | failed: RuntimeError: out of / guesses |" in out.with_suffix(".md").read_text()
+
+
+def test_static_cache_compiled(model, prompts, tmp_path, monkeypatch):
+    """By a backend that traces as all do, and then runs what it traced as it stands."""
+
+    class Eager(benchmark.CompileConfig):
+        def __init__(self):
+            super().__init__(backend="eager", mode=None)
+
+    compiled = []
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compiled.append(0) or original(*args, **options))
+    monkeypatch.setattr(benchmark, "CompileConfig", Eager)
+    out = tmp_path / "run"
+    arguments = ["--model", model, "--prompts", prompts, "--methods", "static-compiled", "--temperature", 0,
+                 "--max-new-tokens", 6, "--repeats", 1, "--out", out]  # fmt: skip
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert rows_of(report_of(out)["cells"][0])["static-compiled"]["identical"] == 2
+    assert compiled
+
+    timed = benchmark.timed
+
+    def slow(model, inputs, options, seed):
+        if "compile_config" in options:
+            time.sleep(60)
+        return timed(model, inputs, options, seed)
+
+    monkeypatch.setattr(benchmark, "timed", slow)
+    result = run(*arguments, "--timeout", 0.1)
+    assert result.exit_code == 0, result.output
+    assert rows_of(report_of(out)["cells"][0])["static-compiled"]["failed"] == "TimeoutError: took more than 0.1 s"
+
+
+def test_finished_cells_are_kept(model, prompts, tmp_path, monkeypatch):
+    measure = benchmark.measure
+
+    def interrupted(subject, prompts, methods, options, *rest):
+        if not options["do_sample"]:
+            raise KeyboardInterrupt
+        return measure(subject, prompts, methods, options, *rest)
+
+    monkeypatch.setattr(benchmark, "measure", interrupted)
+    out = tmp_path / "run"
+    result = run("--model", model, "--prompts", prompts, "--methods", "plain", "--max-new-tokens", 4, "--out", out)
+    assert result.exit_code != 0
+    assert [cell["temperature"] for cell in report_of(out)["cells"]] == [0.6]
+    assert "temperature 0.6" in out.with_suffix(".md").read_text()
+
+
+class Recorder:
+    """A subject that writes down what it is asked, and writes tokens 1, 2, 3; packed another at the end."""
+
+    plain = None
+
+    def __init__(self):
+        self.calls = []
+
+    def call(self, method, ids, options, seed, longest, engine):
+        self.calls.append((method, seed, engine, engine and engine.pool))
+        return benchmark._call([1, 2, 4 if method == "packed" else 3], len(self.calls), steps=2)
+
+
+def test_order_pools_and_medians(monkeypatch):
+    monkeypatch.setattr(benchmark, "margin_at", lambda model, inputs, text, index, options, seed: 0.25)
+    subject = Recorder()
+    methods = ["plain", "packed", "auto", "auto-shared"]
+    options = {"max_new_tokens": 3, "do_sample": True}
+    rows, failures = benchmark.measure(subject, [[7], [8]], methods, options, 3, "cell")
+    assert not failures
+    warm_up, calls = subject.calls[:4], subject.calls[4:]
+    assert [method for method, *_ in warm_up] == methods
+    orders = [[methods.index(method) for method, *_ in calls[begin : begin + 4]] for begin in range(0, 24, 4)]
+    a, b, c, d = [0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]
+    assert orders == [a, b, c, b, c, d]
+    assert [seed for _, seed, *_ in calls] == [0] * 12 + [1] * 12
+    engines, pools = (
+        {method: [call[column] for call in subject.calls if call[0] == method] for method in methods}
+        for column in (2, 3)
+    )
+    assert engines["plain"] == engines["packed"] == [None] * 7
+    assert len(set(map(id, pools["auto"]))) == 7, "a fresh pool for each call"
+    assert len(set(map(id, engines["auto"]))) == 1
+    for shared in (pools["auto-shared"], engines["auto-shared"]):
+        assert shared[1:4] == shared[4:], "kept over the prompts of a repeat"
+        assert len(set(map(id, shared))) == 4, "each repeat has its own, and so has the warm-up"
+    first = {row["method"]: row for row in rows if row["prompt"] == 0}
+    assert first["plain"]["all_seconds"] == [5, 12, 15]
+    assert first["plain"]["seconds"] == 12
+    assert first["plain"]["difference"] is None
+    assert (first["packed"]["difference"], first["packed"]["margin"]) == (2, 0.25)
+
+
+def row(method, tokens, seconds, steps, first=0.1, forward=None):
+    return {"method": method, "tokens": tokens, "seconds": seconds, "first_seconds": first, "steps": steps,
+            "stepped": tokens - 1, "forward_seconds": forward, "comparable": True, "difference": None,
+            "margin": None}  # fmt: skip
+
+
+def test_figures_by_hand():
+    rows = [
+        row("plain", 10, 1.0, 9), row("plain", 20, 3.0, 19, 0.2),
+        row("packed", 10, 0.8, 9), row("packed", 20, 2.2, 19, 0.2),
+        row("steps-of-one", 10, 0.7, 9, 0.1, 0.36), row("steps-of-one", 20, 2.0, 19, 0.2, 0.76),
+        row("auto", 10, 0.5, 4, 0.1, 0.2), row("auto", 20, 1.5, 10, 0.2, 0.5),
+        row("vllm-plain", 10, 1.0, None, None), row("vllm-plain", 20, 1.0, None, None),
+    ]  # fmt: skip
+    rows[-1] |= {"difference": 3, "margin": 0.02}
+    methods = ["plain", "packed", "steps-of-one", "auto", "vllm-plain", "lade-plain"]
+    table = {r["method"]: r for r in summarise(rows, methods, {"lade-plain": "ended with status 1"})}
+    auto = table["auto"]
+    assert auto["ms_per_token"] == pytest.approx(1000 * 2 / 30)
+    assert auto["ms_per_later_token"] == pytest.approx(1000 * 1.7 / 28)
+    assert auto["tokens_per_second"] == pytest.approx(15)
+    assert auto["speedup"] == pytest.approx(2)
+    assert auto["interval"] == pytest.approx((2, 2))
+    assert auto["speedup_over_packed"] == pytest.approx(1.5)
+    assert auto["first_token_ms"] == pytest.approx(150)
+    assert auto["tokens_per_step"] == pytest.approx(28 / 14)
+    assert auto["step_cost"] == pytest.approx(0.05 / 0.04)
+    assert auto["efficiency"] == pytest.approx((2.7 / 1.7) / (2 / 1.25))
+    assert table["plain"]["efficiency"] is None
+    peer = table["vllm-plain"]
+    assert peer["speedup"] == pytest.approx(2)
+    assert peer["tokens_per_step"] is peer["first_token_ms"] is peer["ms_per_later_token"] is None
+    assert (peer["identical"], peer["prompts"], peer["largest_margin"]) == (1, 2, 0.02)
+    assert table["lade-plain"] == {"method": "lade-plain", "failed": "ended with status 1"}
+
+
+def test_the_interval_is_over_prompts():
+    """Two prompts, once and three times as fast: a quarter of the resamples at 1, a half at 2, a quarter at 3."""
+    plain = [row("plain", 10, 1.0, 9), row("plain", 10, 3.0, 9)]
+    other = [row("auto", 10, 1.0, 9), row("auto", 10, 1.0, 9)]
+    assert SPREAD > 0.5
+    assert speedup_interval(plain, other) == pytest.approx((1, 3))
+    many = [*plain * 50], [*other * 50]
+    low, high = speedup_interval(*many)
+    assert 1.7 < low < 2 < high < 2.3  # 2 +- 1.645 / sqrt(100)
+
+
+def test_contexts_by_hand():
+    texts = [[1, 2], [3, 4, 5], [6]]
+    assert benchmark.with_context(texts, [0], 6) == [[0, 3, 4, 5, 1, 2], [0, 6, 1, 3, 4, 5], [0, 1, 2, 3, 4, 6]]
+    assert benchmark.with_context(texts, [], 8)[0] == [3, 4, 5, 6, 3, 4, 1, 2]
+    assert benchmark.with_context(texts, [0], 3) == [[0, 1, 2], [0, 4, 5], [0, 1, 6]]
+
+
+def test_peers(model, prompts, peers, tmp_path):
+    out = tmp_path / "run"
+    result = run(
+        "--model", model, "--prompts", prompts, "--methods", "lade-plain,lade-15-5-15,vllm-ngram,vllm-suffix",
+        "--temperature", "0,0.6", "--max-new-tokens", 4, "--repeats", 1, "--peers", peers, "--timeout", 4, "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = report_of(out)
+    greedy, sampled = map(rows_of, report["cells"])
+    assert greedy["lade-plain"]["ms_per_token"] == 125
+    assert greedy["lade-plain"]["identical"] == 0
+    assert greedy["lade-plain"]["tokens_per_step"] is None
+    assert greedy["lade-15-5-15"]["failed"] == "ended with status 1: out of memory"
+    assert greedy["vllm-ngram"]["failed"] == "no such model"
+    assert greedy["vllm-suffix"]["failed"] == "no answer within 4 s"
+    assert {row["failed"] for method, row in sampled.items() if method not in ("plain", "vllm-ngram")} == {
+        "greedy only"
+    }
+    assert report["environment"]["peers"] == {"lade": {"toy": "1.2"}, "vllm": {"toy": "1.2"}}
+    starts = (peers / "starts").read_text().split()
+    assert sorted(starts) == sorted(["plain", *["lade-15-5-15"] * 2, "ngram", *["suffix"] * 2])
+    drafted = [row["drafted"] for row in report["cells"][0]["prompts"] if row["method"] == "lade-plain"]
+    assert drafted == [6, 6]
+
+
+REQUEST = {"ids": [3], "max_new_tokens": 2, "temperature": 0.0, "seed": 0}
+
+
+def test_a_peer_is_suspended_between_requests(peer):
+    one = peer("plain")
+    for _ in range(2):
+        assert one.ask(REQUEST)["ids"] == [3, 3]
+        stopped = os.waitid(os.P_PID, one._process.pid, os.WSTOPPED)
+        assert stopped.si_status == signal.SIGSTOP
+    assert one.versions == {"toy": "1.2"}
+    process = one._process
+    one.close()
+    assert process.returncode == 0, "its stdin ended, and it was awake to see it"
+
+
+def test_a_peer_that_is_not_there(peers):
+    absent = Peer([str(peers / "nowhere" / "python"), "worker.py"], 60)
+    for _ in range(2):
+        with pytest.raises(PeerError, match="could not be started"):
+            absent.ask(REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [("print('hello')", "no JSON object"), ("print('[1]')", "no JSON object"), ("0", "ended with status 0")],
+)
+def test_a_peer_that_does_not_keep_the_protocol(says, message):
+    with pytest.raises(PeerError, match=message):
+        Peer([sys.executable, "-c", says], 60).ask(REQUEST)
+    answer = f"print('{{\"ready\": true}}', flush=True); input(); {says}"
+    with pytest.raises(PeerError, match=message):
+        Peer([sys.executable, "-c", answer], 60).ask(REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "magic"], "magic"),
+        (["--dtype", "float16"], "float16"),
+        (["--temperature", "warm"], "warm"),
+        (["--contexts", "1"], "below 2"),
+        (["--contexts", "250"], "made for 256 positions, a context of 250 and 128 new tokens are 378"),
+        (["--contexts", "40", "--limit", "1"], "two prompts or more"),
+        (["--methods", "assisted"], "--assistant"),
+        (["--methods", "vllm-plain"], "--peers"),
+        (["--never-slower"], "leave out --prompts"),
+        (["--model", "no/such/folder/tiny2"], "cannot read the model"),
+        (["--model", "elsewhere/tiny"], "two models of the same name"),
+    ],
+)
+def test_bad_input_is_named(model, prompts, tmp_path, arguments, message):
+    result = run("--model", model, "--prompts", prompts, "--out", tmp_path / "run", *arguments)
+    assert result.exit_code != 0
+    assert message in result.output
+
+
+def test_prompts_are_asked_for(model, tmp_path):
+    result = run("--model", model, "--out", tmp_path / "run")
+    assert result.exit_code != 0
+    assert "--prompts, or --never-slower" in result.output
