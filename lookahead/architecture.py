@@ -362,9 +362,9 @@ def _probe(model: PreTrainedModel, architecture: Architecture, sequences: int = 
                     theirs = _plain_logits(model, architecture, [*texts[b], *step.ids[line]])
                     if theirs.isnan().any():
                         return "the logits of a plain pass are NaN"
-                    worst = max(worst, _error(logits[b, line], theirs[-len(line) :]))
+                    worst = max(worst, relative_error(logits[b, line], theirs[-len(line) :]))
                     longer = _plain_logits(model, architecture, [*texts[b], *step.ids[line], 0])[:-1]
-                    noise = max(noise, _error(longer, theirs))
+                    noise = max(noise, relative_error(longer, theirs))
                 texts[b] += step.ids[path].tolist()
             cache.commit(steps, paths)
     except (torch.OutOfMemoryError, MemoryError):  # says nothing of the model
@@ -403,7 +403,7 @@ def _plain_logits(model: PreTrainedModel, architecture: Architecture, ids: list[
     return model(**inputs, use_cache=False).logits[0]
 
 
-def _error(logits: torch.Tensor, reference: torch.Tensor) -> float:
+def relative_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
     """Largest distance of a row [rows, vocabulary] from its reference, relative to the spread of the reference."""
     logits, reference = logits.double(), reference.double().to(logits.device)
     spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)

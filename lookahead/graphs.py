@@ -33,9 +33,9 @@ from lookahead.architecture import (
     FULL_PRECISION_ROUNDING,
     ROUNDING,
     Architecture,
-    _error,
     device_of,
     inspect_model,
+    relative_error,
 )
 from lookahead.cache import Accepted, InPlaceLayer, LookaheadCache
 from lookahead.step import Step, Visibility, lay_out
@@ -305,7 +305,7 @@ class StepGraphs:
         self._replays.clear()
 
     def _agree(self, replayed: torch.Tensor, direct: torch.Tensor) -> bool:
-        return _error(replayed[0], direct[0]) <= ROUNDING.get(self._model.dtype, FULL_PRECISION_ROUNDING)
+        return relative_error(replayed[0], direct[0]) <= ROUNDING.get(self._model.dtype, FULL_PRECISION_ROUNDING)
 
 
 class StaticCache(LookaheadCache):

@@ -104,6 +104,7 @@ def main(
     def run(method: str, inputs, seed: int, pool: NgramPool | None = None) -> dict:
         return generate(model, "greedy" if method == "plain" else "lookahead", inputs, options, seed, config, pool)
 
+    run("fresh pool", encode(texts[:1]), 0)  # step costs are measured, on a cache that no memory watch is to count
     alone = []
     if not temperature:
         with click.progressbar(texts, label="each alone", file=sys.stderr) as progress:

@@ -1,8 +1,6 @@
 """A peer: another library's decoding, in a process and a Python environment of its own.
 
-The process says {"ready": true, "versions": {...}} in a line of its stdout, and then answers each line of its stdin,
-{"ids": [...], "max_new_tokens": n, "temperature": t, "seed": s}, with {"ids": [...], "seconds": s, "steps": n or null,
-"drafted": n or null, "accepted": n or null} or {"error": "..."}, until its stdin ends.
+This is the side that asks; what the two say to each other stands in peers/protocol.py.
 """
 
 import json

@@ -22,7 +22,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, decoding, graphs
-from lookahead.architecture import FULL_PRECISION_ROUNDING, _error, inspect_model
+from lookahead.architecture import FULL_PRECISION_ROUNDING, inspect_model, relative_error
 from lookahead.cache import InPlaceLayer
 from lookahead.graphs import StaticCache, StepGraphs, can_capture, capture_cuda, why_eager
 from lookahead.prefill import compute
@@ -102,7 +102,7 @@ def prefilled(model, ids: torch.Tensor):
 
 
 def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return _error(a[0], b[0]) <= FULL_PRECISION_ROUNDING
+    return relative_error(a[0], b[0]) <= FULL_PRECISION_ROUNDING
 
 
 # --- a step
