@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lookahead import attention
+from lookahead import attention, compiled
 from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.step import Step, Visibility, lay_out, mask, pad
 from lookahead.window import JacobiWindow
@@ -59,6 +59,8 @@ class Architecture:
     is made in inference mode can be neither written to nor trained with afterwards."""
     two_part: tuple[PreTrainedConfig, ...] = ()
     """Configurations of the parts of the model that take `attention.attend`; none where it is not honoured."""
+    is_compiled: bool = False
+    """The steps of single sequences run as `compiled` does."""
 
     def make_cache(self, expected_length: int = 0) -> LookaheadCache:
         """An empty cache of one sequence. expected_length: positions that the full layers make room for at once."""
@@ -139,22 +141,29 @@ class Architecture:
         if cache.graphs is not None:
             return cache.graphs.forward(steps[0], cache, last[0] if last else None)
         device = device_of(model)
-        ids, positions, ancestors = pad(steps, cache.lengths, last)
+        compiles = self.is_compiled and len(steps) == 1 and len(steps[0]) <= compiled.MOST_ROWS
+        compiles = compiles and not torch.is_autocast_enabled(device.type)
+        ids, positions, ancestors = pad(steps, cache.lengths, last, compiled.LEAST_ROWS if compiles else 0)
         again = len(cache.replay)
         if again:
             ids = np.concatenate([[cache.replay], ids], axis=1)
             positions = np.concatenate([np.arange(cache.lengths[0] - again, cache.lengths[0])[None], positions], axis=1)
-        positions = torch.from_numpy(positions).to(device)
+        ids, positions = torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device)
+        mode = torch.inference_mode() if self.in_inference_mode else nullcontext()
+        cache.begin(ids.shape[1])
+        if compiles:
+            with attention.in_use(self.two_part), mode:
+                masks = self.masks(ancestors, positions, cache, model.dtype)
+                logits = compiled.run(model, self.cache_argument, ids, positions, cache, masks)
+            return logits[:, : len(steps[0])]
         inputs = {self.cache_argument: cache, "use_cache": True}
         if self.takes_position_ids:
             inputs["position_ids"] = positions
-        cache.begin(ids.shape[1])
         # The model's own causal mask, which is right for a single chain, covers all keys.
         if len(steps) > 1 or not steps[0].is_chain or (self.two_part and len(steps[0]) > 1):
             inputs["attention_mask"] = self.masks(ancestors, positions, cache, model.dtype)
-        mode = torch.inference_mode() if self.in_inference_mode else nullcontext()
         with attention.in_use(self.two_part), mode:
-            return model(input_ids=torch.from_numpy(ids).to(device), **inputs).logits[:, again:]
+            return model(input_ids=ids, **inputs).logits[:, again:]
 
     def _settle(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
         """Compute what the cache has to compute again, so that it holds all that was accepted."""
@@ -170,16 +179,34 @@ _inspected: WeakKeyDictionary[PreTrainedModel, dict[str, Architecture]] = WeakKe
 _batches: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
-def inspect_model(model: PreTrainedModel) -> Architecture:
+def inspect_model(model: PreTrainedModel, compile_passes: bool = False) -> Architecture:
     """Architecture of ``model``, probed once for each attention implementation.
 
+    compile_passes: compile them, where that can be done; a warning says why not.
     Raises UnsupportedModelError where output identical to the model's own cannot be had.
     """
     known = _inspected.setdefault(model, {})
     implementation = _implementation(model)
     if implementation not in known:
         known[implementation] = _inspect(model)
-    return known[implementation]
+    if not compile_passes:
+        return known[implementation]
+    if (implementation, "compiled") not in known:
+        known[implementation, "compiled"] = _compile(model, known[implementation])
+    return known[implementation, "compiled"]
+
+
+def _compile(model: PreTrainedModel, architecture: Architecture) -> Architecture:
+    with_compiled = replace(architecture, is_compiled=True)
+    if not architecture.two_part or not architecture.takes_position_ids:
+        reason = "it does not take our attention"
+    else:
+        reason = _probe(model, with_compiled)
+    if reason is None and not compiled.gave_up(model):
+        return with_compiled
+    if reason is not None:
+        compiled.give_up(model, reason)
+    return architecture
 
 
 def can_batch(model: PreTrainedModel) -> bool:

@@ -38,32 +38,47 @@ def attend(
 
     query: [batch, heads, T, head_dim]; key, value: [batch, key heads, L + T, head_dim].
     attention_mask: [batch or 1, 1, T, L + T], additive or True where seen; or additive [batch or 1, 1, T, T], of the
-    step's own keys, the L before them being seen by all; or None.
+    step's own keys, the L before them being seen by all; or None. In a compiled pass (`compiled`) it is empty,
+    [1, 1, 0, number of the kind of layer], and key and value are those of the step alone.
     Returns [batch, T, heads, head_dim].
     """
-    new, groups = query.shape[2], query.shape[1] // key.shape[1]
-    held = key.shape[2] - new
-    of_step = attention_mask is not None and held > 0 and attention_mask.shape[-1] == new
     unusual = dropout or torch.is_autocast_enabled(query.device.type)
     unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # a bias of each head
+    unusual = unusual or key.shape[-1] != value.shape[-1] or not _has_kernel(query)
+    if attention_mask is not None and attention_mask.numel() == 0:
+        if unusual:
+            raise NotImplementedError("this attention is none that compiled passes know")
+        return torch.ops.lookahead.attend(query, key, value, module.layer_idx, attention_mask.shape[-1], scaling), None
+    new, groups = query.shape[2], query.shape[1] // key.shape[1]
     is_prefill = (attention_mask is None and new > 1) or groups * new > MOST_QUERIES
-    if unusual or is_prefill or key.shape[-1] != value.shape[-1] or not _has_kernel(query):
-        if of_step:
+    if unusual or is_prefill:
+        held = key.shape[2] - new
+        if attention_mask is not None and held > 0 and attention_mask.shape[-1] == new:
             attention_mask = nn.functional.pad(attention_mask, (held, 0))
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return attend_grouped(query, key, value, attention_mask, scaling), None
+
+
+def attend_grouped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> torch.Tensor:
+    """The attention of a step, by kernels of our choice; arguments and result as of `attend`."""
+    new, groups = query.shape[2], query.shape[1] // key.shape[1]
+    held = key.shape[2] - new
+    of_step = mask is not None and held > 0 and mask.shape[-1] == new
     packed = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
     in_one = of_step and query.device.type == "cpu" and held <= SHORT
-    if attention_mask is not None:
-        attention_mask = _packed_mask(attention_mask, groups, held if in_one else 0, query.dtype)
+    if mask is not None:
+        mask = _packed_mask(mask, groups, held if in_one else 0, query.dtype)
     if of_step and not in_one:
         out = _joined(
             *_part(packed, key[:, :, :held], value[:, :, :held], None, scaling),
-            *_part(packed, key[:, :, held:], value[:, :, held:], attention_mask, scaling),
+            *_part(packed, key[:, :, held:], value[:, :, held:], mask, scaling),
         )
     else:
-        out, _ = _part(packed, key, value, attention_mask, scaling)
-    return out.reshape(query.shape).transpose(1, 2).contiguous(), None
+        out, _ = _part(packed, key, value, mask, scaling)
+    return out.reshape(query.shape).transpose(1, 2).contiguous()
 
 
 def _packed_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:

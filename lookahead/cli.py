@@ -374,8 +374,9 @@ _whose_tokenizer = click.option(
 @click.option("--seconds", type=click.FloatRange(min=1), default=30.0, show_default=True, help="To measure for.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; torch's default if not given.")
 @click.option("--pack-weights/--no-pack-weights", default=True, show_default=True)
+@click.option("--compile-passes", is_flag=True, help="Of compiled passes, which take a good part of a minute to make.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), metavar="PNG", help="Draw the times, too.")
-def tune(model_name, dtype, device, contexts, seconds, threads, pack_weights, picture) -> None:
+def tune(model_name, dtype, device, contexts, seconds, threads, pack_weights, compile_passes, picture) -> None:
     """Measure what a step costs on this machine, keep it for decoding with this model, and show it."""
     if picture is not None:
         try:
@@ -399,9 +400,9 @@ def tune(model_name, dtype, device, contexts, seconds, threads, pack_weights, pi
             f"{contexts!r} leaves no room for a step within the model's {context_length(model)} positions",
             param_hint="--contexts",
         )
-    costs = step_costs(model, inspect_model(model), anew=seconds / 3)
+    costs = step_costs(model, inspect_model(model, compile_passes), anew=seconds / 3)
     with progress_bar("measuring passes") as progress:
-        times = time_steps(model, fitting, 2 * seconds / 3, progress)
+        times = time_steps(model, fitting, 2 * seconds / 3, progress, compile_passes)
     where = environment(model)
     click.echo(
         ", ".join(f"{name} {where[name]}" for name in ("processor", "threads", "dtype", "torch", "transformers"))

@@ -36,6 +36,10 @@ class LookaheadConfig:
     pack_weights: bool = True
     """Whether `wrap` packs the weights of a model on the CPU (`packing.pack`); of no effect elsewhere."""
 
+    compile_passes: bool = False
+    """Whether the passes of single sequences are compiled (`lookahead.compiled`). Off by default, for the first text of
+    a process then waits for the compiler, a good part of a minute, which needs a C++ compiler to be installed."""
+
     cuda_graphs: bool = False
     """Whether steps are replayed as CUDA graphs (`lookahead.graphs`), which spares a GPU the launch of every kernel.
     Off by default. For single sequences, and models on one GPU all of whose layers attend to everything; others go

@@ -169,7 +169,14 @@ def step_costs(model: PreTrainedModel, architecture: Architecture, anew: float |
     anew: measure them in any case, for so many seconds.
     """
     packed = any(isinstance(module, PackedLinear) for module in model.modules())
-    now = bool(architecture.two_part), model.dtype, device_of(model), torch.get_num_threads(), packed
+    now = (
+        bool(architecture.two_part),
+        architecture.is_compiled,
+        model.dtype,
+        device_of(model),
+        torch.get_num_threads(),
+        packed,
+    )
     known = _known.setdefault(model, {})
     if now not in known or anew:
         path = _path(model, architecture, packed)
@@ -194,7 +201,8 @@ def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
 def _path(model: PreTrainedModel, architecture: Architecture, packed: bool) -> Path:
     """The file of all that step costs depend on."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    depends_on = [type(model).__name__, config, environment(model), bool(architecture.two_part), packed]
+    attends = bool(architecture.two_part), architecture.is_compiled
+    depends_on = [type(model).__name__, config, environment(model), *attends, packed]
     text = json.dumps(depends_on, sort_keys=True, default=str)
     return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(text.encode())}.json"
 

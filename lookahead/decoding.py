@@ -208,7 +208,7 @@ def _decode(
     end, as plain decoding leaves it; if the call fails, what it held before.
     Returns the ids of all sequences (`_pad`).
     """
-    architecture = inspect_model(model)
+    architecture = inspect_model(model, engine.config.compile_passes)
     strategy = _strategy(model, engine, architecture, generation, stats)
     outlives = theirs is not None and (generation.return_dict_in_generate or getattr(theirs, "_is_user_defined", False))
     width = rules[0].ids.shape[1]

@@ -6,6 +6,8 @@ where other modules need the plain one, too: a tied embedding stays, and the out
 """
 
 from collections import Counter
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -25,9 +27,9 @@ class PackedLinear(nn.Linear):
             return _WithoutGradient.apply(input, self)
         if input.dtype != self._packed.dtype or torch.is_autocast_enabled("cpu"):
             return nn.functional.linear(input, _plain(self.weight), self.bias)
-        if self._version is not None and self._version != self.weight._version:  # a shared weight was written to
-            _pack(self, shared=True)
-        return torch.ops.mkldnn._linear_pointwise.default(input, self._packed, self.bias, "none", [], "")
+        if torch.compiler.is_compiling():  # whose compiler takes a packed weight for a plain one
+            return torch.ops.lookahead.packed_linear(input, self._handle, self.out_features)
+        return _multiply(input, self._handle)
 
     def _apply(self, fn, recurse: bool = True) -> nn.Linear:
         shared = _unpack(self)
@@ -46,7 +48,7 @@ class PackedLinear(nn.Linear):
     def __getstate__(self) -> dict:
         weight = self.weight if self.weight.layout == torch.strided else nn.Parameter(_plain(self.weight), False)
         state = self.__dict__ | {"_parameters": self._parameters | {"weight": weight}, "_version": None}
-        del state["_packed"]
+        del state["_packed"], state["_handle"]
         return state
 
     def __setstate__(self, state: dict) -> None:
@@ -106,6 +108,8 @@ def _pack(layer: nn.Linear, shared: bool) -> nn.Linear:
     layer._shared = shared
     layer._version = weight._version if shared and not weight.is_inference() else None
     layer._takes_gradients = weight.requires_grad
+    layer._handle = next(_handles)
+    _layers[layer._handle] = layer
     if not shared:
         layer.weight = nn.Parameter(layer._packed, requires_grad=False)
     layer.__class__ = PackedLinear
@@ -118,9 +122,27 @@ def _unpack(layer: PackedLinear) -> bool:
         layer.weight = nn.Parameter(_plain(layer.weight), layer._takes_gradients)
     layer.__class__ = nn.Linear
     shared = layer._shared
-    del layer._packed, layer._shared, layer._version, layer._takes_gradients
+    del layer._packed, layer._shared, layer._version, layer._takes_gradients, layer._handle
     return shared
 
 
 def _plain(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.layout == torch.strided else weight.detach().to_dense()
+
+
+_layers: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
+_handles = count()
+
+
+def _multiply(input: torch.Tensor, handle: int, outputs: int = 0) -> torch.Tensor:
+    layer = _layers[handle]
+    if layer._version is not None and layer._version != layer.weight._version:  # a shared weight was written to
+        _pack(layer, shared=True)
+    return _linear(input, layer._packed, layer.bias, "none", [], "")
+
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_library = torch.library.Library("lookahead", "FRAGMENT")
+_library.define("packed_linear(Tensor input, int handle, int outputs) -> Tensor")
+_library.impl("packed_linear", _multiply, "CPU")
+_library.impl("packed_linear", lambda input, handle, outputs: input.new_empty(*input.shape[:-1], outputs), "Meta")

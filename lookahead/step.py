@@ -113,13 +113,15 @@ def lay_out(root: int, tree: GuessTree, window: JacobiWindow | None = None) -> S
     return Step(ids, parents, depths, ancestors, len(tree))
 
 
-def pad(steps: list[Step], lengths: list[int], last: list[int] | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids and positions [batch, T] and ancestors [batch, T, T] of the steps of a batch, T being the longest one's.
+def pad(
+    steps: list[Step], lengths: list[int], last: list[int] | None, least: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids and positions [batch, T] and ancestors [batch, T, T] of the steps of a batch.
 
-    lengths, last: for each sequence, as `Step.positions` takes them. What fills up a shorter step is a copy of its root
-    that no other token sees.
+    T is the length of the longest one, or ``least``. lengths, last: for each sequence, as `Step.positions` takes them.
+    What fills up a shorter step is a copy of its root that no other token sees.
     """
-    shape = len(steps), max(len(step) for step in steps)
+    shape = len(steps), max(least, *(len(step) for step in steps))
     ids, positions = np.empty(shape, np.int64), np.empty(shape, np.int64)
     ancestors = np.zeros((*shape, shape[1]), bool)
     ancestors[:] = np.eye(shape[1], dtype=bool)

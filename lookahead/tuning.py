@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from lookahead.architecture import inspect_model
 from lookahead.costs import RUNGS, time_passes
 
-IN_PARTS, DENSE = "two parts", "dense mask"
+COMPILED, IN_PARTS, DENSE = "compiled", "two parts", "dense mask"
+LINES = {COMPILED: "-", IN_PARTS: "--", DENSE: ":"}
 
 
 @dataclass
@@ -47,7 +48,7 @@ class StepTimes:
         for way, by_context in self.seconds.items():
             for number, (context, by_rows) in enumerate(by_context.items()):
                 times = [1000 * by_rows[n] for n in rows]
-                style = {"color": f"C{number}", "ls": "-" if way == IN_PARTS else "--", "marker": "o", "ms": 3}
+                style = {"color": f"C{number}", "ls": LINES[way], "marker": "o", "ms": 3}
                 left.plot(rows, times, label=f"context {context:,}, {way}", **style)
                 right.plot(rows, [time / times[0] for time in times], **style)
         left.set(xlabel="rows T of a pass", ylabel="ms", xscale="log", ylim=(0, None))
@@ -61,11 +62,18 @@ class StepTimes:
 
 
 def time_steps(
-    model: PreTrainedModel, contexts: list[int], seconds: float, progress: Callable[[float], None]
+    model: PreTrainedModel,
+    contexts: list[int],
+    seconds: float,
+    progress: Callable[[float], None],
+    compile_passes: bool = False,
 ) -> StepTimes:
     """Time passes of up to 128 rows at these contexts, by the ways of attending that the model has, in turn."""
     architecture = inspect_model(model)
-    ways = {IN_PARTS: architecture} if architecture.two_part else {}
+    with_compiled = inspect_model(model, compile_passes)
+    ways = {COMPILED: with_compiled} if with_compiled.is_compiled else {}
+    if architecture.two_part:
+        ways[IN_PARTS] = architecture
     ways[DENSE] = replace(architecture, two_part=())
     plan = [(rows, context) for context in contexts for rows in RUNGS]
     found: dict[str, dict[int, dict[int, float]]] = {}

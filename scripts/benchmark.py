@@ -56,7 +56,11 @@ LOOKAHEAD = {
     "auto": {},
     "auto-shared": {},
     "auto-unpacked": {"pack_weights": False},
+    "steps-of-one-compiled": {"budget": 0, "window_size": 0, "compile_passes": True},
+    "auto-compiled": {"compile_passes": True},
+    "auto-compiled-shared": {"compile_passes": True},
 }
+SHARED = ("auto-shared", "auto-compiled-shared")
 UNPACKED = [method for method, settings in LOOKAHEAD.items() if not settings.get("pack_weights", True)]
 PEERS = {  # the environment, and what its worker calls the method
     "lade-15-5-15": ("lade", "lade-15-5-15"),
@@ -67,7 +71,7 @@ PEERS = {  # the environment, and what its worker calls the method
 }
 METHODS = (*PLAIN, *LOOKAHEAD, *PEERS)
 KEEP_DRAWS = ("plain", "packed", "static-compiled", *LOOKAHEAD)  # one draw a token from the seed, as plain decoding
-DEFAULT = [m for m in (*PLAIN, *LOOKAHEAD) if m not in ("static-compiled", "assisted")]
+DEFAULT = [m for m in (*PLAIN, *LOOKAHEAD) if m != "assisted" and "compiled" not in m]
 
 GUESS_AT_ONCE = ("prompt-lookup", "assisted")  # their first pass takes guesses beside the prompt: it is a step, too
 
@@ -155,31 +159,31 @@ class Subject:
             "assisted": {"assistant_model": self.assistant},
         }.get(method, {})
         model = self.packed if method == "packed" else self.plain
-        if method in LOOKAHEAD:
+        if method in LOOKAHEAD:  # without a counter, whose hooks cannot be compiled
             model = lookahead.wrap(self.plain, engine.config) if method in UNPACKED else self.packed
             model.lookahead = engine
-        try:
-            with ForwardCounter(model) as counter:
-                texts, seconds = timed(model, inputs, options | extra, seed)
-            stats = model.lookahead.last if method in LOOKAHEAD else None
-        finally:
-            lookahead.unwrap(self.plain)
+            try:
+                texts, seconds = timed(model, inputs, options, seed)
+            finally:
+                lookahead.unwrap(self.plain)
+            stats = engine.last
+            return _call(
+                texts[0], seconds, first_seconds=stats.prefill_seconds, steps=stats.steps, drafted=stats.guesses,
+                accepted=stats.accepted.total(), forward_seconds=stats.seconds["forward"],
+            )  # fmt: skip
+        with ForwardCounter(model) as counter:
+            texts, seconds = timed(model, inputs, options | extra, seed)
         if method in GUESS_AT_ONCE:
             return _call(texts[0], seconds, steps=counter.passes, stepped=len(texts[0]))
         first_seconds = counter.first_seconds or seconds  # a text of one token has no second pass
-        if stats is None:
-            return _call(texts[0], seconds, first_seconds=first_seconds, steps=counter.passes - 1)
-        return _call(
-            texts[0], seconds, first_seconds=first_seconds, steps=stats.steps, drafted=stats.guesses,
-            accepted=stats.accepted.total(), forward_seconds=stats.seconds["forward"],
-        )  # fmt: skip
+        return _call(texts[0], seconds, first_seconds=first_seconds, steps=counter.passes - 1)
 
 
 class Engines:
     """What lookahead methods know when a prompt begins, in one cell.
 
     As in a wrapped model that is used for long, a method keeps what it found out of the pace of its steps, but its pool
-    is a fresh one for each call. That of auto-shared is kept over all prompts of a repeat.
+    is a fresh one for each call. Those of SHARED are kept over all prompts of a repeat.
     """
 
     def __init__(self):
@@ -190,10 +194,10 @@ class Engines:
         if method not in LOOKAHEAD:
             return None
         config = LookaheadConfig(**LOOKAHEAD[method])
-        key = (method, repeat if method == "auto-shared" else None)
+        key = (method, repeat if method in SHARED else None)
         if key not in self._kept:
             self._kept[key] = Lookahead(config, NgramPool(config.pool_memory_mb))
-        elif method != "auto-shared":
+        elif method not in SHARED:
             self._kept[key].pool = NgramPool(config.pool_memory_mb)
         return self._kept[key]
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from lookahead import cli, costs
 from lookahead.cli import main
 from lookahead.costs import RUNGS
-from lookahead.tuning import DENSE, IN_PARTS, StepTimes
+from lookahead.tuning import COMPILED, DENSE, IN_PARTS, StepTimes
 
 
 def tune(*arguments):
@@ -34,6 +34,16 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
     generated = CliRunner().invoke(main, ["generate", "def f():", "--max-new-tokens", "4"])
     assert generated.exit_code == 0, generated.output
     assert before["rungs"] == list(RUNGS)
+
+
+def test_compiled_passes_are_kept_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    for arguments, ways in (((), [IN_PARTS, DENSE]), (("--compile-passes",), [COMPILED, IN_PARTS, DENSE])):
+        result = tune("--contexts", "16", "--threads", "1", *arguments)
+        assert result.exit_code == 0, result.output
+        lines = [line for line in result.stdout.splitlines() if "context" in line]
+        assert [line.split(",")[0].strip() for line in lines] == ways
+    assert len(list(tmp_path.glob("*.json"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""Passes compiled by torch.compile, which fuses a model's small operations and spares Python its calls.
+
+One program serves all steps. Only the number of rows is left open in it; what depends on what the cache holds, which
+is another number in each step, is an operation that the compiler does not look into:
+
+    compiled    embedding, norms, rotary embedding, activations, sums, and the calls of
+    opaque      linear layers with packed weights (`packing`), and attention, which appends to the cache
+"""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from lookahead import attention
+
+LEAST_ROWS = 4  # fewer are padded: one row would need a program of its own, and four take no longer
+MOST_ROWS = 128
+
+Masks = torch.Tensor | dict[str, torch.Tensor]
+
+_under_way = threading.local()  # cache and masks of the pass that this thread is at
+_given_up: WeakSet[PreTrainedModel] = WeakSet()
+
+
+class _OwnKeys(Cache):
+    """The cache of a compiled pass: shows each layer the keys and values of the step itself, which the opaque attention
+    then appends to the true one."""
+
+    def __init__(self):
+        super().__init__(layers=[])
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        return key_states, value_states
+
+
+def _pass(
+    model: PreTrainedModel, cache_argument: str, ids: torch.Tensor, positions: torch.Tensor, kinds: tuple[str, ...]
+) -> torch.Tensor:
+    masks = {kind: ids.new_empty(1, 1, 0, number) for number, kind in enumerate(kinds)}  # as `attention.attend` says
+    inputs = {cache_argument: _OwnKeys(), "attention_mask": masks or ids.new_empty(1, 1, 0, 0), "use_cache": True}
+    return model(input_ids=ids, position_ids=positions, **inputs).logits
+
+
+# Rounding to the model's dtype wherever its own code does: what is nearer to the exact sum may be another token.
+_compiled_pass = torch.compile(_pass, fullgraph=True, dynamic=True, options={"emulate_precision_casts": True})
+
+
+def run(
+    model: PreTrainedModel,
+    cache_argument: str,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    cache: Cache,
+    masks: Masks,
+) -> torch.Tensor:
+    """Logits [1, T, vocabulary] of one sequence's step; its keys and values are appended to ``cache``.
+
+    ids, positions: int64 [1, T], T of at least LEAST_ROWS.
+    masks: for all layers, or for each kind of layer by its name, as `attention.attend` takes them.
+    The first pass of a process takes a good part of a minute. A model that does not compile runs as it is, with one
+    warning.
+    """
+    kinds = tuple(masks) if isinstance(masks, dict) else ()
+    with _at_pass(cache, list(masks.values()) if kinds else [masks]):
+        if model not in _given_up:
+            dynamo = torch._dynamo.config
+            before, dynamo.skip_nnmodule_hook_guards = dynamo.skip_nnmodule_hook_guards, False  # hooks may come later
+            try:
+                return _compiled_pass(model, cache_argument, ids, positions, kinds)
+            except TorchDynamoException as error:
+                give_up(model, f"torch.compile fails with {error!r}")
+            finally:
+                dynamo.skip_nnmodule_hook_guards = before
+        return _pass(model, cache_argument, ids, positions, kinds)
+
+
+def give_up(model: PreTrainedModel, reason: str) -> None:
+    """Run this model's passes as they are from now on."""
+    _given_up.add(model)
+    first_line = reason.strip().splitlines()[0]
+    warnings.warn(f"{type(model).__name__} runs without compiled passes: {first_line}", stacklevel=2)
+
+
+def gave_up(model: PreTrainedModel) -> bool:
+    return model in _given_up
+
+
+@contextmanager
+def _at_pass(cache: Cache, masks: list[torch.Tensor]) -> Iterator[None]:
+    _under_way.now = cache, masks
+    try:
+        yield
+    finally:
+        del _under_way.now
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, kind: int, scaling: float | None
+) -> torch.Tensor:
+    cache, masks = _under_way.now
+    key, value = cache.update(key, value, layer)
+    return attention.attend_grouped(query, key, value, masks[kind], scaling)
+
+
+def _shape_of_attended(query, key, value, layer, kind, scaling) -> torch.Tensor:
+    batch, heads, rows, size = query.shape
+    return query.new_empty(batch, rows, heads, size)
+
+
+# Plain definitions: what torch.library.custom_op wraps around each call takes as long as a small layer.
+_library = torch.library.Library("lookahead", "FRAGMENT")
+_library.define("attend(Tensor query, Tensor key, Tensor value, int layer, int kind, float? scaling) -> Tensor")
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+_library.impl("attend", _shape_of_attended, "Meta")

@@ -1,0 +1,189 @@
+"""Compiled passes: the texts of plain decoding, over the families that compile, and a way back for the others."""
+
+import random
+import threading
+import warnings
+
+import pytest
+import torch
+from test_lossless import check_identical, random_prompt
+from test_packing import small_llama
+from zoo import CHAIN_ONLY, SETTINGS, tiny_model
+
+import lookahead
+from lookahead import LookaheadConfig, compiled
+from lookahead.architecture import inspect_model
+from lookahead.packing import PackedLinear
+
+COMPILED = LookaheadConfig(compile_passes=True)
+SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.8}
+GREEDY = {"max_new_tokens": 40, "do_sample": False}
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Passes are traced as ever, and what was traced runs as it is, which spares the compiler; counts its runs."""
+    runs = []
+
+    def backend(graph, inputs):
+        return lambda *arguments: runs.append(1) or graph(*arguments)
+
+    torch.compiler.reset()
+    monkeypatch.setattr(
+        compiled, "_compiled_pass", torch.compile(compiled._pass, fullgraph=True, dynamic=True, backend=backend)
+    )
+    yield runs
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", sorted(set(SETTINGS) - CHAIN_ONLY))
+def test_texts_are_identical(name, traced):
+    model, rng = tiny_model(name), random.Random(name)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        architecture = inspect_model(model, compile_passes=True)
+    reasons = [str(w.message) for w in warned if "without compiled passes" in str(w.message)]
+    assert architecture.is_compiled == (not reasons)
+    for options in (GREEDY, SAMPLED):
+        traced.clear()
+        config = LookaheadConfig(compile_passes=True, budget=12, window_size=rng.choice([0, 3]))
+        stats = check_identical(model, [random_prompt(rng)], options, config, seed=rng.randrange(100))
+        assert len(traced) == (stats.steps if architecture.is_compiled else 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "mistral", "gpt2", "olmo2"])
+def test_the_usual_families_compile(name, traced):
+    assert inspect_model(tiny_model(name), compile_passes=True).is_compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_by_the_real_compiler(dtype):
+    model, rng = small_llama(dtype), random.Random(5)
+    texts = []
+    for config in (
+        LookaheadConfig(budget=12, window_size=0),
+        LookaheadConfig(budget=12, window_size=0, compile_passes=True),
+    ):
+        lookahead.wrap(model, config, lookahead.NgramPool(1))
+        torch.manual_seed(3)
+        texts.append(model.generate(torch.arange(1, 20)[None], **SAMPLED).tolist())
+    assert inspect_model(model, compile_passes=True).is_compiled
+    assert any(isinstance(module, PackedLinear) for module in model.modules())
+    assert texts[0] == texts[1]
+    if dtype == torch.float32:
+        for options in (GREEDY, SAMPLED):
+            check_identical(model, [random_prompt(rng)], options, COMPILED, seed=1)
+
+
+def test_a_wrong_mask_is_noticed(traced, monkeypatch):
+    attend = compiled.attention.attend_grouped
+    monkeypatch.setattr(
+        compiled.attention, "attend_grouped",
+        lambda query, key, value, mask, scaling: attend(query, key, value, None if mask is None else mask * 0, scaling),
+    )  # fmt: skip
+    model = tiny_model("llama")
+    plain = inspect_model(model)
+    assert not plain.two_part  # noticed there already, so that nothing is compiled
+    with pytest.warns(UserWarning, match="without compiled passes"):
+        assert not inspect_model(model, compile_passes=True).is_compiled
+
+
+def test_a_wrong_cache_is_noticed(traced, monkeypatch):
+    model = tiny_model("llama")
+    assert inspect_model(model).two_part
+    attend = compiled.attention.attend_grouped
+
+    def forgetful(query, key, value, mask, scaling):
+        new = query.shape[2]
+        return attend(query, key[:, :, -new:], value[:, :, -new:], mask[..., -new:], scaling)
+
+    monkeypatch.setattr(compiled.attention, "attend_grouped", forgetful)
+    with pytest.warns(UserWarning, match="without compiled passes: custom masks, position_ids or cache are not honour"):
+        assert not inspect_model(model, compile_passes=True).is_compiled
+
+
+def test_a_compiler_that_fails_costs_nothing_but_a_warning(monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no such compiler")
+
+    torch.compiler.reset()
+    monkeypatch.setattr(compiled, "_compiled_pass", torch.compile(compiled._pass, fullgraph=True, backend=broken))
+    model = tiny_model("llama")
+    with pytest.warns(UserWarning, match="LlamaForCausalLM runs without compiled passes: torch.compile fails.*no such"):
+        check_identical(model, [random_prompt(random.Random(0))], SAMPLED, COMPILED, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_identical(model, [random_prompt(random.Random(1))], GREEDY, COMPILED, seed=0)
+
+
+def test_a_compiler_that_fails_later_on(traced):
+    """A model that is changed between calls is traced anew, which may then fail."""
+    model, prompt = tiny_model("llama"), random_prompt(random.Random(2))
+    check_identical(model, [prompt], SAMPLED, COMPILED, seed=0)
+    ran = []
+
+    def hook(module, inputs, output):
+        torch._dynamo.graph_break()  # as whatever cannot be traced does
+        ran.append(1)
+
+    model.model.layers[0].register_forward_hook(hook)
+    with pytest.warns(UserWarning, match="without compiled passes"):
+        check_identical(model, [prompt], SAMPLED, COMPILED, seed=0)
+    assert ran
+
+
+def test_changed_weights_change_the_text(traced):
+    model, prompt = small_llama(), torch.tensor([[3, 1, 4, 1, 5]])
+    check_identical(model, [prompt], GREEDY, COMPILED, seed=0)
+    lookahead.wrap(model, COMPILED)
+    before = model.generate(prompt, **GREEDY).tolist()
+    other = {name: weight.roll(1, 0) for name, weight in model.state_dict().items()}
+    model.load_state_dict(other)
+    after = model.generate(prompt, **GREEDY).tolist()
+    assert traced
+    assert before != after
+    assert after == lookahead.unwrap(model).generate(prompt, **GREEDY).tolist()
+
+
+def test_batches_are_not_compiled(traced):
+    model, prompt = tiny_model("llama"), random_prompt(random.Random(4))
+    inspect_model(model, compile_passes=True)
+    traced.clear()
+    check_identical(model, [prompt, prompt], GREEDY, COMPILED, seed=0)  # alike, so that both end at once
+    assert not traced
+
+
+def test_autocast_is_not_compiled(traced):
+    model = tiny_model("llama")
+    inspect_model(model, compile_passes=True)
+    traced.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lookahead.wrap(model, COMPILED).generate(torch.tensor([[5, 6, 7]]), **GREEDY)
+    assert not traced
+
+
+def test_threads_have_caches_of_their_own(traced):
+    model, rng = tiny_model("llama"), random.Random(6)
+    prompts = [random_prompt(rng) for _ in range(4)]
+    expected = [model.generate(prompt, **GREEDY).tolist() for prompt in prompts]
+    lookahead.wrap(model, COMPILED)
+    got: dict[int, list] = {}
+
+    def decode(i: int) -> None:
+        got[i] = model.generate(prompts[i], **GREEDY).tolist()
+
+    threads = [threading.Thread(target=decode, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(len(prompts))] == expected
+
+
+def test_packed_layers_in_a_users_own_compiled_model():
+    model, ids = small_llama(), torch.arange(1, 10)[None]
+    lookahead.wrap(model)
+    with torch.no_grad():
+        expected = model(ids).logits
+        got = torch.compile(model, backend="aot_eager")(ids).logits
+    assert (got - expected).abs().max() < 1e-4 * expected.std()
