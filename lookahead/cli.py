@@ -415,26 +415,34 @@ def tune(model_name, dtype, device, contexts, seconds, threads, pack_weights, co
 
 @main.group()
 def pool() -> None:
-    """Pools of n-grams on disk: start from a team's own code or past answers."""
+    """Pools of n-grams on disk: start from a team's own code or past answers, share what replicas have learned."""
+
+
+_out = click.option("--out", required=True, type=click.Path(dir_okay=False), metavar="FILE",
+                    help="Pool file to write; a pool that stands there is replaced at the end.")  # fmt: skip
 
 
 @pool.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @_whose_tokenizer
-@click.option("--out", required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Pool file to write.")
-@click.option("--memory-mb", type=click.FloatRange(min=0, min_open=True), default=64, show_default=True,
-              help="Size of the pool in MiB; a token of new text takes up to 700 bytes.")  # fmt: skip
-def build(files, model_name, out, memory_mb) -> None:
-    """Learn FILES (text, UTF-8) into a new pool; a pool that stands at --out is replaced."""
-    if os.path.exists(out) and os.path.getsize(out) and not storage.is_pool_file(out):
-        raise click.UsageError(f"--out {out} is not a pool file, and would be lost")
-    if not os.access(os.path.dirname(os.path.realpath(out)), os.W_OK):
-        raise click.UsageError(f"--out {out}: its folder is missing or cannot be written to")
+@_out
+@click.option("--pool", "pool_path", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+              help="Start from a saved pool, and keep its size; it may be --out.")  # fmt: skip
+@click.option("--memory-mb", type=click.FloatRange(min=0, min_open=True),
+              help="Size of a new pool in MiB, 64 by default; a token of new text takes up to 700 bytes.")  # fmt: skip
+def build(files, model_name, out, pool_path, memory_mb) -> None:
+    """Learn FILES (text, UTF-8: code, past answers) into a pool."""
+    if pool_path and memory_mb:
+        raise click.UsageError("--memory-mb is for a new pool: one given by --pool keeps its size")
+    _check_out(out)
     tokenizer = _load_tokenizer(model_name)
-    try:
-        learned = NgramPool(memory_mb, vocabulary_fingerprint(tokenizer))
-    except (ValueError, MemoryError) as error:
-        raise click.UsageError(f"--memory-mb: {error}") from error
+    if pool_path:
+        learned = _load_pool(pool_path, vocabulary_fingerprint(tokenizer))
+    else:
+        try:
+            learned = NgramPool(memory_mb or 64, vocabulary_fingerprint(tokenizer))
+        except (ValueError, MemoryError) as error:
+            raise click.UsageError(f"--memory-mb: {error}") from error
     tokens = 0
     with click.progressbar(length=sum(map(os.path.getsize, files)), label="learning", file=sys.stderr) as progress:
         for path in files:
@@ -447,15 +455,55 @@ def build(files, model_name, out, memory_mb) -> None:
                         progress.update(sum(len(line.encode()) for line in lines))
                 except UnicodeDecodeError as error:
                     raise click.ClickException(f"{path} is not UTF-8 text: {error}") from error
-    try:
-        learned.save(out)
-    except OSError as error:
-        raise click.ClickException(f"cannot write {out}: {error}") from error
+    _save(learned, out)
     click.echo(f"{out}: {tokens:,} tokens of {len(files)} files; {_size(learned)}")
     if len(learned) > 0.99 * learned.capacity:
         click.echo(
             "note: the pool overflowed, what was seen least made room; a larger --memory-mb keeps more", err=True
         )
+
+
+@pool.command("merge")
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
+@_out
+@click.option("--since", "since_path", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+              help="The pool that all FILES were loaded from: add only what they have learned since.")  # fmt: skip
+def merge_command(files, out, since_path) -> None:
+    """Merge the pools FILES into one of the size of the first.
+
+    Snapshots of replicas that all started from one pool, without counting that again for each of them:
+
+    \b
+    lookahead pool merge base.pool replica-*.pool --since base.pool --out base.pool
+    """
+    if len(files) < 2:
+        raise click.UsageError("give at least two FILES to merge")
+    _check_out(out)
+    merged = _load_pool(files[0])
+    since = _load_pool(since_path, merged.vocabulary) if since_path else None
+    with click.progressbar(files[1:], label="merging", file=sys.stderr) as progress:
+        for path in progress:
+            other = _load_pool(path, merged.vocabulary)
+            try:
+                merged.merge(other, since)
+            except ValueError as error:
+                raise click.ClickException(f"{path}: {error}") from error
+    _save(merged, out)
+    click.echo(f"{out}: {len(files)} pools; {_size(merged)}")
+
+
+def _check_out(out: str) -> None:
+    if os.path.exists(out) and os.path.getsize(out) and not storage.is_pool_file(out):
+        raise click.UsageError(f"--out {out} is not a pool file, and would be lost")
+    if not os.access(os.path.dirname(os.path.realpath(out)), os.W_OK):
+        raise click.UsageError(f"--out {out}: its folder is missing or cannot be written to")
+
+
+def _save(pool: NgramPool, out: str) -> None:
+    try:
+        pool.save(out)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {out}: {error}") from error
 
 
 @pool.command()

@@ -251,32 +251,82 @@ def find_entries(table, contexts, kind) -> np.ndarray:
 
 
 @_compiled
-def merge(table, other, clock) -> None:
-    """Add the other table's entries, weighed by their counts; in a full bucket the weaker evidence gives way."""
+def merge(table, clock, other, other_clock, since) -> None:
+    """Add what the other table holds and ``since``, which it started from, does not, weighed by its counts.
+
+    An entry keeps its age by its own table's clock, and a full bucket makes room as it does in learning.
+    """
+    weights = np.empty(WIDTH, np.float32)
     for theirs in range(len(other.keys)):
-        key, theirs_seen = other.keys[theirs], np.int64(other.counts[theirs, 0])
+        key, seen, rows = other.keys[theirs], np.int64(other.counts[theirs, 0]), np.int64(other.counts[theirs, 1])
         if key == _EMPTY:
             continue
+        weights[:] = other.weights[theirs]
+        base = _find(since, key)
+        if base >= 0:
+            if other.learned_at[theirs] == since.learned_at[base] and seen == since.counts[base, 0]:
+                continue
+            if seen >= since.counts[base, 0]:  # else it was evicted and learned anew
+                _subtract(since, base, other.tokens[theirs], weights, seen)
+                seen = max(seen - since.counts[base, 0], 1)  # at least 1 where the counts have reached their end
+                rows = min(max(rows - since.counts[base, 1], 0), seen)
+        age = _age(other, theirs, other_clock)
         entry = _find(table, key)
         if entry < 0:
-            entry = _bucket(key, len(table.keys))
-            for rival in range(entry, entry + WAYS):
-                if table.counts[rival, 0] < table.counts[entry, 0]:
-                    entry = rival
-            if table.counts[entry, 0] >= theirs_seen:
+            if not _has_room(table, key, clock, age, seen):
                 continue
-            _assign(table, entry, key)
-        seen = np.int64(table.counts[entry, 0])
-        share = np.float32(theirs_seen / (seen + theirs_seen))
-        table.learned_at[entry] = clock
-        table.counts[entry, 0] = min(seen + theirs_seen, 255)
-        table.counts[entry, 1] = min(np.int64(table.counts[entry, 1]) + other.counts[theirs, 1], 255)
+            entry = _claim(table, key, clock)
+        else:
+            age = min(age, _age(table, entry, clock))
+        held = np.int64(table.counts[entry, 0])
+        share = np.float32(seen / (held + seen))
+        table.learned_at[entry] = np.uint32(clock - age)
+        table.counts[entry, 0] = min(held + seen, 255)
+        table.counts[entry, 1] = min(table.counts[entry, 1] + rows, 255)
         for place in range(WIDTH):
             table.weights[entry, place] *= 1 - share
         for place in range(WIDTH):
-            if other.weights[theirs, place] > 0:
-                weight = other.weights[theirs, place] * share
-                _add(table, entry, other.tokens[theirs, place], weight, other.sources[theirs, place])
+            if weights[place] > 0:
+                _add(table, entry, other.tokens[theirs, place], weights[place] * share, other.sources[theirs, place])
+
+
+@_compiled
+def _has_room(table, key, clock, age, seen):
+    """Whether a key's bucket has an empty entry, or one that would go rather than one of this age and count."""
+    first = _bucket(key, len(table.keys))
+    for entry in range(first, first + WAYS):
+        its_seen = np.int64(table.counts[entry, 0])
+        if table.keys[entry] == _EMPTY or _age(table, entry, clock) * seen > age * its_seen:
+            return True
+    return False
+
+
+@_compiled
+def _age(table, entry, clock):
+    return np.int64(np.uint32(clock - table.learned_at[entry]))  # modulo 2**32, as the clock is
+
+
+@_compiled
+def _subtract(since, base, tokens, weights, seen):
+    """Leave of an entry's weights, which rest on ``seen`` observations, those of the ones made after ``since``.
+
+    Exact where an entry is the mean of its observations, as after merging. Where learning gave the newer ones more
+    weight, the difference shows which tokens they were, and is scaled to what they can amount to.
+    """
+    before = np.int64(since.counts[base, 0])
+    new, total = max(seen - before, 1), np.float32(0)
+    for place in range(WIDTH):
+        if weights[place] <= 0:
+            continue
+        held = np.float32(0)
+        for other_place in range(WIDTH):
+            if since.tokens[base, other_place] == tokens[place]:
+                held = max(held, since.weights[base, other_place])
+        weights[place] = max((seen * weights[place] - before * held) / new, 0)
+        total += weights[place]
+    if total > 1:
+        for place in range(WIDTH):
+            weights[place] /= total
 
 
 @_compiled
@@ -472,5 +522,5 @@ def compile_loops() -> None:
     learn_rows(table, row, row, certain, row[0, :1], 0)
     calibrate(table, credence, row, row, certain)
     grow(table, credence, row[0], 1, 0.0, 1, False)
-    merge(table, table, 0)
+    merge(table, 0, table, 0, table)
     find_entries(table, row, 0)

@@ -23,6 +23,7 @@ CHUNK = 16_384  # tokens of text learned under one hold of the lock, some 15 ms
 LISTED = 3  # tokens of the contexts that `most_confident` shows
 MOST_GUESSES = 2**16  # in one tree; more than any forward pass verifies
 _COUNTERS = ("clock", "observations", "largest")  # of a pool, kept in its file's header
+_NOTHING = {"_table": kernels.empty_table(WAYS), "_clock": 0, "_observations": 0}  # of a pool's state, before it learns
 
 
 class NgramPool:
@@ -173,22 +174,32 @@ class NgramPool:
 
     # Sharing
 
-    def merge(self, other: "NgramPool") -> None:
-        """Add the other pool's evidence, weighed by its amount; where room is short, the weaker evidence gives way.
+    def merge(self, other: "NgramPool", since: "NgramPool | None" = None) -> None:
+        """Add the other pool's evidence, weighed by its amount; where room is short, what is old and rare gives way.
 
-        Raises ValueError if the two are of different vocabularies.
+        since: the pool that the other was loaded or copied from, as it was then: only what has been learned since is
+            added. Without it, evidence that both pools started from counts twice. The pool merged into must hold it.
+        Raises ValueError if the pools are of different vocabularies, or ``since`` is not what both started from.
         """
-        if self.vocabulary and other.vocabulary and self.vocabulary != other.vocabulary:
-            raise ValueError(f"pools of vocabularies {self.vocabulary} and {other.vocabulary} cannot be merged")
+        for known in (other, since):
+            if known is not None and self.vocabulary and known.vocabulary and self.vocabulary != known.vocabulary:
+                raise ValueError(f"pools of vocabularies {self.vocabulary} and {known.vocabulary} cannot be merged")
         theirs = other.__getstate__()
+        before = _NOTHING if since is None else since.__getstate__()
         with self._lock:
+            held = self._observations - before["_observations"]
+            learned = theirs["_observations"] - before["_observations"]
+            if min(held, learned) < 0:
+                raise ValueError("since holds more than one of the pools to merge: they cannot have started from it")
             self.vocabulary = self.vocabulary or theirs["vocabulary"]
             self._largest = max(self._largest, theirs["_largest"])
-            self._observations += theirs["_observations"]
-            kernels.merge(self._table, theirs["_table"], self._clock)
-            for ours, also in zip(self._credence, theirs["_credence"], strict=True):
-                ours += also
-                ours /= 2
+            self._observations += learned
+            if since is not None:  # what this pool held before is older
+                self._clock += theirs["_clock"] - before["_clock"]
+            kernels.merge(self._table, self._clock, theirs["_table"], theirs["_clock"], before["_table"])
+            if learned:
+                for ours, also in zip(self._credence, theirs["_credence"], strict=True):
+                    ours += (also - ours) * (learned / (held + learned))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the pool to ``path`` atomically: whatever happens on the way, the old file or the new one is there.

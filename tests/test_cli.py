@@ -241,9 +241,72 @@ def test_building_loses_nothing(built, tmp_path):
     assert out.stat().st_size < len(before)
 
 
+def test_building_goes_on_from_a_pool(built):
+    files, out = built
+    before = NgramPool.load(out)
+    assert pool("build", str(files[1]), "--pool", str(out), "--out", str(out)).exit_code == 0
+    after = NgramPool.load(out)
+    again = len(load(None)[1](files[1].read_text(), add_special_tokens=False).input_ids)
+    assert after.observations == before.observations + again
+    assert after.nbytes == before.nbytes
+    result = pool("build", str(files[1]), "--pool", str(out), "--memory-mb", "3", "--out", str(out))
+    assert "--memory-mb is for a new pool" in result.output
+
+
+def saved_pool(path, *texts, start=None, vocabulary="v"):
+    made = NgramPool.load(start) if start else NgramPool(1, vocabulary)
+    for text in texts:
+        made.learn(text)
+    made.save(path)
+    return str(path)
+
+
+def test_merged_pools_know_what_each_knew(tmp_path):
+    parts = [saved_pool(tmp_path / f"{n}.pool", range(n, n + 20)) for n in (100, 200, 300)]
+    result = pool("merge", *parts, "--out", parts[1])
+    assert result.exit_code == 0, result.output
+    assert "3 pools" in result.stdout
+    merged = NgramPool.load(parts[1], vocabulary="v")
+    for n in (100, 200, 300):
+        assert merged.guess(range(n, n + 9), 4, chain=True).tokens.tolist() == list(range(n + 9, n + 13))
+    assert merged.observations == 60
+    assert NgramPool.load(parts[0]).observations == 20
+
+
+def test_merging_since_a_base_counts_it_once(tmp_path):
+    base = saved_pool(tmp_path / "base", [1, 2] * 3)
+    replicas = [saved_pool(tmp_path / f"{n}", [n, n + 1], start=base) for n in (10, 20)]
+    result = pool("merge", base, *replicas, "--since", base, "--out", base)
+    assert result.exit_code == 0, result.output
+    assert NgramPool.load(base).observations == 6 + 2 + 2
+    result = pool("merge", *replicas, "--since", base, "--out", base)
+    assert result.exit_code == 1
+    assert f"{replicas[1]}: since holds more" in result.output
+
+
+def test_a_merge_that_is_refused_names_the_file_and_changes_nothing(tmp_path):
+    ours = saved_pool(tmp_path / "ours", [1, 2, 3])
+    foreign = saved_pool(tmp_path / "foreign", [1, 2, 3], vocabulary="f00")
+    torn = tmp_path / "torn"
+    torn.write_bytes((tmp_path / "ours").read_bytes()[:-9])
+    for bad, message in ((foreign, "another vocabulary: f00, not v"), (torn, "is truncated")):
+        before = (tmp_path / "ours").read_bytes()
+        result = pool("merge", ours, ours, str(bad), "--out", ours)
+        assert result.exit_code == 1
+        assert f"{bad} is " in result.output
+        assert message in result.output
+        assert (tmp_path / "ours").read_bytes() == before
+    result = pool("merge", ours, ours, "--since", foreign, "--out", ours)
+    assert f"{foreign} is of another vocabulary" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["pool", "merge", "--out", "x"], "FILES"),
+        (["pool", "merge", __file__, "--out", "x"], "at least two"),
+        (["pool", "merge", __file__, __file__, "--out", "x"], "not a pool file"),
+        (["pool", "merge", __file__, __file__, "--out", __file__], "would be lost"),
         (["pool", "build", "--out", "x"], "FILES"),
         (["pool", "build", "no-such-file", "--out", "x"], "no-such-file"),
         (["pool", "build", __file__, "--out", "x", "--memory-mb", "0.00001"], "memory_mb"),

@@ -481,10 +481,156 @@ def test_merging_keeps_the_stronger_evidence_where_room_is_short():
     assert ours.guess([1, 2], 1).tokens.tolist() == [3]
 
 
+def test_a_full_pool_takes_in_what_is_newer():
+    """As when a night's pool takes in the day's: what the day saw once is not to be turned away for what is as rare."""
+    base = NgramPool(0.05)
+    base.learn(np.random.default_rng(0).integers(100, 900, 20_000))
+    day = deepcopy(base)
+    day.learn(range(2000, 2012))
+    merged = deepcopy(base)
+    merged.merge(day, base)
+    merged.check_integrity()
+    assert merged.guess(range(2000, 2008), 4, chain=True).tokens.tolist() == [2008, 2009, 2010, 2011]
+
+
+def held(pool: NgramPool) -> dict:
+    """Of each context, by its key: how often it was seen, and what follows it with which probability."""
+    table = pool.__getstate__()["_table"]
+    return {
+        int(table.keys[entry]): (
+            table.counts[entry].tolist(),
+            {int(t): float(w) for t, w in zip(table.tokens[entry], table.weights[entry], strict=True) if w > 1e-6},
+        )
+        for entry in np.flatnonzero(table.keys)
+    }
+
+
+def assert_holds_alike(a: NgramPool, b: NgramPool) -> None:
+    first, second = held(a), held(b)
+    assert first.keys() == second.keys()
+    for key, (counts, follows) in first.items():
+        assert counts == second[key][0]
+        assert follows == pytest.approx(second[key][1], abs=1e-4)
+    assert a.belief == pytest.approx(b.belief, abs=1e-9)
+    assert (a.observations, a.largest_token) == (b.observations, b.largest_token)
+
+
+SHORT = st.lists(TOKEN, max_size=20)
+
+
+def taught(text: list[int], start: NgramPool | None = None) -> NgramPool:
+    pool = deepcopy(start) if start is not None else NgramPool(8)
+    pool.learn(text)
+    pool.calibrate(contexts_of(text, len(text))[:, :-1], np.array([text], int).T, np.ones((len(text), 1)))
+    return pool
+
+
+def merged(base: NgramPool, *others: NgramPool, since: NgramPool | None = None) -> NgramPool:
+    pool = deepcopy(base)
+    for other in others:
+        pool.merge(other, since)
+    pool.check_integrity()
+    return pool
+
+
+@settings(max_examples=100, deadline=None)
+@given(SHORT, st.lists(SHORT, min_size=2, max_size=5), st.randoms())
+def test_the_order_of_merging_does_not_matter(text, texts, rng):
+    base = taught(text)
+    for since in (None, base):
+        pools = [taught(text, since) for text in texts]
+        forth = merged(base, *pools, since=since)
+        rng.shuffle(pools)
+        assert_holds_alike(forth, merged(base, *pools, since=since))
+
+
+@settings(max_examples=100, deadline=None)
+@given(SHORT, st.lists(SHORT, min_size=2, max_size=4))
+def test_a_tree_of_merges_is_one_merge(text, texts):
+    """Each node starts from the base and takes in its replicas; the root takes in the nodes, as if they were such."""
+    base = taught(text)
+    replicas = [taught(text, base) for text in texts]
+    nodes = [merged(base, *replicas[half::2], since=base) for half in range(2)]
+    assert_holds_alike(merged(base, *nodes, since=base), merged(base, *replicas, since=base))
+
+
+@settings(max_examples=100, deadline=None)
+@given(SHORT, SHORT)
+def test_merging_what_learned_nothing_changes_nothing(text, more):
+    base = taught(text)
+    busy = taught(more, base)
+    assert_holds_alike(merged(base, base, busy, base, since=base), merged(base, busy, since=base))
+    assert_holds_alike(merged(base, base, since=base), base)
+
+
+def test_what_was_learned_since_is_what_a_merge_adds():
+    """A base that is merged with every replica's pool would outweigh what each of them has learned."""
+    base = NgramPool(1)
+    for _ in range(3):
+        base.learn([1, 2])
+    replicas = [deepcopy(base) for _ in range(8)]
+    for replica in replicas:
+        replica.learn([1, 3])
+    whole, new = merged(base, *replicas), merged(base, *replicas, since=base)
+    key = next(key for key, (counts, follows) in held(base).items() if counts == [3, 0] and follows == {2: 1.0})
+    assert held(whole)[key] == ([3 + 8 * 4, 0], pytest.approx({2: 27 / 35, 3: 8 / 35}, abs=1e-5))
+    assert held(new)[key] == ([3 + 8, 0], pytest.approx({2: 3 / 11, 3: 8 / 11}, abs=1e-5))
+    assert new.observations == 6 + 8 * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6))
+def test_merging_since_keeps_tables_sound_while_they_evict(seed, rounds):
+    rng = random.Random(seed)
+    base = NgramPool(0.05)
+    learn_something(base, rng)
+    for _ in range(rounds):
+        replicas = [deepcopy(base) for _ in range(3)]
+        for replica in replicas:
+            for _ in range(rng.randint(0, 3)):
+                learn_something(replica, rng)
+        base = merged(base, *replicas, since=base)
+    assert len(base.guess(random_text(rng, 8, 8), 8)) > 0
+
+
+def test_pools_that_did_not_start_from_since_are_refused():
+    base = taught([1, 2, 3, 4])
+    later, other = taught([5, 6], base), taught([1, 2])
+    for ours, theirs in ((base, other), (other, later)):
+        before = held(ours)
+        with pytest.raises(ValueError, match="cannot have started from it"):
+            ours.merge(theirs, base)
+        assert held(ours) == before
+
+
+@pytest.mark.parametrize("memory_mb", [0.3, 8])
+def test_merged_halves_guess_as_one_pool_does(memory_mb):
+    """On a Markov source, with room for a part of the text and for all of it."""
+    rng = random.Random(0)
+    follows = {(a, b): rng.sample(range(40), 2) for a in range(40) for b in range(40)}
+    text = [1, 2]
+    while len(text) < 12_000:
+        text.append(rng.choices(follows[text[-2], text[-1]], (9, 1))[0])
+    learned, asked = text[:10_000], text[10_000:]
+    one, half, other = (NgramPool(memory_mb) for _ in range(3))
+    one.learn(learned)
+    half.learn(learned[:5000])
+    other.learn(learned[5000:])
+
+    def right(pool: NgramPool) -> int:
+        return sum(pool.guess(asked[at - 8 : at], 1).tokens.tolist() == [asked[at]] for at in range(8, len(asked)))
+
+    alone, together = right(half), right(merged(half, other))
+    assert together > alone
+    assert together > 0.97 * right(one)
+
+
 def test_pools_of_different_vocabularies_are_not_merged():
     ours, theirs = NgramPool(0.1, vocabulary="a"), NgramPool(0.1, vocabulary="b")
     with pytest.raises(ValueError, match="vocabularies a and b"):
         ours.merge(theirs)
+    with pytest.raises(ValueError, match="vocabularies a and b"):
+        ours.merge(ours, since=theirs)
     unknown = NgramPool(0.1)
     unknown.merge(ours)
     assert unknown.vocabulary == "a"
