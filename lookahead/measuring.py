@@ -66,7 +66,7 @@ def environment(model: PreTrainedModel) -> dict[str, str | int]:
     from lookahead import __version__
 
     return {
-        "processor": _processor(model.device),
+        "processor": processor(model.device),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -76,7 +76,8 @@ def environment(model: PreTrainedModel) -> dict[str, str | int]:
     }
 
 
-def _processor(device: torch.device) -> str:
+def processor(device: torch.device) -> str:
+    """Name of the processor or of the GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

@@ -40,7 +40,7 @@ def peer(monkeypatch):
     """Imports a module of scripts/peers."""
     monkeypatch.syspath_prepend(PEERS)
     yield importlib.import_module
-    for name in ("protocol", "lade_worker"):
+    for name in ("protocol", "lade_worker", "vllm_worker", "vllm_batches_worker"):
         sys.modules.pop(name, None)
 
 
@@ -159,3 +159,22 @@ def test_lade_methods(peer):
     for method in ("lade", "lade-15-5", "lade-0-5-15", "lade-15-2-15", "lookahead"):
         with pytest.raises(ValueError, match=method):
             lade_sizes(method)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": []}, "prompts has to be"),
+        ({"prompts": [[1], []]}, "ids has to be"),
+        ({"concurrency": 0}, "concurrency has to be"),
+        ({"concurrency": True}, "concurrency has to be"),
+        ({"temperature": -1}, "temperature has to be"),
+        ({"forget": 1}, "forget has to be"),
+    ],
+)
+def test_batches_that_make_no_sense_are_refused(peer, change, message):
+    batch = {"prompts": [[1]], "concurrency": 1, "max_new_tokens": 2, "temperature": 0, "seed": 0, "forget": True}
+    worker = peer("vllm_batches_worker")
+    worker.Batch(**batch)
+    with pytest.raises(ValueError, match=message):
+        worker.Batch(**(batch | change))

