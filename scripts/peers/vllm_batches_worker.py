@@ -88,5 +88,5 @@ def load(chosen: Namespace) -> tuple[Callable[[Batch], Answers], dict[str, str]]
 
 if __name__ == "__main__":
     chosen = arguments()
-    settle_environment(chosen.threads)
+    settle_environment(chosen.threads, cache_gib=1)  # every engine of the benchmark holds one
     serve(load, chosen, Batch)

@@ -36,7 +36,7 @@ METHODS = {
 }  # fmt: skip
 
 
-def settle_environment(threads: int) -> None:
+def settle_environment(threads: int, cache_gib: int) -> None:
     """Start this program anew with the environment that vLLM needs from its first moment on."""
     preloaded = os.environ.get("LD_PRELOAD", "")
     wanted = {
@@ -50,7 +50,7 @@ def settle_environment(threads: int) -> None:
         "NUMBA_NUM_THREADS": "1",
         # The engine in this process: no messages between processes, nothing that polls while idle.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
+        "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -140,5 +140,5 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
 
 if __name__ == "__main__":
     chosen = arguments()
-    settle_environment(chosen.threads)
+    settle_environment(chosen.threads, cache_gib=4)
     serve(load, chosen)
