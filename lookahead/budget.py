@@ -41,7 +41,7 @@ class Pace:
         """
         gains = np.zeros(max(map(len, trees)) + 1)
         for tree in trees:
-            gains[1 : len(tree) + 1] += np.sort(tree.probabilities)[::-1]
+            gains[1 : len(tree) + 1] += tree.probabilities[tree.ranking]
         rows = len(trees) * (1 + window_rows + np.arange(len(gains)))
         chosen = int(np.argmax(np.cumsum(gains) - self.rate * self.costs(rows, length)))
         self.reach = min(max(self.reach - 1, 2 * chosen + 8), MOST)
@@ -65,8 +65,8 @@ class Pace:
         """
         accepted = np.array(path[1:], np.int64) - 1
         ranks = np.empty(len(chosen), np.int64)
-        ranks[np.argsort(-chosen.probabilities, kind="stable")] = np.arange(len(chosen))
-        expected = np.cumsum([0.0, *np.sort(tree.probabilities)[::-1]])
+        ranks[chosen.ranking] = np.arange(len(chosen))
+        expected = np.cumsum([0.0, *tree.probabilities[tree.ranking]])
         guesses = np.minimum(FIXED_BUDGETS, len(tree))
         steps = len(path) / (1.0 + (ranks[accepted][:, None] < guesses).sum(0))
         stats.fixed_budgets[:, 0] += len(path) + np.maximum(expected[guesses] - expected[len(chosen)], 0)

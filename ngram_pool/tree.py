@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 
@@ -55,11 +56,16 @@ class GuessTree:
         tokens, parents, depths = (np.asarray(values, np.int64) for values in (tokens, parents, depths))
         return cls(tokens, parents, depths, np.full(n, np.nan), np.full(n, source, np.int64))
 
+    @cached_property
+    def ranking(self) -> np.ndarray:
+        """Int64 [n], indices of the nodes, the likeliest first; of equally likely ones the earlier."""
+        return np.argsort(-self.probabilities, kind="stable")
+
     def likeliest(self, count: int) -> "GuessTree":
         """The tree of the ``count`` likeliest nodes, in the order that they have here."""
         if count >= len(self):
             return self
-        kept = np.sort(np.argsort(-self.probabilities, kind="stable")[:count])  # parents first: none is likelier
+        kept = np.sort(self.ranking[:count])  # parents first: none is likelier
         places = np.full(len(self) + 1, -1)  # the last is the root's, whose index is -1
         places[kept] = np.arange(count)
         return GuessTree(
