@@ -24,7 +24,6 @@ import shlex
 import sys
 import sysconfig
 import tempfile
-import time
 import zlib
 from collections.abc import Callable
 from copy import deepcopy
@@ -35,6 +34,7 @@ import click
 import numpy as np
 import torch
 from compare import write_results
+from measure_pool import microseconds
 
 from lookahead.cli import load
 from lookahead.measuring import read_prompts, up_to_its_end
@@ -43,6 +43,7 @@ from ngram_pool.kernels import LONGEST
 
 PASSAGE_LINES = 24
 BATCH = 64  # answers that are sampled together
+REPEATS = 5  # of what is timed
 ALONE = "a pool a request"  # instead of a number of replicas
 MEASURED = {
     "tokens_per_step": "tokens per step",
@@ -379,16 +380,6 @@ def run(
     draw(rows, out.with_suffix(".png"))
 
 
-def milliseconds(call: Callable, repeats: int = 5) -> float:
-    """Median time of a call."""
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times) * 1e3)
-
-
 def timed(pool: NgramPool, requests: list[Request], drafting) -> dict:
     """What a pool costs, one thread: milliseconds, bytes of its file, and microseconds of a guess."""
     later, target = deepcopy(pool), deepcopy(pool)
@@ -399,11 +390,11 @@ def timed(pool: NgramPool, requests: list[Request], drafting) -> dict:
         path = Path(folder) / "pool"
         return {
             "fill": len(pool) / pool.capacity,
-            "save_ms": milliseconds(lambda: pool.save(path)),
-            "load_ms": milliseconds(lambda: NgramPool.load(path)),
-            "merge_ms": milliseconds(lambda: target.merge(later, pool)),
-            "guess_us": milliseconds(lambda: [pool.guess(c, *drafting, chain=True) for c in contexts])
-            * (1e3 / len(contexts)),
+            "save_ms": microseconds(lambda: pool.save(path), REPEATS) / 1000,
+            "load_ms": microseconds(lambda: NgramPool.load(path), REPEATS) / 1000,
+            "merge_ms": microseconds(lambda: target.merge(later, pool), REPEATS) / 1000,
+            "guess_us": microseconds(lambda: [pool.guess(c, *drafting, chain=True) for c in contexts], REPEATS)
+            / len(contexts),
             "bytes": path.stat().st_size,
             "zipped": len(zlib.compress(path.read_bytes(), 1)) / path.stat().st_size,
         }
