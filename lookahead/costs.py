@@ -53,7 +53,7 @@ class StepCosts:
     """Seconds of a step outside its pass."""
     path: Path | None = None
     """The file that keeps them from one process to the next."""
-    _kept: np.ndarray | None = None  # seconds in the file
+    _kept: np.ndarray | None = None  # `_summary` of what the file holds
 
     def __call__(self, rows: np.ndarray | int, length: int) -> np.ndarray:
         """Seconds of passes over ``rows``, when each sequence holds ``length`` positions."""
@@ -62,11 +62,17 @@ class StepCosts:
         return base + length * (self.per_position[0] + self.per_position[1] * (np.asarray(rows) - 1))
 
     def follow(self, rows: int, length: int, seconds: float, overhead: float) -> None:
-        """Take in what a step of the session took: its pass, and what it spent outside of it."""
+        """Take in what a step of the session took: its pass, and what it spent outside of it.
+
+        What an error says of the rows and of the positions held goes by how much each of them was to take.
+        """
         local, everywhere = FOLLOWS
-        ratio = min(max(seconds / float(self(rows, length)), 1 / 3), 3.0)  # beyond, something else was going on
+        expected = float(self(rows, length))
+        share = float(self(rows, 0)) / expected
+        ratio = min(max(seconds / expected, 1 / 3), 3.0)  # beyond, something else was going on
         beside = np.maximum(1 - np.abs(np.log2(np.array(RUNGS) / min(rows, RUNGS[-1]))), 0)
-        self.seconds *= ratio ** (everywhere + local * beside)
+        self.seconds *= ratio ** (share * (everywhere + local * beside))
+        self.per_position *= ratio ** ((1 - share) * (everywhere + local))
         self.overhead += local * (min(overhead, 3 * self.overhead) - self.overhead)
 
     def keep(self) -> None:
@@ -74,9 +80,10 @@ class StepCosts:
 
         If that is not possible, the next process measures them again.
         """
-        if self._kept is not None and np.abs(np.log(self.seconds / self._kept)).max() < np.log(DRIFT):
+        now = self._summary()
+        if self._kept is not None and np.abs(np.log(now / self._kept)).max() < np.log(DRIFT):
             return
-        self._kept = self.seconds.copy()
+        self._kept = now
         held = {"rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
                 "overhead": self.overhead}  # fmt: skip
         try:
@@ -86,6 +93,9 @@ class StepCosts:
             os.replace(file.name, self.path)
         except OSError as error:
             logger.info("step costs are not kept: %s", error)
+
+    def _summary(self) -> np.ndarray:
+        return np.array([self(np.array(RUNGS), length) for length in (0, LONG)])
 
 
 def measure(
@@ -212,9 +222,12 @@ def _read(path: Path) -> StepCosts | None:
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
         seconds, per_position = np.array(held["seconds"], float), np.array(held["per_position"], float)
-        costs = StepCosts(seconds, per_position, float(held["overhead"]), path, seconds.copy())
+        costs = StepCosts(seconds, per_position, float(held["overhead"]), path)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     sound = held.get("rungs") == list(RUNGS) and seconds.shape == (len(RUNGS),) and per_position.shape == (2,)
     sound = sound and (seconds > 0).all() and (per_position >= 0).all() and costs.overhead > 0
-    return costs if sound and np.isfinite(seconds).all() and np.isfinite(per_position).all() else None
+    if not (sound and np.isfinite(seconds).all() and np.isfinite(per_position).all()):
+        return None
+    costs._kept = costs._summary()
+    return costs

@@ -142,6 +142,21 @@ def test_a_session_that_finds_other_times_is_followed(tmp_path):
     assert json.loads(path.read_text())["seconds"] == found.seconds.tolist()
 
 
+def test_a_pause_while_costs_were_measured_is_found_out(tmp_path):
+    """Something else ran when sixteen rows were measured at length."""
+    truth = StepCosts(10e-3 + 1e-3 * np.array(RUNGS), np.array([1e-6, 1e-7]))
+    found = StepCosts(10e-3 + 1e-3 * np.array(RUNGS), np.array([1e-6, 5e-5]), path=tmp_path / "costs.json")
+    found.keep()
+    rng = np.random.default_rng(0)
+    for _ in range(1500):
+        rows, length = int(rng.choice([1, 4, 8, 12])), int(rng.integers(50, 500))
+        found.follow(rows, length, float(truth(rows, length)), 1e-3)
+    for rows, length in ((1, 100), (8, 100), (8, 400), (16, 100), (16, 400)):
+        assert float(found(rows, length)) == pytest.approx(float(truth(rows, length)), rel=0.4), (rows, length)
+    found.keep()
+    assert json.loads(found.path.read_text())["per_position"] == found.per_position.tolist()
+
+
 def test_decoding_follows_its_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     model = lookahead.wrap(tiny_model("llama"))
