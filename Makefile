@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 test: $(WITH_TESTS)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # In an environment of its own, of some GB, with vLLM's build for the CPU (Linux on x86-64, Python 3.11). The engines run
 # in the processes that look into them, with the OpenMP that vLLM wants.
