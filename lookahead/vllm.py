@@ -103,7 +103,7 @@ def min_probability(requests: int, free_rows: float) -> float:
 
 
 class PoolProposer:
-    """Drafts for vLLM, which makes one on each rank of tensor parallelism (of the last stage of pipeline parallelism).
+    """Drafts for vLLM, which makes one on each rank of tensor parallelism, and for each engine of data parallelism.
 
     The same calls give the same drafts, on every rank: nothing depends on time, chance or addresses.
 
