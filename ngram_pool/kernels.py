@@ -5,6 +5,7 @@ code by the file that it comes from.
 """
 
 import heapq
+import math
 import warnings
 from functools import cache
 from typing import NamedTuple
@@ -15,8 +16,8 @@ from numba import njit
 # Kinds of contexts, the most specific first: (skip, length) takes the tokens at distances skip+1 .. length before the
 # next one. Those that skip the newest token say what tends to follow whatever stands there: they speak where the newest
 # token is new, and carry over what the model said beside a guess that it rejected.
-KINDS = ((0, 8), (0, 5), (0, 3), (0, 2), (1, 3), (0, 1), (1, 2), (0, 0))
-LONGEST = 8
+KINDS = ((0, 16), (0, 5), (0, 3), (0, 2), (1, 3), (0, 1), (1, 2), (0, 0))
+LONGEST = 16
 WIDTH = 8
 WAYS = 4
 NO_TOKEN = -1  # stands where a text has no token; nothing is learned across it
@@ -24,7 +25,7 @@ NO_TOKEN = -1  # stands where a text has no token; nothing is learned across it
 # Belief in a kind, by class of its highest probability, before anything was seen of it; and how many observations that
 # counts for. What is learned fades by FADE with every observation.
 PRIOR = np.array([
-    (0.45, 0.45, 0.55, 0.55),
+    (0.45, 0.45, 0.60, 0.70),
     (0.50, 0.45, 0.50, 0.55),
     (0.55, 0.50, 0.55, 0.55),
     (0.45, 0.55, 0.65, 0.65),
@@ -37,10 +38,12 @@ PRIOR_STRENGTH = 20.0
 FADE = 0.9995
 PEAKS = PRIOR.shape[1]
 AMOUNTS = 6
-# How the kinds' joint word is corrected: by what was observed of what it predicted, by class of probability.
-CLASSES = 10
-PREDICTED_BEFORE = 10.0  # prior, in predicted acceptances
+# How the kinds' joint word is corrected: each kind votes on each candidate, by class of the weight that it gives it.
+CLASSES = 6
+STEP = 0.02  # by which votes follow what was observed
+MOST_VOTES = 50.0  # so that no chance overflows
 OUTSIDE = 1e-4  # probability of a token that no context names
+LEAST = 1e-9  # probability that is left to all of those
 
 # Weight of a new observation, by source (prompt, text, logits, jacobi, file), once there are several: newer evidence
 # outweighs older. The context of no tokens forgets slowly.
@@ -94,17 +97,17 @@ class Credence(NamedTuple):
     """How far the evidence is believed; what `calibrate` learns.
 
     belief: float64 [kinds, AMOUNTS, PEAKS, 2], how often the next token was a kind's to tell, and of how many times.
-    reliability: float64 [CLASSES, 2], sums of predicted and of observed probability.
+    votes: float64 [kinds, AMOUNTS, CLASSES], what a kind adds to the log of a candidate's chance.
     """
 
     belief: np.ndarray
-    reliability: np.ndarray
+    votes: np.ndarray
 
 
 def prior_credence() -> Credence:
     belief = np.full((len(KINDS), AMOUNTS, PEAKS, 2), PRIOR_STRENGTH)
     belief[..., 0] *= PRIOR[:, None, :]
-    return Credence(belief, np.full((CLASSES, 2), PREDICTED_BEFORE))
+    return Credence(belief, np.zeros((len(KINDS), AMOUNTS, CLASSES)))
 
 
 def _compiled(loop):
@@ -330,8 +333,8 @@ def _subtract(since, base, tokens, weights, seen):
 
 
 @_compiled
-def _look_up(table, credence, tokens, end, sums, keys, entries, beliefs):
-    """What is known before index ``end``: an entry (or -1) a kind, and the belief in each.
+def _look_up(table, credence, tokens, end, sums, keys, entries, amounts, beliefs):
+    """What is known before index ``end``: an entry (or -1) a kind, the class of its amount, and the belief in each.
 
     Belief goes from the most specific kind downwards, each leaving a rest to those after it; how much it takes is
     learned by kind, amount of evidence, and how far that evidence agrees. Returns the rest that no kind takes.
@@ -342,7 +345,8 @@ def _look_up(table, credence, tokens, end, sums, keys, entries, beliefs):
         entry = entries[kind] = _find(table, keys[kind])
         beliefs[kind] = 0.0
         if entry >= 0:
-            told = credence.belief[kind, _amount(table, entry), _peak(table, entry)]
+            amounts[kind] = _amount(table, entry)
+            told = credence.belief[kind, amounts[kind], _peak(table, entry)]
             beliefs[kind] = rest * told[0] / told[1]
             rest -= beliefs[kind]
     return rest
@@ -367,77 +371,102 @@ def _peak(table, entry):
 
 
 @_compiled
-def _mix(table, entries, beliefs, candidates, chances, origins):
-    """The kinds' joint word on the next token: candidates, their chances and sources. Returns how many there are."""
-    found = 0
+def _class(weight):
+    """Class of the weight that an entry gives a token; 0 is for a token that it does not hold."""
+    if weight <= 0.15:
+        return 0 if weight <= 0 else 1
+    return 2 if weight <= 0.4 else 3 if weight <= 0.7 else 4 if weight <= 0.95 else 5
+
+
+@_compiled
+def _held(table, entry, token):
+    """The weight that an entry gives a token."""
+    weight = np.float32(0)
+    for place in range(WIDTH):
+        if table.tokens[entry, place] == token:
+            weight = max(weight, table.weights[entry, place])  # a place of weight 0 names no token
+    return weight
+
+
+@_compiled
+def _mix(table, votes, entries, amounts, beliefs, candidates, chances, tilts, origins):
+    """The kinds' joint word on the next token: candidates, their chances and sources. Returns how many there are.
+
+    Beliefs add up, so they cannot say that kinds which agree are surer than each is, nor that a long context's one
+    observation is worth less where the short ones, which saw more, hold nothing of it. Votes multiply, and say both.
+    tilts: scratch, the votes that each candidate has got.
+    """
+    found, silence = 0, 0.0  # what all kinds say of a token that they do not hold
+    others = 1.0
     for kind in range(len(KINDS)):
         entry = entries[kind]
         if entry < 0:
             continue
+        cast = votes[kind, amounts[kind]]
+        silence += cast[0]
         for place in range(WIDTH):
-            chance = beliefs[kind] * table.weights[entry, place]
-            if chance <= 0:
+            weight = table.weights[entry, place]
+            if weight <= 0:
                 continue
             token = table.tokens[entry, place]
             known = 0
             while known < found and candidates[known] != token:
                 known += 1
             if known == found:
-                candidates[found], chances[found], origins[found] = token, 0.0, table.sources[entry, place]
+                candidates[found], origins[found] = token, table.sources[entry, place]
+                chances[found] = tilts[found] = 0.0
                 found += 1
+            chance = beliefs[kind] * weight
             chances[known] += chance
+            others -= chance
+            tilts[known] += cast[_class(weight)] - cast[0]
+    total = max(others, LEAST)
+    for candidate in range(found):
+        chances[candidate] *= math.exp(min(silence + tilts[candidate], MOST_VOTES))
+        total += chances[candidate]
+    for candidate in range(found):
+        chances[candidate] /= total
     return found
 
 
 @_compiled
-def _corrected(reliability, chance):
-    """A chance as it turned out on average, interpolated between classes."""
-    position = min(max(chance * CLASSES - 0.5, 0.0), CLASSES - 1.0)
-    below = min(int(position), CLASSES - 2)
-    share = position - below
-    ratio = (1 - share) * reliability[below, 1] / reliability[below, 0]
-    ratio += share * reliability[below + 1, 1] / reliability[below + 1, 0]
-    return min(chance * ratio, 1.0)
-
-
-@_compiled
 def calibrate(table, credence, contexts, tokens, probabilities) -> None:
-    """Learn from what followed: the belief in each kind (a step of online EM on the mixture's weights), and how far
-    the kinds' joint word is to be trusted."""
+    """Learn from what followed: the belief in each kind (a step of online EM on the mixture's weights), and the kinds'
+    votes (a step of gradient descent on the log loss)."""
     kinds = len(KINDS)
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(kinds, np.uint64)
-    entries, beliefs, credit = np.empty(kinds, np.int64), np.empty(kinds), np.empty(kinds)
+    entries, amounts = np.empty(kinds, np.int64), np.empty(kinds, np.int64)
+    beliefs, credit = np.empty(kinds), np.empty(kinds)
     candidates, origins = np.empty(kinds * WIDTH, np.int64), np.empty(kinds * WIDTH, np.int64)
-    chances = np.empty(kinds * WIDTH)
+    chances, tilts = np.empty(kinds * WIDTH), np.empty(kinds * WIDTH)
     for row in range(len(contexts)):
-        rest = _look_up(table, credence, contexts[row], contexts.shape[1], sums, keys, entries, beliefs)
-        for candidate in range(_mix(table, entries, beliefs, candidates, chances, origins)):
+        rest = _look_up(table, credence, contexts[row], contexts.shape[1], sums, keys, entries, amounts, beliefs)
+        found = _mix(table, credence.votes, entries, amounts, beliefs, candidates, chances, tilts, origins)
+        for candidate in range(found):
             observed = 0.0
             for column in range(tokens.shape[1]):
                 if tokens[row, column] == candidates[candidate]:
                     observed += probabilities[row, column]
-            predicted = chances[candidate]
-            of_class = credence.reliability[min(int(predicted * CLASSES), CLASSES - 1)]
-            keep = 1 - (1 - FADE) * predicted
-            of_class[0] = of_class[0] * keep + predicted
-            of_class[1] = of_class[1] * keep + observed
+            step = STEP * (observed - chances[candidate])
+            for kind in range(kinds):
+                if entries[kind] >= 0:
+                    of_class = _class(_held(table, entries[kind], candidates[candidate]))
+                    credence.votes[kind, amounts[kind], of_class] += step
         for column in range(tokens.shape[1]):
             probability = probabilities[row, column]
             if probability <= 0:
                 continue
-            total = max(rest, 1e-9) * OUTSIDE
+            total = max(rest, LEAST) * OUTSIDE
             for kind in range(kinds):
                 credit[kind] = 0.0
                 if entries[kind] >= 0:
-                    for place in range(WIDTH):
-                        if table.tokens[entries[kind], place] == tokens[row, column]:
-                            credit[kind] += beliefs[kind] * table.weights[entries[kind], place]
+                    credit[kind] = beliefs[kind] * _held(table, entries[kind], tokens[row, column])
                     total += credit[kind]
             left = 1.0  # of the token, to the kinds from here on
             for kind in range(kinds):
                 entry = entries[kind]
                 if entry >= 0:
-                    told = credence.belief[kind, _amount(table, entry), _peak(table, entry)]
+                    told = credence.belief[kind, amounts[kind], _peak(table, entry)]
                     keep = 1 - (1 - FADE) * probability * left
                     told[0] = told[0] * keep + probability * credit[kind] / total
                     told[1] = told[1] * keep + probability * left
@@ -452,9 +481,9 @@ def grow(table, credence, context, budget, min_probability, max_depth, chain) ->
     """
     kinds = len(KINDS)
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(kinds, np.uint64)
-    entries, beliefs = np.empty(kinds, np.int64), np.empty(kinds)
+    entries, amounts, beliefs = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds)
     candidates = np.empty(kinds * WIDTH, np.int64)
-    chances = np.empty(kinds * WIDTH)
+    chances, tilts = np.empty(kinds * WIDTH), np.empty(kinds * WIDTH)
     origins = np.empty(kinds * WIDTH, np.int64)
     tokens, parents = np.empty(budget, np.int64), np.empty(budget, np.int64)
     depths, sources = np.empty(budget, np.int64), np.empty(budget, np.int64)
@@ -466,9 +495,11 @@ def grow(table, credence, context, budget, min_probability, max_depth, chain) ->
     count, node, joint, depth = 0, -1, 1.0, 0
     while True:
         if depth < max_depth:
-            _look_up(table, credence, paths[node + 1], LONGEST, sums, keys, entries, beliefs)
-            for candidate in range(_mix(table, entries, beliefs, candidates, chances, origins)):
-                chance = joint * _corrected(credence.reliability, chances[candidate])
+            path = paths[node + 1]
+            _look_up(table, credence, path, LONGEST, sums, keys, entries, amounts, beliefs)
+            found = _mix(table, credence.votes, entries, amounts, beliefs, candidates, chances, tilts, origins)
+            for candidate in range(found):
+                chance = joint * chances[candidate]
                 if chance > min_probability:
                     heapq.heappush(frontier, (-chance, node, candidates[candidate], origins[candidate]))
         if count == budget or len(frontier) == 0:

@@ -357,4 +357,4 @@ def _is_sound(header: dict, arrays: dict[str, np.ndarray]) -> bool:
         return False
     if tokens.min() < 0 or tokens.max(where=weights > 0, initial=-1) > header["largest"]:
         return False
-    return all((arrays[name] > 0).all() and np.isfinite(arrays[name]).all() for name in credence)
+    return bool((arrays["belief"] > 0).all() and all(np.isfinite(arrays[name]).all() for name in credence))

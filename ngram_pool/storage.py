@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 MAGIC = b"NGRMPOOL"
-VERSION = 1  # to be raised with any change of the arrays, of the hashing or of the kinds of contexts
+VERSION = 2  # to be raised with any change of the arrays, of the hashing or of the kinds of contexts
 _FIELDS = struct.Struct("<8sIIQ")
 _PREAMBLE = _FIELDS.size + 16
 

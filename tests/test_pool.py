@@ -16,9 +16,11 @@ from ngram_pool.kernels import (
     KINDS,
     LOGITS,
     LONGEST,
+    MOST_VOTES,
     OUTSIDE,
     RATES,
     SLOW_RATE,
+    STEP,
     WIDTH,
     prior_credence,
 )
@@ -26,7 +28,7 @@ from ngram_pool.pool import CHUNK, MOST_GUESSES
 
 assert Source.LOGITS == LOGITS
 assert len(RATES) == len(Source)
-PINNED = ["0x435f9d954dd2f8db", "0x1174374f85fafcc5", "0x62ef456243625859", "0x8ba272d7a7f213c0"]
+PINNED = ["0x435f9d954dd2f8db", "0x8ba272d7a7f213c1", "0xe63374fa161a8ed7", "0xf17471f55e39db6e"]
 
 
 class PlainPool:
@@ -34,7 +36,7 @@ class PlainPool:
 
     def __init__(self):
         self.entries = {}
-        self.belief, self.reliability = prior_credence()
+        self.belief, self.votes = prior_credence()
 
     @staticmethod
     def contexts(before: list[int]) -> list:
@@ -79,24 +81,32 @@ class PlainPool:
         return found, rest
 
     def next(self, before: list[int]) -> dict[int, float]:
-        ratios = self.reliability[:, 1] / self.reliability[:, 0]
-        centres = (np.arange(10) + 0.5) / 10
-        return {
-            token: min(chance * np.interp(chance, centres, ratios), 1) for token, chance in self.mixed(before).items()
-        }
-
-    def mixed(self, before: list[int]) -> dict[int, float]:
+        found = self.look_up(before)[0]
         chances = {}
-        for _, belief, entry in self.look_up(before)[0]:
+        for _, belief, entry in found:
             for token, weight in entry["next"].items():
                 chances[token] = chances.get(token, 0.0) + belief * float(weight)
-        return chances
+        others = max(1 - sum(chances.values()), 1e-9)
+        for token in chances:
+            vote = sum(self.votes[cell] for cell in self.voted(found, token))
+            chances[token] *= np.exp(min(vote, MOST_VOTES))
+        total = others + sum(chances.values())
+        return {token: chance / total for token, chance in chances.items()}
+
+    @staticmethod
+    def voted(found: list, token: int) -> list[tuple]:
+        """The cells of the table of votes that speak of a token."""
+        cells = []
+        for (kind, amount, _), _, entry in found:
+            weight = float(entry["next"].get(token, 0))
+            cells.append((kind, amount, sum(weight > bound for bound in (0, 0.15, 0.4, 0.7, 0.95))))
+        return cells
 
     def calibrate(self, before: list[int], token: int) -> None:
-        for candidate, chance in self.mixed(before).items():
-            cell = self.reliability[min(int(chance * 10), 9)]
-            cell[:] = cell * (1 - 0.0005 * chance) + np.array([chance, candidate == token])
         found, rest = self.look_up(before)
+        for candidate, chance in self.next(before).items():
+            for cell in self.voted(found, candidate):
+                self.votes[cell] += STEP * ((candidate == token) - chance)
         credits = [belief * float(entry["next"].get(token, 0)) for _, belief, entry in found]
         total, left = sum(credits) + max(rest, 1e-9) * OUTSIDE, 1.0
         for (cell, _, _), credit in zip(found, credits, strict=True):
@@ -168,6 +178,7 @@ def test_pool_is_what_a_plain_pool_would_be(actions, context, budget, floor):
     if tree.depths.max(initial=0) < 12:
         plain.check(tree, context, budget, floor)
     assert pool.belief == pytest.approx(plain.belief[..., 0] / plain.belief[..., 1], rel=1e-3)
+    assert pool._credence.votes == pytest.approx(plain.votes, abs=1e-4)
 
 
 def random_text(rng: random.Random, length: int, vocabulary: int = 30) -> list[int]:
@@ -308,7 +319,7 @@ def test_belief_follows_what_is_accepted():
         pool.learn_next([[a, b, rng.randrange(20)]], [[rng.randrange(20)]], [[1.0]], Source.TEXT)
     change = (pool.belief - before).reshape(len(KINDS), -1)
     assert change[KINDS.index((1, 2))].min() < -0.02
-    assert np.abs(change[KINDS.index((0, 8))]).max() == 0, "there were no contexts of eight tokens"
+    assert np.abs(change[KINDS.index((0, 16))]).max() == 0, "there were no contexts of sixteen tokens"
 
 
 def test_probabilities_predict_acceptance():
@@ -678,5 +689,5 @@ def test_what_is_in_a_pool():
 
 def test_contexts_of_a_text():
     rows = contexts_of([4, 5, 6], 2)
-    assert rows.tolist() == [[-1] * 6 + [4, 5], [-1] * 5 + [4, 5, 6]]
+    assert rows.tolist() == [[-1] * (LONGEST - 2) + [4, 5], [-1] * (LONGEST - 3) + [4, 5, 6]]
     assert len(contexts_of([4, 5, 6], 0)) == 0

@@ -12,6 +12,7 @@ from simulate_replicas import ALONE, choose_requests, main, passages, read_trace
 
 from lookahead.cli import load
 from ngram_pool import NgramPool
+from ngram_pool.kernels import LONGEST
 
 DRAFTING = (4, 0.0)
 
@@ -53,7 +54,7 @@ def plainly(pool: NgramPool, request) -> tuple[int, int, int, int]:
                 break
             accepted += 1
         for index in range(at, at + len(new)):
-            pool.calibrate([([-1] * 8 + text[:index])[-8:]], [[text[index]]], [[1.0]])
+            pool.calibrate([([-1] * LONGEST + text[:index])[-LONGEST:]], [[text[index]]], [[1.0]])
         for index in range(at, at + len(new)):
             pool.learn(text[: index + 1], start=index)
         at += len(new)

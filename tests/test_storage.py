@@ -151,7 +151,7 @@ def replaced(name, change):
 @pytest.mark.parametrize(
     "damage",
     [
-        *(without(name) for name in ("keys", "weights", "belief")),
+        *(without(name) for name in ("keys", "weights", "belief", "votes")),
         replaced("tokens", lambda a: a[:, :4]),
         replaced("tokens", lambda a: a - 5),
         replaced("tokens", lambda a: a + 10),
@@ -163,7 +163,7 @@ def replaced(name, change):
         replaced("sources", lambda a: a + 9),
         replaced("belief", lambda a: a[:1]),
         replaced("belief", lambda a: a * 0),
-        replaced("reliability", lambda a: a * np.inf),
+        replaced("votes", lambda a: a + np.inf),
         lambda header, arrays: header.pop("clock"),
         lambda header, arrays: header.update(largest="7"),
         lambda header, arrays: header.update(vocabulary=7),
