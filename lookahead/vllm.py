@@ -38,6 +38,7 @@ from ngram_pool import NgramPool, Source
 from ngram_pool.kernels import LONGEST, NO_TOKEN
 
 PREFIX = "LOOKAHEAD_VLLM_"
+FADE = 0.98  # a pass, of what was written lately
 LOOK = 0.2  # seconds between looks at whether the process has ended
 
 _logger = logging.getLogger("vllm.lookahead")  # below vLLM's, which shows what is logged
@@ -95,9 +96,10 @@ def min_probability(requests: int, free_rows: float) -> float:
     """Probability of being accepted that a drafted token has to exceed where ``requests`` are decoded together.
 
     A pass over n rows takes about as long as free_rows + n times what each row adds. So one row more takes the time in
-    which 1 / (free_rows + n) of a pass would be done, and a pass writes a token or more for each request. That is
+    which 1 / (free_rows + n) of a pass would be done, and a plain pass writes a token for each request. That is
     requests / (free_rows + n) tokens lost, which is returned for n = requests: the more requests share a pass, the
-    surer a guess has to be. With no free rows nothing is drafted, with infinitely many everything.
+    surer a guess has to be. With no free rows nothing is drafted, with infinitely many everything. Where drafts make
+    decoding g times as fast as plain passes, time is worth g times as many tokens (see `lookahead.budget`).
     """
     return requests / (free_rows + requests)
 
@@ -138,6 +140,8 @@ class PoolProposer:
         self._settings = Settings.from_environment()
         self._texts = _Texts(2 * vllm_config.scheduler_config.max_num_seqs)
         self.pool = self._make_pool()
+        self._tokens = self._plain = 1.0  # written lately, and what plain passes would have written in the same time
+        self._drafted = 0  # tokens, that the next pass verifies
         # Where a request comes close to the model's longest text, vLLM drafts for none, as a draft model could not read
         # on. This proposer reads no positions, and keeps each draft to what there is room for.
         speculative.draft_model_config = copy.copy(speculative.draft_model_config)
@@ -200,14 +204,23 @@ class PoolProposer:
         lengths = num_tokens_no_spec[:rows].astype(np.int64)
         self._learn_prompts(token_ids_cpu, lengths - written, lengths)
         self._learn_written(token_ids_cpu, lengths - written, written)
-        threshold = min_probability(max(np.count_nonzero(written), 1), self._settings.free_rows)
+        threshold = self._threshold(int(np.count_nonzero(written)), int(written.sum()))
         drafts: list[list[int]] = []
         for row, length in enumerate(lengths.tolist()):
             # The step that verifies a draft writes a token more.
             room = min(self._most, self._model.max_model_len - length - 1) if written[row] else 0
             context = token_ids_cpu[row, max(length - LONGEST, 0) : length]
             drafts.append(self.pool.guess(context, room, threshold, chain=True).tokens.tolist())
+        self._drafted = sum(map(len, drafts))
         return drafts
+
+    def _threshold(self, requests: int, tokens: int) -> float:
+        """Least probability of a drafted token, after a pass that wrote so many ``tokens`` of so many requests."""
+        least = min_probability(max(requests, 1), self._settings.free_rows)
+        if requests:
+            self._tokens = FADE * self._tokens + tokens
+            self._plain = FADE * self._plain + requests + self._drafted * least
+        return least * self._tokens / self._plain
 
     def _learn_prompts(self, tokens: np.ndarray, known: np.ndarray, lengths: np.ndarray) -> None:
         """Learn the prompts of requests not seen before, and keep what is now known of every text.
