@@ -9,7 +9,7 @@ which vLLM's processes inherit:
 
 LOOKAHEAD_VLLM_POOL               file of the pool to start from; without it, an empty one
 LOOKAHEAD_VLLM_MEMORY_MB          MiB of an empty pool, 64 if not given
-LOOKAHEAD_VLLM_FREE_ROWS          how cheap a drafted token is on this machine, 3 if not given: see `min_probability`
+LOOKAHEAD_VLLM_FREE_ROWS          how cheap a drafted token is on this machine, 4 if not given: see `min_probability`
 LOOKAHEAD_VLLM_SNAPSHOT           file that the pool is written to now and then, and when the process ends
 LOOKAHEAD_VLLM_SNAPSHOT_SECONDS   how often that is, 300 if not given
 
@@ -50,7 +50,7 @@ class Settings:
 
     pool: Path | None = None
     memory_mb: float = 64.0
-    free_rows: float = 3.0
+    free_rows: float = 4.0
     snapshot: Path | None = None
     snapshot_seconds: float = 300.0
 

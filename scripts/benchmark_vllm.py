@@ -168,7 +168,7 @@ def main(
                                 try:
                                     runs[each, method, again].append(engines[method].ask({
                                         "prompts": prompts, "concurrency": each, "max_new_tokens": max_new_tokens,
-                                        "temperature": temperature, "seed": repeat * len(prompts), "forget": not again,
+                                        "temperature": temperature, "seed": repeat, "forget": not again,
                                     }))  # fmt: skip
                                 except PeerError as error:
                                     failures[method] = str(error)
