@@ -16,7 +16,7 @@ from numba import njit
 # Kinds of contexts, the most specific first: (skip, length) takes the tokens at distances skip+1 .. length before the
 # next one. Those that skip the newest token say what tends to follow whatever stands there: they speak where the newest
 # token is new, and carry over what the model said beside a guess that it rejected.
-KINDS = ((0, 16), (0, 5), (0, 3), (0, 2), (1, 3), (0, 1), (1, 2), (0, 0))
+KINDS = ((0, 16), (0, 8), (0, 3), (0, 2), (1, 3), (0, 1), (1, 2), (0, 0))
 LONGEST = 16
 WIDTH = 8
 WAYS = 4
@@ -26,7 +26,7 @@ NO_TOKEN = -1  # stands where a text has no token; nothing is learned across it
 # counts for. What is learned fades by FADE with every observation.
 PRIOR = np.array([
     (0.45, 0.45, 0.60, 0.70),
-    (0.50, 0.45, 0.50, 0.55),
+    (0.45, 0.45, 0.55, 0.55),
     (0.55, 0.50, 0.55, 0.55),
     (0.45, 0.55, 0.65, 0.65),
     (0.10, 0.10, 0.15, 0.20),
