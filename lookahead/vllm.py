@@ -220,7 +220,7 @@ class PoolProposer:
         if requests:
             self._tokens = FADE * self._tokens + tokens
             self._plain = FADE * self._plain + requests + self._drafted * least
-        return least * self._tokens / self._plain
+        return least * max(self._tokens / self._plain, 1.0)  # plain passes are always to be had
 
     def _learn_prompts(self, tokens: np.ndarray, known: np.ndarray, lengths: np.ndarray) -> None:
         """Learn the prompts of requests not seen before, and keep what is now known of every text.

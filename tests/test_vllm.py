@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import lookahead
 from lookahead.vllm import PREFIX, PoolProposer, Settings, min_probability
 from lookahead.vocabulary import vocabulary_fingerprint
-from ngram_pool import NgramPool, PoolFileError, Source, contexts_of
+from ngram_pool import GuessTree, NgramPool, PoolFileError, Source, contexts_of
 
 VOCABULARY = 1000
 LONGEST_TEXT = 48
@@ -288,6 +288,25 @@ def test_the_threshold_rises_with_the_requests(monkeypatch):
     assert drafts["0.5"] == [[2, 3, 4], []]
     assert len(drafts["inf"][0]) == K
     assert drafts["inf"][0][:3] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("accepted", [0, 3])
+def test_the_threshold_rises_with_what_drafts_gain(accepted, monkeypatch):
+    """Steps of one request that verify three guesses; what such a step takes, plain ones would write 1.6 tokens in."""
+    thresholds = []
+
+    def guess(context, budget, threshold, chain):
+        thresholds.append(threshold)
+        return GuessTree.chain([1] * 3, Source.TEXT)
+
+    monkeypatch.setenv(PREFIX + "FREE_ROWS", "4")
+    proposer = PoolProposer(config(max_model_len=2000))
+    proposer.pool.guess = guess
+    text = np.ones((1, 2000), np.int32)
+    for step in range(1, 300):
+        proposer.propose([[1] * (1 + accepted)], np.array([10 + (1 + accepted) * step]), text)
+    assert min(thresholds) >= min_probability(1, 4) == pytest.approx(0.2)
+    assert thresholds[-1] == pytest.approx(0.2 * (4 / 1.6 if accepted else 1), rel=1e-2)
 
 
 def test_no_step_is_left_out_near_the_longest_text():
