@@ -35,7 +35,7 @@ from transformers import AutoTokenizer
 
 from lookahead.vocabulary import vocabulary_fingerprint
 from ngram_pool import NgramPool, Source
-from ngram_pool.kernels import LONGEST, NO_TOKEN
+from ngram_pool.kernels import LONGEST
 
 PREFIX = "LOOKAHEAD_VLLM_"
 FADE = 0.98  # a pass, of what was written lately
@@ -199,18 +199,15 @@ class PoolProposer:
         token_ids_cpu: int [rows, longest], the texts; what stands behind a text's length is no part of it.
         slot_mappings: of no use here.
         """
-        rows = len(sampled_token_ids)
-        written = np.fromiter(map(len, sampled_token_ids), np.int64, rows)
-        lengths = num_tokens_no_spec[:rows].astype(np.int64)
-        self._learn_prompts(token_ids_cpu, lengths - written, lengths)
-        self._learn_written(token_ids_cpu, lengths - written, written)
-        threshold = self._threshold(int(np.count_nonzero(written)), int(written.sum()))
+        written = [len(tokens) for tokens in sampled_token_ids]
+        texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in range(len(written))]
+        self._learn(texts, written)
+        threshold = self._threshold(sum(new > 0 for new in written), sum(written))
         drafts: list[list[int]] = []
-        for row, length in enumerate(lengths.tolist()):
+        for text, new in zip(texts, written, strict=True):
             # The step that verifies a draft writes a token more.
-            room = min(self._most, self._model.max_model_len - length - 1) if written[row] else 0
-            context = token_ids_cpu[row, max(length - LONGEST, 0) : length]
-            drafts.append(self.pool.guess(context, room, threshold, chain=True).tokens.tolist())
+            room = min(self._most, self._model.max_model_len - len(text) - 1) if new else 0
+            drafts.append(self.pool.guess(text, room, threshold, chain=True).tokens.tolist())
         self._drafted = sum(map(len, drafts))
         return drafts
 
@@ -222,33 +219,22 @@ class PoolProposer:
             self._plain = FADE * self._plain + requests + self._drafted * least
         return least * max(self._tokens / self._plain, 1.0)  # plain passes are always to be had
 
-    def _learn_prompts(self, tokens: np.ndarray, known: np.ndarray, lengths: np.ndarray) -> None:
-        """Learn the prompts of requests not seen before, and keep what is now known of every text.
-
-        known, lengths: int64 [n], the lengths of the texts before and after what has just been written.
-        """
+    def _learn(self, texts: list[np.ndarray], written: list[int]) -> None:
+        """Learn the prompts of requests not seen before and the last ``written`` tokens of each text, and keep what is
+        now known of every one."""
         hashes = []
-        for row, (before, after) in enumerate(zip(known.tolist(), lengths.tolist(), strict=True)):
-            text = xxhash.xxh3_128(tokens[row, :before])
-            if not self._texts.take(text.digest()):
-                self.pool.learn(tokens[row, :before], Source.PROMPT)
-            text.update(tokens[row, before:after])
-            hashes.append(text.digest())
-        for text in hashes:  # only now, for no request may be taken for another one of this call
-            self._texts.keep(text)
-
-    def _learn_written(self, tokens: np.ndarray, known: np.ndarray, written: np.ndarray) -> None:
-        """Learn the last ``written`` (int64 [n]) tokens of each text, after weighing the pool's word by them."""
-        row = np.repeat(np.arange(len(written)), written)
-        if not len(row):
-            return
-        first = np.cumsum(written) - written
-        place = np.arange(len(row)) + np.repeat(known - first, written)
-        before = place[:, None] + np.arange(-LONGEST, 0)
-        contexts = np.where(before < 0, NO_TOKEN, tokens[row[:, None], np.maximum(before, 0)])
-        followed, certain = tokens[row, place][:, None], np.ones((len(row), 1))
-        self.pool.calibrate(contexts, followed, certain)
-        self.pool.learn_next(contexts, followed, certain, Source.TEXT)
+        for text, new in zip(texts, written, strict=True):
+            known = len(text) - new
+            hash_ = xxhash.xxh3_128(text[:known])
+            if not self._texts.take(hash_.digest()):
+                self.pool.learn(text[:known], Source.PROMPT)
+            if new:
+                recent = min(known, LONGEST)
+                self.pool.follow(text[known - recent :], start=recent)
+                hash_.update(text[known:])
+            hashes.append(hash_.digest())
+        for digest in hashes:  # only now, for no request may be taken for another one of this call
+            self._texts.keep(digest)
 
 
 class _Texts:

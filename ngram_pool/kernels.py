@@ -90,7 +90,8 @@ ENTRY_BYTES = sum(np.dtype(kind).itemsize * width for _, kind, width in COLUMNS)
 
 
 def empty_table(entries: int) -> Table:
-    return Table(*(np.zeros((entries, width) if width > 1 else entries, kind) for _, kind, width in COLUMNS))
+    """Written to all over, for memory that is first touched later, page by page, would be waited for between steps."""
+    return Table(*(np.full((entries, width) if width > 1 else entries, 0, kind) for _, kind, width in COLUMNS))
 
 
 class Credence(NamedTuple):
@@ -224,13 +225,39 @@ def _observe(table, keys, tokens, probabilities, source, clock):
 
 
 @_compiled
-def learn_text(table, tokens, start, source, clock) -> None:
-    """Learn tokens[start:], each from those before it; the clock ticks once a token."""
+def are_ids(tokens) -> bool:
+    """Whether all tokens, of which there are some, lie in 0..2**31-1."""
+    return tokens.min() >= 0 and tokens.max() < 2**31
+
+
+@_compiled
+def are_distributions(probabilities) -> bool:
+    """Whether no probability is negative or NaN, and each row's sum is at most 1, give or take what rounding does."""
+    for row in range(len(probabilities)):
+        total = 0.0
+        for probability in probabilities[row]:
+            if not probability >= 0:
+                return False
+            total += probability
+        if total > 1.001:
+            return False
+    return True
+
+
+@_compiled
+def learn_text(table, tokens, start, source, clock) -> tuple[int, int]:
+    """Learn tokens[start:], each from those before it; the clock ticks once a token, or NO_TOKEN.
+
+    Returns how many tokens that were, and the largest of them, -1 if there is none.
+    """
     sums, keys, certain = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64), np.ones(1)
+    learned, largest = 0, -1
     for index in range(start, len(tokens)):
         if tokens[index] >= 0:
             _hash(tokens, index, sums, keys)
             _observe(table, keys, tokens[index : index + 1], certain, source, clock + index - start)
+            learned, largest = learned + 1, max(largest, tokens[index])
+    return learned, largest
 
 
 @_compiled
@@ -474,6 +501,17 @@ def calibrate(table, credence, contexts, tokens, probabilities) -> None:
 
 
 @_compiled
+def calibrate_text(table, credence, tokens, start) -> None:
+    """Calibrate by the tokens from index ``start`` on."""
+    new = len(tokens) - start
+    contexts = np.full((new, LONGEST), NO_TOKEN)
+    for row in range(new):
+        known = min(start + row, LONGEST)
+        contexts[row, LONGEST - known :] = tokens[start + row - known : start + row]
+    calibrate(table, credence, contexts, tokens[start:].reshape(new, 1), np.ones((new, 1)))
+
+
+@_compiled
 def grow(table, credence, context, budget, min_probability, max_depth, chain) -> tuple[np.ndarray, ...]:
     """The likeliest tree below ``context`` (int64 [LONGEST]), best first, laid out depth-first.
 
@@ -552,6 +590,9 @@ def compile_loops() -> None:
     learn_text(table, row[0], 0, 0, 0)
     learn_rows(table, row, row, certain, row[0, :1], 0)
     calibrate(table, credence, row, row, certain)
+    calibrate_text(table, credence, row[0], 0)
+    are_ids(row[0])
+    are_distributions(certain)
     grow(table, credence, row[0], 1, 0.0, 1, False)
     merge(table, 0, table, 0, table)
     find_entries(table, row, 0)

@@ -91,10 +91,7 @@ class NgramPool:
         tokens: sequence of ids; ``tokens[:start]`` serves as context only.
         Raises ValueError for ids outside 0..2**31-1.
         """
-        tokens = _ids(tokens)
-        if tokens.ndim != 1:
-            raise ValueError(f"tokens must be one sequence of ids, not of shape {tokens.shape}")
-        self._learn_text(tokens, Source(source), start)
+        self._learn_text(_text(tokens), int(Source(source)), start)
 
     def learn_next(self, contexts, tokens, probabilities, source: Source | np.ndarray = Source.LOGITS) -> None:
         """Learn distributions over the next token.
@@ -120,17 +117,18 @@ class NgramPool:
         if ngrams.ndim != 2 or ngrams.shape[1] < 2:
             raise ValueError(f"n-grams must be [m, n] with n of at least 2, not {ngrams.shape}")
         apart = np.pad(ngrams, ((0, 0), (1, 0)), constant_values=NO_TOKEN)
-        self._learn_text(apart.ravel(), Source(source), 0)
+        self._learn_text(apart.ravel(), int(Source(source)), 0)
 
-    def _learn_text(self, tokens: np.ndarray, source: Source, start: int) -> None:
+    def _learn_text(self, tokens: np.ndarray, source: int, start: int, follows: bool = False) -> None:
         for begin in range(max(start, 0), len(tokens), CHUNK):
             chunk, first = tokens[max(begin - LONGEST, 0) : begin + CHUNK], min(begin, LONGEST)
-            learned = chunk[first:]
             with self._lock:
-                self._largest = max(self._largest, int(learned.max()))
-                kernels.learn_text(self._table, chunk, first, int(source), self._clock)
-                self._clock += len(learned)
-                self._observations += int(np.count_nonzero(learned != NO_TOKEN))
+                if follows:
+                    kernels.calibrate_text(self._table, self._credence, chunk, first)
+                learned, largest = kernels.learn_text(self._table, chunk, first, source, self._clock)
+                self._largest = max(self._largest, largest)
+                self._clock += len(chunk) - first
+                self._observations += learned
 
     def calibrate(self, contexts, tokens, probabilities) -> None:
         """Adjust how far each kind of context is believed, given what followed contexts that came up.
@@ -141,6 +139,14 @@ class NgramPool:
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         with self._lock:
             kernels.calibrate(self._table, self._credence, contexts, tokens, probabilities)
+
+    def follow(self, tokens, source: Source = Source.TEXT, start: int = 0) -> None:
+        """`calibrate` by every next token of ``tokens`` that stands at index ``start`` or later, then `learn` them: to
+        be called with each piece of a text as it is written.
+
+        Arguments and errors as for `learn`.
+        """
+        self._learn_text(_text(tokens), int(Source(source)), start, follows=True)
 
     # Guessing
 
@@ -159,9 +165,7 @@ class NgramPool:
             raise ValueError(
                 f"budget={budget} must be at most {MOST_GUESSES} and min_probability={min_probability} a number"
             )
-        tail = _ids(context[-LONGEST:])
-        if tail.ndim != 1:
-            raise ValueError(f"context must be one sequence of ids, not of shape {np.shape(context)}")
+        tail = _text(context[-LONGEST:])
         depth = budget if max_depth is None else min(operator.index(max_depth), budget)
         if budget <= 0 or depth <= 0:
             return GuessTree.empty()
@@ -308,14 +312,23 @@ def _ids(tokens) -> np.ndarray:
         return tokens.astype(np.int64)
     if tokens.dtype.kind not in "iu":
         raise ValueError(f"token ids must be whole numbers in 0..2**31-1, not of dtype {tokens.dtype}")
-    if tokens.min() < 0 or tokens.max() >= 2**31:
+    ids = _for_loops(tokens, np.int64)  # those that it has no room for become negative
+    if not kernels.are_ids(ids.ravel()):
         raise ValueError(f"token ids must lie in 0..2**31-1, not {tokens.min()}..{tokens.max()}")
-    return _for_loops(tokens, np.int64)
+    return ids
+
+
+def _text(tokens) -> np.ndarray:
+    tokens = _ids(tokens)
+    if tokens.ndim != 1:
+        raise ValueError(f"tokens must be one sequence of ids, not of shape {tokens.shape}")
+    return tokens
 
 
 def _for_loops(array: np.ndarray, dtype) -> np.ndarray:
     """As the compiled loops take it; for arrays that are read-only or not contiguous numba would compile them anew."""
-    return np.require(array, dtype, ("C", "W"))
+    array = array.astype(dtype, order="C", copy=False)
+    return array if array.flags.writeable else array.copy()
 
 
 def _rows(contexts, tokens, probabilities) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -328,14 +341,14 @@ def _rows(contexts, tokens, probabilities) -> tuple[np.ndarray, np.ndarray, np.n
         )
     if len(contexts) != len(tokens):
         raise ValueError(f"{len(contexts)} contexts but {len(tokens)} rows of tokens")
-    if not (probabilities.min(initial=0) >= 0 and probabilities.sum(1).max(initial=0) <= 1.001):  # NaN is neither
-        raise ValueError("probabilities must lie in 0..1, and a row's sum too; NaN is refused")
     if contexts.size and (contexts.dtype.kind not in "iu" or contexts.max() >= 2**31):
         raise ValueError(
             f"ids of contexts must be whole numbers below 2**31, not {contexts.dtype} up to {contexts.max()}"
         )
-    contexts = np.maximum(contexts[:, -LONGEST:].astype(np.int64), NO_TOKEN)
-    return _for_loops(contexts, np.int64), tokens, _for_loops(probabilities, np.float64)
+    probabilities = _for_loops(probabilities, np.float64)
+    if not kernels.are_distributions(probabilities):
+        raise ValueError("probabilities must lie in 0..1, and a row's sum too; NaN is refused")
+    return _for_loops(contexts[:, -LONGEST:], np.int64), tokens, probabilities
 
 
 def _is_sound(header: dict, arrays: dict[str, np.ndarray]) -> bool:

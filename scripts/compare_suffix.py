@@ -20,7 +20,6 @@ from lookahead import NgramPool, Source
 from lookahead.cli import load
 from lookahead.measuring import read_prompts
 from lookahead.strategies import MIN_PROBABILITY
-from ngram_pool import contexts_of
 from ngram_pool.kernels import LONGEST
 
 MATCHED = 64  # tokens of context that the suffix trees are shown; their own default depth
@@ -42,9 +41,7 @@ class Pool:
 
     def learn(self, text: list[int], new: list[int]) -> None:
         recent = text[-LONGEST:]
-        contexts = contexts_of(recent + new[:-1], len(new))
-        self.pool.calibrate(contexts, np.array(new)[:, None], np.ones((len(new), 1)))
-        self.pool.learn(recent + new, start=len(recent))
+        self.pool.follow(recent + new, start=len(recent))
 
     def read(self, text: np.ndarray) -> None:
         self.pool.learn(text)

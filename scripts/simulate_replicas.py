@@ -38,7 +38,7 @@ from measure_pool import microseconds
 
 from lookahead.cli import load
 from lookahead.measuring import read_prompts, up_to_its_end
-from ngram_pool import NgramPool, Source, contexts_of
+from ngram_pool import NgramPool, Source
 from ngram_pool.kernels import LONGEST
 
 PASSAGE_LINES = 24
@@ -189,9 +189,7 @@ def serve(pool: NgramPool, request: Request, budget: int, min_probability: float
         right = int(np.cumprod(draft == text[at : at + len(draft)]).sum())
         steps, drafted, accepted = steps + 1, drafted + len(draft), accepted + right
         new, recent = right + 1, min(at, LONGEST)
-        seen = text[at - recent : at + new]
-        pool.calibrate(contexts_of(seen[:-1], new), seen[recent:, None], np.ones((new, 1)))
-        pool.learn(seen, Source.TEXT, start=recent)
+        pool.follow(text[at - recent : at + new], start=recent)
         at += new
     return steps, len(request.answer) - 1, drafted, accepted
 

@@ -143,6 +143,7 @@ LEARN = st.one_of(
     st.tuples(st.just("ngrams"), st.lists(st.lists(TOKEN, min_size=3, max_size=3), max_size=5), SOURCE),
     st.tuples(st.just("next"), TEXT, st.lists(st.floats(0, 0.16), min_size=6, max_size=6), SOURCE),
     st.tuples(st.just("calibrate"), TEXT, TOKEN),
+    st.tuples(st.just("follow"), TEXT, st.integers(0, 20)),
 )
 
 
@@ -168,6 +169,13 @@ def test_pool_is_what_a_plain_pool_would_be(actions, context, budget, floor):
             row = ([-1] * LONGEST + text)[-LONGEST:]
             pool.learn_next([row], [range(6)], [probabilities], source)
             plain.observe(text, dict(enumerate(probabilities)), source)
+        elif name == "follow":
+            text, start = arguments
+            pool.follow(text, start=start)
+            for index in range(start, len(text)):
+                plain.calibrate(text[:index], text[index])
+            for index in range(start, len(text)):
+                plain.observe(text[:index], {text[index]: 1.0}, Source.TEXT)
         else:
             text, token = arguments
             pool.calibrate([([-1] * LONGEST + text)[-LONGEST:]], [[token]], [[1.0]])
@@ -363,6 +371,8 @@ def test_orders_that_collide_in_no_way():
         (lambda p: p.learn([1, 2], source=9), "9"),
         (lambda p: p.learn_ngrams([[1]]), "n-grams"),
         (lambda p: p.learn_ngrams([[1, -1]]), "ids"),
+        (lambda p: p.follow([[1, 2]]), "one sequence"),
+        (lambda p: p.follow([1, -5], start=1), "ids"),
         (lambda p: p.learn_next([[1]], [[2]], [[float("nan")]]), "probabilities"),
         (lambda p: p.learn_next([[1]], [[2]], [[1.5]]), "probabilities"),
         (lambda p: p.learn_next([[1]], [[2]], [[-0.1]]), "probabilities"),
@@ -399,6 +409,8 @@ def test_nothing_to_learn_is_no_error():
     pool = NgramPool(0.1)
     pool.learn([])
     pool.learn([1, 2], start=2)
+    pool.follow([])
+    pool.follow([1, 2], start=2)
     pool.learn_next(np.empty((0, 8), int), np.empty((0, 8), int), np.empty((0, 8)))
     pool.learn_next([[1]], np.empty((1, 0), int), np.empty((1, 0)))
     pool.calibrate(np.empty((0, 8), int), np.empty((0, 1), int), np.empty((0, 1)))

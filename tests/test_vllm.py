@@ -145,16 +145,13 @@ class Engine:
 
     def _reflect(self, sampled: list[list[int]]) -> None:
         for request, new in zip(self.rows, sampled, strict=True):
+            text = request.text
             if request not in self.known:
-                self.mirror.learn(request.text[: len(request.text) - len(new)], Source.PROMPT)
+                self.mirror.learn(text[: len(text) - len(new)], Source.PROMPT)
                 self.known.add(request)
-        texts = [request.text for request in self.rows]
-        followed = np.array([token for new in sampled for token in new])[:, None]
-        if len(followed):
-            contexts = np.concatenate([contexts_of(x[:-1], len(n)) for x, n in zip(texts, sampled, strict=True) if n])
-            self.mirror.calibrate(contexts, followed, np.ones(followed.shape))
-        for text, new in zip(texts, sampled, strict=True):
-            self.mirror.learn(text, Source.TEXT, start=len(text) - len(new))
+            if new:
+                self.mirror.calibrate(contexts_of(text[:-1], len(new)), np.array(new)[:, None], np.ones((len(new), 1)))
+                self.mirror.learn(text, Source.TEXT, start=len(text) - len(new))
 
 
 def assert_same(pool: NgramPool, other: NgramPool) -> None:
