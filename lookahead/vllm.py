@@ -1,7 +1,7 @@
 """The n-gram pool as a speculative proposer of vLLM, by its ``custom_class`` interface; see docs/vllm.md.
 
     LLM(model, speculative_config={"method": "custom_class", "model": "lookahead.vllm.PoolProposer",
-                                   "num_speculative_tokens": 8})
+                                   "num_speculative_tokens": 24})
 
 vLLM verifies a chain of guesses for each request and decides what is written; this class drafts the chains, and learns
 from prompts and texts as they come. One pool serves all requests of an engine. It is set up by environment variables,
@@ -9,7 +9,7 @@ which vLLM's processes inherit:
 
 LOOKAHEAD_VLLM_POOL               file of the pool to start from; without it, an empty one
 LOOKAHEAD_VLLM_MEMORY_MB          MiB of an empty pool, 64 if not given
-LOOKAHEAD_VLLM_FREE_ROWS          how cheap a drafted token is on this machine, 4 if not given: see `min_probability`
+LOOKAHEAD_VLLM_FREE_ROWS          how cheap a drafted token is on this machine, 5 if not given: see `min_probability`
 LOOKAHEAD_VLLM_SNAPSHOT           file that the pool is written to now and then, and when the process ends
 LOOKAHEAD_VLLM_SNAPSHOT_SECONDS   how often that is, 300 if not given
 
@@ -50,7 +50,7 @@ class Settings:
 
     pool: Path | None = None
     memory_mb: float = 64.0
-    free_rows: float = 4.0
+    free_rows: float = 5.0
     snapshot: Path | None = None
     snapshot_seconds: float = 300.0
 
@@ -131,7 +131,7 @@ class PoolProposer:
         if speculative is None:
             raise TypeError(
                 "PoolProposer is made by vLLM, which hands it a VllmConfig: give vLLM the speculative_config "
-                '{"method": "custom_class", "model": "lookahead.vllm.PoolProposer", "num_speculative_tokens": 8}'
+                '{"method": "custom_class", "model": "lookahead.vllm.PoolProposer", "num_speculative_tokens": 24}'
             )
         self._model = vllm_config.model_config
         if self._model.enable_prompt_embeds:
