@@ -1,7 +1,7 @@
 """The n-gram pool as a speculative proposer of vLLM, by its ``custom_class`` interface; see docs/vllm.md.
 
     LLM(model, speculative_config={"method": "custom_class", "model": "lookahead.vllm.PoolProposer",
-                                   "num_speculative_tokens": 24})
+                                   "num_speculative_tokens": 16})
 
 vLLM verifies a chain of guesses for each request and decides what is written; this class drafts the chains, and learns
 from prompts and texts as they come. One pool serves all requests of an engine. It is set up by environment variables,
@@ -9,7 +9,8 @@ which vLLM's processes inherit:
 
 LOOKAHEAD_VLLM_POOL               file of the pool to start from; without it, an empty one
 LOOKAHEAD_VLLM_MEMORY_MB          MiB of an empty pool, 64 if not given
-LOOKAHEAD_VLLM_FREE_ROWS          how cheap a drafted token is on this machine, 5 if not given: see `min_probability`
+LOOKAHEAD_VLLM_FREE_ROWS          how cheap a drafted token is on this machine, 12 if not given: see `break_even`
+LOOKAHEAD_VLLM_MIN_PROBABILITY    below which a token is not drafted however cheap it is, 0.4 if not given
 LOOKAHEAD_VLLM_SNAPSHOT           file that the pool is written to now and then, and when the process ends
 LOOKAHEAD_VLLM_SNAPSHOT_SECONDS   how often that is, 300 if not given
 
@@ -50,7 +51,8 @@ class Settings:
 
     pool: Path | None = None
     memory_mb: float = 64.0
-    free_rows: float = 5.0
+    free_rows: float = 12.0
+    min_probability: float = 0.4
     snapshot: Path | None = None
     snapshot_seconds: float = 300.0
 
@@ -79,6 +81,8 @@ class Settings:
             )
         if settings.free_rows < 0:
             raise ValueError(f"{PREFIX}FREE_ROWS has to be 0 or more, got {settings.free_rows:g}")
+        if not 0 <= settings.min_probability <= 1:
+            raise ValueError(f"{PREFIX}MIN_PROBABILITY has to lie in 0..1, got {settings.min_probability:g}")
         return settings
 
 
@@ -92,8 +96,8 @@ def _number(name: str, value: str) -> float:
     return number
 
 
-def min_probability(requests: int, free_rows: float) -> float:
-    """Probability of being accepted that a drafted token has to exceed where ``requests`` are decoded together.
+def break_even(requests: int, free_rows: float) -> float:
+    """Probability of being accepted above which a drafted token saves time where ``requests`` are decoded together.
 
     A pass over n rows takes about as long as free_rows + n times what each row adds. So one row more takes the time in
     which 1 / (free_rows + n) of a pass would be done, and a plain pass writes a token for each request. That is
@@ -131,7 +135,7 @@ class PoolProposer:
         if speculative is None:
             raise TypeError(
                 "PoolProposer is made by vLLM, which hands it a VllmConfig: give vLLM the speculative_config "
-                '{"method": "custom_class", "model": "lookahead.vllm.PoolProposer", "num_speculative_tokens": 24}'
+                '{"method": "custom_class", "model": "lookahead.vllm.PoolProposer", "num_speculative_tokens": 16}'
             )
         self._model = vllm_config.model_config
         if self._model.enable_prompt_embeds:
@@ -213,11 +217,12 @@ class PoolProposer:
 
     def _threshold(self, requests: int, tokens: int) -> float:
         """Least probability of a drafted token, after a pass that wrote so many ``tokens`` of so many requests."""
-        least = min_probability(max(requests, 1), self._settings.free_rows)
+        least = break_even(max(requests, 1), self._settings.free_rows)
         if requests:
             self._tokens = FADE * self._tokens + tokens
             self._plain = FADE * self._plain + requests + self._drafted * least
-        return least * max(self._tokens / self._plain, 1.0)  # plain passes are always to be had
+        # Plain passes are always to be had.
+        return max(least * max(self._tokens / self._plain, 1.0), self._settings.min_probability)
 
     def _learn(self, texts: list[np.ndarray], written: list[int]) -> None:
         """Learn the prompts of requests not seen before and the last ``written`` tokens of each text, and keep what is

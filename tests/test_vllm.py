@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import lookahead
-from lookahead.vllm import PREFIX, PoolProposer, Settings, min_probability
+from lookahead.vllm import PREFIX, PoolProposer, Settings, break_even
 from lookahead.vocabulary import vocabulary_fingerprint
 from ngram_pool import GuessTree, NgramPool, PoolFileError, Source, contexts_of
 
@@ -274,17 +274,19 @@ def test_hashes_of_ended_requests_are_dropped():
 
 
 def test_the_threshold_rises_with_the_requests(monkeypatch):
-    assert 0 < min_probability(1, 8) < min_probability(8, 8) < min_probability(1000, 8) < 1
+    assert 0 < break_even(1, 8) < break_even(8, 8) < break_even(1000, 8) < 1
     # What follows is likely at first, and then one thing or the other.
     text, lengths = np.array([[1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1]] * 2, np.int32), np.array([11, 11])
     drafts = {}
-    for free in ("0", "0.5", "inf"):
+    for free, least in (("0", "0"), ("0.5", "0"), ("inf", "0"), ("inf", "0.67")):
         monkeypatch.setenv(PREFIX + "FREE_ROWS", free)
-        drafts[free] = PoolProposer(config()).propose([[1], []], lengths, text)
-    assert drafts["0"] == [[], []]
-    assert drafts["0.5"] == [[2, 3, 4], []]
-    assert len(drafts["inf"][0]) == K
-    assert drafts["inf"][0][:3] == [2, 3, 4]
+        monkeypatch.setenv(PREFIX + "MIN_PROBABILITY", least)
+        drafts[free, least] = PoolProposer(config()).propose([[1], []], lengths, text)
+    assert drafts["0", "0"] == [[], []]
+    assert drafts["0.5", "0"] == [[2, 3, 4], []]
+    assert len(drafts["inf", "0"][0]) == K
+    assert drafts["inf", "0"][0][:3] == [2, 3, 4]
+    assert drafts["inf", "0.67"] == drafts["0.5", "0"]  # which is 1 / (0.5 + 1)
 
 
 @pytest.mark.parametrize("accepted", [0, 3])
@@ -297,12 +299,13 @@ def test_the_threshold_rises_with_what_drafts_gain(accepted, monkeypatch):
         return GuessTree.chain([1] * 3, Source.TEXT)
 
     monkeypatch.setenv(PREFIX + "FREE_ROWS", "4")
+    monkeypatch.setenv(PREFIX + "MIN_PROBABILITY", "0")
     proposer = PoolProposer(config(max_model_len=2000))
     proposer.pool.guess = guess
     text = np.ones((1, 2000), np.int32)
     for step in range(1, 300):
         proposer.propose([[1] * (1 + accepted)], np.array([10 + (1 + accepted) * step]), text)
-    assert min(thresholds) >= min_probability(1, 4) == pytest.approx(0.2)
+    assert min(thresholds) >= break_even(1, 4) == pytest.approx(0.2)
     assert thresholds[-1] == pytest.approx(0.2 * (4 / 1.6 if accepted else 1), rel=1e-2)
 
 
@@ -351,6 +354,7 @@ def test_vocabulary_is_not_checked_without_a_tokenizer(tmp_path, monkeypatch, ca
         ({"MEMORY_MB": "much"}, "MEMORY_MB has to be a number, got 'much'"),
         ({"MEMORY_MB": "nan"}, "MEMORY_MB has to be a number"),
         ({"FREE_ROWS": "-1"}, "FREE_ROWS has to be 0 or more, got -1"),
+        ({"MIN_PROBABILITY": "1.5"}, "MIN_PROBABILITY has to lie in 0..1, got 1.5"),
         ({"SNAPSHOT": "x", "SNAPSHOT_SECONDS": "0"}, "finite number above 0"),
         ({"SNAPSHOT": "x", "SNAPSHOT_SECONDS": "inf"}, "finite number above 0"),
         ({"SNAPSHOT_SECONDS": "9"}, "needs LOOKAHEAD_VLLM_SNAPSHOT"),

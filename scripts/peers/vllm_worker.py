@@ -30,7 +30,7 @@ METHODS = {
     "suffix-shared": {"speculative_config": SUFFIX},
     "lookahead": {
         "speculative_config": {
-            "method": "custom_class", "model": "lookahead.vllm.PoolProposer", "num_speculative_tokens": 24,
+            "method": "custom_class", "model": "lookahead.vllm.PoolProposer", "num_speculative_tokens": 16,
         },
     },
 }  # fmt: skip
