@@ -176,6 +176,8 @@ def generate(
     streaming = stream and not as_json
     plain = None
     with _decoding():
+        if compare and engine and engine.config.strategy == "lookahead":
+            step_costs(model, inspect_model(model, engine.config.compile_passes))  # once a model: no part of the time
         ids, seconds = decode(_streamer(tokenizer, engine) if streaming else None)
         if compare:
             unwrap(model)
