@@ -176,7 +176,7 @@ def generate(
     streaming = stream and not as_json
     plain = None
     with _decoding():
-        if compare and engine and engine.config.strategy == "lookahead":
+        if compare and engine and engine.config.goes_by_costs:
             step_costs(model, inspect_model(model, engine.config.compile_passes))  # once a model: no part of the time
         ids, seconds = decode(_streamer(tokenizer, engine) if streaming else None)
         if compare:

@@ -54,3 +54,8 @@ class LookaheadConfig:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {least}, or {AUTO!r}")
         if not self.pool_memory_mb > 0:
             raise ValueError(f"pool_memory_mb={self.pool_memory_mb!r} must be above 0")
+
+    @property
+    def goes_by_costs(self) -> bool:
+        """Whether step costs decide on something, and so have to be measured (`costs.step_costs`)."""
+        return self.strategy == "lookahead" and AUTO in (self.budget, self.window_size)

@@ -181,7 +181,7 @@ def _strategy(
         )
     temperature = (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
     pace = trials = None
-    if AUTO in (config.budget, config.window_size):
+    if config.goes_by_costs:
         costs = step_costs(model, architecture)
         if engine.pace is None or engine.pace.costs is not costs:
             engine.pace = Pace(costs)
