@@ -9,7 +9,7 @@ is another number in each step, is an operation that the compiler does not look 
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
@@ -48,8 +48,21 @@ def _pass(
     return model(input_ids=ids, position_ids=positions, **inputs).logits
 
 
-# Rounding to the model's dtype wherever its own code does: what is nearer to the exact sum may be another token.
-_compiled_pass = torch.compile(_pass, fullgraph=True, dynamic=True, options={"emulate_precision_casts": True})
+def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+    """What torch.compile does with what it has traced, after layers packed as one matrix have become one product."""
+    products: dict[tuple, torch.fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.lookahead.packed_linear:
+            first = products.setdefault(node.args, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.graph.erase_node(node)
+    graph.recompile()
+    # Rounding to the model's dtype wherever its own code does: what is nearer to the exact sum may be another token.
+    return torch._inductor.compile(graph, inputs, options={"emulate_precision_casts": True})
+
+
+_compiled_pass = torch.compile(_pass, fullgraph=True, dynamic=True, backend=_compile)
 
 
 def run(
