@@ -148,13 +148,14 @@ class Architecture:
         if again:
             ids = np.concatenate([[cache.replay], ids], axis=1)
             positions = np.concatenate([np.arange(cache.lengths[0] - again, cache.lengths[0])[None], positions], axis=1)
-        ids, positions = torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device)
+        tokens = torch.from_numpy(np.stack([ids, positions])).to(device)
+        ids, positions = tokens
         mode = torch.inference_mode() if self.in_inference_mode else nullcontext()
         cache.begin(ids.shape[1])
         if compiles:
             with attention.in_use(self.two_part), mode:
                 masks = self.masks(ancestors, positions, cache, model.dtype)
-                logits = compiled.run(model, self.cache_argument, ids, positions, cache, masks)
+                logits = compiled.run(model, self.cache_argument, tokens[:, 0], cache, masks)
             return logits[:, : len(steps[0])]
         inputs = {self.cache_argument: cache, "use_cache": True}
         if self.takes_position_ids:

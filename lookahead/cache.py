@@ -295,6 +295,8 @@ class LookaheadCache(Cache):
         """Tokens of the last of these positions, which the layers do not hold and the next pass computes again."""
         self.graphs = None
         """The `StepGraphs` whose buffers this cache is in, if it is, and which then runs its steps."""
+        self.program = None
+        """What runs its steps once `compiled.run` has seen that it does."""
         self._in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
         self._with_state = [x for x in layers if not isinstance(x, InPlaceLayer) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []

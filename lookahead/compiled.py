@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lookahead import attention
+from lookahead.cache import LookaheadCache
 
 LEAST_ROWS = 4  # fewer are padded: one row would need a program of its own, and four take no longer
 MOST_ROWS = 128
 
 Masks = torch.Tensor | dict[str, torch.Tensor]
 
-_under_way = threading.local()  # cache and masks of the pass that this thread is at
+_under_way = threading.local()  # of the pass that this thread is at: cache and masks, and the program that has run
 _given_up: WeakSet[PreTrainedModel] = WeakSet()
 
 
@@ -40,9 +41,8 @@ class _OwnKeys(Cache):
         return key_states, value_states
 
 
-def _pass(
-    model: PreTrainedModel, cache_argument: str, ids: torch.Tensor, positions: torch.Tensor, kinds: tuple[str, ...]
-) -> torch.Tensor:
+def _pass(model: PreTrainedModel, cache_argument: str, tokens: torch.Tensor, kinds: tuple[str, ...]) -> torch.Tensor:
+    ids, positions = tokens[:1], tokens[1:]
     masks = {kind: ids.new_empty(1, 1, 0, number) for number, kind in enumerate(kinds)}  # as `attention.attend` says
     inputs = {cache_argument: _OwnKeys(), "attention_mask": masks or ids.new_empty(1, 1, 0, 0), "use_cache": True}
     return model(input_ids=ids, position_ids=positions, **inputs).logits
@@ -59,39 +59,63 @@ def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
                 graph.graph.erase_node(node)
     graph.recompile()
     # Rounding to the model's dtype wherever its own code does: what is nearer to the exact sum may be another token.
-    return torch._inductor.compile(graph, inputs, options={"emulate_precision_casts": True})
+    program = torch._inductor.compile(graph, inputs, options={"emulate_precision_casts": True})
+
+    def run(*arguments):
+        outputs = program(*arguments)
+        _under_way.ran = program, arguments, outputs
+        return outputs
+
+    return run
 
 
-_compiled_pass = torch.compile(_pass, fullgraph=True, dynamic=True, backend=_compile)
+_compiled_pass = torch.compile(_pass, fullgraph=True, backend=_compile)
 
 
 def run(
-    model: PreTrainedModel,
-    cache_argument: str,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    cache: Cache,
-    masks: Masks,
+    model: PreTrainedModel, cache_argument: str, tokens: torch.Tensor, cache: LookaheadCache, masks: Masks
 ) -> torch.Tensor:
     """Logits [1, T, vocabulary] of one sequence's step; its keys and values are appended to ``cache``.
 
-    ids, positions: int64 [1, T], T of at least LEAST_ROWS.
+    tokens: int64 [2, T], ids and positions, T of at least LEAST_ROWS.
     masks: for all layers, or for each kind of layer by its name, as `attention.attend` takes them.
-    The first pass of a process takes a good part of a minute. A model that does not compile runs as it is, with one
-    warning.
+    The first pass of a process takes up to half a minute. Whether the model is still what was compiled is looked at in
+    the first pass with a cache. A model that does not compile runs as it is, with one warning.
     """
     kinds = tuple(masks) if isinstance(masks, dict) else ()
     with _at_pass(cache, list(masks.values()) if kinds else [masks]):
+        if cache.program is not None:
+            return cache.program(tokens)
         if model not in _given_up:
             dynamo = torch._dynamo.config
             before, dynamo.skip_nnmodule_hook_guards = dynamo.skip_nnmodule_hook_guards, False  # hooks may come later
+            torch._dynamo.mark_dynamic(tokens, 1)
             try:
-                return _compiled_pass(model, cache_argument, ids, positions, kinds)
+                logits = _compiled_pass(model, cache_argument, tokens, kinds)
+                cache.program = _program(tokens, logits)
+                return logits
             except TorchDynamoException as error:
                 give_up(model, f"torch.compile fails with {error!r}")
             finally:
                 dynamo.skip_nnmodule_hook_guards = before
-        return _pass(model, cache_argument, ids, positions, kinds)
+        return _pass(model, cache_argument, tokens, kinds)
+
+
+def _program(tokens: torch.Tensor, logits: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What has just computed ``logits`` from ``tokens``, for tokens [2, any T], without what torch.compile does around
+    it; None where that may be of consequence."""
+    program, arguments, outputs = _under_way.ran
+    sizes = [i for i, argument in enumerate(arguments) if isinstance(argument, int)]
+    places = [i for i, argument in enumerate(arguments) if argument is tokens]
+    if len(sizes) != 1 or len(places) != 1 or len(outputs) != 1 or outputs[0] is not logits:
+        return None
+
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        given = list(arguments)
+        given[sizes[0]], given[places[0]] = tokens.shape[1], tokens
+        return program(*given)[0]
+
+    return run
 
 
 def give_up(model: PreTrainedModel, reason: str) -> None:
@@ -106,12 +130,12 @@ def gave_up(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def _at_pass(cache: Cache, masks: list[torch.Tensor]) -> Iterator[None]:
+def _at_pass(cache: LookaheadCache, masks: list[torch.Tensor]) -> Iterator[None]:
     _under_way.now = cache, masks
     try:
         yield
     finally:
-        del _under_way.now
+        vars(_under_way).clear()
 
 
 def _attend(

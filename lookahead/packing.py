@@ -19,7 +19,10 @@ from torch.utils._pytree import tree_map_only
 
 ROWS = 16  # of an input that weights are packed for; packed for one row, they are half as fast for several
 LEAST_WEIGHTS = 2**16  # in a matrix; below, oneDNN's call takes longer than a plain product
-GIVEN_THE_SAME = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # in one module; it costs time if they are not
+GIVEN_THE_SAME = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+)  # in one module; it costs time if they are not
 
 
 class PackedLinear(nn.Linear):

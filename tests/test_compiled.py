@@ -3,6 +3,7 @@
 import random
 import threading
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from zoo import CHAIN_ONLY, SETTINGS, tiny_model
 import lookahead
 from lookahead import LookaheadConfig, compiled
 from lookahead.architecture import inspect_model
-from lookahead.packing import PackedLinear
+from lookahead.packing import PackedLinear, pack
 
 COMPILED = LookaheadConfig(compile_passes=True)
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.8}
@@ -25,13 +26,11 @@ def traced(monkeypatch):
     """Passes are traced as ever, and what was traced runs as it is, which spares the compiler; counts its runs."""
     runs = []
 
-    def backend(graph, inputs):
+    def compile_nothing(graph, inputs, options):
         return lambda *arguments: runs.append(1) or graph(*arguments)
 
     torch.compiler.reset()
-    monkeypatch.setattr(
-        compiled, "_compiled_pass", torch.compile(compiled._pass, fullgraph=True, dynamic=True, backend=backend)
-    )
+    monkeypatch.setattr(torch._inductor, "compile", compile_nothing)
     yield runs
     torch.compiler.reset()
 
@@ -103,11 +102,11 @@ def test_a_wrong_cache_is_noticed(traced, monkeypatch):
 
 
 def test_a_compiler_that_fails_costs_nothing_but_a_warning(monkeypatch):
-    def broken(graph, inputs):
+    def broken(graph, inputs, options):
         raise OSError("no such compiler")
 
     torch.compiler.reset()
-    monkeypatch.setattr(compiled, "_compiled_pass", torch.compile(compiled._pass, fullgraph=True, backend=broken))
+    monkeypatch.setattr(torch._inductor, "compile", broken)
     model = tiny_model("llama")
     with pytest.warns(UserWarning, match="LlamaForCausalLM runs without compiled passes: torch.compile fails.*no such"):
         check_identical(model, [random_prompt(random.Random(0))], SAMPLED, COMPILED, seed=0)
@@ -160,6 +159,33 @@ def test_autocast_is_not_compiled(traced):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         lookahead.wrap(model, COMPILED).generate(torch.tensor([[5, 6, 7]]), **GREEDY)
     assert not traced
+
+
+def test_a_step_is_one_run_of_one_program(traced):
+    """What torch.compile checks and prepares is done in the first pass with a cache alone."""
+    model = small_llama()
+    lookahead.wrap(model, LookaheadConfig(compile_passes=True, budget=4, window_size=0))
+    inspect_model(model, compile_passes=True)
+    for _ in range(2):
+        traced.clear()
+        with mock.patch.object(compiled, "_compiled_pass", side_effect=compiled._compiled_pass) as checked:
+            model.generate(torch.arange(1, 20)[None], **GREEDY)
+        assert checked.call_count == 1
+        assert len(traced) == model.lookahead.last.steps > 1
+
+
+def test_layers_packed_together_are_one_product(monkeypatch):
+    products = []
+
+    def count(graph, inputs, options):
+        products.append(sum(node.target is torch.ops.lookahead.packed_linear for node in graph.graph.nodes))
+        return graph
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch._inductor, "compile", count)
+    assert inspect_model(pack(small_llama()), compile_passes=True).is_compiled
+    assert products == [2 * 4 + 1]
+    torch.compiler.reset()
 
 
 def test_threads_have_caches_of_their_own(traced):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from unittest import mock
 
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
+from zoo import SETTINGS, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.packing import PackedLinear, pack, unpack
+from lookahead.packing import PackedLinear, Product, pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -68,6 +70,103 @@ def test_a_packed_layer_computes_the_same(rows, inputs, outputs, bias, dtype, co
     assert got.shape == (2, rows, outputs)
     torch.testing.assert_close(got.double(), expected, atol=1e-4 if dtype == torch.float32 else 3e-2, rtol=1e-2)
     assert torch.equal(unpack(model)[0].weight, weight)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Inputs of the products that packed layers have asked for."""
+    inputs = []
+    multiply = Product.__call__
+    monkeypatch.setattr(Product, "__call__", lambda self, input: inputs.append(input) or multiply(self, input))
+    return inputs
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_every_architecture_computes_the_same(name):
+    model = tiny_model(name)
+    plain = logits(model)
+    with mock.patch("lookahead.packing.LEAST_WEIGHTS", 0):
+        assert_near(logits(pack(model)), plain)
+    assert packed_layers(model)
+    assert torch.equal(logits(unpack(model)), plain)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    calls=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=12),
+    outputs=st.lists(st.integers(1, 40), min_size=3, max_size=3),
+    bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_layers_packed_together_give_each_its_own(calls, outputs, bias, dtype):
+    """Whichever is called, in whatever order, with whatever of two inputs."""
+    note(f"{calls=} {outputs=} {bias=} {dtype=}")
+    torch.manual_seed(len(calls))
+    names = ("q_proj", "k_proj", "v_proj")
+    layers = [torch.nn.Linear(40, n, bias=bias, dtype=dtype) for n in outputs]
+    model = torch.nn.ModuleDict(dict(zip(names, layers, strict=True)))
+    inputs = [torch.randn(2, 5, 40, dtype=dtype) for _ in range(2)]
+    with torch.no_grad(), mock.patch("lookahead.packing.LEAST_WEIGHTS", 0):
+        expected = [[layer(x) for x in inputs] for layer in layers]
+        pack(model)
+        assert len({layer._product for layer in layers}) == 1
+        for layer, x in calls:
+            torch.testing.assert_close(layers[layer](inputs[x]), expected[layer][x], atol=2e-2, rtol=2e-2)
+
+
+def test_layers_given_the_same_input_are_one_product(products):
+    model = pack(small_llama())
+    logits(model)
+    assert len(products) == 2 * 4 + 1
+    products.clear()
+    model(torch.arange(9)[None])  # with gradients wanted
+    assert len(products) == 2 * 4 + 1
+    product = model.model.layers[0].self_attn.q_proj._product
+    assert product._parts == (None, {})  # nothing is kept beyond the pass
+
+
+def test_threads_share_layers_packed_together():
+    model = pack(small_llama())
+    expected = {length: logits(model, length) for length in range(2, 12)}
+    got: dict[int, list[torch.Tensor]] = {length: [] for length in expected}
+
+    def compute(length: int) -> None:
+        got[length] += [logits(model, length) for _ in range(10)]
+
+    threads = [threading.Thread(target=compute, args=(length,)) for length in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for length, results in got.items():
+        assert len(results) == 10
+        assert all(torch.equal(result, expected[length]) for result in results), f"{length=}"
+
+
+def test_a_bias_that_is_changed_or_replaced_is_seen():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(256, 256) for name in ("q_proj", "k_proj", "v_proj")})
+    pack(model)
+    x, q_proj, k_proj = torch.randn(3, 256), model["q_proj"], model["k_proj"]
+    with torch.no_grad():
+        before = q_proj(x), k_proj(x)
+        k_proj.bias += 1
+        q_proj.bias = torch.nn.Parameter(q_proj.bias + 2)
+        torch.testing.assert_close(q_proj(x), before[0] + 2)
+        torch.testing.assert_close(k_proj(x), before[1] + 1)
+
+
+def test_a_packed_weight_reads_as_the_plain_one_and_is_not_written_to():
+    model = small_llama()
+    before = model.model.layers[0].self_attn.k_proj.weight.detach().clone()
+    weight = pack(model).model.layers[0].self_attn.k_proj.weight
+    assert (weight.shape, weight.dtype, weight.device) == (before.shape, before.dtype, before.device)
+    assert torch.equal(weight, before)
+    assert torch.equal(weight.data.double() @ before.double().T, before.double() @ before.double().T)
+    with torch.no_grad():
+        for write in (lambda: weight.mul_(2), lambda: weight.data.zero_(), lambda: weight.copy_(before)):
+            with pytest.raises(RuntimeError, match="unwrap"):
+                write()
+    assert torch.equal(before.new_empty(before.shape).copy_(weight), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
