@@ -1,0 +1,87 @@
+"""The attention kernel of compiled passes: what the formula says, over shapes, strides and masks."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from lookahead import tree_attention
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def by_the_formula(query, key, value, mask, scaling):
+    """In float64, with the mask spread over all keys; and the largest sum of a score's magnitudes."""
+    groups, hidden = query.shape[1] // key.shape[1], key.shape[2] - mask.shape[3]
+    key, value = (states.double().repeat_interleave(groups, 1) for states in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * scaling
+    seen = scores + torch.nn.functional.pad(mask.double(), (hidden, 0))
+    return (seen.softmax(-1) @ value).transpose(1, 2), (
+        query.double().abs() @ key.abs().transpose(2, 3)
+    ).max() * scaling
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    key_heads=st.integers(1, 4),
+    groups=st.integers(1, 5),
+    rows=st.integers(1, 40),
+    held=st.integers(0, 150),
+    size=st.sampled_from([16, 32, 48, 64, 80, 128, 256]),
+    of_step=st.booleans(),
+    strided=st.booleans(),
+    loud=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_it_is_what_the_formula_says(key_heads, groups, rows, held, size, of_step, strided, loud, dtype, seed):
+    note(f"{key_heads=} {groups=} {rows=} {held=} {size=} {of_step=} {strided=} {loud=} {dtype=} {seed=}")
+    torch.manual_seed(seed)
+    heads, scaling = groups * key_heads, 0.3 if seed % 2 else None
+    query = torch.randn(1, rows, heads, size).transpose(1, 2) if strided else torch.randn(1, heads, rows, size)
+    query = (query * (30 if loud else 1)).to(dtype)
+    key, value = (torch.randn(1, key_heads, held + rows + 7, size).to(dtype)[:, :, : held + rows] for _ in range(2))
+    masked = rows if of_step else held + rows
+    hidden = torch.rand(1, 1, rows, masked) < 0.5
+    hidden[..., -rows:] &= ~torch.eye(rows, dtype=torch.bool)  # every token sees itself
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+    assert tree_attention.serves(query, key, value, mask)
+    got = tree_attention.attend(query, key, value, mask, scaling)
+    expected, largest = by_the_formula(query, key, value, mask, size**-0.5 if scaling is None else scaling)
+    assert got.shape == (1, rows, heads, size)
+    assert got.dtype == dtype
+    error = 4e-7 * (8 + largest)  # by which a score in float32 is off
+    if dtype == torch.bfloat16:
+        error += 2**-8 * expected.abs().max()  # half of the last bit of what comes out is 2**-9
+    assert (got - expected).abs().max() <= error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_a_number_stays_so(dtype):
+    query, key, value = torch.randn(3, 1, 2, 20, 16).to(dtype)
+    mask = torch.zeros(1, 1, 20, 20, dtype=dtype)
+    query[0, 0, 3, 5] = torch.nan
+    rows = tree_attention.attend(query, key, value, mask, None)[0].isnan().any(-1)
+    assert rows[3, 0]
+    assert rows.sum() == 1
+
+
+def test_what_it_does_not_take():
+    query, mask = torch.randn(1, 2, 5, 16), torch.zeros(1, 1, 5, 5)
+    assert tree_attention.serves(query, query, query, mask)
+    for other in (query.half(), query.repeat(2, 1, 1, 1), query[..., :8], torch.randn(1, 2, 5, 272)):
+        assert not tree_attention.serves(other, other, other, mask.to(other.dtype))
+    assert not tree_attention.serves(query, query.mT.contiguous().mT, query, mask)
+    assert not tree_attention.serves(query, query, query, mask == 0)
+
+
+def test_without_a_compiler_it_is_left_to_torch(caplog):
+    query, mask = torch.randn(1, 2, 5, 16), torch.zeros(1, 1, 5, 5)
+    tree_attention._library.cache_clear()
+    with mock.patch.object(tree_attention.codecache.CppCodeCache, "load", side_effect=OSError("no compiler")):
+        assert not tree_attention.serves(query, query, query, mask)
+        assert not tree_attention.serves(query, query, query, mask)
+    tree_attention._library.cache_clear()
+    assert caplog.text.count("no compiler") == 1
