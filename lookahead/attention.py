@@ -3,9 +3,10 @@
     queries of the step  x  committed keys      seen by all: no mask
                          x  keys of the step    ancestors alone, [T, T]
 
-The two parts are joined by their log-sum-exp, as in flash decoding. Query heads that share a key head are packed as
-further queries of it, so keys and values are never repeated. The function is registered with transformers by NAME and
-is what models with "sdpa" attention use while lookahead decodes (`in_use`). For anything but a step it is "sdpa".
+A kernel of ours takes a single sequence on a CPU (`tree_attention`). Elsewhere, the two parts are joined by their
+log-sum-exp, as in flash decoding, and query heads that share a key head are packed as further queries of it, so keys
+and values are never repeated. The function is registered with transformers by NAME and is what models with "sdpa"
+attention use while lookahead decodes (`in_use`). For anything but a step or a prompt it is "sdpa".
 """
 
 import threading
@@ -18,6 +19,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from lookahead import tree_attention
 
 NAME = "lookahead"
 SHORT = 1024  # keys up to which one part with a mask over all of them is quicker than two
@@ -51,9 +54,11 @@ def attend(
             raise NotImplementedError("this attention is none that compiled passes know")
         return torch.ops.lookahead.attend(query, key, value, module.layer_idx, attention_mask.shape[-1], scaling), None
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
+    held = key.shape[2] - new
     is_prefill = (attention_mask is None and new > 1) or groups * new > MOST_QUERIES
+    if is_prefill and not unusual and attention_mask is None and held == 0 and _is_causal(module, kwargs):
+        is_prefill = not tree_attention.serves(query, key, value, None)
     if unusual or is_prefill:
-        held = key.shape[2] - new
         if attention_mask is not None and held > 0 and attention_mask.shape[-1] == new:
             attention_mask = nn.functional.pad(attention_mask, (held, 0))
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -64,6 +69,8 @@ def attend_grouped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
     """The attention of a step, by kernels of our choice; arguments and result as of `attend`."""
+    if tree_attention.serves(query, key, value, mask):
+        return tree_attention.attend(query, key, value, mask, scaling)
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     of_step = mask is not None and held > 0 and mask.shape[-1] == new
@@ -95,6 +102,12 @@ def _packed_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype)
         packed = nn.functional.pad(packed.to(dtype).repeat(1, 1, groups, 1), (held, 0))
         mask._packed = wanted, packed
     return packed
+
+
+def _is_causal(module: nn.Module, kwargs: dict) -> bool:
+    """Whether a pass without a mask is causal, as "sdpa" decides it."""
+    told = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if told is None else told
 
 
 def _has_kernel(query: torch.Tensor) -> bool:

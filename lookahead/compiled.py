@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead import attention, tree_attention
+from lookahead import attention
 from lookahead.cache import LookaheadCache
 
 LEAST_ROWS = 4  # fewer are padded: one row would need a program of its own, and four take no longer
@@ -143,8 +143,6 @@ def _attend(
 ) -> torch.Tensor:
     cache, masks = _under_way.now
     key, value = cache.update(key, value, layer)
-    if tree_attention.serves(query, key, value, masks[kind]):
-        return tree_attention.attend(query, key, value, masks[kind], scaling)
     return attention.attend_grouped(query, key, value, masks[kind], scaling)
 
 

@@ -1,4 +1,4 @@
-// Attention of a step's tokens to the cache and to each other, for one sequence.
+// Attention of a step's or a prompt's tokens to the cache and to each other, for one sequence.
 //
 // Query heads that share a key head are taken together, and LANES of their queries side by side in a vector: a key, and
 // a value, is then one number for all of them, nothing has to be transposed, and maxima and sums are those of vectors.
@@ -10,6 +10,7 @@
 #include <cstring>
 
 constexpr int LANES = 16, KEYS = 64, TILE = 8, WIDEST = 256;
+constexpr float HIDDEN = -3.4e38f;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t BFloat16;
@@ -35,12 +36,14 @@ static inline void store(BFloat16& to, float x) {
 static const float* floats(const float* x, long, float*) { return x; }
 
 static const float* floats(const BFloat16* x, long n, float* room) {
-    for (long i = 0; i < n; i += LANES) {
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) {
         BFloat16s some;
         memcpy(&some, x + i, sizeof some);
         Ints bits = __builtin_convertvector(some, Ints) << 16;
         memcpy(room + i, &bits, sizeof bits);
     }
+    for (; i < n; i++) room[i] = number(x[i]);
     return room;
 }
 
@@ -77,38 +80,44 @@ static inline void multiply(Floats* c, const float* a, long row, long column, co
     for (; i < m; i++) multiply_tile<1>(c + i, a + i * row, row, column, b, k);
 }
 
-// query [heads][rows][size], by strides; key, value [key_heads][keys][size], their heads key_stride apart;
-// size is a multiple of LANES, at most WIDEST; mask [rows][masked], added to the scores of the last `masked` keys; out [rows][heads][size].
+// query [heads][rows][size], by strides; key, value [key_heads][keys][size], their heads key_stride apart; size is at
+// most WIDEST. mask [rows][masked] is added to the scores of the last `masked` keys; without one,
+// row i of the last `rows` keys is seen by rows i and later. out [rows][heads][size].
 template <class T>
 static void attend(const T* query, const T* key, const T* value, const T* mask, T* out, long heads, long key_heads,
                    long rows, long keys, long masked, long size, long head_stride, long row_stride, long key_stride,
                    float scaling) {
     const long groups = heads / key_heads, queries = groups * rows, blocks = (queries + LANES - 1) / LANES;
-#pragma omp parallel for
+    const long free = keys - (mask ? masked : rows);  // keys that all rows see
+#pragma omp parallel for schedule(dynamic)
     for (long item = 0; item < key_heads * blocks; item++) {
         const long head = item / blocks, first = item % blocks * LANES;
         const int lanes = std::min<long>(LANES, queries - first);
         const T *keys_here = key + head * key_stride, *values_here = value + head * key_stride;
         float room[KEYS * WIDEST];
         Floats q[WIDEST], sums[WIDEST], p[KEYS];
-        const T* masks[LANES];
+        long row[LANES];
         T* outs[LANES];
         std::fill(q, q + size, Floats{});
         std::fill(sums, sums + size, Floats{});
         for (int lane = 0; lane < lanes; lane++) {
-            const long of = head * groups + (first + lane) / rows, row = (first + lane) % rows;
-            const T* x = query + of * head_stride + row * row_stride;
+            const long of = head * groups + (first + lane) / rows;
+            row[lane] = (first + lane) % rows;
+            const T* x = query + of * head_stride + row[lane] * row_stride;
             for (long d = 0; d < size; d++) q[d][lane] = number(x[d]) * scaling;
-            masks[lane] = mask + row * masked;
-            outs[lane] = out + (row * heads + of) * size;
+            outs[lane] = out + (row[lane] * heads + of) * size;
         }
-        Floats largest = Floats{} - 3.4e38f, total = {};
-        for (long begin = 0; begin < keys; begin += KEYS) {
-            const long n = std::min<long>(KEYS, keys - begin), free = keys - masked;
+        const long from = mask ? free : free + *std::min_element(row, row + lanes) + 1;  // first key hidden from any
+        const long end = mask ? keys : free + *std::max_element(row, row + lanes) + 1;
+        Floats largest = Floats{} + HIDDEN, total = {};
+        for (long begin = 0; begin < end; begin += KEYS) {
+            const long n = std::min<long>(KEYS, end - begin);
             std::fill(p, p + n, Floats{});
             multiply(p, floats(keys_here + begin * size, n * size, room), size, 1, q, n, size);
-            for (long j = std::max(begin, free); j < begin + n; j++)
-                for (int lane = 0; lane < lanes; lane++) p[j - begin][lane] += number(masks[lane][j - free]);
+            for (long j = std::max(begin, from); j < begin + n; j++)
+                for (int lane = 0; lane < lanes; lane++)
+                    p[j - begin][lane] += mask ? number(mask[row[lane] * masked + j - free])
+                                               : (j - free > row[lane] ? HIDDEN : 0.0f);
             const Floats before = largest;
             for (long j = 0; j < n; j++) largest = p[j] > largest ? p[j] : largest;
             const Floats fade = exponential(before - largest);

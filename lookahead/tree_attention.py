@@ -1,7 +1,7 @@
-"""Attention of compiled passes on a CPU, in C++: a few queries, many keys, and a mask for the last of them alone.
+"""Attention on a CPU, in C++: a few queries, many keys, and a mask for the last of them alone.
 
-For so few queries, torch's own kernel takes two to three times as long. Built once by the compiler that torch.compile
-uses, which keeps what it has built in its cache directory.
+For so few queries, torch's own kernel takes about twice as long. Built once by the compiler that torch.compile uses,
+if there is one, and kept in its cache directory.
 """
 
 import ctypes
@@ -10,44 +10,47 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch._inductor import codecache, config
 
 logger = logging.getLogger(__name__)
 
-LANES, WIDEST = 16, 256  # as in the source
+WIDEST = 256  # head_dim, as in the source
 _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 9 + [ctypes.c_float]
 
 
-def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
+def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether `attend` takes these."""
     return (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.bfloat16)
-        and query.dtype == key.dtype == value.dtype == mask.dtype
+        and query.dtype == key.dtype == value.dtype
+        and (mask is None or (mask.dtype == query.dtype and mask.stride(3) == 1))
         and len(query) == 1
-        and query.shape[3] % LANES == 0
         and query.shape[3] <= WIDEST
-        and query.stride(3) == mask.stride(3) == 1
+        and query.stride(3) == 1
         and key.stride() == value.stride()
         and key.stride()[2:] == (key.shape[3], 1)
+        and not (torch.is_grad_enabled() and query.requires_grad)
+        and not torch.compiler.is_compiling()
         and _library() is not None
     )
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of one sequence's step: [1, T, heads, head_dim], in the dtype of the inputs, summed in float32.
+    """Attention of one sequence's tokens: [1, T, heads, head_dim], in the dtype of the inputs, summed in float32.
 
-    query: [1, heads, T, head_dim]; key, value: [1, key heads, keys, head_dim].
-    mask: [1, 1, T, masked], added to the scores of the last ``masked`` keys; those before are seen by all.
+    query: [1, heads, T, head_dim]; key, value: [1, key heads, L + T, head_dim].
+    mask: [1, 1, T, masked], added to the scores of the last ``masked`` keys, those before being seen by all; None: each
+    token sees all up to itself.
     """
     _, heads, rows, size = query.shape
     out = query.new_empty(1, rows, heads, size)
-    mask = mask.contiguous()
+    if mask is not None:
+        mask = mask.contiguous()
     _library()[query.dtype](
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), mask.data_ptr(), out.data_ptr(),
-        heads, key.shape[1], rows, key.shape[2], mask.shape[3], size,
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(), out.data_ptr(),
+        heads, key.shape[1], rows, key.shape[2], 0 if mask is None else mask.shape[3], size,
         query.stride(1), query.stride(2), key.stride(1), size**-0.5 if scaling is None else scaling,
     )  # fmt: skip
     return out
@@ -56,12 +59,14 @@ def attend(
 @cache
 def _library() -> dict[torch.dtype, "ctypes._CFuncPtr"] | None:
     """The kernel for each dtype; None where it cannot be built."""
+    from torch._inductor import codecache, config  # takes a while, and only a CPU needs it
+
     source = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
     try:
         with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
             library = codecache.CppCodeCache.load(source)
     except Exception as error:  # whatever a compiler, or another version of torch, may raise
-        logger.warning("attention of compiled passes is torch's own, for the quicker one cannot be built: %r", error)
+        logger.info("attention is torch's own, for the quicker one cannot be built: %r", error)
         return None
     kernels = {torch.float32: library.attend_float32, torch.bfloat16: library.attend_bfloat16}
     for kernel in kernels.values():

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from zoo import SETTINGS, tiny_model
 
-from lookahead import attention
+from lookahead import attention, tree_attention
 from lookahead.architecture import inspect_model
 from lookahead.step import lay_out
 from lookahead.window import JacobiWindow
@@ -44,9 +45,13 @@ class Layer(torch.nn.Module):
     scaling=st.sampled_from([None, 0.3]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     short=st.sampled_from([0, 1024]),
+    by_kernel=st.booleans(),
 )
-def test_two_parts_are_the_whole(seed, guesses, window, held, key_heads, groups, head_dim, scaling, dtype, short):
-    note(f"{seed=} {guesses=} {window=} {held=} {key_heads=} {groups=} {head_dim=} {scaling=} {dtype=} {short=}")
+def test_two_parts_are_the_whole(
+    seed, guesses, window, held, key_heads, groups, head_dim, scaling, dtype, short, by_kernel
+):
+    note(f"{seed=} {guesses=} {window=} {held=} {key_heads=} {groups=} {head_dim=}")
+    note(f"{scaling=} {dtype=} {short=} {by_kernel=}")
     step = random_step(np.random.default_rng(seed), guesses, window)
     torch.manual_seed(seed)
     new = len(step)
@@ -59,16 +64,14 @@ def test_two_parts_are_the_whole(seed, guesses, window, held, key_heads, groups,
     exact, _ = sdpa_attention_forward(
         Layer(groups), query.double(), key.double(), value.double(), dense.double(), scaling=scaling
     )
-    was, attention.SHORT = attention.SHORT, short
-    try:
+    kernel = tree_attention.serves if by_kernel else lambda *arguments: False
+    with mock.patch.object(attention, "SHORT", short), mock.patch.object(tree_attention, "serves", kernel):
         for mask in (own, dense, dense == 0):
             out, weights = attention.attend(Layer(groups), query, key, value, mask, scaling=scaling)
             assert weights is None
             assert out.shape == exact.shape
             assert out.is_contiguous()
             assert (out.double() - exact).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
-    finally:
-        attention.SHORT = was
 
 
 @pytest.mark.parametrize("new", [1, 7])
@@ -102,6 +105,9 @@ def test_models_attend_in_parts_exactly_when_they_can(name, monkeypatch):
         attention, "_part", lambda *arguments, part=attention._part: calls.append(1) or part(*arguments)
     )
     monkeypatch.setattr(attention, "SHORT", 0)
+    assert_a_step_is_that_of_the_dense_mask(model, architecture)  # by the kernel
+    monkeypatch.setattr(tree_attention, "serves", lambda *arguments: False)
+    calls.clear()
     assert_a_step_is_that_of_the_dense_mask(model, architecture)
     # Older releases of transformers let "sdpa" pass soft caps by; those calls are left to it.
     has_softcap = getattr(model.config, "attn_logit_softcapping", None) is not None

@@ -1,4 +1,4 @@
-"""The attention kernel of compiled passes: what the formula says, over shapes, strides and masks."""
+"""The attention kernel for a CPU: what the formula says, over shapes, strides and masks."""
 
 from unittest import mock
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from torch._inductor import codecache
 
 from lookahead import tree_attention
 
@@ -29,26 +30,28 @@ def by_the_formula(query, key, value, mask, scaling):
     groups=st.integers(1, 5),
     rows=st.integers(1, 40),
     held=st.integers(0, 150),
-    size=st.sampled_from([16, 32, 48, 64, 80, 128, 256]),
-    of_step=st.booleans(),
+    size=st.integers(1, 256),
+    masking=st.sampled_from(["of step", "of all", "causal"]),
     strided=st.booleans(),
     loud=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
-def test_it_is_what_the_formula_says(key_heads, groups, rows, held, size, of_step, strided, loud, dtype, seed):
-    note(f"{key_heads=} {groups=} {rows=} {held=} {size=} {of_step=} {strided=} {loud=} {dtype=} {seed=}")
+def test_it_is_what_the_formula_says(key_heads, groups, rows, held, size, masking, strided, loud, dtype, seed):
+    note(f"{key_heads=} {groups=} {rows=} {held=} {size=} {masking=} {strided=} {loud=} {dtype=} {seed=}")
     torch.manual_seed(seed)
     heads, scaling = groups * key_heads, 0.3 if seed % 2 else None
     query = torch.randn(1, rows, heads, size).transpose(1, 2) if strided else torch.randn(1, heads, rows, size)
     query = (query * (30 if loud else 1)).to(dtype)
     key, value = (torch.randn(1, key_heads, held + rows + 7, size).to(dtype)[:, :, : held + rows] for _ in range(2))
-    masked = rows if of_step else held + rows
-    hidden = torch.rand(1, 1, rows, masked) < 0.5
+    hidden = torch.rand(1, 1, rows, held + rows if masking == "of all" else rows) < 0.5
     hidden[..., -rows:] &= ~torch.eye(rows, dtype=torch.bool)  # every token sees itself
+    if masking == "causal":
+        hidden = torch.ones(1, 1, rows, rows).triu(1).bool()
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
-    assert tree_attention.serves(query, key, value, mask)
-    got = tree_attention.attend(query, key, value, mask, scaling)
+    given_mask = None if masking == "causal" else mask
+    assert tree_attention.serves(query, key, value, given_mask)
+    got = tree_attention.attend(query, key, value, given_mask, scaling)
     expected, largest = by_the_formula(query, key, value, mask, size**-0.5 if scaling is None else scaling)
     assert got.shape == (1, rows, heads, size)
     assert got.dtype == dtype
@@ -71,16 +74,21 @@ def test_what_is_not_a_number_stays_so(dtype):
 def test_what_it_does_not_take():
     query, mask = torch.randn(1, 2, 5, 16), torch.zeros(1, 1, 5, 5)
     assert tree_attention.serves(query, query, query, mask)
-    for other in (query.half(), query.repeat(2, 1, 1, 1), query[..., :8], torch.randn(1, 2, 5, 272)):
+    for other in (query.half(), query.repeat(2, 1, 1, 1), query[..., :8], torch.randn(1, 2, 5, 257)):
         assert not tree_attention.serves(other, other, other, mask.to(other.dtype))
     assert not tree_attention.serves(query, query.mT.contiguous().mT, query, mask)
     assert not tree_attention.serves(query, query, query, mask == 0)
+    query.requires_grad = True
+    assert not tree_attention.serves(query, query, query, mask)
+    with torch.no_grad():
+        assert tree_attention.serves(query, query, query, mask)
 
 
 def test_without_a_compiler_it_is_left_to_torch(caplog):
+    caplog.set_level("INFO", logger="lookahead")
     query, mask = torch.randn(1, 2, 5, 16), torch.zeros(1, 1, 5, 5)
     tree_attention._library.cache_clear()
-    with mock.patch.object(tree_attention.codecache.CppCodeCache, "load", side_effect=OSError("no compiler")):
+    with mock.patch.object(codecache.CppCodeCache, "load", side_effect=OSError("no compiler")):
         assert not tree_attention.serves(query, query, query, mask)
         assert not tree_attention.serves(query, query, query, mask)
     tree_attention._library.cache_clear()
