@@ -86,10 +86,10 @@ static inline void multiply(Floats* c, const float* a, long row, long column, co
 template <class T>
 static void attend(const T* query, const T* key, const T* value, const T* mask, T* out, long heads, long key_heads,
                    long rows, long keys, long masked, long size, long head_stride, long row_stride, long key_stride,
-                   float scaling) {
+                   long threads, float scaling) {
     const long groups = heads / key_heads, queries = groups * rows, blocks = (queries + LANES - 1) / LANES;
     const long free = keys - (mask ? masked : rows);  // keys that all rows see
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for num_threads(threads)
     for (long item = 0; item < key_heads * blocks; item++) {
         const long head = item / blocks, first = item % blocks * LANES;
         const int lanes = std::min<long>(LANES, queries - first);
@@ -134,9 +134,9 @@ static void attend(const T* query, const T* key, const T* value, const T* mask, 
 #define FOR(NAME, T)                                                                                                 \
     extern "C" void NAME(const T* query, const T* key, const T* value, const T* mask, T* out, long heads,            \
                          long key_heads, long rows, long keys, long masked, long size, long head_stride,             \
-                         long row_stride, long key_stride, float scaling) {                                          \
+                         long row_stride, long key_stride, long threads, float scaling) {                            \
         attend(query, key, value, mask, out, heads, key_heads, rows, keys, masked, size, head_stride, row_stride,    \
-               key_stride, scaling);                                                                                 \
+               key_stride, threads, scaling);                                                                        \
     }
 
 FOR(attend_float32, float)

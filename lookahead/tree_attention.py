@@ -1,20 +1,30 @@
 """Attention on a CPU, in C++: a few queries, many keys, and a mask for the last of them alone.
 
-For so few queries, torch's own kernel takes about twice as long. Built once by the compiler that torch.compile uses,
-if there is one, and kept in its cache directory.
+For so few queries, torch's own kernel takes about twice as long. Built on first use, by the C++ compiler of the
+machine, if there is one, and kept in the user's cache directory.
 """
 
 import ctypes
 import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 
+import platformdirs
 import torch
+import xxhash
 
 logger = logging.getLogger(__name__)
 
 WIDEST = 256  # head_dim, as in the source
-_ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 9 + [ctypes.c_float]
+FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "kernels"
+_INSTRUCTIONS = {"AVX512": ("-mavx512f", "-mavx512bw", "-mfma"), "AVX2": ("-mavx2", "-mfma")}
+_FLAGS = "-x", "c++", "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"
+_ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 10 + [ctypes.c_float]
 
 
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -51,7 +61,8 @@ def attend(
     _library()[query.dtype](
         query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(), out.data_ptr(),
         heads, key.shape[1], rows, key.shape[2], 0 if mask is None else mask.shape[3], size,
-        query.stride(1), query.stride(2), key.stride(1), size**-0.5 if scaling is None else scaling,
+        query.stride(1), query.stride(2), key.stride(1), torch.get_num_threads(),
+        size**-0.5 if scaling is None else scaling,
     )  # fmt: skip
     return out
 
@@ -59,16 +70,28 @@ def attend(
 @cache
 def _library() -> dict[torch.dtype, "ctypes._CFuncPtr"] | None:
     """The kernel for each dtype; None where it cannot be built."""
-    from torch._inductor import codecache, config  # takes a while, and only a CPU needs it
-
-    source = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
     try:
-        with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
-            library = codecache.CppCodeCache.load(source)
-    except Exception as error:  # whatever a compiler, or another version of torch, may raise
-        logger.info("attention is torch's own, for the quicker one cannot be built: %r", error)
+        library = ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError) as error:
+        output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
+        logger.info("attention is torch's own, for the quicker one cannot be built: %s\n%s", error, output)
         return None
     kernels = {torch.float32: library.attend_float32, torch.bfloat16: library.attend_bfloat16}
     for kernel in kernels.values():
         kernel.argtypes, kernel.restype = _ARGUMENTS, None
     return kernels
+
+
+def _built() -> Path:
+    """The shared library, which is built unless it was before, of the same source in the same way."""
+    source = Path(__file__).with_suffix(".cpp").read_bytes()
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++") or "g++"]
+    command = [*compiler, *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *_FLAGS]
+    path = FOLDER / f"tree-attention-{xxhash.xxh3_64_hexdigest(source + repr(command).encode())}.so"
+    if not path.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            new = Path(folder) / path.name
+            subprocess.run([*command, "-", "-o", str(new)], input=source, capture_output=True, check=True, timeout=120)
+            os.replace(new, path)
+    return path

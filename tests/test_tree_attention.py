@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from torch._inductor import codecache
 
 from lookahead import tree_attention
 
@@ -84,12 +83,23 @@ def test_what_it_does_not_take():
         assert tree_attention.serves(query, query, query, mask)
 
 
-def test_without_a_compiler_it_is_left_to_torch(caplog):
-    caplog.set_level("INFO", logger="lookahead")
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_it_is_left_to_torch(compiler, caplog, monkeypatch, tmp_path):
     query, mask = torch.randn(1, 2, 5, 16), torch.zeros(1, 1, 5, 5)
+    caplog.set_level("INFO", logger="lookahead")
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(tree_attention, "FOLDER", tmp_path)
     tree_attention._library.cache_clear()
-    with mock.patch.object(codecache.CppCodeCache, "load", side_effect=OSError("no compiler")):
-        assert not tree_attention.serves(query, query, query, mask)
-        assert not tree_attention.serves(query, query, query, mask)
+    assert not tree_attention.serves(query, query, query, mask)
+    assert not tree_attention.serves(query, query, query, mask)
     tree_attention._library.cache_clear()
-    assert caplog.text.count("no compiler") == 1
+    assert caplog.text.count(compiler) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_built_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(tree_attention, "FOLDER", tmp_path / "new")
+    built = tree_attention._built()
+    with mock.patch.object(tree_attention.subprocess, "run", side_effect=AssertionError("built again")):
+        assert tree_attention._built() == built
+    assert [path.name for path in built.parent.iterdir()] == [built.name]
