@@ -105,12 +105,12 @@ class InPlaceLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[-2]
         self.make_room(new)
-        begin, end = self.columns, self.columns + new
-        shown = slice(begin - self.seen(), end)
-        self._keys[:, :, begin:end] = key_states
-        self._values[:, :, begin:end] = value_states
-        self.base, self.columns = begin, end
-        return self._keys[:, :, shown], self._values[:, :, shown]
+        begin, seen = self.columns, self.seen()
+        self._keys.narrow(2, begin, new).copy_(key_states)  # cheaper than an index
+        self._values.narrow(2, begin, new).copy_(value_states)
+        self.base, self.columns = begin, begin + new
+        shown = 2, begin - seen, seen + new
+        return self._keys.narrow(*shown), self._values.narrow(*shown)
 
     def make_room(self, new: int) -> None:
         """See to it that the next update may have ``new`` rows; which columns it shows may change by this."""
