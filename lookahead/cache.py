@@ -296,7 +296,7 @@ class LookaheadCache(Cache):
         self.graphs = None
         """The `StepGraphs` whose buffers this cache is in, if it is, and which then runs its steps."""
         self.program = None
-        """What runs its steps once `compiled.run` has seen that it does."""
+        """The `compiled.Program` of its steps, once a pass has shown which it is."""
         self._in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
         self._with_state = [x for x in layers if not isinstance(x, InPlaceLayer) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
@@ -60,10 +61,11 @@ def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     graph.recompile()
     # Rounding to the model's dtype wherever its own code does: what is nearer to the exact sum may be another token.
     program = torch._inductor.compile(graph, inputs, options={"emulate_precision_casts": True})
+    checked: set[int] = set()
 
     def run(*arguments):
         outputs = program(*arguments)
-        _under_way.ran = program, arguments, outputs
+        _under_way.ran = program, checked, arguments, outputs
         return outputs
 
     return run
@@ -80,11 +82,12 @@ def run(
     tokens: int64 [2, T], ids and positions, T of at least LEAST_ROWS.
     masks: for all layers, or for each kind of layer by its name, as `attention.attend` takes them.
     The first pass of a process takes up to half a minute. Whether the model is still what was compiled is looked at in
-    the first pass with a cache. A model that does not compile runs as it is, with one warning.
+    the first pass with a cache, and whether the program serves steps of T rows, in the first of them. A model that does
+    not compile runs as it is, with one warning.
     """
     kinds = tuple(masks) if isinstance(masks, dict) else ()
     with _at_pass(cache, list(masks.values()) if kinds else [masks]):
-        if cache.program is not None:
+        if cache.program is not None and cache.program.serves(tokens.shape[1]):
             return cache.program(tokens)
         if model not in _given_up:
             dynamo = torch._dynamo.config
@@ -92,7 +95,7 @@ def run(
             torch._dynamo.mark_dynamic(tokens, 1)
             try:
                 logits = _compiled_pass(model, cache_argument, tokens, kinds)
-                cache.program = _program(tokens, logits)
+                cache.program = Program.that_gave(logits, tokens)
                 return logits
             except TorchDynamoException as error:
                 give_up(model, f"torch.compile fails with {error!r}")
@@ -101,21 +104,34 @@ def run(
         return _pass(model, cache_argument, tokens, kinds)
 
 
-def _program(tokens: torch.Tensor, logits: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What has just computed ``logits`` from ``tokens``, for tokens [2, any T], without what torch.compile does around
-    it; None where that may be of consequence."""
-    program, arguments, outputs = _under_way.ran
-    sizes = [i for i, argument in enumerate(arguments) if isinstance(argument, int)]
-    places = [i for i, argument in enumerate(arguments) if argument is tokens]
-    if len(sizes) != 1 or len(places) != 1 or len(outputs) != 1 or outputs[0] is not logits:
-        return None
+@dataclass(frozen=True)
+class Program:
+    """What was compiled, without what torch.compile does around it."""
 
-    def run(tokens: torch.Tensor) -> torch.Tensor:
-        given = list(arguments)
-        given[sizes[0]], given[places[0]] = tokens.shape[1], tokens
-        return program(*given)[0]
+    _program: Callable
+    _checked: set[int]  # numbers of rows that torch.compile has let through
+    _arguments: list
+    _place: int  # of tokens among the arguments
+    _size: int  # and of their number
 
-    return run
+    @classmethod
+    def that_gave(cls, logits: torch.Tensor, tokens: torch.Tensor) -> "Program | None":
+        """What has just computed ``logits`` from ``tokens``; None where it may not be all that was done."""
+        program, checked, arguments, outputs = _under_way.ran
+        sizes = [i for i, argument in enumerate(arguments) if isinstance(argument, int)]
+        places = [i for i, argument in enumerate(arguments) if argument is tokens]
+        if len(sizes) != 1 or len(places) != 1 or len(outputs) != 1 or outputs[0] is not logits:
+            return None
+        checked.add(tokens.shape[1])
+        return cls(program, checked, list(arguments), places[0], sizes[0])
+
+    def serves(self, rows: int) -> bool:
+        return rows in self._checked
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        arguments = self._arguments.copy()
+        arguments[self._place], arguments[self._size] = tokens, tokens.shape[1]
+        return self._program(*arguments)[0]
 
 
 def give_up(model: PreTrainedModel, reason: str) -> None:

@@ -22,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 WIDEST = 256  # head_dim, as in the source
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "kernels"
-_INSTRUCTIONS = {"AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"), "AVX2": ("-mavx2", "-mfma")}
+_INSTRUCTIONS = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
 _FLAGS = "-x", "c++", "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"
 _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 10 + [ctypes.c_float]
 

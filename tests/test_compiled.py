@@ -162,16 +162,20 @@ def test_autocast_is_not_compiled(traced):
 
 
 def test_a_step_is_one_run_of_one_program(traced):
-    """What torch.compile checks and prepares is done in the first pass with a cache alone."""
+    """What torch.compile checks is looked at in the first pass of a call, and once for each number of rows."""
     model = small_llama()
     lookahead.wrap(model, LookaheadConfig(compile_passes=True, budget=4, window_size=0))
     inspect_model(model, compile_passes=True)
-    for _ in range(2):
+    checks = []
+    for _ in range(3):
         traced.clear()
+        model.lookahead.pool = lookahead.NgramPool(1)
         with mock.patch.object(compiled, "_compiled_pass", side_effect=compiled._compiled_pass) as checked:
             model.generate(torch.arange(1, 20)[None], **GREEDY)
-        assert checked.call_count == 1
-        assert len(traced) == model.lookahead.last.steps > 1
+        checks.append(checked.call_count)
+        assert len(traced) == model.lookahead.last.steps > 5
+    assert 1 <= checks[0] <= 1 + 2  # steps of four rows, which all short ones are padded to, and of five
+    assert checks[1:] == [1, 1]
 
 
 def test_layers_packed_together_are_one_product(monkeypatch):
