@@ -9,7 +9,7 @@ import torch
 from test_lossless import check_identical, random_prompt
 from zoo import tiny_model
 
-from lookahead import LookaheadConfig, UnsupportedModelError, architecture, attention, decoding, verify
+from lookahead import LookaheadConfig, UnsupportedModelError, architecture, attention, decoding, tree_attention, verify
 from lookahead.architecture import Architecture
 from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.step import Step, Visibility
@@ -75,13 +75,38 @@ def half_of_the_prefix_unseen(monkeypatch):
         begin = key.shape[2] // 2 if mask is None else 0
         return original(query, key[:, :, begin:], value[:, :, begin:], mask, scaling)
 
-    monkeypatch.setattr(attention, "SHORT", 0)
+    in_two_parts(monkeypatch)
     monkeypatch.setattr(attention, "_part", part)
 
 
-def parts_joined_evenly(monkeypatch):
+def in_two_parts(monkeypatch):
+    """Not a defect: attention as where our kernel does not serve."""
     monkeypatch.setattr(attention, "SHORT", 0)
+    monkeypatch.setattr(tree_attention, "serves", lambda *arguments: False)
+
+
+def parts_joined_evenly(monkeypatch):
+    in_two_parts(monkeypatch)
     monkeypatch.setattr(attention, "_joined", lambda first, _, second, __: (first + second) / 2)
+
+
+def kernel_without_its_mask(monkeypatch):
+    original = tree_attention.attend
+
+    def attend(query, key, value, mask, scaling):
+        return original(query, key, value, mask if mask is None else torch.zeros_like(mask), scaling)
+
+    monkeypatch.setattr(tree_attention, "attend", attend)
+
+
+def kernel_that_misses_the_first_key(monkeypatch):
+    original = tree_attention.attend
+
+    def attend(query, key, value, mask, scaling):
+        begin = int(mask is not None)
+        return original(query, key[:, :, begin:], value[:, :, begin:], mask, scaling)
+
+    monkeypatch.setattr(tree_attention, "attend", attend)
 
 
 def positions_by_row(monkeypatch):
@@ -170,6 +195,8 @@ DEFECTS = {
     prefix_hidden: "gemma2",
     half_of_the_prefix_unseen: "llama",
     parts_joined_evenly: "llama",
+    kernel_without_its_mask: "llama",
+    kernel_that_misses_the_first_key: "llama",
     positions_by_row: "llama",
     positions_late_by_one: "gpt2",
     commit_keeps_the_first_rows: "llama",
@@ -182,7 +209,9 @@ DEFECTS = {
     one_draw_too_many: "llama",
 }
 IN_BATCHES = {gaps_are_seen: "llama", sequences_swapped: "llama", sliding_rows_off_by_one: "mistral"}
-IN_PARTS = {half_of_the_prefix_unseen, parts_joined_evenly}  # the dense mask is left
+IN_PARTS = {  # the dense mask is left
+    half_of_the_prefix_unseen, parts_joined_evenly, kernel_without_its_mask, kernel_that_misses_the_first_key
+}  # fmt: skip
 SEEN_BY_THE_PROBE = set(DEFECTS) - {
     sliding_window_too_wide, sliding_rows_off_by_one, first_guess_always_accepted, one_draw_too_many
 }  # fmt: skip
