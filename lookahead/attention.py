@@ -56,8 +56,9 @@ def attend(
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     is_prefill = (attention_mask is None and new > 1) or groups * new > MOST_QUERIES
-    if is_prefill and not unusual and attention_mask is None and held == 0 and _is_causal(module, kwargs):
-        is_prefill = not tree_attention.serves(query, key, value, None)
+    is_whole = is_prefill and not unusual and attention_mask is None and held == 0 and _is_causal(module, kwargs)
+    if is_whole and tree_attention.serves(query, key, value, None):
+        return tree_attention.attend(query, key, value, None, scaling), None
     if unusual or is_prefill:
         if attention_mask is not None and held > 0 and attention_mask.shape[-1] == new:
             attention_mask = nn.functional.pad(attention_mask, (held, 0))

@@ -19,10 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 ROWS = 16  # of an input that weights are packed for; packed for one row, they are half as fast for several
 LEAST_WEIGHTS = 2**16  # in a matrix; below, oneDNN's call takes longer than a plain product
-GIVEN_THE_SAME = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-)  # in one module; it costs time if they are not
+# Layers of one module that are given the same input; if they are not, it costs time and nothing else.
+GIVEN_THE_SAME = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 class PackedLinear(nn.Linear):
@@ -87,14 +85,18 @@ class Product:
         self.biases = [layer.bias for layer in layers]
         self._shared = layers[0].weight if shared else None
         self._pack(torch.cat(weights) if len(weights) > 1 else weights[0])
+        self._enlist()
 
     def _pack(self, weight: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._matrix = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if _can_pack(weight) else weight
         is_watched = self._shared is not None and not self._shared.is_inference()
         self._version = self._shared._version if is_watched else None
+
+    def _enlist(self) -> None:
         self._parts: tuple[torch.Tensor | None, dict[int, torch.Tensor]] = None, {}
         self.handle = next(_handles)
+        """By which compiled passes know it."""
         _products[self.handle] = self
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -134,6 +136,7 @@ class Product:
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
         self._pack(state["_matrix"])
+        self._enlist()
 
 
 class PackedWeight(torch.Tensor):
