@@ -4,11 +4,14 @@
 // time: a key, and a value, is then one number for all of them, nothing has to be transposed, and maxima and sums are
 // those of vectors.
 // Keys are taken KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al.
-// 2022, arXiv 2205.14135, algorithm 1), all in float32.
+// 2022, arXiv 2205.14135, algorithm 1), summed in float32.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 constexpr int KEYS = 64, TILE = 8, WIDEST = 256;
 constexpr float HIDDEN = -3.4e38f;
@@ -38,23 +41,104 @@ static inline void store(BFloat16& to, float x) {
     to = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
 }
 
-// Reads n numbers in order, for memory then keeps up, into room.
-static const float* floats(const float* x, long n, float* room) {
-    memcpy(room, x, n * sizeof *x);
-    return room;
+// The bits of 16 numbers, each in the lower half of a lane.
+static inline Lanes<16>::Ints bits(const BFloat16* x) {
+    Lanes<16>::BFloat16s some;
+    memcpy(&some, x, sizeof some);
+    return __builtin_convertvector(some, Lanes<16>::Ints);
 }
 
-static const float* floats(const BFloat16* x, long n, float* room) {
-    long i = 0;
-    for (; i + 16 <= n; i += 16) {
-        Lanes<16>::BFloat16s some;
-        memcpy(&some, x + i, sizeof some);
-        Lanes<16>::Ints bits = __builtin_convertvector(some, Lanes<16>::Ints) << 16;
-        memcpy(room + i, &bits, sizeof bits);
+// How a product takes its numbers: each by itself, in float32.
+struct Singles {
+    static constexpr int TOGETHER = 1;
+    typedef float Factor;
+    template <int L>
+    using Factors = typename Lanes<L>::Floats;
+
+    template <class Floats>
+    static Floats multiply(Factor a, Floats b, Floats sum) {
+        return sum + a * b;
     }
-    for (; i < n; i++) room[i] = number(x[i]);
-    return room;
+
+    template <class Floats, class T>
+    static void put(T x, long, int lane, Floats& to) {
+        to[lane] = number(x);
+    }
+
+    // n keys, or values, of this size; in room unless memory has them so.
+    static const float* keys(const float* x, long, long, float*) { return x; }
+    static const float* values(const float* x, long, long, float*) { return x; }
+    static const float* keys(const BFloat16* x, long n, long size, float* room) { return values(x, n, size, room); }
+
+    static const float* values(const BFloat16* x, long n, long size, float* room) {
+        long i = 0;
+        for (; i + 16 <= n * size; i += 16) {
+            const Lanes<16>::Ints some = bits(x + i) << 16;
+            memcpy(room + i, &some, sizeof some);
+        }
+        for (; i < n * size; i++) room[i] = number(x[i]);
+        return room;
+    }
+
+    template <int W, class Floats>
+    static const Floats* weights(Floats* p, long, Floats*) {
+        return p;
+    }
+};
+
+#ifdef __AVX512BF16__
+static inline Lanes<8>::Floats dot(Lanes<8>::Ints a, Lanes<8>::Ints b, Lanes<8>::Floats sum) {
+    return (Lanes<8>::Floats)_mm256_dpbf16_ps((__m256)sum, (__m256bh)a, (__m256bh)b);
 }
+
+static inline Lanes<16>::Floats dot(Lanes<16>::Ints a, Lanes<16>::Ints b, Lanes<16>::Floats sum) {
+    return (Lanes<16>::Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+// Two by two in bf16, added up in float32: two numbers next to each other in a key, or the values of two keys. What a
+// product takes from the values is rounded for that, as in torch's kernel.
+struct Pairs {
+    static constexpr int TOGETHER = 2;
+    typedef int32_t Factor __attribute__((may_alias, aligned(2)));
+    template <int L>
+    using Factors = typename Lanes<L>::Ints;
+
+    template <class Ints, class Floats>
+    static Floats multiply(Factor a, Ints b, Floats sum) {
+        return dot(Ints{} + a, b, sum);
+    }
+
+    template <class Ints>
+    static void put(BFloat16 x, long d, int lane, Ints& to) {
+        to[lane] |= uint32_t(x) << 16 * (d % 2);
+    }
+
+    static const Factor* keys(const BFloat16* x, long, long, Factor*) { return (const Factor*)x; }
+
+    // size is a multiple of 16. A key too few is one of zeros.
+    static const Factor* values(const BFloat16* x, long n, long size, Factor* room) {
+        for (long j = 0; j < n; j += 2)
+            for (long d = 0; d < size; d += 16) {
+                Lanes<16>::Ints pairs = bits(x + j * size + d);
+                if (j + 1 < n) pairs |= bits(x + (j + 1) * size + d) << 16;
+                memcpy(room + j / 2 * size + d, &pairs, sizeof pairs);
+            }
+        return room;
+    }
+
+    template <int W, class Ints, class Floats>
+    static const Ints* weights(Floats* p, long n, Ints* room) {
+        std::fill(p + n * W, p + (n + 1) * W, Floats{});
+        for (long i = 0; i < (n + 1) / 2 * W; i++) {
+            Ints first = (Ints)p[i / W * 2 * W + i % W], second = (Ints)p[i / W * 2 * W + W + i % W];
+            first += 0x7fff + (first >> 16 & 1);  // to nearest, ties to even
+            second += 0x7fff + (second >> 16 & 1);
+            room[i] = (first >> 16 & 0xffff) | (second >> 16 << 16);
+        }
+        return room;
+    }
+};
+#endif
 
 // exp(x) for x <= 0 to 2 units in the last place; 0 where it would be next to nothing; NaN stays NaN.
 template <int L, class Floats = typename Lanes<L>::Floats, class Ints = typename Lanes<L>::Ints>
@@ -75,23 +159,30 @@ static inline Floats exponential(Floats x) {
 }
 
 // c[i] += a[i * row + j * column] * b[j], summed over j < k, for M rows i of c and k rows j of b, of W vectors each.
-template <int W, int M, class Floats>
-static inline void multiply_tile(Floats* c, const float* a, long row, long column, const Floats* b, long k) {
+template <class By, int W, int M, class Floats, class Factors>
+static inline void multiply_tile(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b,
+                                 long k) {
     Floats sums[M][W];
     for (int i = 0; i < M; i++)
         for (int w = 0; w < W; w++) sums[i][w] = c[i * W + w];
     for (long j = 0; j < k; j++)
         for (int i = 0; i < M; i++)
-            for (int w = 0; w < W; w++) sums[i][w] += a[i * row + j * column] * b[j * W + w];
+            for (int w = 0; w < W; w++) sums[i][w] = By::multiply(a[i * row + j * column], b[j * W + w], sums[i][w]);
     for (int i = 0; i < M; i++)
         for (int w = 0; w < W; w++) c[i * W + w] = sums[i][w];
 }
 
-template <int W, class Floats>
-static inline void multiply(Floats* c, const float* a, long row, long column, const Floats* b, long m, long k) {
+// The same for m rows of c; meanwhile memory fetches `bytes` from `next` on.
+template <class By, int W, class Floats, class Factors>
+static inline void multiply(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b, long m,
+                            long k, const void* next, long bytes) {
     long i = 0;
-    for (; i + TILE <= m; i += TILE) multiply_tile<W, TILE>(c + i * W, a + i * row, row, column, b, k);
-    for (; i < m; i++) multiply_tile<W, 1>(c + i * W, a + i * row, row, column, b, k);
+    for (; i + TILE <= m; i += TILE) {
+        for (long byte = bytes * i / m; byte < bytes * (i + TILE) / m; byte += 64)
+            __builtin_prefetch((const char*)next + byte, 0, 2);
+        multiply_tile<By, W, TILE>(c + i * W, a + i * row, row, column, b, k);
+    }
+    for (; i < m; i++) multiply_tile<By, W, 1>(c + i * W, a + i * row, row, column, b, k);
 }
 
 template <class T>
@@ -101,9 +192,11 @@ struct Attention {
     long heads, key_heads, rows, keys, masked, size, head_stride, row_stride, key_stride, threads;
     float scaling;
 
-    template <int L, int W>
+    template <class By, int L, int W>
     void run() const {
         typedef typename Lanes<L>::Floats Floats;
+        typedef typename By::template Factors<L> Factors;
+        constexpr int TOGETHER = By::TOGETHER;
         const long groups = heads / key_heads, queries = groups * rows, blocks = (queries + L * W - 1) / (L * W);
         const long free = keys - (mask ? masked : rows);  // keys that all rows see
 #pragma omp parallel for num_threads(threads)
@@ -111,8 +204,9 @@ struct Attention {
             const long head = item / blocks, first = item % blocks * (L * W);
             const int lanes = std::min<long>(L * W, queries - first);
             const T *keys_here = key + head * key_stride, *values_here = value + head * key_stride;
-            float room[KEYS * WIDEST];
-            Floats q[WIDEST * W] = {}, sums[WIDEST * W] = {}, p[KEYS * W], largest[W], total[W] = {};
+            typename By::Factor room[KEYS / TOGETHER * WIDEST];
+            Factors q[WIDEST / TOGETHER * W] = {}, weights[KEYS / TOGETHER * W];
+            Floats sums[WIDEST * W] = {}, p[(KEYS + 1) * W], largest[W], total[W] = {};
             std::fill(largest, largest + W, Floats{} + HIDDEN);
             long row[L * W];
             T* outs[L * W];
@@ -120,15 +214,18 @@ struct Attention {
                 const long of = head * groups + (first + lane) / rows;
                 row[lane] = (first + lane) % rows;
                 const T* x = query + of * head_stride + row[lane] * row_stride;
-                for (long d = 0; d < size; d++) q[d * W + lane / L][lane % L] = number(x[d]) * scaling;
+                for (long d = 0; d < size; d++) By::put(x[d], d, lane % L, q[d / TOGETHER * W + lane / L]);
                 outs[lane] = out + (row[lane] * heads + of) * size;
             }
             const long from = mask ? free : free + *std::min_element(row, row + lanes) + 1;  // first hidden from any
             const long end = mask ? keys : free + *std::max_element(row, row + lanes) + 1;
             for (long begin = 0; begin < end; begin += KEYS) {
-                const long n = std::min<long>(KEYS, end - begin);
+                const long n = std::min<long>(KEYS, end - begin), bytes = n * size * sizeof(T);
+                const T *some_keys = keys_here + begin * size, *some_values = values_here + begin * size;
                 std::fill(p, p + n * W, Floats{});
-                multiply<W>(p, floats(keys_here + begin * size, n * size, room), size, 1, q, n, size);
+                multiply<By, W>(p, By::keys(some_keys, n, size, room), size / TOGETHER, 1, q, n, size / TOGETHER,
+                                some_values, bytes);
+                for (long j = 0; j < n * W; j++) p[j] *= scaling;
                 for (long j = std::max(begin, from); j < begin + n; j++)
                     for (int lane = 0; lane < lanes; lane++)
                         p[(j - begin) * W + lane / L][lane % L] += mask ? number(mask[row[lane] * masked + j - free])
@@ -141,7 +238,9 @@ struct Attention {
                     for (long d = w; d < size * W; d += W) sums[d] *= fade;
                     for (long j = w; j < n * W; j += W) total[w] += p[j] = exponential<L>(p[j] - largest[w]);
                 }
-                multiply<W>(sums, floats(values_here + begin * size, n * size, room), 1, size, p, size, n);
+                multiply<By, W>(sums, By::values(some_values, n, size, room), 1, size,
+                                By::template weights<W>(p, n, weights), size, (n + TOGETHER - 1) / TOGETHER,
+                                some_keys + KEYS * size, bytes);
             }
             for (int lane = 0; lane < lanes; lane++)
                 for (long d = 0; d < size; d++)
@@ -150,20 +249,29 @@ struct Attention {
     }
 };
 
+template <class By, class T>
+static void attend_by(const Attention<T>& attention) {
+    const long queries = attention.heads / attention.key_heads * attention.rows;
+    if (queries <= 8)
+        attention.template run<By, 8, 1>();
+    else if (queries <= 16)
+        attention.template run<By, 16, 1>();
+    else
+        attention.template run<By, 16, 2>();
+}
+
+static void attend(const Attention<float>& attention) { attend_by<Singles>(attention); }
+
+static void attend(const Attention<BFloat16>& attention) {
+#ifdef __AVX512BF16__
+    if (attention.size % 16 == 0) return attend_by<Pairs>(attention);
+#endif
+    attend_by<Singles>(attention);
+}
+
 // query [heads][rows][size], by strides; key, value [key_heads][keys][size], their heads key_stride apart; size is at
 // most WIDEST. mask [rows][masked] is added to the scores of the last `masked` keys; without one, row i of the last
 // `rows` keys is seen by rows i and later. out [rows][heads][size].
-template <class T>
-static void attend(const Attention<T>& attention) {
-    const long queries = attention.heads / attention.key_heads * attention.rows;
-    if (queries <= 8)
-        attention.template run<8, 1>();
-    else if (queries <= 16)
-        attention.template run<16, 1>();
-    else
-        attention.template run<16, 2>();
-}
-
 #define FOR(NAME, T)                                                                                                 \
     extern "C" void NAME(const T* query, const T* key, const T* value, const T* mask, T* out, long heads,            \
                          long key_heads, long rows, long keys, long masked, long size, long head_stride,             \

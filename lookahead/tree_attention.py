@@ -26,6 +26,7 @@ _INSTRUCTIONS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
     "AVX2": ("-mavx2", "-mfma"),
 }
+_BF16 = ("-mavx512bf16",) if getattr(torch.cpu, "_is_avx512_bf16_supported", bool)() else ()
 _FLAGS = "-x", "c++", "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"
 _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 10 + [ctypes.c_float]
 
@@ -89,7 +90,7 @@ def _built() -> Path:
     """The shared library, which is built unless it was before, of the same source in the same way."""
     source = Path(__file__).with_suffix(".cpp").read_bytes()
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++") or "g++"]
-    command = [*compiler, *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *_FLAGS]
+    command = [*compiler, *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *_BF16, *_FLAGS]
     path = FOLDER / f"tree-attention-{xxhash.xxh3_64_hexdigest(source + repr(command).encode())}.so"
     if not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
