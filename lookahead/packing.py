@@ -1,8 +1,9 @@
-"""Weights of linear layers, reordered once into the blocks that oneDNN multiplies by, for models on a CPU.
+"""Weights of linear layers, reordered once into the order that a CPU multiplies them in.
 
 A plain ``nn.Linear`` hands over its weight row by row, and for the few rows of a decoding step it then takes longer to
-bring it into order than to multiply. A packed weight takes the place of the plain one, so memory does not grow, except
-where other modules need the plain one, too: a tied embedding stays, and the output layer gets a packed copy beside it.
+bring it into order than to multiply. Weights go into panels of our own (`panels`), or, where those cannot be used, into
+the blocks of oneDNN. A packed weight takes the place of the plain one, so memory does not grow, except where other
+modules need the plain one, too: a tied embedding stays, and the output layer gets a packed copy beside it.
 
 Layers that are given the same input, such as query, key and value, are packed side by side as one matrix, for one
 product takes less time than three.
@@ -17,8 +18,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-ROWS = 16  # of an input that weights are packed for; packed for one row, they are half as fast for several
-LEAST_WEIGHTS = 2**16  # in a matrix; below, oneDNN's call takes longer than a plain product
+from lookahead import panels
+
+ROWS = 16  # of an input that oneDNN's blocks are made for; made for one row, they are half as fast for several
+LEAST_WEIGHTS = 2**16  # in a matrix; below, the call takes longer than a plain product
 # Layers of one module that are given the same input; if they are not, it costs time and nothing else.
 GIVEN_THE_SAME = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -33,7 +36,7 @@ class PackedLinear(nn.Linear):
         if input.requires_grad and torch.is_grad_enabled():
             return _WithoutGradient.apply(input, self)
         product, place, bias = self._product, self._place, self._parameters["bias"]
-        if input.dtype != product.dtype or bias is not product.biases[place] or torch.is_autocast_enabled("cpu"):
+        if not product.takes(input) or bias is not product.biases[place] or torch.is_autocast_enabled("cpu"):
             return nn.functional.linear(input, self.weight, bias)
         if torch.compiler.is_compiling():  # whose compiler takes a packed weight for a plain one
             whole = torch.ops.lookahead.packed_linear(input, product.handle, product.outputs)
@@ -81,7 +84,7 @@ class Product:
         self.rows = [slice(end - len(weight), end) for end, weight in zip(ends, weights, strict=True)]
         """Of the matrix, for each layer."""
         self.outputs = ends[-1]
-        self.dtype = weights[0].dtype
+        self.inputs, self.dtype = weights[0].shape[1], weights[0].dtype
         self.biases = [layer.bias for layer in layers]
         self._shared = layers[0].weight if shared else None
         self._pack(torch.cat(weights) if len(weights) > 1 else weights[0])
@@ -89,7 +92,13 @@ class Product:
 
     def _pack(self, weight: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            self._matrix = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if _can_pack(weight) else weight
+            self._in_panels = panels.take(weight)
+            if self._in_panels:
+                self._matrix = panels.pack(weight)
+            elif _can_block(weight):
+                self._matrix = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+            else:
+                self._matrix = weight
         is_watched = self._shared is not None and not self._shared.is_inference()
         self._version = self._shared._version if is_watched else None
 
@@ -99,6 +108,12 @@ class Product:
         """By which compiled passes know it."""
         _products[self.handle] = self
 
+    def takes(self, input: torch.Tensor) -> bool:
+        """Whether an input is one that can be multiplied; others, such as those of tracers, are for plain layers."""
+        compiling = torch.compiler.is_compiling()
+        is_real = compiling or (type(input) is torch.Tensor and not torch.jit.is_tracing())
+        return is_real and input.dtype == self.dtype and input.shape[-1] == self.inputs and input.is_cpu
+
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """[..., outputs], of all layers."""
         if self._version is not None and self._version != self._shared._version:  # a shared weight was written to
@@ -106,6 +121,8 @@ class Product:
         bias = self.biases[0]
         if bias is not None and len(self.biases) > 1:
             bias = torch.cat(self.biases)
+        if self._in_panels:
+            return panels.multiply(input, self._matrix, self.outputs, bias)
         if self._matrix.layout == torch.strided:
             return nn.functional.linear(input, self._matrix, bias)
         return _linear(input, self._matrix, bias, "none", [], "")
@@ -126,6 +143,8 @@ class Product:
 
     def plain(self) -> torch.Tensor:
         """[outputs, inputs], as it was before it was packed."""
+        if self._in_panels:
+            return panels.unpack(self._matrix, self.outputs)
         return self._matrix if self._matrix.layout == torch.strided else self._matrix.to_dense()
 
     def __getstate__(self) -> dict:
@@ -147,7 +166,7 @@ class PackedWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, product: Product, place: int) -> "PackedWeight":
         rows = product.rows[place]
-        shape = rows.stop - rows.start, product._matrix.shape[1]
+        shape = rows.stop - rows.start, product.inputs
         weight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=product.dtype, device="cpu")
         weight._product, weight._place = product, place
         return weight
@@ -214,6 +233,10 @@ def unpack(model: nn.Module) -> nn.Module:
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
+    return panels.take(weight) or _can_block(weight)
+
+
+def _can_block(weight: torch.Tensor) -> bool:
     supported = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )

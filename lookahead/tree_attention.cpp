@@ -7,46 +7,11 @@
 // 2022, arXiv 2205.14135, algorithm 1), summed in float32.
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
+
+#include "vectors.h"
 
 constexpr int KEYS = 64, TILE = 8, WIDEST = 256;
 constexpr float HIDDEN = -3.4e38f;
-typedef uint16_t BFloat16;
-
-template <int L>
-struct Lanes {
-    typedef float Floats __attribute__((vector_size(4 * L)));
-    typedef int32_t Ints __attribute__((vector_size(4 * L)));
-    typedef BFloat16 BFloat16s __attribute__((vector_size(2 * L)));
-};
-
-static inline float number(float x) { return x; }
-
-static inline float number(BFloat16 x) {
-    uint32_t bits = uint32_t(x) << 16;
-    float y;
-    memcpy(&y, &bits, sizeof y);
-    return y;
-}
-
-static inline void store(float& to, float x) { to = x; }
-
-static inline void store(BFloat16& to, float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    to = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
-}
-
-// The bits of 16 numbers, each in the lower half of a lane.
-static inline Lanes<16>::Ints bits(const BFloat16* x) {
-    Lanes<16>::BFloat16s some;
-    memcpy(&some, x, sizeof some);
-    return __builtin_convertvector(some, Lanes<16>::Ints);
-}
 
 // How a product takes its numbers: each by itself, in float32.
 struct Singles {
@@ -54,11 +19,6 @@ struct Singles {
     typedef float Factor;
     template <int L>
     using Factors = typename Lanes<L>::Floats;
-
-    template <class Floats>
-    static Floats multiply(Factor a, Floats b, Floats sum) {
-        return sum + a * b;
-    }
 
     template <class Floats, class T>
     static void put(T x, long, int lane, Floats& to) {
@@ -87,26 +47,13 @@ struct Singles {
 };
 
 #ifdef __AVX512BF16__
-static inline Lanes<8>::Floats dot(Lanes<8>::Ints a, Lanes<8>::Ints b, Lanes<8>::Floats sum) {
-    return (Lanes<8>::Floats)_mm256_dpbf16_ps((__m256)sum, (__m256bh)a, (__m256bh)b);
-}
-
-static inline Lanes<16>::Floats dot(Lanes<16>::Ints a, Lanes<16>::Ints b, Lanes<16>::Floats sum) {
-    return (Lanes<16>::Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-
 // Two by two in bf16, added up in float32: two numbers next to each other in a key, or the values of two keys. What a
 // product takes from the values is rounded for that, as in torch's kernel.
 struct Pairs {
     static constexpr int TOGETHER = 2;
-    typedef int32_t Factor __attribute__((may_alias, aligned(2)));
+    typedef Pair Factor;
     template <int L>
     using Factors = typename Lanes<L>::Ints;
-
-    template <class Ints, class Floats>
-    static Floats multiply(Factor a, Ints b, Floats sum) {
-        return dot(Ints{} + a, b, sum);
-    }
 
     template <class Ints>
     static void put(BFloat16 x, long d, int lane, Ints& to) {
@@ -130,10 +77,8 @@ struct Pairs {
     static const Ints* weights(Floats* p, long n, Ints* room) {
         std::fill(p + n * W, p + (n + 1) * W, Floats{});
         for (long i = 0; i < (n + 1) / 2 * W; i++) {
-            Ints first = (Ints)p[i / W * 2 * W + i % W], second = (Ints)p[i / W * 2 * W + W + i % W];
-            first += 0x7fff + (first >> 16 & 1);  // to nearest, ties to even
-            second += 0x7fff + (second >> 16 & 1);
-            room[i] = (first >> 16 & 0xffff) | (second >> 16 << 16);
+            const Floats* two = p + i / W * 2 * W + i % W;
+            room[i] = rounded<Ints>(two[0]) | rounded<Ints>(two[W]) << 16;
         }
         return room;
     }
@@ -167,7 +112,7 @@ static inline void multiply_tile(Floats* c, const typename By::Factor* a, long r
         for (int w = 0; w < W; w++) sums[i][w] = c[i * W + w];
     for (long j = 0; j < k; j++)
         for (int i = 0; i < M; i++)
-            for (int w = 0; w < W; w++) sums[i][w] = By::multiply(a[i * row + j * column], b[j * W + w], sums[i][w]);
+            for (int w = 0; w < W; w++) sums[i][w] = multiply_add(a[i * row + j * column], b[j * W + w], sums[i][w]);
     for (int i = 0; i < M; i++)
         for (int w = 0; w < W; w++) c[i * W + w] = sums[i][w];
 }
@@ -244,7 +189,7 @@ struct Attention {
             }
             for (int lane = 0; lane < lanes; lane++)
                 for (long d = 0; d < size; d++)
-                    store(outs[lane][d], sums[d * W + lane / L][lane % L] / total[lane / L][lane % L]);
+                    store(sums[d * W + lane / L][lane % L] / total[lane / L][lane % L], outs[lane] + d);
         }
     }
 };

@@ -1,33 +1,16 @@
-"""Attention on a CPU, in C++: a few queries, many keys, and a mask for the last of them alone.
+"""Attention on a CPU: a few queries, many keys, and a mask for the last of them alone. `tree_attention.cpp`.
 
-For so few queries, torch's own kernel takes about twice as long. Built on first use, by the C++ compiler of the
-machine, if there is one, and kept in the user's cache directory.
+For so few queries, torch's own kernel takes two to three times as long.
 """
 
 import ctypes
-import logging
-import os
-import shlex
-import shutil
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 
-import platformdirs
 import torch
-import xxhash
 
-logger = logging.getLogger(__name__)
+from lookahead import native
 
 WIDEST = 256  # head_dim, as in the source
-FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "kernels"
-_INSTRUCTIONS = {
-    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-    "AVX2": ("-mavx2", "-mfma"),
-}
-_BF16 = ("-mavx512bf16",) if getattr(torch.cpu, "_is_avx512_bf16_supported", bool)() else ()
-_FLAGS = "-x", "c++", "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"
 _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 10 + [ctypes.c_float]
 
 
@@ -35,7 +18,6 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
     """Whether `attend` takes these."""
     return (
         query.device.type == "cpu"
-        and query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == key.dtype == value.dtype
         and (mask is None or (mask.dtype == query.dtype and mask.stride(3) == 1))
         and len(query) == 1
@@ -45,7 +27,7 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
         and key.stride()[2:] == (key.shape[3], 1)
         and not (torch.is_grad_enabled() and query.requires_grad)
         and not torch.compiler.is_compiling()
-        and _library() is not None
+        and query.dtype in _kernels()
     )
 
 
@@ -62,7 +44,7 @@ def attend(
     out = query.new_empty(1, rows, heads, size)
     if mask is not None:
         mask = mask.contiguous()
-    _library()[query.dtype](
+    _kernels()[query.dtype](
         query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(), out.data_ptr(),
         heads, key.shape[1], rows, key.shape[2], 0 if mask is None else mask.shape[3], size,
         query.stride(1), query.stride(2), key.stride(1), torch.get_num_threads(),
@@ -72,30 +54,12 @@ def attend(
 
 
 @cache
-def _library() -> dict[torch.dtype, "ctypes._CFuncPtr"] | None:
-    """The kernel for each dtype; None where it cannot be built."""
-    try:
-        library = ctypes.CDLL(str(_built()))
-    except (OSError, subprocess.SubprocessError) as error:
-        output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-        logger.info("attention is torch's own, for the quicker one cannot be built: %s\n%s", error, output)
-        return None
+def _kernels() -> dict[torch.dtype, "ctypes._CFuncPtr"]:
+    """What attends, by dtype; nothing where it cannot be built."""
+    library = native.library("tree_attention")
+    if library is None:
+        return {}
     kernels = {torch.float32: library.attend_float32, torch.bfloat16: library.attend_bfloat16}
     for kernel in kernels.values():
         kernel.argtypes, kernel.restype = _ARGUMENTS, None
     return kernels
-
-
-def _built() -> Path:
-    """The shared library, which is built unless it was before, of the same source in the same way."""
-    source = Path(__file__).with_suffix(".cpp").read_bytes()
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++") or "g++"]
-    command = [*compiler, *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()), *_BF16, *_FLAGS]
-    path = FOLDER / f"tree-attention-{xxhash.xxh3_64_hexdigest(source + repr(command).encode())}.so"
-    if not path.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            new = Path(folder) / path.name
-            subprocess.run([*command, "-", "-o", str(new)], input=source, capture_output=True, check=True, timeout=120)
-            os.replace(new, path)
-    return path

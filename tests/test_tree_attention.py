@@ -1,7 +1,5 @@
 """The attention kernel for a CPU: what the formula says, over shapes, strides and masks."""
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given, note, settings
@@ -84,25 +82,3 @@ def test_what_it_does_not_take():
     assert not tree_attention.serves(query, query, query, mask)
     with torch.no_grad():
         assert tree_attention.serves(query, query, query, mask)
-
-
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_without_a_compiler_it_is_left_to_torch(compiler, caplog, monkeypatch, tmp_path):
-    query, mask = torch.randn(1, 2, 5, 16), torch.zeros(1, 1, 5, 5)
-    caplog.set_level("INFO", logger="lookahead")
-    monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr(tree_attention, "FOLDER", tmp_path)
-    tree_attention._library.cache_clear()
-    assert not tree_attention.serves(query, query, query, mask)
-    assert not tree_attention.serves(query, query, query, mask)
-    tree_attention._library.cache_clear()
-    assert caplog.text.count(compiler) == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_was_built_is_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(tree_attention, "FOLDER", tmp_path / "new")
-    built = tree_attention._built()
-    with mock.patch.object(tree_attention.subprocess, "run", side_effect=AssertionError("built again")):
-        assert tree_attention._built() == built
-    assert [path.name for path in built.parent.iterdir()] == [built.name]

@@ -1,0 +1,56 @@
+"""C++ of this package: built on first use, by the machine's compiler if there is one, and kept in the user's cache."""
+
+import ctypes
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import platformdirs
+import torch
+import xxhash
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "kernels"
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+HAS_BF16 = HAS_AVX512 and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+_INSTRUCTIONS = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
+_FLAGS = "-x", "c++", "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"
+
+
+@cache
+def library(name: str) -> ctypes.CDLL | None:
+    """What ``name``.cpp defines; None, and a line in the log, where it cannot be built."""
+    try:
+        return ctypes.CDLL(str(_built(name)))
+    except (OSError, subprocess.SubprocessError) as error:
+        output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
+        logger.info("%s is left to torch, for the quicker code cannot be built: %s\n%s", name, error, output)
+        return None
+
+
+def _built(name: str) -> Path:
+    """The shared library, which is built unless it was before, of the same source in the same way."""
+    source = (SOURCES / f"{name}.cpp").read_bytes()
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++") or "g++"]
+    instructions = _INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ())
+    command = [*compiler, *instructions, *(["-mavx512bf16"] if HAS_BF16 else []), *_FLAGS]
+    of = source + (SOURCES / "vectors.h").read_bytes() + repr(command).encode()
+    path = FOLDER / f"{name}-{xxhash.xxh3_64_hexdigest(of)}.so"
+    if not path.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            new = Path(folder) / path.name
+            command += ["-I", str(SOURCES), "-", "-o", str(new)]
+            subprocess.run(command, input=source, capture_output=True, check=True, timeout=120)
+            os.replace(new, path)
+    return path
