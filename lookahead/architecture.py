@@ -113,10 +113,9 @@ class Architecture:
         cache.layers = whole.layers
 
     def masks(
-        self, ancestors: np.ndarray, positions: torch.Tensor, cache: LookaheadCache, dtype: torch.dtype
+        self, ancestors: np.ndarray, positions: np.ndarray, cache: LookaheadCache, model: PreTrainedModel
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """What to pass as ``attention_mask`` (`step.mask`): of the step's own keys where all others are seen by all."""
-        seen = torch.from_numpy(ancestors).to(positions.device)
         last = max(cache.lengths) + positions.shape[1]
 
         def mask_for(visibility: Visibility) -> torch.Tensor:
@@ -124,7 +123,7 @@ class Architecture:
             cached = layer.positions_shown()
             if self.two_part and not visibility.hides_any(cached, last):
                 cached = cached[:, :0]
-            return mask(seen, positions, cached, visibility, dtype)
+            return mask(ancestors, positions, cached, visibility, model.dtype, device_of(model))
 
         if self.mask_of is None:
             return mask_for(next(v for v in self.layers if v is not None))
@@ -149,22 +148,21 @@ class Architecture:
             ids = np.concatenate([[cache.replay], ids], axis=1)
             positions = np.concatenate([np.arange(cache.lengths[0] - again, cache.lengths[0])[None], positions], axis=1)
         tokens = torch.from_numpy(np.stack([ids, positions])).to(device)
-        ids, positions = tokens
         mode = torch.inference_mode() if self.in_inference_mode else nullcontext()
-        cache.begin(ids.shape[1])
+        cache.begin(tokens.shape[2])
         if compiles:
             with attention.in_use(self.two_part), mode:
-                masks = self.masks(ancestors, positions, cache, model.dtype)
+                masks = self.masks(ancestors, positions, cache, model)
                 logits = compiled.run(model, self.cache_argument, tokens[:, 0], cache, masks)
             return logits[:, : len(steps[0])]
         inputs = {self.cache_argument: cache, "use_cache": True}
         if self.takes_position_ids:
-            inputs["position_ids"] = positions
+            inputs["position_ids"] = tokens[1]
         # The model's own causal mask, which is right for a single chain, covers all keys.
         if len(steps) > 1 or not steps[0].is_chain or (self.two_part and len(steps[0]) > 1):
-            inputs["attention_mask"] = self.masks(ancestors, positions, cache, model.dtype)
+            inputs["attention_mask"] = self.masks(ancestors, positions, cache, model)
         with attention.in_use(self.two_part), mode:
-            return model(input_ids=ids, **inputs).logits[:, again:]
+            return model(input_ids=tokens[0], **inputs).logits[:, again:]
 
     def _settle(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
         """Compute what the cache has to compute again, so that it holds all that was accepted."""

@@ -49,6 +49,8 @@ class Pace:
 
     def price(self, rows: int, fewer: int, length: int) -> float:
         """Tokens that could be had in the time by which a step of ``rows`` takes longer than one of ``fewer``."""
+        if rows == fewer:
+            return 0.0
         return self.rate * float(self.costs(rows, length) - self.costs(fewer, length))
 
     def count(self, tokens: int, rows: int, length: int) -> None:
@@ -66,12 +68,15 @@ class Pace:
         accepted = np.array(path[1:], np.int64) - 1
         ranks = np.empty(len(chosen), np.int64)
         ranks[chosen.ranking] = np.arange(len(chosen))
-        expected = np.cumsum([0.0, *tree.probabilities[tree.ranking]])
-        guesses = np.minimum(FIXED_BUDGETS, len(tree))
+        expected = np.zeros(len(tree) + 1)
+        np.cumsum(tree.probabilities[tree.ranking], out=expected[1:])
+        guesses = np.minimum((*FIXED_BUDGETS, len(chosen)), len(tree))
+        costs = self._cost(1 + guesses, length)
+        guesses = guesses[:-1]
         steps = len(path) / (1.0 + (ranks[accepted][:, None] < guesses).sum(0))
         stats.fixed_budgets[:, 0] += len(path) + np.maximum(expected[guesses] - expected[len(chosen)], 0)
-        stats.fixed_budgets[:, 1] += steps * self._cost(1 + guesses, length)
-        stats.chosen_budgets += len(path), self._cost(1 + len(chosen), length)
+        stats.fixed_budgets[:, 1] += steps * costs[:-1]
+        stats.chosen_budgets += len(path), costs[-1]
 
     def _cost(self, rows: np.ndarray | int, length: int) -> np.ndarray:
         return self.costs(rows, length) + self.costs.overhead

@@ -52,19 +52,22 @@ class Accepted:
         places = np.array([place for path in paths for place in range(len(path))], np.int64)
         return cls(np.repeat(np.arange(len(paths)), counts), rows, places, counts)
 
-    def moves(self, base: int, gaps: np.ndarray) -> tuple[torch.Tensor | None, int, np.ndarray]:
+    def moves(
+        self, base: int, gaps: np.ndarray, device: torch.device
+    ) -> tuple[tuple[torch.Tensor, ...] | None, int, np.ndarray]:
         """What becomes of a layer that had ``base`` columns in use before the step, and these gaps.
 
-        Returns int64 [3, n] (sequences, source and target columns) of what has to be moved, or None where nothing has;
-        the columns then in use; the gaps, int64 [batch]. Layers that are alike ask once.
+        Returns sequences, source and target columns, int64 [n] each on ``device``, of what has to be moved, or None
+        where nothing has; the columns then in use; the gaps, int64 [batch]. Layers that are alike ask once.
         """
-        key = base, gaps.tobytes()
+        key = base, gaps.tobytes(), device
         if key not in self._moves:
             held = np.broadcast_to(base - gaps, self.counts.shape)
             sources, targets = base + self.rows, held[self.sequences] + self.places
             index = np.stack([self.sequences, sources, targets])[:, sources != targets]
             columns = int((held + self.counts).max())
-            self._moves[key] = torch.from_numpy(index) if index.size else None, columns, columns - held - self.counts
+            moved = torch.from_numpy(index).to(device).unbind() if index.size else None
+            self._moves[key] = moved, columns, columns - held - self.counts
         return self._moves[key]
 
 
@@ -158,12 +161,13 @@ class InPlaceLayer(CacheLayerMixin):
 
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted rows of the last update, in their order, and forget its other rows."""
-        moves, self.columns, self.gaps = accepted.moves(self.base, self.gaps)
+        moves, self.columns, self.gaps = accepted.moves(self.base, self.gaps, self.device)
         if moves is not None:
-            sequences, sources, targets = moves.to(self.device)
+            sequences, sources, targets = moves
             for buffer in (self._keys, self._values):
-                if len(accepted.counts) == 1:  # what is moved comes last, and a slice is cheaper than an index
-                    buffer[:, :, self.columns - len(sources) : self.columns] = buffer.index_select(2, sources)
+                if len(accepted.counts) == 1:  # what is moved comes last, which is cheaper than by an index
+                    last = buffer.narrow(2, self.columns - len(sources), len(sources))
+                    last.copy_(buffer.index_select(2, sources))
                 else:
                     buffer[sequences, :, targets] = buffer[sequences, :, sources]
         if self.dtype == torch.float16:  # a rejected guess may have overflowed, and a gap must be finite

@@ -33,6 +33,7 @@ from ngram_pool import GuessTree, Source
 logger = logging.getLogger(__name__)
 
 RUNGS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that are measured
+_RUNGS = np.array(RUNGS, float)
 AT_LENGTH = (1, 16)  # those that are measured again with a longer cache
 LONG = 1024  # positions in it
 SECONDS = 1.5  # that measuring may take, if a pass is not too long for that
@@ -57,9 +58,12 @@ class StepCosts:
 
     def __call__(self, rows: np.ndarray | int, length: int) -> np.ndarray:
         """Seconds of passes over ``rows``, when each sequence holds ``length`` positions."""
-        slope = (self.seconds[-1] - self.seconds[-3]) / (RUNGS[-1] - RUNGS[-3])
-        base = np.interp(rows, RUNGS, self.seconds) + slope * np.maximum(np.asarray(rows) - RUNGS[-1], 0)
-        return base + length * (self.per_position[0] + self.per_position[1] * (np.asarray(rows) - 1))
+        rows = np.asarray(rows)
+        base = np.interp(rows, _RUNGS, self.seconds)
+        if rows.max(initial=0) > RUNGS[-1]:
+            slope = (self.seconds[-1] - self.seconds[-3]) / (RUNGS[-1] - RUNGS[-3])
+            base = base + slope * np.maximum(rows - RUNGS[-1], 0)
+        return base + length * (self.per_position[0] + self.per_position[1] * (rows - 1))
 
     def follow(self, rows: int, length: int, seconds: float, overhead: float) -> None:
         """Take in what a step of the session took: its pass, and what it spent outside of it.
@@ -70,7 +74,7 @@ class StepCosts:
         expected = float(self(rows, length))
         share = float(self(rows, 0)) / expected
         ratio = min(max(seconds / expected, 1 / 3), 3.0)  # beyond, something else was going on
-        beside = np.maximum(1 - np.abs(np.log2(np.array(RUNGS) / min(rows, RUNGS[-1]))), 0)
+        beside = np.maximum(1 - np.abs(np.log2(_RUNGS / min(rows, RUNGS[-1]))), 0)
         self.seconds *= ratio ** (share * (everywhere + local * beside))
         self.per_position *= ratio ** ((1 - share) * (everywhere + local))
         self.overhead += local * (min(overhead, 3 * self.overhead) - self.overhead)

@@ -25,7 +25,7 @@ class Visibility:
     chunk: int | None = None
     """A query at position p sees keys at positions p // chunk * chunk and later."""
 
-    def hides(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+    def hides(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
         """Bool [batch, queries, keys] from positions [batch, queries] and [batch, keys], or None: nothing is hidden."""
         queries, keys = queries[:, :, None], keys[:, None, :]
         if self.window is not None:
@@ -134,22 +134,25 @@ def pad(
 
 
 def mask(
-    ancestors: torch.Tensor, positions: torch.Tensor, cached: np.ndarray, visibility: Visibility, dtype: torch.dtype
+    ancestors: np.ndarray,
+    positions: np.ndarray,
+    cached: np.ndarray,
+    visibility: Visibility,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     """Additive mask [batch, 1, T, seen + T]: 0 where a token is seen, the dtype's minimum elsewhere.
 
-    ancestors: bool [batch, T, T] and positions: int64 [batch, T], of the tokens of a step, on the model's device.
+    ancestors: bool [batch, T, T] and positions: int64 [batch, T], of the tokens of a step.
     cached: int64 [batch or 1, seen], position of each column that the layer's cache shows, -1 where it holds nothing.
     """
-    device = positions.device
-    hidden = torch.nn.functional.pad(~ancestors, (cached.shape[1], 0))
-    gaps = cached < 0
-    if gaps.any():
-        hidden[:, :, : cached.shape[1]] |= torch.from_numpy(gaps).to(device)[:, None]
-    keys = torch.cat([torch.from_numpy(cached).to(device).expand(len(positions), -1), positions], dim=1)
-    out_of_sight = visibility.hides(positions, keys)
+    cached = np.broadcast_to(cached, (len(positions), cached.shape[1]))
+    gaps = np.broadcast_to(cached[:, None] < 0, (*positions.shape, cached.shape[1]))
+    hidden = np.concatenate([gaps, ~ancestors], axis=2)
+    out_of_sight = visibility.hides(positions, np.concatenate([cached, positions], axis=1))
     if out_of_sight is not None:
         hidden = hidden | out_of_sight
+    hidden = torch.from_numpy(hidden).to(device)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
 
 

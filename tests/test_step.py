@@ -77,7 +77,7 @@ def test_mask(seed, visibility):
     gaps = [max(lengths) - length for length in lengths]
     cached = np.array([[*range(length), *[-1] * gap] for length, gap in zip(lengths, gaps, strict=True)])
     ids, positions, ancestors = pad(steps, lengths, None)
-    result = mask(torch.from_numpy(ancestors), torch.from_numpy(positions), cached, visibility, torch.float32)
+    result = mask(ancestors, positions, cached, visibility, torch.float32, torch.device("cpu"))
     longest = max(map(len, steps))
     assert result.shape == (len(steps), 1, longest, max(lengths) + longest)
     for b, (step, length) in enumerate(zip(steps, lengths, strict=True)):
