@@ -29,7 +29,8 @@ GIVEN_THE_SAME = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 class PackedLinear(nn.Linear):
     """A linear layer for inference. Its ``weight`` is a `PackedWeight` unless it is shared.
 
-    Moved to where it cannot be packed, the layer is plain again. Moved or loaded, it is packed by itself.
+    Moved to where it cannot be packed, the layer is plain again. Moved, loaded or given another weight, it is packed by
+    itself.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -42,6 +43,13 @@ class PackedLinear(nn.Linear):
             whole = torch.ops.lookahead.packed_linear(input, product.handle, product.outputs)
             return whole[..., product.rows[place]]
         return product.part(input, place)
+
+    def __setattr__(self, name: str, value) -> None:
+        if name != "weight":
+            return super().__setattr__(name, value)
+        _unpack(self)
+        self.weight = value
+        _pack([self], shared=True)  # whoever gave it may hold it, too
 
     def _apply(self, fn, recurse: bool = True) -> nn.Linear:
         shared = _unpack(self)
@@ -260,9 +268,9 @@ def _pack(layers: list[nn.Linear], shared: bool = False) -> None:
 def _unpack(layer: PackedLinear) -> bool:
     """Make a layer a plain one; whether its weight is shared."""
     shared = not isinstance(layer.weight, PackedWeight)
+    layer.__class__ = nn.Linear
     if not shared:
         layer.weight = nn.Parameter(layer.weight.plain(), layer._takes_gradients)
-    layer.__class__ = nn.Linear
     del layer._product, layer._place, layer._takes_gradients
     return shared
 

@@ -224,6 +224,22 @@ def test_a_tied_weight_written_to_is_seen():
     assert_near(packed, logits(unpack(model)))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_replaced_weight_is_seen(compiled):
+    model = pack(small_llama())
+    run = torch.compile(model, backend="eager") if compiled else model
+    before = logits(run)
+    q_proj = model.model.layers[0].self_attn.q_proj
+    q_proj.weight = torch.nn.Parameter(-q_proj.weight)
+    model.set_input_embeddings(torch.nn.Embedding(300, model.config.hidden_size))
+    model.tie_weights()
+    assert len(packed_layers(model)) == 2 * 7 + 1
+    packed = logits(run)
+    assert not torch.allclose(packed, before)
+    assert_near(packed, logits(unpack(model)))
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
 def test_no_gradient_is_lost_in_silence():
     model = pack(small_llama())
     out = model(torch.arange(9)[None], labels=torch.arange(9)[None])
