@@ -100,7 +100,7 @@ class Product:
 
     def _pack(self, weight: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            self._in_panels = panels.take(weight)
+            self._in_panels = panels.can_hold(weight)
             if self._in_panels:
                 self._matrix = panels.pack(weight)
             elif _can_block(weight):
@@ -241,7 +241,7 @@ def unpack(model: nn.Module) -> nn.Module:
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
-    return panels.take(weight) or _can_block(weight)
+    return panels.can_hold(weight) or _can_block(weight)
 
 
 def _can_block(weight: torch.Tensor) -> bool:

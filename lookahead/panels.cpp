@@ -28,8 +28,9 @@ struct Of<BFloat16> {
 };
 
 // The sums of M rows, `row` apart, with a panel of n factors.
-template <int M, class Factor, class Factors>
-static inline void multiply_tile(const Factor* x, long row, const Factors* panel, long n, Floats (*to)[W]) {
+template <class T, int M>
+static inline void multiply_tile(const typename Of<T>::Factor* x, long row, const typename Of<T>::Factors* panel,
+                                 long n, Floats (*to)[W]) {
     Floats sums[M][W];
     for (int i = 0; i < M; i++)
         for (int w = 0; w < W; w++) sums[i][w] = to[i][w];
@@ -40,13 +41,14 @@ static inline void multiply_tile(const Factor* x, long row, const Factors* panel
         for (int w = 0; w < W; w++) to[i][w] = sums[i][w];
 }
 
-template <int M = TILE, class Factor, class Factors>
-static inline void multiply_rows(int rows, const Factor* x, long row, const Factors* panel, long n, Floats (*to)[W]) {
+template <class T, int M = TILE>
+static inline void multiply_rows(int rows, const typename Of<T>::Factor* x, long row,
+                                 const typename Of<T>::Factors* panel, long n, Floats (*to)[W]) {
     if constexpr (M > 0) {
         if (rows == M)
-            multiply_tile<M>(x, row, panel, n, to);
+            multiply_tile<T, M>(x, row, panel, n, to);
         else
-            multiply_rows<M - 1>(rows, x, row, panel, n, to);
+            multiply_rows<T, M - 1>(rows, x, row, panel, n, to);
     }
 }
 
@@ -69,7 +71,7 @@ static void multiply(const T* x, const T* panels, const T* bias, T* out, long ro
             const int some = std::min<long>(TILE, rows - begin);
             Floats sums[TILE][W];
             for (int i = 0; i < some; i++) std::copy(start, start + W, sums[i]);
-            multiply_rows(some, (const Factor*)(x + begin * inputs), n, panel, n, sums);
+            multiply_rows<T>(some, (const Factor*)(x + begin * inputs), n, panel, n, sums);
             for (int i = 0; i < some; i++) {
                 T* to = out + (begin + i) * outputs + first;
                 if (valid == OUTPUTS)
@@ -81,10 +83,10 @@ static void multiply(const T* x, const T* panels, const T* bias, T* out, long ro
     }
 }
 
-#define FOR(NAME, T)                                                                                             \
-    extern "C" void NAME(const T* x, const T* panels, const T* bias, T* out, long rows, long inputs, long outputs, \
-                         long threads) {                                                                         \
-        multiply(x, panels, bias, out, rows, inputs, outputs, threads);                                          \
+#define FOR(NAME, T)                                                                                 \
+    extern "C" void NAME(const T* x, const T* panels, const T* bias, T* out, long rows, long inputs, \
+                         long outputs, long threads) {                                               \
+        multiply(x, panels, bias, out, rows, inputs, outputs, threads);                              \
     }
 
 FOR(multiply_float32, float)

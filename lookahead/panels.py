@@ -11,7 +11,7 @@ OUTPUTS = 32  # of a panel, as in the source
 _ARGUMENTS = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 4
 
 
-def take(weight: torch.Tensor) -> bool:
+def can_hold(weight: torch.Tensor) -> bool:
     """Whether panels of this weight, [outputs, inputs], can be multiplied with here.
 
     bfloat16 is left to others where the processor multiplies matrices of it by tiles (AMX): faster for many rows.

@@ -11,7 +11,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def taken(weight):
-    if not panels.take(weight):
+    if not panels.can_hold(weight):
         pytest.skip(f"this processor or its compiler has no panels of {weight.dtype}")
     return panels.pack(weight)
 
@@ -63,8 +63,8 @@ def test_what_is_not_finite_stays_so(dtype):
 
 def test_what_they_do_not_take():
     for weight in (torch.randn(64, 64).half(), torch.randn(64, 64).double(), torch.randn(64, 64, device="meta")):
-        assert not panels.take(weight)
-    assert not panels.take(torch.randn(64, 63).bfloat16())  # by pairs
+        assert not panels.can_hold(weight)
+    assert not panels.can_hold(torch.randn(64, 63).bfloat16())  # by pairs
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
