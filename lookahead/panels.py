@@ -38,9 +38,10 @@ def multiply(input: torch.Tensor, panels: torch.Tensor, outputs: int, bias: torc
     """
     inputs = panels.shape[1] * panels.shape[3]
     input = input.contiguous()
+    bias = None if bias is None else bias.to(input.dtype).contiguous()
     out = input.new_empty(*input.shape[:-1], outputs)
     _kernels()[input.dtype](
-        input.data_ptr(), panels.data_ptr(), None if bias is None else bias.contiguous().data_ptr(), out.data_ptr(),
+        input.data_ptr(), panels.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
         input.numel() // inputs, inputs, outputs, torch.get_num_threads(),
     )  # fmt: skip
     return out
