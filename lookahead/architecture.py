@@ -113,7 +113,12 @@ class Architecture:
         cache.layers = whole.layers
 
     def masks(
-        self, ancestors: np.ndarray, positions: np.ndarray, cache: LookaheadCache, model: PreTrainedModel
+        self,
+        ancestors: np.ndarray,
+        positions: np.ndarray,
+        cache: LookaheadCache,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """What to pass as ``attention_mask`` (`step.mask`): of the step's own keys where all others are seen by all."""
         last = max(cache.lengths) + positions.shape[1]
@@ -123,7 +128,7 @@ class Architecture:
             cached = layer.positions_shown()
             if self.two_part and not visibility.hides_any(cached, last):
                 cached = cached[:, :0]
-            return mask(ancestors, positions, cached, visibility, model.dtype, device_of(model))
+            return mask(ancestors, positions, cached, visibility, dtype, device)
 
         if self.mask_of is None:
             return mask_for(next(v for v in self.layers if v is not None))
@@ -152,7 +157,7 @@ class Architecture:
         cache.begin(tokens.shape[2])
         if compiles:
             with attention.in_use(self.two_part), mode:
-                masks = self.masks(ancestors, positions, cache, model)
+                masks = self.masks(ancestors, positions, cache, model.dtype, device)
                 logits = compiled.run(model, self.cache_argument, tokens[:, 0], cache, masks)
             return logits[:, : len(steps[0])]
         inputs = {self.cache_argument: cache, "use_cache": True}
@@ -160,7 +165,7 @@ class Architecture:
             inputs["position_ids"] = tokens[1]
         # The model's own causal mask, which is right for a single chain, covers all keys.
         if len(steps) > 1 or not steps[0].is_chain or (self.two_part and len(steps[0]) > 1):
-            inputs["attention_mask"] = self.masks(ancestors, positions, cache, model)
+            inputs["attention_mask"] = self.masks(ancestors, positions, cache, model.dtype, device)
         with attention.in_use(self.two_part), mode:
             return model(input_ids=tokens[0], **inputs).logits[:, again:]
 

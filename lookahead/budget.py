@@ -70,13 +70,12 @@ class Pace:
         ranks[chosen.ranking] = np.arange(len(chosen))
         expected = np.zeros(len(tree) + 1)
         np.cumsum(tree.probabilities[tree.ranking], out=expected[1:])
-        guesses = np.minimum((*FIXED_BUDGETS, len(chosen)), len(tree))
-        costs = self._cost(1 + guesses, length)
-        guesses = guesses[:-1]
+        guesses = np.minimum(FIXED_BUDGETS, len(tree))
+        *costs, cost_of_chosen = self._cost(1 + np.append(guesses, len(chosen)), length)
         steps = len(path) / (1.0 + (ranks[accepted][:, None] < guesses).sum(0))
         stats.fixed_budgets[:, 0] += len(path) + np.maximum(expected[guesses] - expected[len(chosen)], 0)
-        stats.fixed_budgets[:, 1] += steps * costs[:-1]
-        stats.chosen_budgets += len(path), costs[-1]
+        stats.fixed_budgets[:, 1] += steps * costs
+        stats.chosen_budgets += len(path), cost_of_chosen
 
     def _cost(self, rows: np.ndarray | int, length: int) -> np.ndarray:
         return self.costs(rows, length) + self.costs.overhead

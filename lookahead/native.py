@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +37,17 @@ def library(name: str) -> ctypes.CDLL | None:
         output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
         logger.info("%s is left to torch, for the quicker code cannot be built: %s\n%s", name, error, output)
         return None
+
+
+def kernels(
+    name: str, function: str, dtypes: Iterable[torch.dtype], arguments: list[type]
+) -> dict[torch.dtype, "ctypes._CFuncPtr"]:
+    """What ``name``.cpp defines as ``function``, by dtype; nothing where it cannot be built."""
+    built = library(name)
+    of_dtype = {} if built is None else {dtype: built[f"{function}_{str(dtype)[6:]}"] for dtype in dtypes}
+    for kernel in of_dtype.values():
+        kernel.argtypes, kernel.restype = arguments, None
+    return of_dtype
 
 
 def _built(name: str) -> Path:

@@ -54,12 +54,8 @@ def _together(weight: torch.Tensor) -> int:
 @cache
 def _kernels() -> dict[torch.dtype, "ctypes._CFuncPtr"]:
     """What multiplies, by dtype; without AVX-512 there are too few registers for the sums."""
-    library = native.library("panels") if native.HAS_AVX512 else None
-    if library is None:
+    if not native.HAS_AVX512:
         return {}
-    kernels = {torch.float32: library.multiply_float32}
-    if native.HAS_BF16 and not getattr(torch.cpu, "_is_amx_tile_supported", bool)():
-        kernels[torch.bfloat16] = library.multiply_bfloat16
-    for kernel in kernels.values():
-        kernel.argtypes, kernel.restype = _ARGUMENTS, None
-    return kernels
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+    dtypes = [torch.float32, torch.bfloat16] if native.HAS_BF16 and not has_tiles else [torch.float32]
+    return native.kernels("panels", "multiply", dtypes, _ARGUMENTS)

@@ -13,13 +13,8 @@
 constexpr int KEYS = 64, TILE = 8, WIDEST = 256;
 constexpr float HIDDEN = -3.4e38f;
 
-// How a product takes its numbers: each by itself, in float32.
-struct Singles {
-    static constexpr int TOGETHER = 1;
-    typedef float Factor;
-    template <int L>
-    using Factors = typename Lanes<L>::Floats;
-
+// How queries, keys, values and their weights become the factors of products.
+struct BySingles : Singles {
     template <class Floats, class T>
     static void put(T x, long, int lane, Floats& to) {
         to[lane] = number(x);
@@ -47,14 +42,9 @@ struct Singles {
 };
 
 #ifdef __AVX512BF16__
-// Two by two in bf16, added up in float32: two numbers next to each other in a key, or the values of two keys. What a
-// product takes from the values is rounded for that, as in torch's kernel.
-struct Pairs {
-    static constexpr int TOGETHER = 2;
-    typedef Pair Factor;
-    template <int L>
-    using Factors = typename Lanes<L>::Ints;
-
+// Two numbers next to each other in a key, or the values of two keys, whose weights are rounded for that, as in torch's
+// kernel.
+struct ByPairs : Pairs {
     template <class Ints>
     static void put(BFloat16 x, long d, int lane, Ints& to) {
         to[lane] |= uint32_t(x) << 16 * (d % 2);
@@ -103,21 +93,7 @@ static inline Floats exponential(Floats x) {
     return gone ? Floats{} : (Floats)((Ints)y + (power << 23));
 }
 
-// c[i] += a[i * row + j * column] * b[j], summed over j < k, for M rows i of c and k rows j of b, of W vectors each.
-template <class By, int W, int M, class Floats, class Factors>
-static inline void multiply_tile(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b,
-                                 long k) {
-    Floats sums[M][W];
-    for (int i = 0; i < M; i++)
-        for (int w = 0; w < W; w++) sums[i][w] = c[i * W + w];
-    for (long j = 0; j < k; j++)
-        for (int i = 0; i < M; i++)
-            for (int w = 0; w < W; w++) sums[i][w] = multiply_add(a[i * row + j * column], b[j * W + w], sums[i][w]);
-    for (int i = 0; i < M; i++)
-        for (int w = 0; w < W; w++) c[i * W + w] = sums[i][w];
-}
-
-// The same for m rows of c; meanwhile memory fetches `bytes` from `next` on.
+// `multiply_tile` for m rows of c; meanwhile memory fetches `bytes` from `next` on.
 template <class By, int W, class Floats, class Factors>
 static inline void multiply(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b, long m,
                             long k, const void* next, long bytes) {
@@ -205,13 +181,13 @@ static void attend_by(const Attention<T>& attention) {
         attention.template run<By, 16, 2>();
 }
 
-static void attend(const Attention<float>& attention) { attend_by<Singles>(attention); }
+static void attend(const Attention<float>& attention) { attend_by<BySingles>(attention); }
 
 static void attend(const Attention<BFloat16>& attention) {
 #ifdef __AVX512BF16__
-    if (attention.size % 16 == 0) return attend_by<Pairs>(attention);
+    if (attention.size % 16 == 0) return attend_by<ByPairs>(attention);
 #endif
-    attend_by<Singles>(attention);
+    attend_by<BySingles>(attention);
 }
 
 // query [heads][rows][size], by strides; key, value [key_heads][keys][size], their heads key_stride apart; size is at

@@ -56,10 +56,4 @@ def attend(
 @cache
 def _kernels() -> dict[torch.dtype, "ctypes._CFuncPtr"]:
     """What attends, by dtype; nothing where it cannot be built."""
-    library = native.library("tree_attention")
-    if library is None:
-        return {}
-    kernels = {torch.float32: library.attend_float32, torch.bfloat16: library.attend_bfloat16}
-    for kernel in kernels.values():
-        kernel.argtypes, kernel.restype = _ARGUMENTS, None
-    return kernels
+    return native.kernels("tree_attention", "attend", (torch.float32, torch.bfloat16), _ARGUMENTS)
