@@ -179,7 +179,7 @@ class Architecture:
             cache.commit([step], [[0]])
 
 
-_inspected: WeakKeyDictionary[PreTrainedModel, dict[str, Architecture]] = WeakKeyDictionary()
+_inspected: WeakKeyDictionary[PreTrainedModel, dict[str | tuple[str, str], Architecture]] = WeakKeyDictionary()
 _batches: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
@@ -190,7 +190,7 @@ def inspect_model(model: PreTrainedModel, compile_passes: bool = False) -> Archi
     Raises UnsupportedModelError where output identical to the model's own cannot be had.
     """
     known = _inspected.setdefault(model, {})
-    implementation = _implementation(model)
+    implementation = implementation_of(model)
     if implementation not in known:
         known[implementation] = _inspect(model)
     if not compile_passes:
@@ -216,14 +216,14 @@ def _compile(model: PreTrainedModel, architecture: Architecture) -> Architecture
 def can_batch(model: PreTrainedModel) -> bool:
     """Whether sequences of several lengths can share a pass, probed once for each attention implementation."""
     known = _batches.setdefault(model, {})
-    implementation = _implementation(model)
+    implementation = implementation_of(model)
     if implementation not in known:
         architecture = inspect_model(model)
         known[implementation] = architecture.can_branch and _probe(model, architecture, sequences=2) is None
     return known[implementation]
 
 
-def _implementation(model: PreTrainedModel) -> str:
+def implementation_of(model: PreTrainedModel) -> str:
     """How the model attends while nobody decodes."""
     implementation = model.config._attn_implementation
     return "sdpa" if implementation == attention.NAME else implementation
@@ -243,7 +243,7 @@ def context_length(model: PreTrainedModel) -> int:
 def _inspect(model: PreTrainedModel) -> Architecture:
     name = type(model).__name__
     architecture = _read_config(model)
-    implementation = _implementation(model)
+    implementation = implementation_of(model)
     if architecture.can_branch:
         configs = _configs_with_sdpa(model)
         if configs:
@@ -261,7 +261,8 @@ def _inspect(model: PreTrainedModel) -> Architecture:
     if architecture.has_state:
         remedy = f"A state is kept by its layers {_state_layers(architecture)}"
     else:
-        remedy = "Loading it with attn_implementation='sdpa' or 'eager' may help"
+        others = [repr(other) for other in ("sdpa", "eager") if other != implementation]
+        remedy = f"Loading it with attn_implementation={' or '.join(others)} may help"
     raise UnsupportedModelError(
         f"{name} cannot be decoded by lookahead: {reason} (attn_implementation={implementation!r}). {remedy}; its own "
         "generate() still works."
@@ -322,7 +323,7 @@ def _read_config(model: PreTrainedModel) -> Architecture:
         cache_argument=cache_argument,
         has_state=has_state,
         in_inference_mode=not has_state and not _changes_rope(config),
-        can_branch=(_implementation(model) in ("sdpa", "eager") and not _goes_by_columns(config) and not has_state),
+        can_branch=(implementation_of(model) in ("sdpa", "eager") and not _goes_by_columns(config) and not has_state),
     )
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
@@ -22,7 +22,7 @@ from lookahead.config import AUTO, LookaheadConfig
 from lookahead.costs import RUNGS, progress_bar, step_costs
 from lookahead.decoding import Lookahead
 from lookahead.measuring import environment, read_prompts, source_prompts
-from lookahead.streaming import TextPieces, render
+from lookahead.streaming import PieceStreamer, render
 from lookahead.tuning import time_steps
 from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import unwrap, wrap
@@ -39,25 +39,20 @@ def main() -> None:
     """Lossless lookahead decoding: a language model's own text in fewer steps."""
 
 
-class StepStreamer:
-    """A streamer that writes text as it comes; on a terminal, tokens accepted in one step share a colour."""
+class StepStreamer(PieceStreamer):
+    """Prints text as it comes; on a terminal, tokens accepted in one step share a colour."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, step):
-        """step: called without arguments for the number of the step under way."""
-        self._pieces = TextPieces(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, step: Callable[[], int]):
+        """step: the number of the step under way."""
+        super().__init__(tokenizer, self._print)
         self._step = step
         self._colour = sys.stdout.isatty()
-        self._seen_prompt = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._seen_prompt:
-            self._write(self._pieces.add(value.flatten().tolist()))
-        self._seen_prompt = True  # generate() puts the prompt first
 
     def end(self) -> None:
-        self._write(self._pieces.rest() + "\n")
+        super().end()
+        click.echo()
 
-    def _write(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._colour:
             text = click.style(text, fg=STEP_COLOURS[self._step() % len(STEP_COLOURS)])
         click.echo(text, nl=False, color=self._colour)

@@ -1,7 +1,7 @@
 """What a step costs: c(T, L), the seconds of a forward pass over T rows when L positions are committed.
 
-Measured once for a model, dtype, device, number of threads and way of attending, kept in the user's cache directory,
-and brought along with every step that is decoded.
+Measured once for a model on a machine, by dtype, threads and way of computing, kept in the user's cache directory, and
+brought along with every step that is decoded.
 """
 
 import json
@@ -23,7 +23,7 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
-from lookahead.architecture import Architecture, context_length, device_of
+from lookahead.architecture import Architecture, context_length, device_of, implementation_of
 from lookahead.cache import LookaheadCache
 from lookahead.measuring import environment
 from lookahead.packing import PackedLinear
@@ -177,23 +177,27 @@ def synchronize(device: torch.device) -> None:
 _known: WeakKeyDictionary[PreTrainedModel, dict[tuple, StepCosts]] = WeakKeyDictionary()
 
 
-def step_costs(model: PreTrainedModel, architecture: Architecture, anew: float | None = None) -> StepCosts:
+def step_costs(
+    model: PreTrainedModel, architecture: Architecture, anew: float | None = None, replayed: bool = False
+) -> StepCosts:
     """The costs of this model as it is now: known from before, read from the cache directory, or measured.
 
     anew: measure them in any case, for so many seconds.
+    replayed: of steps that are replayed as CUDA graphs, which begin as those of others and are brought along.
     """
-    packed = any(isinstance(module, PackedLinear) for module in model.modules())
     now = (
+        implementation_of(model),
         bool(architecture.two_part),
         architecture.is_compiled,
+        replayed,
+        any(isinstance(module, PackedLinear) for module in model.modules()),
         model.dtype,
         device_of(model),
         torch.get_num_threads(),
-        packed,
     )
     known = _known.setdefault(model, {})
     if now not in known or anew:
-        path = _path(model, architecture, packed)
+        path = _path(model, now)
         known[now] = (None if anew else _read(path)) or _measured(model, architecture, anew or SECONDS)
         known[now].path = path
         known[now].keep()
@@ -212,11 +216,10 @@ def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
         yield lambda share: bar.update(int(100 * share) - bar.pos)
 
 
-def _path(model: PreTrainedModel, architecture: Architecture, packed: bool) -> Path:
-    """The file of all that step costs depend on."""
+def _path(model: PreTrainedModel, now: tuple) -> Path:
+    """The file of all that step costs depend on. now: what of it can change while the model lives."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    attends = bool(architecture.two_part), architecture.is_compiled
-    depends_on = [type(model).__name__, config, environment(model), *attends, packed]
+    depends_on = [type(model).__name__, config, environment(model), *now]
     text = json.dumps(depends_on, sort_keys=True, default=str)
     return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(text.encode())}.json"
 

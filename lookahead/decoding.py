@@ -182,7 +182,7 @@ def _strategy(
     temperature = (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
     pace = trials = None
     if config.goes_by_costs:
-        costs = step_costs(model, architecture)
+        costs = step_costs(model, architecture, replayed=config.cuda_graphs)
         if engine.pace is None or engine.pace.costs is not costs:
             engine.pace = Pace(costs)
         pace = engine.pace

@@ -117,11 +117,6 @@ def why_eager(model: PreTrainedModel, architecture: Architecture) -> str | None:
     return None
 
 
-def can_capture(model: PreTrainedModel, architecture: Architecture) -> bool:
-    """Whether steps of this model may be replayed as CUDA graphs."""
-    return device_of(model).type == "cuda" and why_eager(model, architecture) is None
-
-
 class StepGraphs:
     """The graphs of one model and the buffers that they work on.
 

@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from queue import SimpleQueue
 
 import torch
@@ -87,7 +87,7 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: di
     def generate() -> None:
         try:
             with autocast:
-                model.generate(**options, stopping_criteria=criteria, streamer=_QueueStreamer(tokenizer, queue))
+                model.generate(**options, stopping_criteria=criteria, streamer=PieceStreamer(tokenizer, queue.put))
             queue.put(None)
         except BaseException as error:  # the consumer's, whatever it is
             queue.put(error)
@@ -166,24 +166,24 @@ class TextPieces:
         return len(text)
 
 
-class _QueueStreamer(BaseStreamer):
-    """Puts pieces of text into a queue."""
+class PieceStreamer(BaseStreamer):
+    """A streamer that hands over the text of one sequence in pieces, none of them empty."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, queue: SimpleQueue):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]):
         self._pieces = TextPieces(tokenizer)
-        self._queue = queue
+        self._write = write
         self._seen_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
         if self._seen_prompt:
-            self._put(self._pieces.add(value.flatten().tolist()))
+            self._hand_over(self._pieces.add(value.flatten().tolist()))
         elif len(value) != 1:  # generate() puts the prompt first, once for each text
-            raise ValueError(f"stream() streams one text, not {len(value)}: leave num_return_sequences at 1")
+            raise ValueError(f"one text is streamed, not {len(value)}: leave num_return_sequences at 1")
         self._seen_prompt = True
 
     def end(self) -> None:
-        self._put(self._pieces.rest())
+        self._hand_over(self._pieces.rest())
 
-    def _put(self, piece: str) -> None:
+    def _hand_over(self, piece: str) -> None:
         if piece:
-            self._queue.put(piece)
+            self._write(piece)

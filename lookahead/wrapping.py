@@ -1,5 +1,6 @@
 """Putting lookahead into a model's generate(), and taking it out again."""
 
+from dataclasses import replace
 from functools import cache
 
 from transformers import GenerationMixin, PreTrainedModel
@@ -55,7 +56,8 @@ def wrap(
 
     A few tokens are run through the model to see that it can be decoded so. Modes that lookahead does not cover (beam
     search, an assistant model, an encoder-decoder) are decoded by the model itself, with one warning.
-    Wrapping a wrapped model changes nothing, unless a new ``config`` or ``pool`` is given, which then replaces the old.
+    Wrapping a wrapped model changes nothing, unless a new ``config`` or ``pool`` is given, which then replaces the old;
+    with a new ``config`` alone, the pool stays.
     Of a PEFT model, the base model is wrapped. On a CPU, weights are packed for the time of the wrap.
 
     config: settings; the defaults if not given.
@@ -74,7 +76,8 @@ def wrap(
         )
     if isinstance(model, LookaheadMixin):
         if config is not None:
-            model.lookahead.config = config
+            # What was found out under the old settings goes with them: the pace, the trials of windows, the graphs.
+            model.lookahead = replace(model.lookahead, config=config, pace=None, trials=None, graphs=None)
             (pack if config.pack_weights else unpack)(model)
         if pool is not None:
             model.lookahead.pool = pool

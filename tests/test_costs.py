@@ -75,7 +75,7 @@ def test_costs_are_kept_and_found_again(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == ""  # not a terminal
 
 
-@pytest.mark.parametrize("change", ["dtype", "size", "threads", "packed"])
+@pytest.mark.parametrize("change", ["dtype", "size", "threads", "packed", "attention", "replayed"])
 def test_what_costs_depend_on(change, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     model = tiny_model("llama", hidden_size=256)
@@ -86,9 +86,11 @@ def test_what_costs_depend_on(change, tmp_path, monkeypatch):
         model = tiny_model("llama", hidden_size=256, intermediate_size=80)
     elif change == "packed":
         lookahead.wrap(model)
-    else:
+    elif change == "attention":
+        model.set_attn_implementation("eager")
+    elif change == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    step_costs(model, inspect_model(model))
+    step_costs(model, inspect_model(model), replayed=change == "replayed")
     assert len(list(tmp_path.iterdir())) == 2
 
 

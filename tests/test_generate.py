@@ -246,11 +246,30 @@ def test_wrap_twice_and_unwrap(model, ids):
     assert type(model).__name__ == cls.__name__
     assert isinstance(model, cls)
     assert model.generate(ids, max_new_tokens=20).tolist() == expected.tolist()
-    assert lookahead.wrap(model, LookaheadConfig(budget=2)).lookahead.config.budget == 2
     lookahead.unwrap(lookahead.unwrap(model))
     assert type(model) is cls
     assert not hasattr(model, "lookahead")
     assert model.generate(ids, max_new_tokens=20).tolist() == expected.tolist()
+
+
+def test_a_new_config_replaces_the_old(model, ids):
+    """With all that was found out under it, but for the pool and the statistics."""
+    engine = lookahead.wrap(model).lookahead
+    model.generate(ids, max_new_tokens=20)
+    assert engine.pace is not None
+    assert engine.trials is not None
+    lookahead.wrap(model, LookaheadConfig(budget=6, window_size=3, ngram_size=4, cuda_graphs=True))
+    with pytest.warns(UserWarning, match="CUDA graphs"):
+        model.generate(ids, max_new_tokens=20)
+    assert model.lookahead.last.window_tokens > 0
+    lookahead.wrap(model, LookaheadConfig(budget=2, window_size=0))
+    model.generate(ids, max_new_tokens=20)
+    stats = model.lookahead.last
+    assert stats.window_tokens == 0
+    assert 0 < stats.guesses <= 2 * stats.steps
+    assert [model.lookahead.pace, model.lookahead.trials, model.lookahead.graphs] == [None] * 3
+    assert model.lookahead.pool is engine.pool
+    assert model.lookahead.stats.calls == 3
 
 
 def test_a_wrapped_model_is_saved_as_before(model, tmp_path):

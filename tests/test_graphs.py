@@ -24,7 +24,7 @@ import lookahead
 from lookahead import LookaheadConfig, decoding, graphs
 from lookahead.architecture import FULL_PRECISION_ROUNDING, inspect_model, relative_error
 from lookahead.cache import InPlaceLayer
-from lookahead.graphs import StaticCache, StepGraphs, can_capture, capture_cuda, why_eager
+from lookahead.graphs import StaticCache, StepGraphs, capture_cuda, why_eager
 from lookahead.prefill import compute
 
 FULL_ATTENTION = [
@@ -540,10 +540,6 @@ def test_long_steps_are_not_captured():
 # --- which models
 
 
-def test_off_by_default():
-    assert LookaheadConfig().cuda_graphs is False
-
-
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
@@ -593,7 +589,6 @@ def test_models_of_accelerate_and_peft():
 def test_on_a_cpu_nothing_is_captured():
     """The default, where there is no GPU: one warning that says so."""
     model = tiny_model("llama")
-    assert not can_capture(model, inspect_model(model))
     step_graphs = StepGraphs(model)
     with pytest.warns(UserWarning, match="device of type cpu"), serving(step_graphs) as lent:
         check_identical(model, [random_prompt(random.Random(1))], GREEDY, FIXED, seed=0)
@@ -635,7 +630,7 @@ def test_captured_steps_give_eager_logits(model_type, monkeypatch):
     monkeypatch.setattr(graphs, "FIRST_CAPACITY", 16)
     model, rng = on_gpu(model_type), random.Random(0)
     architecture, ids = inspect_model(model), random_prompt(rng, 30).cuda()
-    assert can_capture(model, architecture)
+    assert why_eager(model, architecture) is None
     eager, step_graphs = prefilled(model, ids), StepGraphs(model)
     static = step_graphs.lend(prefilled(model, ids))
     for _ in range(40):
