@@ -12,7 +12,7 @@ product takes less time than three.
 import copy
 from collections import Counter
 from itertools import count
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -96,7 +96,11 @@ class Product:
         self.biases = [layer.bias for layer in layers]
         self._shared = layers[0].weight if shared else None
         self._pack(torch.cat(weights) if len(weights) > 1 else weights[0])
-        self._enlist()
+        handle = _last_handles.get(
+            layers[0]
+        )  # as it was when they were packed before, so that nothing is compiled anew
+        self._enlist(next(_handles) if handle is None or handle in _products else handle)
+        _last_handles[layers[0]] = self.handle
 
     def _pack(self, weight: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -110,11 +114,11 @@ class Product:
         is_watched = self._shared is not None and not self._shared.is_inference()
         self._version = self._shared._version if is_watched else None
 
-    def _enlist(self) -> None:
+    def _enlist(self, handle: int) -> None:
         self._parts: tuple[torch.Tensor | None, dict[int, torch.Tensor]] = None, {}
-        self.handle = next(_handles)
+        self.handle = handle
         """By which compiled passes know it."""
-        _products[self.handle] = self
+        _products[handle] = self
 
     def takes(self, input: torch.Tensor) -> bool:
         """Whether an input is one that can be multiplied; others, such as those of tracers, are for plain layers."""
@@ -163,7 +167,7 @@ class Product:
     def __setstate__(self, state: dict) -> None:
         self.__dict__ |= state
         self._pack(state["_matrix"])
-        self._enlist()
+        self._enlist(next(_handles))
 
 
 class PackedWeight(torch.Tensor):
@@ -280,6 +284,7 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
 
 
 _products: WeakValueDictionary[int, Product] = WeakValueDictionary()
+_last_handles: WeakKeyDictionary[nn.Linear, int] = WeakKeyDictionary()
 _handles = count()
 
 

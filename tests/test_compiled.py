@@ -144,6 +144,35 @@ def test_changed_weights_change_the_text(traced):
     assert after == lookahead.unwrap(model).generate(prompt, **GREEDY).tolist()
 
 
+def test_wrapping_again_compiles_nothing_anew(traced):
+    model, prompt = small_llama(), torch.arange(1, 10)[None]
+    expected = model.generate(prompt, **GREEDY).tolist()
+    with mock.patch.object(torch._inductor, "compile", side_effect=torch._inductor.compile) as compile:
+        for _ in range(12):
+            assert lookahead.wrap(model, COMPILED).generate(prompt, **GREEDY).tolist() == expected
+            lookahead.unwrap(model)
+    assert traced
+    assert compile.call_count == 1
+
+
+def test_many_models_compile_in_one_process(traced):
+    prompt = torch.arange(1, 10)[None]
+    for _ in range(12):
+        traced.clear()
+        check_identical(small_llama(), [prompt], GREEDY, COMPILED, seed=0)
+        assert traced
+
+
+def test_a_model_that_changes_too_often_goes_without(traced):
+    """torch.compile makes but a few programs of one code."""
+    model, prompt = small_llama(), torch.arange(1, 10)[None]
+    with pytest.warns(UserWarning, match="without compiled passes"):
+        for name in ("ReLU", "GELU", "SiLU", "Tanh", "Sigmoid", "ELU", "SELU", "Mish", "Softplus", "Hardswish"):
+            model.model.layers[0].mlp.act_fn = getattr(torch.nn, name)()
+            check_identical(model, [prompt], GREEDY, COMPILED, seed=0)
+    assert traced
+
+
 def test_batches_are_not_compiled(traced):
     model, prompt = tiny_model("llama"), random_prompt(random.Random(4))
     inspect_model(model, compile_passes=True)

@@ -271,24 +271,3 @@ def test_prefill_in_chunks():
     model = tiny_model("gemma2")
     ids = random_prompt(random.Random(7))
     check_identical(model, [ids], {"max_new_tokens": 30, "prefill_chunk_size": 7}, LookaheadConfig(), 0)
-
-
-def test_half_precision_diverges_only_at_near_ties():
-    """In bf16 a difference is allowed only where the reference's two best logits are as close as rounding."""
-    model = tiny_model("llama").to(torch.bfloat16)
-    rng = random.Random(8)
-    for _ in range(6):
-        ids = random_prompt(rng)
-        expected = model.generate(
-            ids, max_new_tokens=50, do_sample=False, return_dict_in_generate=True, output_logits=True
-        )
-        lookahead.wrap(model, LookaheadConfig(window_size=3))
-        actual = model.generate(ids, max_new_tokens=50, do_sample=False)[0].tolist()
-        lookahead.unwrap(model)
-        sequence = expected.sequences[0].tolist()
-        if actual == sequence:
-            continue
-        first = next(i for i, (a, b) in enumerate(zip(actual, sequence, strict=False)) if a != b)
-        logits = expected.logits[first - ids.shape[1]][0]
-        best = logits.topk(2).values
-        assert best[0] - best[1] <= 0.05 * logits.std(), f"no near tie at {first}: {ids.tolist()}"
