@@ -49,10 +49,12 @@ class Conversation:
     def answer(self, content: str, max_new_tokens: int, **options) -> str:
         """The model's answer to ``content``; both join the messages. ``options`` are those of generate().
 
-        Raises TurnRefusedError if the context has no room or the template refuses the messages. Whatever else is
-        raised, the turn is taken back as well.
+        Raises TurnRefusedError if the context has no room, the template refuses the messages, or the turn is no text.
+        Whatever else is raised, the turn is taken back as well.
         """
         messages = [*self.messages, {"role": "user", "content": content}]
+        if not content.isascii() and content.encode(errors="replace").decode() != content:
+            raise TurnRefusedError("this turn is not UTF-8 text")
         try:
             ids = render(self.tokenizer, messages)["input_ids"].to(self.model.device)
         except Exception as error:  # templates raise what they like
@@ -180,6 +182,7 @@ def _interrupted_by_ctrl_c(stop: StopWhenAsked) -> Iterator[None]:
 def _lines() -> Iterator[str]:
     """Lines of standard input, without their ends; on a terminal, with a prompt and the line editing of `input`."""
     if not sys.stdin.isatty():
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused by itself
         for line in sys.stdin:
             yield line.rstrip("\n")
         return

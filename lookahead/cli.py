@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
+from typing import TextIO
 
 import click
 import torch
@@ -84,18 +85,23 @@ model_options = _options(
                  help="auto: float32 on the CPU, the checkpoint's own elsewhere."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps, ..."),
 )  # fmt: skip
+pass_options = _options(
+    click.option("--pack-weights/--no-pack-weights", default=True, show_default=True,
+                 help="On a CPU, keep weights in the order that they are multiplied in."),
+    click.option("--compile-passes", is_flag=True, help="Compile the passes, which takes some seconds, then pays."),
+)  # fmt: skip
 decoding_options = _options(
     model_options,
     click.option("--do-sample/--no-do-sample", default=None,
                  help="Sample; the four options below imply it. Default: the model's own."),
-    click.option("--temperature", type=click.FloatRange(min=0, min_open=True)),
+    click.option("--temperature", type=click.FloatRange(min=0), help="0 does not sample."),
     click.option("--top-k", type=click.IntRange(min=0)),
     click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True)),
     click.option("--min-p", type=click.FloatRange(min=0, max=1)),
     click.option("--repetition-penalty", type=click.FloatRange(min=0, min_open=True)),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling."),
-    click.option("--strategy", type=click.Choice(["lookahead", "jacobi", "greedy"]), default="lookahead",
-                 show_default=True, help="greedy: plain decoding, one token a step."),
+    click.option("--strategy", type=click.Choice(["lookahead", "jacobi", "plain"]), default="lookahead",
+                 show_default=True, help="plain: one token a step."),
     click.option("--budget", type=AutoOr(min=0), default=LookaheadConfig.budget, show_default=True,
                  help="Most guesses verified in a step."),
     click.option("--window-size", type=AutoOr(min=0), default=LookaheadConfig.window_size, show_default=True,
@@ -104,25 +110,33 @@ decoding_options = _options(
                  help="Length N of the window's n-grams."),
     click.option("--pool", "pool_path", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
                  help="Start from a saved pool; the file stays as it is."),
+    pass_options,
 )  # fmt: skip
 
 
 def _prepare(
-    model_name, dtype, device, strategy, budget, window_size, ngram_size, pool_path, do_sample, repetition_penalty,
-    **sampling,
+    model_name, dtype, device, strategy, budget, window_size, ngram_size, pool_path, pack_weights, compile_passes,
+    do_sample, repetition_penalty, **sampling,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:  # fmt: skip
     """Model, tokenizer, what the wrapped model carries (None: it decodes plainly) and options of generate()."""
     if pool_path and strategy != "lookahead":
         raise click.UsageError(f"--pool is of no use to --strategy {strategy}")
     model, tokenizer = load(model_name, dtype, device)
+    if sampling["temperature"] == 0:
+        if do_sample:
+            raise click.UsageError("--temperature 0 does not sample: leave one of it and --do-sample out")
+        do_sample, sampling = False, {}
     if do_sample is None and any(value is not None for value in sampling.values()):
         do_sample = True
     sampling |= {"do_sample": do_sample, "repetition_penalty": repetition_penalty}
     options = {name: value for name, value in sampling.items() if value is not None}
-    if strategy == "greedy":
+    if strategy == "plain":
         return model, tokenizer, None, options
     pool = _load_pool(pool_path, vocabulary_fingerprint(tokenizer)) if pool_path else None
-    config = LookaheadConfig(strategy=strategy, budget=budget, window_size=window_size, ngram_size=ngram_size)
+    config = LookaheadConfig(
+        strategy=strategy, budget=budget, window_size=window_size, ngram_size=ngram_size, pack_weights=pack_weights,
+        compile_passes=compile_passes,
+    )  # fmt: skip
     with _decoding():
         return model, tokenizer, wrap(model, config, pool).lookahead, options
 
@@ -206,7 +220,7 @@ def chat(template_file, max_new_tokens, seed, model_name, **shared) -> None:
     """Talk with a model, whose cache keeps the history from turn to turn. Each line of standard input is a turn."""
     model, tokenizer, engine, options = _prepare(model_name=model_name, **shared)
     if template_file is not None:
-        tokenizer.chat_template = template_file.read()
+        tokenizer.chat_template = _read(template_file)
     elif tokenizer.chat_template is None:
         if model_name is not None:
             raise click.UsageError(
@@ -258,18 +272,23 @@ def audit_command(
 
     Exit status 1 if some place is no near tie. docs/numerics.md says what that means.
     """
-    if out is not None and not os.access(out.resolve().parent, os.W_OK):
-        raise click.UsageError(f"--json {out}: its folder is missing or cannot be written to")
+    if out is not None:
+        _check_folder("--json", out)
     model, tokenizer = load(model_name, dtype, device)
     assistant_model = load(assistant, dtype, device)[0] if assistant else None
     prompts = read_prompts(prompts_file, count) if prompts_file else source_prompts(count or 16)
     inputs = [
         tokenizer(prompt["turns"][0], return_tensors="pt").input_ids.to(model.device) for prompt in prompts
     ]  # fmt: skip
+    names = [str(prompt["question_id"]) for prompt in prompts]
+    for name, ids in zip(names, inputs, strict=True):
+        if not 0 < ids.shape[1] < context_length(model):
+            raise click.ClickException(
+                f"the prompt {name} has {ids.shape[1]} tokens: the model takes 1 to {context_length(model) - 1}"
+            )
     max_new_tokens = _fitting(max_new_tokens, max(ids.shape[1] for ids in inputs), model)
     with _decoding(), click.progressbar(inputs, label="prompts", file=sys.stderr) as progress:
         tallies = audit(model, progress, max_new_tokens, temperature, assistant=assistant_model)
-    names = [str(prompt["question_id"]) for prompt in prompts]
     where = environment(model)
     click.echo(", ".join(f"{name} {value}" for name, value in where.items()))
     click.echo(f"{len(prompts)} prompts, {max_new_tokens} new tokens each\n")
@@ -306,12 +325,22 @@ def _read_prompt(prompt: str | None, prompt_file) -> str:
     if (prompt is None) == (prompt_file is None):
         raise click.UsageError("give a PROMPT, - for standard input, or --prompt-file")
     if prompt_file is not None:
-        prompt = prompt_file.read()
+        prompt = _read(prompt_file)
     elif prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = _read(sys.stdin)
     if not prompt:
         raise click.UsageError("the prompt is empty: give at least one token of text")
     return prompt
+
+
+def _read(file: TextIO) -> str:
+    """All of a text file; a ClickException names it where it is not UTF-8."""
+    try:
+        text = file.read()
+        text.encode()  # standard input may let bytes through as surrogates
+    except UnicodeError as error:
+        raise click.ClickException(f"{file.name} is not UTF-8 text: {error}") from error
+    return text
 
 
 def load(
@@ -343,7 +372,7 @@ def _loading(name: str | None, what: str) -> Iterator[None]:
         reason = str(error).strip().split("\n")[0]
         raise click.ClickException(
             f"cannot load the {what} of {str(name or DEMO_MODEL)!r}: {reason}. Give --model a folder in Hugging Face "
-            "format or the name of a causal LM on the hub."
+            "format or the name of a causal LM on the hub, and --device a device of this machine."
         ) from error
 
 
@@ -370,8 +399,7 @@ _whose_tokenizer = click.option(
 )
 @click.option("--seconds", type=click.FloatRange(min=1), default=30.0, show_default=True, help="To measure for.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; torch's default if not given.")
-@click.option("--pack-weights/--no-pack-weights", default=True, show_default=True)
-@click.option("--compile-passes", is_flag=True, help="Of compiled passes, which take a good part of a minute to make.")
+@pass_options
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), metavar="PNG", help="Draw the times, too.")
 def tune(model_name, dtype, device, contexts, seconds, threads, pack_weights, compile_passes, picture) -> None:
     """Measure what a step costs on this machine, keep it for decoding with this model, and show it."""
@@ -380,6 +408,7 @@ def tune(model_name, dtype, device, contexts, seconds, threads, pack_weights, co
             import matplotlib  # noqa: F401
         except ImportError as error:
             raise click.UsageError("--picture needs matplotlib: pip install 'lookahead-decoding[bench]'") from error
+        _check_folder("--picture", picture)
     try:
         lengths = [int(length) for length in contexts.split(",")]
     except ValueError:
@@ -492,8 +521,12 @@ def merge_command(files, out, since_path) -> None:
 def _check_out(out: str) -> None:
     if os.path.exists(out) and os.path.getsize(out) and not storage.is_pool_file(out):
         raise click.UsageError(f"--out {out} is not a pool file, and would be lost")
-    if not os.access(os.path.dirname(os.path.realpath(out)), os.W_OK):
-        raise click.UsageError(f"--out {out}: its folder is missing or cannot be written to")
+    _check_folder("--out", out)
+
+
+def _check_folder(option: str, path: str | Path) -> None:
+    if not os.access(os.path.dirname(os.path.realpath(path)), os.W_OK):
+        raise click.UsageError(f"{option} {path}: its folder is missing or cannot be written to")
 
 
 def _save(pool: NgramPool, out: str) -> None:

@@ -7,6 +7,7 @@ is another number in each step, is an operation that the compiler does not look 
     opaque      linear layers with packed weights (`packing`), and attention, which appends to the cache
 """
 
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from lookahead.cache import LookaheadCache
 
 LEAST_ROWS = 4  # fewer are padded: one row would need a program of its own, and four take no longer
 MOST_ROWS = 128
+
+_ASSIGNMENTS = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 
 Masks = torch.Tensor | dict[str, torch.Tensor]
 
@@ -55,6 +58,8 @@ def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     """What torch.compile does with what it has traced, after layers packed as one matrix have become one product."""
     products: dict[tuple, torch.fx.Node] = {}
     for node in graph.graph.nodes:
+        if _may_write(node):  # perhaps to the input of a product, which is then another one
+            products.clear()
         if node.target is torch.ops.lookahead.packed_linear:
             first = products.setdefault(node.args, node)
             if first is not node:
@@ -73,8 +78,15 @@ def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     return run
 
 
+def _may_write(node: torch.fx.Node) -> bool:
+    """Whether a call may write to what it is given, by the names that torch and Python have for that."""
+    name = getattr(node.target, "__name__", str(node.target))
+    in_place = name.endswith("_") or (node.target in _ASSIGNMENTS) or bool({"out", "inplace"} & set(node.kwargs))
+    return node.op in ("call_function", "call_method") and in_place
+
+
 def _compiled_pass(model: PreTrainedModel) -> Callable:
-    """`_pass` as this model's own code, for torch.compile allows each code but a few programs, and keeps them with it."""
+    """`_pass` as code of this model's own, for torch.compile makes but a few programs of one code, and keeps them."""
     if model not in _compiled:
         own = FunctionType(_pass.__code__.replace(), globals())
         _compiled[model] = torch.compile(own, fullgraph=True, backend=_compile)
@@ -88,9 +100,9 @@ def run(
 
     tokens: int64 [2, T], ids and positions, T of at least LEAST_ROWS.
     masks: for all layers, or for each kind of layer by its name, as `attention.attend` takes them.
-    The first pass takes 5 to 20 seconds for a model of twelve layers, on two cores. Whether the model is still what was compiled is looked at in
-    the first pass with a cache, and whether the program serves steps of T rows, in the first of them. A model that does
-    not compile runs as it is, with one warning.
+    The first pass takes 5 to 20 seconds for a model of twelve layers, on two cores. Whether the model is still what was
+    compiled is looked at in the first pass with a cache, and whether the program serves steps of T rows, in the first
+    of them. A model that does not compile, or changes too often, runs as it is, with one warning.
     """
     kinds = tuple(masks) if isinstance(masks, dict) else ()
     with _at_pass(cache, list(masks.values()) if kinds else [masks]):

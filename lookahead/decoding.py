@@ -15,6 +15,7 @@ from lookahead.cache import LookaheadCache
 from lookahead.config import AUTO, LookaheadConfig
 from lookahead.costs import step_costs, synchronize
 from lookahead.graphs import StepGraphs
+from lookahead.packing import look_at_shared_weights
 from lookahead.plain import warn_plain, why_plain
 from lookahead.prefill import Prompt, cache_passed_in, compute, positions_in, prefill, prompts_of
 from lookahead.stats import Stats
@@ -95,6 +96,7 @@ def run(
     """Decode by lookahead, or by ``plain``, the model's own method of the same signature, with one warning why."""
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token_id")
+    look_at_shared_weights(model)
     reason = why_plain(model, input_ids, generation_config, synced_gpus, model_kwargs)
     if reason is not None:
         warn_plain(reason)

@@ -19,8 +19,12 @@ def read_prompts(path: Path, limit: int | None) -> list[dict]:
 
     Raises ClickException that names the line if it is not of the format.
     """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"{path} is not UTF-8 text: {error}") from error
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

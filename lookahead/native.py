@@ -25,17 +25,26 @@ _INSTRUCTIONS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
     "AVX2": ("-mavx2", "-mfma"),
 }
-_FLAGS = "-x", "c++", "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"
+_FLAGS = (
+    "-x", "c++", "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC",
+    "-fvisibility=default",
+)  # fmt: skip
 
 
 @cache
 def library(name: str) -> ctypes.CDLL | None:
-    """What ``name``.cpp defines; None, and a line in the log, where it cannot be built."""
+    """What ``name``.cpp defines; None, and a warning in the log, where it cannot be built."""
     try:
-        return ctypes.CDLL(str(_built(name)))
-    except (OSError, subprocess.SubprocessError) as error:
+        try:
+            return ctypes.CDLL(str(_built(name)))
+        except OSError:  # what was kept may be damaged
+            return ctypes.CDLL(str(_built(name, anew=True)))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-        logger.info("%s is left to torch, for the quicker code cannot be built: %s\n%s", name, error, output)
+        logger.warning(
+            "%s is left to torch, which is slower: it is built by a C++ compiler, and that failed (%s)\n%s",
+            name, error, output,
+        )  # fmt: skip
         return None
 
 
@@ -50,7 +59,7 @@ def kernels(
     return of_dtype
 
 
-def _built(name: str) -> Path:
+def _built(name: str, anew: bool = False) -> Path:
     """The shared library, which is built unless it was before, of the same source in the same way."""
     source = (SOURCES / f"{name}.cpp").read_bytes()
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++") or "g++"]
@@ -58,11 +67,13 @@ def _built(name: str) -> Path:
     command = [*compiler, *instructions, *(["-mavx512bf16"] if HAS_BF16 else []), *_FLAGS]
     of = source + (SOURCES / "vectors.h").read_bytes() + repr(command).encode()
     path = FOLDER / f"{name}-{xxhash.xxh3_64_hexdigest(of)}.so"
-    if not path.exists():
+    if anew or not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             new = Path(folder) / path.name
             command += ["-I", str(SOURCES), "-", "-o", str(new)]
             subprocess.run(command, input=source, capture_output=True, check=True, timeout=120)
+            with new.open("rb") as file:
+                os.fsync(file.fileno())  # half of a library would end whatever process loads it
             os.replace(new, path)
     return path

@@ -14,9 +14,11 @@ from collections import Counter
 from itertools import count
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
 import torch
+import xxhash
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lookahead import panels
 
@@ -24,6 +26,11 @@ ROWS = 16  # of an input that oneDNN's blocks are made for; made for one row, th
 LEAST_WEIGHTS = 2**16  # in a matrix; below, the call takes longer than a plain product
 # Layers of one module that are given the same input; if they are not, it costs time and nothing else.
 GIVEN_THE_SAME = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_NO_PARTS = None, None, {}
+_READ_ONLY = (
+    "the weights of this model are packed for inference on the CPU and cannot be written to: change them after "
+    "lookahead.unwrap(model), or wrap it with LookaheadConfig(pack_weights=False)"
+)
 
 
 class PackedLinear(nn.Linear):
@@ -34,11 +41,12 @@ class PackedLinear(nn.Linear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.requires_grad and torch.is_grad_enabled():
-            return _WithoutGradient.apply(input, self)
-        product, place, bias = self._product, self._place, self._parameters["bias"]
-        if not product.takes(input) or bias is not product.biases[place] or torch.is_autocast_enabled("cpu"):
-            return nn.functional.linear(input, self.weight, bias)
+        product, place = self._product, self._place
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias)):
+            return _WithoutGradient.apply(input.new_empty(0).requires_grad_(), input, self)
+        if not product.takes(input) or not product.is_of(place, weight, bias) or torch.is_autocast_enabled("cpu"):
+            return nn.functional.linear(input, weight, bias)
         if torch.compiler.is_compiling():  # whose compiler takes a packed weight for a plain one
             whole = torch.ops.lookahead.packed_linear(input, product.handle, product.outputs)
             return whole[..., product.rows[place]]
@@ -71,8 +79,8 @@ class _WithoutGradient(torch.autograd.Function):
     """What a packed layer gives, and an error in the place of a gradient."""
 
     @staticmethod
-    def forward(ctx, input: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
-        return layer(input)
+    def forward(ctx, wants_gradient: torch.Tensor, input: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
+        return PackedLinear.forward(layer, input)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
@@ -113,12 +121,23 @@ class Product:
                 self._matrix = weight
         is_watched = self._shared is not None and not self._shared.is_inference()
         self._version = self._shared._version if is_watched else None
+        self._fingerprint = None if self._shared is None else _fingerprint(self._shared)
+
+    def look_at_shared_weight(self) -> None:
+        """Pack it anew if it is not what was packed."""
+        if self._shared is not None and _fingerprint(self._shared) != self._fingerprint:
+            self._pack(self._shared.detach())
 
     def _enlist(self, handle: int) -> None:
-        self._parts: tuple[torch.Tensor | None, dict[int, torch.Tensor]] = None, {}
+        self._parts: tuple[torch.Tensor | None, int | None, dict[int, torch.Tensor]] = _NO_PARTS
         self.handle = handle
         """By which compiled passes know it."""
         _products[handle] = self
+
+    def is_of(self, place: int, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Whether a layer's weight and bias are those that were packed; others may have been put into their place."""
+        of = weight if self._shared is not None else getattr(weight, "_product", None)
+        return of is (self if self._shared is None else self._shared) and bias is self.biases[place]
 
     def takes(self, input: torch.Tensor) -> bool:
         """Whether an input is one that can be multiplied; others, such as those of tracers, are for plain layers."""
@@ -143,14 +162,16 @@ class Product:
         """[..., outputs of one layer]. The other layers' are kept until they ask for them, of the same input."""
         if len(self.rows) == 1:
             return self(input)
-        of, parts = self._parts
-        if of is not input or place not in parts:
+        of, version, parts = self._parts
+        now = None if input.is_inference() else input._version
+        part = parts.pop(place, None) if of is input and version == now else None
+        if part is None:
             whole = self(input)
             parts = {i: whole[..., rows] for i, rows in enumerate(self.rows)}
-            self._parts = input, parts
-        part = parts.pop(place)
+            self._parts = input, now, parts
+            part = parts.pop(place)
         if not parts:
-            self._parts = None, parts
+            self._parts = _NO_PARTS
         return part
 
     def plain(self) -> torch.Tensor:
@@ -161,7 +182,7 @@ class Product:
 
     def __getstate__(self) -> dict:
         state = self.__dict__ | {"_matrix": self.plain()}
-        del state["_version"], state["_parts"], state["handle"]
+        del state["_version"], state["_fingerprint"], state["_parts"], state["handle"]
         return state
 
     def __setstate__(self, state: dict) -> None:
@@ -170,45 +191,104 @@ class Product:
         self._enlist(next(_handles))
 
 
-class PackedWeight(torch.Tensor):
-    """The weight of a packed layer, [outputs, inputs]: whoever reads it is given the plain one, made anew each time."""
+class ReadOnly(torch.Tensor):
+    """What reads as a tensor that it stands for, and raises RuntimeError where it is written to; so do its views."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, product: Product, place: int) -> "PackedWeight":
+    def __new__(cls, plain: torch.Tensor) -> "ReadOnly":
+        view = torch.Tensor._make_wrapper_subclass(
+            cls, plain.shape, plain.stride(), plain.storage_offset(), dtype=plain.dtype, device=plain.device
+        )
+        view._plain = plain
+        return view
+
+    def plain(self) -> torch.Tensor:
+        return self._plain
+
+    def numpy(self, **options) -> np.ndarray:
+        array = self.plain().numpy(**options)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> list:
+        return self.plain().tolist()
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise RuntimeError(_READ_ONLY)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        kwargs, schema = kwargs or {}, function._schema
+        for number, argument in enumerate(schema.arguments if schema.is_mutable else ()):
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            if argument.is_write and any(isinstance(x, ReadOnly) for x in tree_leaves(value)):
+                raise RuntimeError(_READ_ONLY)
+        if function is torch.ops.aten.detach.default:
+            return args[0].detached()
+        args, kwargs = tree_map_only(ReadOnly, lambda x: x.plain(), (args, kwargs))
+        result = function(*args, **kwargs)
+        is_view = not schema.is_mutable and any(returned.alias_info for returned in schema.returns)
+        return tree_map_only(torch.Tensor, ReadOnly, result) if is_view else result
+
+    def detached(self) -> "ReadOnly":
+        return ReadOnly(self._plain)
+
+
+class PackedWeight(ReadOnly):
+    """The weight of a packed layer, [outputs, inputs]: whoever reads it is given the plain one, made anew each time."""
+
+    @staticmethod
+    def __new__(cls, product: Product, place: int, original: nn.Parameter) -> "PackedWeight":
+        """original: the parameter that it stands for, empty meanwhile; whether it takes gradients is asked of it."""
         rows = product.rows[place]
         shape = rows.stop - rows.start, product.inputs
         weight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=product.dtype, device="cpu")
-        weight._product, weight._place = product, place
+        weight._product, weight._place, weight._original = product, place, original
         return weight
 
     def plain(self) -> torch.Tensor:
         whole = self._product.plain()
         return whole if len(self._product.rows) == 1 else whole[self._product.rows[self._place]].clone()
 
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.detach.default:
-            return PackedWeight(args[0]._product, args[0]._place)
-        if function._schema.is_mutable and isinstance(args[0], PackedWeight):
-            raise RuntimeError(
-                "the weights of this model are packed for inference on the CPU and cannot be written to: change them "
-                "after lookahead.unwrap(model), or wrap it with LookaheadConfig(pack_weights=False)"
-            )
-        args, kwargs = tree_map_only(PackedWeight, PackedWeight.plain, (args, kwargs or {}))
-        return function(*args, **kwargs)
+    def detached(self) -> "PackedWeight":
+        return PackedWeight(self._product, self._place, self._original)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._original.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._original.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> "PackedWeight":
+        self.requires_grad = requires_grad
+        return self
+
+    def restored(self) -> nn.Parameter:
+        """The parameter that it stands for, filled again."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._original.data = self.plain()
+        return self._original
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        memo[id(self)] = copied = _parameter(copy.deepcopy(self._product, memo), self._place)
+        product, original = copy.deepcopy((self._product, self._original), memo)
+        memo[id(self)] = copied = _parameter(product, self._place, original)
         return copied
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return _parameter, (self._product, self._place)
+        return _parameter, (self._product, self._place, self._original)
 
 
-def _parameter(product: Product, place: int) -> nn.Parameter:
-    return nn.Parameter(PackedWeight(product, place), requires_grad=False)
+def _parameter(product: Product, place: int, original: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(PackedWeight(product, place, original), original.requires_grad)
 
 
 def pack(model: nn.Module) -> nn.Module:
@@ -228,7 +308,7 @@ def pack(model: nn.Module) -> nn.Module:
         for names in GIVEN_THE_SAME:
             layers = [layer for name in names if is_free(layer := module._modules.get(name))]
             alike = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
-            if len(alike) == 1 and all(owners[id(layer.weight)] == 1 for layer in layers):
+            if len(alike) == 1 and all(owners[id(layer.weight)] == 1 for layer in layers) and _differ(layers):
                 _pack(layers)
     for module in model.modules():
         if is_free(module):
@@ -237,11 +317,15 @@ def pack(model: nn.Module) -> nn.Module:
 
 
 def unpack(model: nn.Module) -> nn.Module:
-    """Undo `pack`: the weights are what they were, those that were not shared in new parameters. Returns ``model``."""
+    """Undo `pack`: the parameters are those that they were, for an optimizer, too. Returns ``model``."""
     for module in model.modules():
         if isinstance(module, PackedLinear):
             _unpack(module)
     return model
+
+
+def _differ(layers: list[nn.Linear]) -> bool:
+    return len(set(map(id, layers))) == len(layers)
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
@@ -263,9 +347,14 @@ def _pack(layers: list[nn.Linear], shared: bool = False) -> None:
         return
     product = Product(layers, shared)
     for place, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
-        layer._product, layer._place, layer._takes_gradients = product, place, weight.requires_grad
+        layer._product, layer._place = product, place
         if not shared:
-            layer.weight = _parameter(product, place)
+            with torch.inference_mode(False):
+                empty = weight.new_empty(0)
+                if weight.is_inference():  # which can never be filled again
+                    weight = nn.Parameter(empty, weight.requires_grad)
+                weight.data = empty  # whoever holds it finds it filled again when the layer is unpacked
+            layer.weight = _parameter(product, place, weight)
         layer.__class__ = PackedLinear
 
 
@@ -274,13 +363,24 @@ def _unpack(layer: PackedLinear) -> bool:
     shared = not isinstance(layer.weight, PackedWeight)
     layer.__class__ = nn.Linear
     if not shared:
-        layer.weight = nn.Parameter(layer.weight.plain(), layer._takes_gradients)
-    del layer._product, layer._place, layer._takes_gradients
+        layer.weight = layer.weight.restored()
+    del layer._product, layer._place
     return shared
+
+
+def _fingerprint(weight: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(weight.detach().contiguous().view(torch.uint8).numpy())
 
 
 def _plain(weight: torch.Tensor) -> torch.Tensor:
     return weight.plain() if isinstance(weight, PackedWeight) else weight
+
+
+def look_at_shared_weights(model: nn.Module) -> None:
+    """Pack anew the layers whose weight others share, and wrote to in a way that leaves no trace (``weight.data``)."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module._product.look_at_shared_weight()
 
 
 _products: WeakValueDictionary[int, Product] = WeakValueDictionary()

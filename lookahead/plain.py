@@ -49,6 +49,8 @@ def why_plain(
         if name not in KNOWN_ARGUMENTS and not is_absent:
             return f"with the model input {name}"
     architecture = inspect_model(model)
+    if len(DynamicCache(config=architecture.config).layers) != len(architecture.layers):  # as assistant_early_exit does
+        return "with another number of layers than the model had"
     if len(ids) > 1 and not can_batch(model):
         return "batches of a model whose guesses are single chains"
     embeds = model_kwargs.get("inputs_embeds")

@@ -7,11 +7,12 @@
 // 2022, arXiv 2205.14135, algorithm 1), summed in float32.
 
 #include <algorithm>
+#include <limits>
 
 #include "vectors.h"
 
 constexpr int KEYS = 64, TILE = 8, WIDEST = 256;
-constexpr float HIDDEN = -3.4e38f;
+constexpr float HIDDEN = std::numeric_limits<float>::lowest();
 
 // How queries, keys, values and their weights become the factors of products.
 struct BySingles : Singles {

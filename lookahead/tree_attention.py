@@ -19,13 +19,14 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
     return (
         query.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype
-        and (mask is None or (mask.dtype == query.dtype and mask.stride(3) == 1))
+        and (mask is None or (mask.dtype == query.dtype and mask.shape[2] == query.shape[2]))
+        and (mask is None or mask.shape[3] <= key.shape[2])
         and len(query) == 1
         and query.shape[3] <= WIDEST
         and query.stride(3) == 1
         and key.stride() == value.stride()
         and key.stride()[2:] == (key.shape[3], 1)
-        and not (torch.is_grad_enabled() and query.requires_grad)
+        and not (torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)))
         and not torch.compiler.is_compiling()
         and query.dtype in _kernels()
     )

@@ -279,7 +279,7 @@ def chat(text: str, *arguments):
 
 
 def test_piped_lines_are_turns(wrapped):
-    arguments = ["--temperature", "0.6", "--seed", "3", "--strategy", "lookahead" if wrapped else "greedy"]
+    arguments = ["--temperature", "0.6", "--seed", "3", "--strategy", "lookahead" if wrapped else "plain"]
     result = chat("\n".join(TURNS), *arguments)
     assert result.exit_code == 0, result.output
     assert "packaged model" in result.stderr
@@ -300,7 +300,7 @@ def test_commands():
     assert "0 tokens of context" in result.stdout
     assert "tokens per step" in result.stdout
     assert result.stdout.count("tokens of context in use") == 2
-    assert "plain decoding" in chat("/stats\n", "--strategy", "greedy").stdout
+    assert "plain decoding" in chat("/stats\n", "--strategy", "plain").stdout
     result = chat("/nonsense\nimport\n/usr/bin\n")
     assert result.stderr.count("no such command: /nonsense; /reset") == 1
     assert len(result.stdout) > len(once)
@@ -330,7 +330,7 @@ def test_bad_input_is_named(tmp_path):
         (["--chat-template", str(file)], f"the chat template {file} cannot render"),
         (["--chat-template", os.devnull], "renders nothing"),
         (["--chat-template", "no/such/file"], "no/such/file"),
-        (["--pool", __file__, "--strategy", "greedy"], "--pool"),
+        (["--pool", __file__, "--strategy", "plain"], "--pool"),
         (["--model", "no/such/model"], "no/such/model"),
     ):
         result = chat("import\n", *arguments)
@@ -347,7 +347,7 @@ def test_a_full_context_leaves_the_chat_open():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-@pytest.mark.parametrize("strategy", ["lookahead", "greedy"])
+@pytest.mark.parametrize("strategy", ["lookahead", "plain"])
 def test_ctrl_c_stops_an_answer_and_keeps_the_chat(monkeypatch, strategy):
     streamer = lookahead.cli.StepStreamer
     puts = []

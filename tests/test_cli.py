@@ -14,6 +14,7 @@ from lookahead import DEMO_MODEL
 from lookahead.cli import StepStreamer, load, main
 from ngram_pool import NgramPool, Source
 
+BINARY = DEMO_MODEL / "model.safetensors"
 PROMPT = "def add(a, b):\n"
 
 
@@ -31,7 +32,7 @@ def test_generate_prints_the_models_own_text():
     assert run(PROMPT, "--max-new-tokens", "40", "--no-stream").stdout == result.stdout
 
 
-@pytest.mark.parametrize("strategy", ["lookahead", "jacobi", "greedy"])
+@pytest.mark.parametrize("strategy", ["lookahead", "jacobi", "plain"])
 def test_compare(strategy):
     result = run(PROMPT, "--max-new-tokens", "40", "--temperature", "0.6", "--seed", "3", "--compare", "--stats",
                  "--strategy", strategy)  # fmt: skip
@@ -62,6 +63,36 @@ def test_sampling_options_reach_generate():
     sampled = run(PROMPT, "--max-new-tokens", "30", "--temperature", "1.5", "--top-k", "0", "--seed", "1").stdout
     assert sampled != greedy
     assert run(PROMPT, "--max-new-tokens", "30", "--temperature", "1.5", "--top-k", "1").stdout == greedy
+    assert run(PROMPT, "--max-new-tokens", "30", "--temperature", "0", "--top-k", "5").stdout == greedy
+
+
+def test_what_passes_are_made_of_does_not_change_the_text():
+    text = run(PROMPT, "--max-new-tokens", "30").stdout
+    assert run(PROMPT, "--max-new-tokens", "30", "--no-pack-weights").stdout == text
+    assert run(PROMPT, "--max-new-tokens", "30", "--compile-passes").stdout == text
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["chat", "--chat-template", str(BINARY)], "is not UTF-8"),
+        (["audit", "--prompts", str(BINARY)], "is not UTF-8"),
+        (["tune", "--picture", "/no/such/folder/x.png"], "--picture /no/such/folder/x.png"),
+    ],
+)
+def test_bad_files_are_named(command, message):
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code != 0
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_standard_input_that_is_no_text():
+    for command in (["generate", "-", "--max-new-tokens", "5"], ["chat", "--max-new-tokens", "5"]):
+        command = [sys.executable, "-m", "lookahead", *command]
+        done = subprocess.run(command, input=b"def \xff\n", capture_output=True, timeout=100, env=os.environ)
+        assert b"UTF-8" in done.stderr
+        assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -74,7 +105,9 @@ def test_sampling_options_reach_generate():
         ([PROMPT, "--window-size", "-1"], "--window-size"),
         ([PROMPT, "--ngram-size", "1"], "--ngram-size"),
         ([PROMPT, "--budget", "-1"], "--budget"),
-        ([PROMPT, "--temperature", "0"], "--temperature"),
+        ([PROMPT, "--temperature", "-1"], "--temperature"),
+        ([PROMPT, "--temperature", "0", "--do-sample"], "--do-sample"),
+        (["--prompt-file", str(BINARY)], f"{BINARY} is not UTF-8"),
         ([PROMPT, "--top-p", "1.5"], "--top-p"),
         (["word " * 3000], "shorten the prompt"),
         (["--prompt-file", "/no/such/file"], "/no/such/file"),

@@ -223,6 +223,16 @@ def test_assistants(model, ids):
         assert model.generate(ids, max_new_tokens=10, assistant_model=assistant).tolist() == assisted.tolist()
 
 
+def test_a_model_that_assists_itself(model, ids):
+    model = tiny_model("llama", num_hidden_layers=3)
+    expected = model.generate(ids, max_new_tokens=10, assistant_early_exit=1)
+    lookahead.wrap(model)
+    with pytest.warns(UserWarning, match="number of layers"):
+        assert model.generate(ids, max_new_tokens=10, assistant_early_exit=1).tolist() == expected.tolist()
+    assert model.generate(ids, max_new_tokens=10).tolist() == expected.tolist()
+    assert model.lookahead.last.steps > 0
+
+
 def test_encoder_decoder_decodes_by_itself():
     torch.manual_seed(0)
     config = AutoConfig.for_model(

@@ -9,10 +9,9 @@ import torch
 from lookahead import native, tree_attention
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "g++ 'unbalanced"])
 def test_without_a_compiler_it_is_left_to_torch(compiler, caplog, monkeypatch, tmp_path):
     query, mask = torch.randn(1, 2, 5, 16), torch.zeros(1, 1, 5, 5)
-    caplog.set_level("INFO", logger="lookahead")
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     for cache in (native.library, tree_attention._kernels):
@@ -23,8 +22,20 @@ def test_without_a_compiler_it_is_left_to_torch(compiler, caplog, monkeypatch, t
     finally:
         for cache in (native.library, tree_attention._kernels):
             cache.cache_clear()
-    assert caplog.text.count(compiler) == 1
+    assert len(caplog.records) == 1
+    assert "C++ compiler" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"no library"])
+def test_what_is_damaged_is_built_anew(content, monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    native._built("tree_attention").write_bytes(content)
+    native.library.cache_clear()
+    try:
+        assert native.library("tree_attention")["attend_float32"]
+    finally:
+        native.library.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["panels", "tree_attention"])

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import SETTINGS, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig
+from lookahead import LookaheadConfig, packing
 from lookahead.packing import PackedLinear, Product, pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -122,7 +122,7 @@ def test_layers_given_the_same_input_are_one_product(products):
     model(torch.arange(9)[None])  # with gradients wanted
     assert len(products) == 2 * 4 + 1
     product = model.model.layers[0].self_attn.q_proj._product
-    assert product._parts == (None, {})  # nothing is kept beyond the pass
+    assert product._parts == packing._NO_PARTS  # nothing is kept beyond the pass
 
 
 def test_threads_share_layers_packed_together():
@@ -162,11 +162,115 @@ def test_a_packed_weight_reads_as_the_plain_one_and_is_not_written_to():
     assert (weight.shape, weight.dtype, weight.device) == (before.shape, before.dtype, before.device)
     assert torch.equal(weight, before)
     assert torch.equal(weight.data.double() @ before.double().T, before.double() @ before.double().T)
-    with torch.no_grad():
-        for write in (lambda: weight.mul_(2), lambda: weight.data.zero_(), lambda: weight.copy_(before)):
-            with pytest.raises(RuntimeError, match="unwrap"):
-                write()
+    assert weight.tolist() == weight.detach().cpu().numpy().tolist() == before.tolist()
     assert torch.equal(before.new_empty(before.shape).copy_(weight), before)
+    with pytest.raises(ValueError, match="read-only"):
+        weight.detach().numpy()[0] = 0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.copy_(weight.clone()),
+        lambda weight: weight.data.zero_(),
+        lambda weight: setattr(weight, "data", torch.zeros(128, 256)),
+        lambda weight: weight.data.__setitem__((slice(None), 3), 5.0),
+        lambda weight: weight.__setitem__(slice(3, 9), 1.0),
+        lambda weight: weight.__setitem__(weight > 0, 1.0),
+        lambda weight: weight.data[3].copy_(torch.ones(256)),
+        lambda weight: weight.view(-1).mul_(2),
+        lambda weight: weight.T.zero_(),
+        lambda weight: weight.chunk(2)[0].zero_(),
+        lambda weight: torch._foreach_mul_([torch.ones(1), weight], -1.0),
+        lambda weight: torch.mul(weight, 2, out=weight),
+        lambda weight: torch.nn.utils.vector_to_parameters(torch.ones(128 * 256), [weight]),
+        lambda weight: torch.nn.init.normal_(weight),
+    ],
+)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_packed_weight_is_not_written_to(write, grouped):
+    attention = small_llama().model.layers[0].self_attn
+    layer = attention.k_proj
+    with mock.patch("lookahead.packing.LEAST_WEIGHTS", 0):
+        pack(attention if grouped else torch.nn.ModuleList([layer]))
+    assert len(layer._product.rows) == (3 if grouped else 1)
+    before = layer.weight.clone()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="unwrap"):
+        write(layer.weight)
+    assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda layer, other: layer.register_parameter("weight", other),
+        lambda layer, other: layer._parameters.__setitem__("weight", other),
+        lambda layer, other: torch.utils.swap_tensors(layer.weight, other),
+    ],
+)
+def test_a_weight_put_into_its_place_is_multiplied_with(replace):
+    model = small_llama()
+    layer, other = model.model.layers[0].mlp.gate_proj, torch.nn.Parameter(torch.randn(320, 256), requires_grad=False)
+    expected, input = other.clone(), torch.randn(3, 256)
+    pack(model)
+    with torch.no_grad():
+        there = {"weight": torch.zeros(320, 256)}
+        assert not torch.func.functional_call(layer, there, input).any()
+        replace(layer, other)
+        assert_near(layer(input), input @ expected.T)
+
+
+def test_an_optimizer_goes_on_after_a_wrap():
+    model = small_llama()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    parameters, before = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    unpack(pack(model))
+    assert all(parameters[name] is weight for name, weight in model.named_parameters())
+    model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+    optimizer.step()
+    assert not any(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_what_is_frozen_meanwhile_stays_frozen():
+    model = pack(small_llama())
+    assert model.num_parameters(only_trainable=True) == model.num_parameters()
+    model.requires_grad_(False)
+    assert model.num_parameters(only_trainable=True) == 0
+    model.model.layers[1].requires_grad_(True)
+    copied = copy.deepcopy(model)
+    for of in (unpack(model), unpack(copied)):
+        assert not any(weight.requires_grad for weight in of.model.layers[0].parameters())
+        assert all(weight.requires_grad for weight in of.model.layers[1].parameters())
+
+
+def test_unpacked_in_inference_mode_it_can_be_trained():
+    model = pack(small_llama())
+    with torch.inference_mode():
+        unpack(model)
+    model.load_state_dict(small_llama().state_dict())
+    model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_one_layer_under_two_names():
+    layer = torch.nn.Linear(256, 256)
+    model, input = torch.nn.ModuleDict({"q_proj": layer, "k_proj": layer}), torch.randn(3, 256)
+    with torch.no_grad():
+        expected = layer(input)
+        pack(model)
+        assert_near(model["q_proj"](input), expected)
+        assert_near(model["k_proj"](input), expected)
+
+
+def test_an_input_written_to_in_between_is_multiplied_anew(products):
+    mlp, input = small_llama().model.layers[0].mlp, torch.randn(3, 256)
+    with torch.no_grad():
+        expected = mlp.gate_proj(input), mlp.up_proj(-input)
+        pack(mlp)
+        assert_near(mlp.gate_proj(input), expected[0])
+        assert_near(mlp.up_proj(input.neg_()), expected[1])
+    assert len(products) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -224,6 +328,22 @@ def test_a_tied_weight_written_to_is_seen():
     assert_near(packed, logits(unpack(model)))
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_tied_weight_written_to_without_a_trace_is_seen_by_the_next_call(inference):
+    ids = torch.arange(9)[None]
+    with torch.inference_mode(inference):
+        model = lookahead.wrap(small_llama())
+        before = model.generate(ids, max_new_tokens=20, do_sample=False)
+        weight = model.model.embed_tokens.weight
+        weight.data[before[0, 12]] *= -1
+        after = model.generate(ids, max_new_tokens=20, do_sample=False)
+        assert not torch.equal(after, before)
+        weight.data = weight.data.roll(1, 0)
+        last = model.generate(ids, max_new_tokens=20, do_sample=False)
+        assert torch.equal(last, lookahead.unwrap(model).generate(ids, max_new_tokens=20, do_sample=False))
+    assert not torch.equal(last, after)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_replaced_weight_is_seen(compiled):
     model = pack(small_llama())
@@ -246,6 +366,13 @@ def test_no_gradient_is_lost_in_silence():
     assert torch.equal(out.logits, logits(model))
     with pytest.raises(RuntimeError, match="unwrap"):
         out.loss.backward()
+    layer, input = torch.nn.Linear(256, 512), torch.randn(3, 256)
+    head = torch.nn.Linear(512, 2)
+    with pytest.raises(RuntimeError, match="unwrap"):
+        head(pack(layer)(input)).sum().backward()
+    layer.requires_grad_(False)
+    head(layer(input)).sum().backward()
+    assert head.weight.grad is not None
 
 
 def test_autocast_and_other_dtypes_go_the_plain_way():
@@ -253,6 +380,16 @@ def test_autocast_and_other_dtypes_go_the_plain_way():
     with torch.autocast("cpu", torch.bfloat16):
         plain = logits(model)
         assert torch.equal(logits(pack(model)), plain)
+
+
+def test_what_is_exported_has_the_plain_weights(tmp_path):
+    layer, input = torch.nn.Linear(256, 512), torch.ones(3, 256)
+    with torch.no_grad():
+        expected = layer(input)
+        torch.export.save(torch.export.export(pack(layer), (input,)), tmp_path / "exported.pt2")
+        unpack(layer)
+        packing._products[0] = pack(torch.nn.Linear(256, 512))._product  # as another process may have it
+        torch.testing.assert_close(torch.export.load(tmp_path / "exported.pt2").module()(input), expected)
 
 
 def test_what_is_left_alone():
