@@ -24,7 +24,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from lookahead.config import LookaheadConfig
@@ -43,9 +42,7 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))  # noqa: B905
 
 
-def choice_scores(
-    logits: torch.Tensor, temperature: float = 0.0, seed: int = 0, index: int = 0, top_p: float = 1.0
-) -> torch.Tensor:
+def choice_scores(logits: torch.Tensor, temperature: float = 0.0, seed: int = 0, index: int = 0) -> torch.Tensor:
     """Scores [vocabulary], in the unit of logits, of which generate() takes the largest as new token ``index``.
 
     logits: float32 [vocabulary]. Decoding greedily (temperature 0), they are the scores. Sampling, `torch.multinomial`
@@ -55,8 +52,6 @@ def choice_scores(
     if temperature == 0:
         return logits
     scores = TemperatureLogitsWarper(temperature)(None, logits[None])
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
     generator = torch.Generator(logits.device).manual_seed(seed)
     q = torch.empty_like(scores)
     for _ in range(index + 1):

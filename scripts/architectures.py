@@ -20,7 +20,7 @@ from textwrap import shorten
 import click
 import torch
 import transformers
-from compare import write_results
+from results import write_results
 from tiny_models import random_model, tiny_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

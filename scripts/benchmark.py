@@ -1,24 +1,28 @@
-"""Benchmark lookahead beside plain decoding, transformers' own speculative methods and other libraries, on the CPU.
+"""Benchmark lookahead beside plain decoding, transformers' own speculative methods and other libraries.
 
 A cell is a model, a dtype, a temperature and a length of context. For each of its prompts the methods run in turn, in
 an order that rotates from prompt to prompt and from repeat to repeat; texts are compared with plain decoding's from the
 same seed, the prompt's number. OUT.md, OUT.json and the pictures are written anew after each cell.
 
+    python scripts/benchmark.py --model M --prompts FILE.jsonl --out OUT
     python scripts/benchmark.py --model M --prompts FILE.jsonl --dtype float32,bfloat16 --temperature 0.6,0 --out OUT
     python scripts/benchmark.py --model M --prompts FILE.jsonl --contexts 256,2048,8192 --out OUT
     python scripts/benchmark.py --model M --prompts FILE.jsonl --methods plain,auto,vllm-ngram --peers FOLDER --out OUT
     python scripts/benchmark.py --model M --never-slower --out OUT
 
-Peers are other libraries, each in a Python environment of its own (FOLDER/lade, FOLDER/vllm) behind a worker in
-scripts/peers. What fails is a row of the table, with the reason.
+Prompts come in Spec-Bench's JSONL format: one object a line with question_id, category and turns, of which the first
+is used. Peers are other libraries, on the CPU, each in a Python environment of its own (FOLDER/lade, FOLDER/vllm)
+behind a worker in scripts/peers. What fails is a row of the table, with the reason.
 """
 
 import copy
+import importlib.util
 import itertools
 import shlex
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +31,8 @@ import click
 import numpy as np
 import torch
 from benchmark_page import draw, markdown, summarise, title
-from compare import ForwardCounter, margin_at, timed, write_results
 from peer_process import Peer, PeerError
+from results import write_results
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -41,8 +45,9 @@ from transformers import (
 
 import lookahead
 from lookahead import Lookahead, LookaheadConfig, NgramPool
-from lookahead.audit import first_difference
+from lookahead.audit import choice_scores, first_difference, next_logits
 from lookahead.cli import load
+from lookahead.costs import synchronize
 from lookahead.measuring import environment, read_prompts
 
 DTYPES = ("float32", "bfloat16")
@@ -59,6 +64,7 @@ LOOKAHEAD = {
     "steps-of-one-compiled": {"budget": 0, "window_size": 0, "compile_passes": True},
     "auto-compiled": {"compile_passes": True},
     "auto-compiled-shared": {"compile_passes": True},
+    "auto-graphs": {"cuda_graphs": True},
 }
 SHARED = ("auto-shared", "auto-compiled-shared")
 UNPACKED = [method for method, settings in LOOKAHEAD.items() if not settings.get("pack_weights", True)]
@@ -71,7 +77,10 @@ PEERS = {  # the environment, and what its worker calls the method
 }
 METHODS = (*PLAIN, *LOOKAHEAD, *PEERS)
 KEEP_DRAWS = ("plain", "packed", "static-compiled", *LOOKAHEAD)  # one draw a token from the seed, as plain decoding
-DEFAULT = [m for m in (*PLAIN, *LOOKAHEAD) if m != "assisted" and "compiled" not in m]
+DEFAULT = {
+    "cpu": ("plain", "packed", "prompt-lookup", "auto", "auto-compiled"),
+    "cuda": ("plain", "static-compiled", "prompt-lookup", "steps-of-one", "auto", "auto-graphs"),
+}
 
 GUESS_AT_ONCE = ("prompt-lookup", "assisted")  # their first pass takes guesses beside the prompt: it is a step, too
 
@@ -95,18 +104,75 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class Subject:
-    """A model to decode with: plain, packed, and behind its peers."""
+class ForwardCounter:
+    """Counts the forward passes of a model while it is open, and the seconds until the second of them begins."""
 
-    def __init__(self, name: str, dtype: str, methods: list[str], assistant: str | None, peers: Path | None, timeout):
-        self.plain = load(name, dtype, "cpu")[0]
+    def __init__(self, model):
+        self._model = model
+
+    def __enter__(self):
+        self.passes = 0
+        self.first_seconds = None
+        self._opened = time.perf_counter()
+        self._hook = self._model.register_forward_pre_hook(self._count)
+        return self
+
+    def _count(self, *_):
+        self.passes += 1
+        if self.passes == 2:
+            self.first_seconds = time.perf_counter() - self._opened
+
+    def __exit__(self, *_):
+        self._hook.remove()
+
+
+def timed(model, inputs, options: dict, seed: int) -> tuple[list[list[int]], float]:
+    """One call of the model's generate() from a seed: the new ids of each sequence, and its seconds."""
+    torch.manual_seed(seed)
+    start = time.perf_counter()
+    output = model.generate(**inputs, **options)
+    texts = output[:, inputs.input_ids.shape[1] :].tolist()
+    return texts, time.perf_counter() - start
+
+
+def margin_at(model, inputs, text: list[int], index: int, options: dict, seed: int) -> float:
+    """How close plain decoding's choice of new token ``index`` was, in logits: zero is a tie."""
+    row = next_logits(model, inputs.input_ids, text[: index + 1])[-1]
+    best = choice_scores(row, options.get("temperature", 0.0), seed, index).topk(2).values
+    return (best[0] - best[1]).item()
+
+
+def reading(model) -> dict:
+    """Bytes of all weights, and the seconds in which memory yields so many, in order: no pass takes less.
+
+    By summing up to 1 GiB of numbers, the best of ten times.
+    """
+    size = sum(weight.nbytes for weight in model.parameters())
+    numbers = torch.ones(min(size, 2**30) // 4, device=model.device)
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        numbers.sum()
+        synchronize(model.device)
+        times.append(time.perf_counter() - start)
+    return {"bytes": size, "seconds": min(times) * size / numbers.nbytes}
+
+
+class Subject:
+    """A model to decode with: plain, packed if it is on the CPU, and behind its peers."""
+
+    def __init__(
+        self, name: str, dtype: str, device: str, methods: list[str], assistant: str | None, peers: Path | None, timeout
+    ):
+        self.plain = load(name, dtype, device)[0]
         # Every method is to decode by one rule: neither a top-p nor a penalty that the model's folder may ask for.
         ends = self.plain.generation_config.eos_token_id
         pad = ends[0] if isinstance(ends, list) else ends
         self.plain.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
-        self.assistant = load(assistant, dtype, "cpu")[0] if "assisted" in methods else None
+        self.assistant = load(assistant, dtype, device)[0] if "assisted" in methods else None
         self.packed = None
-        if any(method == "packed" or (method in LOOKAHEAD and method not in UNPACKED) for method in methods):
+        packs = any(method == "packed" or (method in LOOKAHEAD and method not in UNPACKED) for method in methods)
+        if packs and self.plain.device.type == "cpu":
             self.packed = lookahead.wrap(copy.deepcopy(self.plain))  # for good: packing takes time
         self.peers = {}
         for method in methods:
@@ -143,7 +209,7 @@ class Subject:
             })  # fmt: skip
             known = {name: answer.get(name) for name in ("steps", "drafted", "accepted")}
             return _call(answer["ids"], answer["seconds"], **known)
-        inputs = as_inputs(ids)
+        inputs = as_inputs(ids, self.plain.device)
         if method == "static-compiled":
             compiled = CompileConfig()
             compiled._compile_all_devices = True  # on the CPU, transformers does not by itself
@@ -160,7 +226,9 @@ class Subject:
         }.get(method, {})
         model = self.packed if method == "packed" else self.plain
         if method in LOOKAHEAD:  # without a counter, whose hooks cannot be compiled
-            model = lookahead.wrap(self.plain, engine.config) if method in UNPACKED else self.packed
+            model = self.packed
+            if method in UNPACKED or model is None:
+                model = lookahead.wrap(self.plain, engine.config)
             model.lookahead = engine
             try:
                 texts, seconds = timed(model, inputs, options, seed)
@@ -208,15 +276,16 @@ def _call(ids: list[int], seconds: float, stepped: int | None = None, **known) -
     return {"ids": ids, "seconds": seconds, "stepped": len(ids) - 1 if stepped is None else stepped, **unknown, **known}
 
 
-def as_inputs(ids: list[int]) -> BatchEncoding:
-    ids = torch.tensor([ids])
+def as_inputs(ids: list[int], device: torch.device) -> BatchEncoding:
+    ids = torch.tensor([ids], device=device)
     return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
 def measure(
-    subject: Subject, prompts: list[list[int]], methods: list[str], options: dict, repeats: int, label: str
-) -> tuple[list[dict], dict[str, str]]:
-    """Measure a cell. prompts: token ids. methods: plain among them.
+    subject: Subject, prompts: list[list[int]], categories: list[str], methods: list[str], options: dict, repeats: int,
+    label: str,
+) -> tuple[list[dict], dict[str, str]]:  # fmt: skip
+    """Measure a cell. prompts: token ids. categories: of each. methods: plain among them.
 
     Returns a row for each prompt and method, and for each method that failed the reason; it has no rows.
     Raises what plain decoding raises.
@@ -259,9 +328,11 @@ def measure(
                 comparable = not options["do_sample"] or method in KEEP_DRAWS
                 margin = None
                 if different is not None and comparable:
-                    margin = margin_at(subject.plain, as_inputs(ids), plain, different, options, number)
+                    inputs = as_inputs(ids, subject.plain.device)
+                    margin = margin_at(subject.plain, inputs, plain, different, options, number)
                 rows.append({
                     "prompt": number,
+                    "category": categories[number],
                     "method": method,
                     "tokens": statistics.median(len(call["ids"]) for call in calls[method]),
                     **{name: _median(calls[method], name) for name in
@@ -352,13 +423,15 @@ def _numbers(parameter: str, values: str, kind: type, least: float) -> list:
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--model", "models", multiple=True, required=True, metavar="NAME_OR_PATH", help="May be repeated.")
+@click.option("--model", "models", multiple=True, metavar="NAME_OR_PATH",
+              help="May be repeated; the packaged one by default.")  # fmt: skip
 @click.option("--prompts", "prompts_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="In Spec-Bench's JSONL format.")  # fmt: skip
 @click.option("--dtype", "dtypes", default="float32", show_default=True, help="float32, bfloat16 or both.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
 @click.option("--temperature", "temperatures", help="One or several; 0 does not sample.  [default: 0.6,0]")
-@click.option("--methods", default=",".join(DEFAULT), show_default=True,
-              help=f"Of {', '.join(METHODS)}; plain always runs.")  # fmt: skip
+@click.option("--methods", help=f"Of {', '.join(METHODS)}; plain always runs.  [default: {','.join(DEFAULT['cpu'])}; "
+              f"on a GPU {','.join(DEFAULT['cuda'])}]")  # fmt: skip
 @click.option("--contexts", default="none", show_default=True, help="Tokens of a prompt; none leaves it as it is.")
 @click.option("--never-slower", is_flag=True,
               help=f"On {RANDOM_TOKENS} random tokens each, at temperature {RANDOM_TEMPERATURE}.")  # fmt: skip
@@ -373,10 +446,16 @@ def _numbers(parameter: str, values: str, kind: type, least: float) -> list:
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; torch's default if not given.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Write OUT.md, OUT.json and OUT-*.png.")
 def main(
-    models, prompts_file, dtypes, temperatures, methods, contexts, never_slower, max_new_tokens, repeats, limit,
+    models, prompts_file, dtypes, device, temperatures, methods, contexts, never_slower, max_new_tokens, repeats, limit,
     assistant, peers, timeout, threads, out,
 ) -> None:  # fmt: skip
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("the page has pictures, which need matplotlib: pip install 'lookahead-decoding[bench]'")
+    models = models or (str(lookahead.DEMO_MODEL),)
+    methods = methods or ",".join(DEFAULT["cpu" if device == "cpu" else "cuda"])
     chosen = ["plain", *[m for m in _chosen("--methods", methods, METHODS) if m != "plain"]]
+    if device != "cpu" and (unfit := [method for method in chosen if method == "packed" or method in PEERS]):
+        raise click.UsageError(f"on the CPU alone: {', '.join(unfit)}; leave out --device or these of --methods")
     dtypes = _chosen("--dtype", dtypes, DTYPES)
     lengths = [None if c == "none" else _numbers("--contexts", c, int, 2)[0] for c in contexts.split(",")]
     if never_slower and (prompts_file or temperatures or lengths != [None]):
@@ -396,7 +475,9 @@ def main(
         temperatures = [RANDOM_TEMPERATURE]
     if threads:
         torch.set_num_threads(threads)
-    texts = None if never_slower else [prompt["turns"][0] for prompt in read_prompts(prompts_file, limit)]
+    read = [] if never_slower else read_prompts(prompts_file, limit)
+    texts = None if never_slower else [prompt["turns"][0] for prompt in read]
+    categories = [prompt["category"] for prompt in read] or ["random"] * (limit or RANDOM_PROMPTS)
     # All of them before anything is measured: hours later is late for an error.
     prompts = {model: tokenise(model, texts, lengths, limit or RANDOM_PROMPTS, max_new_tokens) for model in models}
     what = f"{RANDOM_TOKENS} random tokens each" if never_slower else prompts_file.name
@@ -405,13 +486,15 @@ def main(
     versions: dict[str, dict] = {}
     out.parent.mkdir(parents=True, exist_ok=True)
     for (model, name), dtype in itertools.product(zip(models, names, strict=True), dtypes):
-        with Subject(model, dtype, chosen, assistant, peers, timeout) as subject:
+        with Subject(model, dtype, device, chosen, assistant, peers, timeout) as subject:
             for temperature, (context, ids) in itertools.product(temperatures, prompts[model].items()):
                 options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
                 if temperature:
                     options |= {"temperature": temperature, "top_k": 0}
                 cell = {"model": name, "dtype": dtype, "temperature": temperature, "context": context}
-                rows, failures = measure(subject, ids, chosen, options, repeats, f"{name}, {title(cell)}")
+                label = f"{name}, {title(cell)}"
+                rows, failures = measure(subject, ids, categories, chosen, options, repeats, label)
+                cell["reading"] = reading(subject.plain)
                 report["cells"].append({**cell, "table": summarise(rows, chosen, failures), "prompts": rows})
                 versions |= {PEERS[method][0]: peer.versions for method, peer in subject.peers.items() if peer.versions}
                 report["environment"] = {

@@ -129,8 +129,32 @@ def markdown(report: dict, pictures: list[Path]) -> str:
     for picture in pictures:
         lines += [f"![{picture.stem}]({picture.name})", ""]
     for cell in report["cells"]:
-        lines += [f"## {cell['model']}, {title(cell)}", "", *_table(cell["table"]), ""]
+        lines += [f"## {cell['model']}, {title(cell)}", "", _limit(**cell["reading"]), "", *_table(cell["table"]), ""]
+        categories = list(dict.fromkeys(row["category"] for row in cell["prompts"]))
+        if len(categories) > 1:
+            lines += ["Times plain by category:", "", *_by_category(cell["prompts"], categories), ""]
     return "\n".join(lines) + "\n" + NOTES
+
+
+def _limit(bytes: int, seconds: float) -> str:
+    return (
+        f"Memory yields all weights, {bytes / 1e6:.0f} MB, in {1000 * seconds:.2f} ms ({bytes / seconds / 1e9:.0f} "
+        f"GB/s): at a token a pass, that allows for {1 / seconds:.0f} tokens/s."
+    )
+
+
+def _by_category(rows: list[dict], categories: list[str]) -> list[str]:
+    lines = [f"| method | {' | '.join(categories)} |", "|---|" + "---:|" * len(categories)]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    paces = {
+        (method, category): seconds_per_token([r for r in rows if (r["method"], r["category"]) == (method, category)])
+        for method in methods
+        for category in categories
+    }
+    for method in methods:
+        cells = [f"{paces['plain', category] / paces[method, category]:.2f}" for category in categories]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return lines
 
 
 def _table(table: list[dict]) -> list[str]:

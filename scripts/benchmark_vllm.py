@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 import torch
-from compare import write_results
 from peer_process import Peer, PeerError
+from results import write_results
 from transformers import AutoTokenizer
 
 from lookahead import DEMO_MODEL

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 import click
-from compare import generate, write_results
+from benchmark import timed
+from results import write_results
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
@@ -102,7 +103,12 @@ def main(
         return tokenizer(batch, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
 
     def run(method: str, inputs, seed: int, pool: NgramPool | None = None) -> dict:
-        return generate(model, "greedy" if method == "plain" else "lookahead", inputs, options, seed, config, pool)
+        if method != "plain":
+            lookahead.wrap(model, config, pool)
+        texts, seconds = timed(model, inputs, options, seed)
+        stats = None if method == "plain" else model.lookahead.last
+        lookahead.unwrap(model)
+        return {"texts": texts, "seconds": seconds, "stats": stats}
 
     run("fresh pool", encode(texts[:1]), 0)  # step costs are measured, on a cache that no memory watch is to count
     alone = []

@@ -23,7 +23,7 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from compare import write_results
+from results import write_results
 from transformers import AutoTokenizer
 
 import lookahead

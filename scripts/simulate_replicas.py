@@ -33,8 +33,8 @@ from typing import NamedTuple
 import click
 import numpy as np
 import torch
-from compare import write_results
 from measure_pool import microseconds
+from results import write_results
 
 from lookahead.cli import load
 from lookahead.measuring import read_prompts, up_to_its_end

@@ -17,8 +17,11 @@ from transformers import AutoTokenizer
 from zoo import tiny_model
 
 from lookahead import DEMO_MODEL
+from lookahead.audit import choice_scores, next_logits
+from lookahead.cli import load
 from lookahead.packing import PackedLinear
 from lookahead.strategies import JacobiStrategy
+from lookahead.verify import NextTokenRule
 
 WORKER = """
 import argparse, json, os, sys, time
@@ -61,7 +64,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def prompts(tmp_path):
     lines = [
-        {"question_id": i, "category": "code", "turns": [f"def f{i}(x):\n    return x\n\ndef f{i + 1}(x):\n   "]}
+        {"question_id": i, "category": f"code{i}", "turns": [f"def f{i}(x):\n    return x\n\ndef f{i + 1}(x):\n   "]}
         for i in range(2)
     ]
     path = tmp_path / "prompts.jsonl"
@@ -108,7 +111,7 @@ def rows_of(cell):
 
 def test_page(model, prompts, tmp_path):
     out = tmp_path / "results" / "run"
-    methods = [*benchmark.DEFAULT, "assisted"]
+    methods = [m for m in (*benchmark.PLAIN, *benchmark.LOOKAHEAD) if "compiled" not in m]
     result = run(
         "--model", model, "--prompts", prompts, "--methods", ",".join(methods), "--assistant", model,
         "--max-new-tokens", 8, "--repeats", 2, "--out", out,
@@ -131,7 +134,66 @@ def test_page(model, prompts, tmp_path):
     assert (out.parent / "run-tiny-speedups.png").read_bytes().startswith(b"\x89PNG")
     assert "](run-tiny-speedups.png)" in text
     assert "## tiny, float32, temperature 0.6\n" in text
-    assert text.count("| auto-unpacked |") == 2
+    assert text.count("| auto-unpacked |") == 2 * 2, "over all prompts and by category"
+    assert "| method | code0 | code1 |" in text
+    assert text.count("| plain | 1.00 | 1.00 |") == 2
+    assert text.count("Memory yields all weights, ") == 2
+
+
+def test_differences_are_found(prompts, tmp_path, monkeypatch):
+    """A decoder that writes one wrong token is reported as different, with the margin at that place."""
+    original = NextTokenRule.emit
+
+    def emit(self, logits):
+        if self.ids.shape[1] == 30:
+            logits = logits.roll(1)
+        return original(self, logits)
+
+    monkeypatch.setattr(NextTokenRule, "emit", emit)
+    out = tmp_path / "run"
+    result = run("--prompts", prompts, "--methods", "auto", "--max-new-tokens", 24, "--repeats", 1, "--out", out)
+    assert result.exit_code == 0, result.output
+    for cell in report_of(out)["cells"]:
+        assert cell["model"] == "demo_model", "the packaged model by default"
+        assert rows_of(cell)["auto"]["identical"] == 0
+        rows = [row for row in cell["prompts"] if row["method"] == "auto"]
+        assert all(row["difference"] is not None and row["margin"] > 0 for row in rows)
+
+
+def test_the_margin_is_that_of_the_draw():
+    """With the generator's noise drawn again, the token that was drawn has the best score."""
+    model, tokenizer = load(None)
+    inputs = tokenizer("def f(x):\n    return", return_tensors="pt")
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 12}
+    ids = benchmark.timed(model, inputs, options, 5)[0][0]
+    rows = next_logits(model, inputs.input_ids, ids)
+    assert [int(choice_scores(row, 0.9, 5, index).argmax()) for index, row in enumerate(rows)] == ids
+    assert all(benchmark.margin_at(model, inputs, ids, index, options, 5) > 0 for index in range(len(ids)))
+
+
+def test_the_forward_counter_counts_this_model_alone():
+    model = torch.nn.Linear(2, 2)
+    with benchmark.ForwardCounter(model) as counter:
+        model(torch.zeros(2))
+        model(torch.zeros(2))
+    model(torch.zeros(2))
+    assert counter.passes == 2
+
+
+def test_the_memory_limit():
+    model = tiny_model("llama").bfloat16()
+    found = benchmark.reading(model)
+    assert found["bytes"] == 2 * model.num_parameters()
+    assert 0 < found["seconds"] < 1
+
+
+@pytest.mark.parametrize("line", ["not json", '{"turns": ["x"]}', '{"question_id": 1, "category": "a", "turns": []}'])
+def test_bad_prompts_are_named_by_line(tmp_path, line):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"question_id": 1, "category": "a", "turns": ["x"]}\n' + line + "\n")
+    result = run("--prompts", path, "--out", tmp_path / "run")
+    assert result.exit_code != 0
+    assert "line 2" in result.output
 
 
 def test_contexts(model, prompts, tmp_path):
@@ -162,7 +224,7 @@ def test_never_slower(model, tmp_path):
 
 
 def test_a_model_is_packed_beside_the_plain_one(model):
-    subject = benchmark.Subject(str(model), "float32", ["plain", "auto"], None, None, 60)
+    subject = benchmark.Subject(str(model), "float32", "cpu", ["plain", "auto"], None, None, 60)
 
     def packed(of):
         return any(isinstance(module, PackedLinear) for module in of.modules())
@@ -230,10 +292,10 @@ def test_static_cache_compiled(model, prompts, tmp_path, monkeypatch):
 def test_finished_cells_are_kept(model, prompts, tmp_path, monkeypatch):
     measure = benchmark.measure
 
-    def interrupted(subject, prompts, methods, options, *rest):
-        if not options["do_sample"]:
+    def interrupted(*arguments):
+        if not next(argument for argument in arguments if isinstance(argument, dict))["do_sample"]:
             raise KeyboardInterrupt
-        return measure(subject, prompts, methods, options, *rest)
+        return measure(*arguments)
 
     monkeypatch.setattr(benchmark, "measure", interrupted)
     out = tmp_path / "run"
@@ -246,7 +308,7 @@ def test_finished_cells_are_kept(model, prompts, tmp_path, monkeypatch):
 class Recorder:
     """A subject that writes down what it is asked, and writes tokens 1, 2, 3; packed another at the end."""
 
-    plain = None
+    plain = torch.zeros(0)  # of which the device is asked
 
     def __init__(self):
         self.calls = []
@@ -261,7 +323,7 @@ def test_order_pools_and_medians(monkeypatch):
     subject = Recorder()
     methods = ["plain", "packed", "auto", "auto-shared"]
     options = {"max_new_tokens": 3, "do_sample": True}
-    rows, failures = benchmark.measure(subject, [[7], [8]], methods, options, 3, "cell")
+    rows, failures = benchmark.measure(subject, [[7], [8]], ["a", "b"], methods, options, 3, "cell")
     assert not failures
     warm_up, calls = subject.calls[:4], subject.calls[4:]
     assert [method for method, *_ in warm_up] == methods
@@ -410,6 +472,7 @@ def test_a_peer_that_does_not_keep_the_protocol(says, message):
         (["--contexts", "40", "--limit", "1"], "two prompts or more"),
         (["--methods", "assisted"], "--assistant"),
         (["--methods", "vllm-plain"], "--peers"),
+        (["--methods", "packed", "--device", "cuda"], "on the CPU alone: packed"),
         (["--never-slower"], "leave out --prompts"),
         (["--model", "no/such/folder/tiny2"], "cannot read the model"),
         (["--model", "elsewhere/tiny"], "two models of the same name"),
