@@ -16,12 +16,13 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import DEMO_MODEL, __version__
-from lookahead.architecture import UnsupportedModelError, context_length, inspect_model
+from lookahead.architecture import UnsupportedModelError, context_length
 from lookahead.audit import audit, first_difference, markdown
 from lookahead.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
 from lookahead.config import AUTO, LookaheadConfig
 from lookahead.costs import RUNGS, progress_bar, step_costs
 from lookahead.decoding import Lookahead
+from lookahead.inspection import inspect_model
 from lookahead.measuring import environment, read_prompts, source_prompts
 from lookahead.streaming import PieceStreamer, render
 from lookahead.tuning import time_steps

@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from lookahead import attention
 from lookahead.cache import LookaheadCache
+from ngram_pool.waiting import told_if_long
 
 LEAST_ROWS = 4  # fewer are padded: one row would need a program of its own, and four take no longer
 MOST_ROWS = 128
@@ -100,9 +101,9 @@ def run(
 
     tokens: int64 [2, T], ids and positions, T of at least LEAST_ROWS.
     masks: for all layers, or for each kind of layer by its name, as `attention.attend` takes them.
-    The first pass takes 5 to 20 seconds for a model of twelve layers, on two cores. Whether the model is still what was
-    compiled is looked at in the first pass with a cache, and whether the program serves steps of T rows, in the first
-    of them. A model that does not compile, or changes too often, runs as it is, with one warning.
+    Whether the model is still what was compiled is looked at in the first pass with a cache, and whether the program
+    serves steps of T rows, in the first of them. A model that does not compile, or changes too often, runs as it is,
+    with one warning.
     """
     kinds = tuple(masks) if isinstance(masks, dict) else ()
     with _at_pass(cache, list(masks.values()) if kinds else [masks]):
@@ -113,7 +114,8 @@ def run(
             before, dynamo.skip_nnmodule_hook_guards = dynamo.skip_nnmodule_hook_guards, False  # hooks may come later
             torch._dynamo.mark_dynamic(tokens, 1)
             try:
-                logits = _compiled_pass(model)(model, cache_argument, tokens, kinds)
+                with told_if_long("compiling passes"):
+                    logits = _compiled_pass(model)(model, cache_argument, tokens, kinds)
                 cache.program = Program.that_gave(logits, tokens)
                 return logits
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:

@@ -9,12 +9,13 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
-from lookahead.architecture import Architecture, context_length, inspect_model
+from lookahead.architecture import Architecture, context_length
 from lookahead.budget import Pace, WindowTrials
 from lookahead.cache import LookaheadCache
 from lookahead.config import AUTO, LookaheadConfig
 from lookahead.costs import step_costs, synchronize
 from lookahead.graphs import StepGraphs
+from lookahead.inspection import inspect_model
 from lookahead.packing import look_at_shared_weights
 from lookahead.plain import warn_plain, why_plain
 from lookahead.prefill import Prompt, cache_passed_in, compute, positions_in, prefill, prompts_of
@@ -283,11 +284,12 @@ def _decode(
         ids = _pad([rule.ids for rule in rules], generation)
         if outlives:
             ended |= {b: cache.sequence(i) for i, b in enumerate(active)}
-            for b, one in ended.items():  # those that ended early lack their end and the padding behind it
-                missing = ids.shape[1] - width - 1 - (one.lengths[0] - begins[b])
-                if missing:
-                    compute(model, architecture, ids[b : b + 1, -1 - missing : -1], one, None, 1)
-            architecture.hand_over(model, [ended[b] for b in range(len(texts))], [p.padding for p in prompts], theirs)
+            caches = [ended[b] for b in range(len(texts))]
+            for one, begin, new in zip(caches, begins, ids[:, width:], strict=True):
+                lacks = len(new) - 1 - (one.lengths[0] - begin)  # what ended early, its end and the padding behind it
+                if lacks:
+                    compute(model, architecture, new[None, -1 - lacks : -1], one, None, 1)
+            architecture.hand_over(model, caches, [prompt.padding for prompt in prompts], theirs)
     except BaseException:
         if taken_over is not None:
             taken_over.rewind(held)

@@ -15,6 +15,8 @@ import platformdirs
 import torch
 import xxhash
 
+from ngram_pool.waiting import told_if_long
+
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
@@ -69,7 +71,8 @@ def _built(name: str, anew: bool = False) -> Path:
     path = FOLDER / f"{name}-{xxhash.xxh3_64_hexdigest(of)}.so"
     if anew or not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        told = told_if_long(f"building {name}.cpp, once on a machine")
+        with told, tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             new = Path(folder) / path.name
             command += ["-I", str(SOURCES), "-", "-o", str(new)]
             subprocess.run(command, input=source, capture_output=True, check=True, timeout=120)

@@ -5,7 +5,8 @@ import warnings
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from lookahead.architecture import CACHE_ARGUMENTS, can_batch, context_length, inspect_model
+from lookahead.architecture import CACHE_ARGUMENTS, context_length
+from lookahead.inspection import can_batch, inspect_model
 from lookahead.prefill import cache_passed_in, positions_in, repeats_what_is_cached
 
 # Attributes of configurations, by model type, that say up to which length attention sees all keys. Beyond it, these

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from lookahead.architecture import inspect_model
 from lookahead.costs import RUNGS, time_passes
+from lookahead.inspection import inspect_model
 
 COMPILED, IN_PARTS, DENSE = "compiled", "two parts", "dense mask"
 LINES = {COMPILED: "-", IN_PARTS: "--", DENSE: ":"}

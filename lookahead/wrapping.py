@@ -6,9 +6,9 @@ from functools import cache
 from transformers import GenerationMixin, PreTrainedModel
 
 from lookahead import decoding
-from lookahead.architecture import inspect_model
 from lookahead.config import LookaheadConfig
 from lookahead.decoding import Lookahead, warn_plain
+from lookahead.inspection import inspect_model
 from lookahead.packing import pack, unpack
 from ngram_pool import NgramPool
 

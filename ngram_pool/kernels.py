@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from ngram_pool.waiting import told_if_long
+
 # Kinds of contexts, the most specific first: (skip, length) takes the tokens at distances skip+1 .. length before the
 # next one. Those that skip the newest token say what tends to follow whatever stands there: they speak where the newest
 # token is new, and carry over what the model said beside a guess that it rejected.
@@ -583,6 +585,7 @@ def _depth_first(parents):
 
 
 @cache
+@told_if_long("compiling the loops of n-gram pools, once on a machine")
 def compile_loops() -> None:
     """Compile everything now (seconds), or load it from numba's cache (0.2 s), rather than inside the first guess."""
     table, credence = empty_table(WAYS), prior_credence()

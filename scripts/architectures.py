@@ -25,8 +25,8 @@ from tiny_models import random_model, tiny_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead
-from lookahead.architecture import inspect_model
 from lookahead.audit import first_difference
+from lookahead.inspection import inspect_model
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 NEW_TOKENS = 64

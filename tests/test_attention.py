@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from zoo import SETTINGS, tiny_model
 
 from lookahead import attention, tree_attention
-from lookahead.architecture import inspect_model
+from lookahead.inspection import inspect_model
 from lookahead.step import lay_out
 from lookahead.window import JacobiWindow
 from ngram_pool import GuessTree, Source

@@ -13,10 +13,9 @@ from test_packing import packed_layers, small_llama
 from zoo import tiny_model
 
 import lookahead
-from lookahead import architecture
-from lookahead.architecture import inspect_model
 from lookahead.audit import GUESSING, Divergence, Tally, _judge, audit, choice_scores, first_difference, next_logits
 from lookahead.cli import load, main
+from lookahead.inspection import inspect_model
 from lookahead.measuring import source_prompts
 
 
@@ -84,7 +83,7 @@ def test_half_precision_parts_at_near_ties_only(kind, count, most, monkeypatch):
 @pytest.mark.parametrize("plant", [everyone_sees_everyone, positions_by_row, prefix_hidden], ids=lambda f: f.__name__)
 def test_planted_defects_are_unexplained(plant, dtype, monkeypatch):
     model = tiny_model(DEFECTS[plant]).to(dtype)
-    architecture.inspect_model(model)  # probed while all is well
+    inspect_model(model)  # probed while all is well
     plant(monkeypatch)
     tallies = audit(model, prompts(8), 40)
     assert of(tallies, "lookahead").unexplained
@@ -95,7 +94,7 @@ def test_planted_defects_are_unexplained(plant, dtype, monkeypatch):
 def test_wrong_logits_of_steps_are_unexplained(size):
     """A model that errs in passes over several rows with a cache, in float32, by far less than bf16 would."""
     model = tiny_model("llama")
-    architecture.inspect_model(model)
+    inspect_model(model)
     forward = model.forward
 
     def wrong(*args, **kwargs):

@@ -11,7 +11,7 @@ from zoo import END, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool, decoding
-from lookahead.architecture import can_batch
+from lookahead.inspection import can_batch
 from lookahead.verify import NextTokenRule
 
 

@@ -9,7 +9,16 @@ import torch
 from test_lossless import check_identical, random_prompt
 from zoo import tiny_model
 
-from lookahead import LookaheadConfig, UnsupportedModelError, architecture, attention, decoding, tree_attention, verify
+from lookahead import (
+    LookaheadConfig,
+    UnsupportedModelError,
+    architecture,
+    attention,
+    decoding,
+    inspection,
+    tree_attention,
+    verify,
+)
 from lookahead.architecture import Architecture
 from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.step import Step, Visibility
@@ -238,7 +247,7 @@ def check_batches(model):
 @pytest.mark.parametrize("plant", DEFECTS, ids=name)
 def test_comparison_with_generate_sees_it(plant, monkeypatch):
     model = tiny_model(DEFECTS[plant])
-    architecture.inspect_model(model)  # probed while all is well
+    inspection.inspect_model(model)  # probed while all is well
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         check_several(model)
@@ -247,7 +256,7 @@ def test_comparison_with_generate_sees_it(plant, monkeypatch):
 @pytest.mark.parametrize("plant", IN_BATCHES, ids=name)
 def test_comparison_of_batches_sees_it(plant, monkeypatch):
     model = tiny_model(IN_BATCHES[plant])
-    assert architecture.can_batch(model)
+    assert inspection.can_batch(model)
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         check_batches(model)
@@ -258,11 +267,11 @@ def test_comparison_of_batches_sees_it(plant, monkeypatch):
 def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
     """A defect of the masks costs the branches; one of the cache or of all positions leaves nothing to decode with."""
     model = tiny_model(DEFECTS[plant]).to(dtype)
-    before = architecture.inspect_model(model)
-    architecture._inspected.clear()
+    before = inspection.inspect_model(model)
+    inspection._inspected.clear()
     plant(monkeypatch)
     try:
-        after = architecture.inspect_model(model)
+        after = inspection.inspect_model(model)
         assert not after.two_part
         assert (before.can_branch, after.can_branch) == (True, plant in IN_PARTS)
     except UnsupportedModelError as error:
@@ -274,8 +283,8 @@ def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
 def test_probe_of_batches_sees_it(plant, dtype, monkeypatch):
     model = tiny_model(IN_BATCHES[plant]).to(dtype)
     plant(monkeypatch)
-    assert architecture.inspect_model(model).can_branch
-    assert not architecture.can_batch(model)
+    assert inspection.inspect_model(model).can_branch
+    assert not inspection.can_batch(model)
 
 
 def test_the_comparison_passes_without_a_defect():

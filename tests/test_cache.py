@@ -136,6 +136,7 @@ def test_no_step_copies_the_prefix():
         before = layer._keys.shape[2] if layer.is_initialized else 0
         layer.update(states(1), states(1))
         grown += before * (layer._keys.shape[2] != before)
+        assert layer._keys.shape[2] <= max(2 * layer.columns, lookahead.cache.FIRST_CAPACITY), "the cache is bounded"
     assert grown <= 2 * 4000, "growing by less than doubling copies rows more than a constant number of times"
 
 

@@ -13,7 +13,7 @@ from zoo import CHAIN_ONLY, SETTINGS, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, compiled
-from lookahead.architecture import inspect_model
+from lookahead.inspection import inspect_model
 from lookahead.packing import PackedLinear, pack
 
 COMPILED = LookaheadConfig(compile_passes=True)

@@ -10,8 +10,9 @@ from zoo import SETTINGS, tiny_model
 
 import lookahead
 from lookahead import costs
-from lookahead.architecture import Architecture, inspect_model
+from lookahead.architecture import Architecture
 from lookahead.costs import RUNGS, StepCosts, measure, step_costs
+from lookahead.inspection import inspect_model
 
 
 @pytest.fixture

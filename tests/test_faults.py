@@ -7,8 +7,8 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
-from lookahead.architecture import can_batch
 from lookahead.cache import InPlaceLayer
+from lookahead.inspection import can_batch
 
 LONG = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": True, "temperature": 1.5}  # few guesses are accepted
 

@@ -22,9 +22,9 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, decoding, graphs
-from lookahead.architecture import FULL_PRECISION_ROUNDING, inspect_model, relative_error
 from lookahead.cache import InPlaceLayer
 from lookahead.graphs import StaticCache, StepGraphs, capture_cuda, why_eager
+from lookahead.inspection import FULL_PRECISION_ROUNDING, inspect_model, relative_error
 from lookahead.prefill import compute
 
 FULL_ATTENTION = [
