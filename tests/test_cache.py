@@ -182,7 +182,7 @@ def test_sliding_layer_gives_memory_back_after_a_long_prompt():
 
 def test_cache_is_a_transformers_cache():
     model = tiny_model("mistral")
-    cache = lookahead.architecture.inspect_model(model).make_cache()
+    cache = lookahead.inspection.inspect_model(model).make_cache()
     theirs = DynamicCache(config=model.config)
     assert len(cache.layers) == len(theirs.layers)
     assert cache.is_sliding == theirs.is_sliding

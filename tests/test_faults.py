@@ -138,7 +138,7 @@ def test_a_guess_that_overflows_spoils_nothing(batch):
     for text in expected.tolist():
         for length in range(4, len(text)):
             pool.learn([*text[:length], never])
-    lookahead.wrap(model, pool=pool)
+    lookahead.wrap(model, LookaheadConfig(budget=16, window_size=0), pool)
     assert model.generate(ids, **options).tolist() == expected.tolist()
     stats = model.lookahead.last
     assert stats.steps > stats.sequence_steps // batch, "no guess overflowed, so nothing was tested"

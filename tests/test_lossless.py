@@ -95,7 +95,7 @@ def test_architecture(model_type):
         accepted += stats.accepted.total()
         assert bool(stats.window_tokens) == (config.window_size > 0 and model_type not in CHAIN_ONLY)
     assert accepted > 0, "nothing was accepted, so acceptance was not tested"
-    assert lookahead.architecture.inspect_model(model).can_branch == (model_type not in CHAIN_ONLY)
+    assert lookahead.inspection.inspect_model(model).can_branch == (model_type not in CHAIN_ONLY)
 
 
 tokens = st.integers(3, VOCABULARY - 1)
