@@ -53,7 +53,7 @@ class Conversation:
         Whatever else is raised, the turn is taken back as well.
         """
         messages = [*self.messages, {"role": "user", "content": content}]
-        if not content.isascii() and content.encode(errors="replace").decode() != content:
+        if content.encode(errors="replace").decode() != content:
             raise TurnRefusedError("this turn is not UTF-8 text")
         try:
             ids = render(self.tokenizer, messages)["input_ids"].to(self.model.device)

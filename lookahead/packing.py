@@ -308,7 +308,8 @@ def pack(model: nn.Module) -> nn.Module:
         for names in GIVEN_THE_SAME:
             layers = [layer for name in names if is_free(layer := module._modules.get(name))]
             alike = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
-            if len(alike) == 1 and all(owners[id(layer.weight)] == 1 for layer in layers) and _differ(layers):
+            are_apart = len(set(layers)) == len(layers) and all(owners[id(layer.weight)] == 1 for layer in layers)
+            if len(alike) == 1 and are_apart:
                 _pack(layers)
     for module in model.modules():
         if is_free(module):
@@ -322,10 +323,6 @@ def unpack(model: nn.Module) -> nn.Module:
         if isinstance(module, PackedLinear):
             _unpack(module)
     return model
-
-
-def _differ(layers: list[nn.Linear]) -> bool:
-    return len(set(map(id, layers))) == len(layers)
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
