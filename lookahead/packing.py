@@ -104,9 +104,7 @@ class Product:
         self.biases = [layer.bias for layer in layers]
         self._shared = layers[0].weight if shared else None
         self._pack(torch.cat(weights) if len(weights) > 1 else weights[0])
-        handle = _last_handles.get(
-            layers[0]
-        )  # as it was when they were packed before, so that nothing is compiled anew
+        handle = _last_handles.get(layers[0])  # of when they were packed before, so that nothing is compiled anew
         self._enlist(next(_handles) if handle is None or handle in _products else handle)
         _last_handles[layers[0]] = self.handle
 
