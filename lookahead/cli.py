@@ -187,7 +187,9 @@ def generate(
     plain = None
     with _decoding():
         if compare and engine and engine.config.goes_by_costs:
-            step_costs(model, inspect_model(model, engine.config.compile_passes))  # once a model: no part of the time
+            start = time.perf_counter()
+            step_costs(model, inspect_model(model, engine.config.compile_passes))
+            click.echo(f"made ready in {time.perf_counter() - start:.1f} s, which is no part of the times", err=True)
         ids, seconds = decode(_streamer(tokenizer, engine) if streaming else None)
         if compare:
             unwrap(model)
@@ -405,11 +407,11 @@ _whose_tokenizer = click.option(
 def tune(model_name, dtype, device, contexts, seconds, threads, pack_weights, compile_passes, picture) -> None:
     """Measure what a step costs on this machine, keep it for decoding with this model, and show it."""
     if picture is not None:
+        _check_folder("--picture", picture)
         try:
             import matplotlib  # noqa: F401
         except ImportError as error:
             raise click.UsageError("--picture needs matplotlib: pip install 'lookahead-decoding[bench]'") from error
-        _check_folder("--picture", picture)
     try:
         lengths = [int(length) for length in contexts.split(",")]
     except ValueError:
