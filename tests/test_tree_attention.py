@@ -78,7 +78,22 @@ def test_what_it_does_not_take():
         assert not tree_attention.serves(other, other, other, mask.to(other.dtype))
     assert not tree_attention.serves(query, query.mT.contiguous().mT, query, mask)
     assert not tree_attention.serves(query, query, query, mask == 0)
+    for shape in ((1, 1, 1, 5), (1, 1, 5, 6), (1, 1, 4, 5)):
+        assert not tree_attention.serves(query, query, query, torch.zeros(shape))
+    key = query.clone().requires_grad_()
+    assert not tree_attention.serves(query, key, query, mask)
+    assert not tree_attention.serves(query, query, key, mask)
     query.requires_grad = True
     assert not tree_attention.serves(query, query, query, mask)
     with torch.no_grad():
         assert tree_attention.serves(query, query, query, mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_sees_nothing_takes_the_mean(dtype):
+    """As torch's attention does where every score is the least number."""
+    query, key, value = torch.randn(3, 1, 2, 5, 16).to(dtype)
+    mask = torch.zeros(1, 1, 5, 5, dtype=dtype)
+    mask[..., 2, :] = torch.finfo(dtype).min
+    got = tree_attention.attend(query, key, value, mask, None)[0, 2]
+    torch.testing.assert_close(got, value[0].mean(1), atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
