@@ -53,8 +53,10 @@ class Conversation:
         Whatever else is raised, the turn is taken back as well.
         """
         messages = [*self.messages, {"role": "user", "content": content}]
-        if content.encode(errors="replace").decode() != content:
-            raise TurnRefusedError("this turn is not UTF-8 text")
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise TurnRefusedError("this turn is not UTF-8 text") from error
         try:
             ids = render(self.tokenizer, messages)["input_ids"].to(self.model.device)
         except Exception as error:  # templates raise what they like

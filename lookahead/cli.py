@@ -285,10 +285,7 @@ def audit_command(
     ]  # fmt: skip
     names = [str(prompt["question_id"]) for prompt in prompts]
     for name, ids in zip(names, inputs, strict=True):
-        if not 0 < ids.shape[1] < context_length(model):
-            raise click.ClickException(
-                f"the prompt {name} has {ids.shape[1]} tokens: the model takes 1 to {context_length(model) - 1}"
-            )
+        _check_length(ids.shape[1], model, f"the prompt {name}")
     max_new_tokens = _fitting(max_new_tokens, max(ids.shape[1] for ids in inputs), model)
     with _decoding(), click.progressbar(inputs, label="prompts", file=sys.stderr) as progress:
         tallies = audit(model, progress, max_new_tokens, temperature, assistant=assistant_model)
@@ -313,15 +310,20 @@ def audit_command(
 
 def _fitting(max_new_tokens: int, length: int, model: PreTrainedModel) -> int:
     """``max_new_tokens``, or what the model's context leaves after a prompt of ``length`` tokens."""
+    _check_length(length, model)
     context = context_length(model)
-    if length == 0:
-        raise click.UsageError("the prompt is empty: give at least one token of text")
     if length + max_new_tokens <= context:
         return max_new_tokens
-    if length >= context:
-        raise click.UsageError(f"the prompt has {length} tokens, the model's context is {context}: shorten the prompt")
     click.echo(f"note: the model's context of {context} leaves room for {context - length} new tokens", err=True)
     return context - length
+
+
+def _check_length(length: int, model: PreTrainedModel, what: str = "the prompt") -> None:
+    context = context_length(model)
+    if length == 0:
+        raise click.UsageError(f"{what} is empty: give at least one token of text")
+    if length >= context:
+        raise click.UsageError(f"{what} has {length} tokens, the model's context is {context}: shorten the prompt")
 
 
 def _read_prompt(prompt: str | None, prompt_file) -> str:

@@ -134,8 +134,8 @@ class Product:
 
     def is_of(self, place: int, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """Whether a layer's weight and bias are those that were packed; others may have been put into their place."""
-        of = weight if self._shared is not None else getattr(weight, "_product", None)
-        return of is (self if self._shared is None else self._shared) and bias is self.biases[place]
+        packed = self if self._shared is None else self._shared
+        return getattr(weight, "_product", weight) is packed and bias is self.biases[place]
 
     def takes(self, input: torch.Tensor) -> bool:
         """Whether an input is one that can be multiplied; others, such as those of tracers, are for plain layers."""

@@ -11,10 +11,12 @@ PATIENCE = 1.0  # seconds that nobody wonders about
 @contextmanager
 def told_if_long(what: str) -> Iterator[None]:
     """Write ``what`` is going on to stderr, if it is a terminal, and if it goes on for longer than PATIENCE."""
+    if not sys.stderr.isatty():
+        yield
+        return
     timer = threading.Timer(PATIENCE, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
     timer.daemon = True
-    if sys.stderr.isatty():
-        timer.start()
+    timer.start()
     try:
         yield
     finally:

@@ -292,10 +292,10 @@ def test_static_cache_compiled(model, prompts, tmp_path, monkeypatch):
 def test_finished_cells_are_kept(model, prompts, tmp_path, monkeypatch):
     measure = benchmark.measure
 
-    def interrupted(*arguments):
-        if not next(argument for argument in arguments if isinstance(argument, dict))["do_sample"]:
+    def interrupted(subject, prompts, categories, methods, options, *rest):
+        if not options["do_sample"]:
             raise KeyboardInterrupt
-        return measure(*arguments)
+        return measure(subject, prompts, categories, methods, options, *rest)
 
     monkeypatch.setattr(benchmark, "measure", interrupted)
     out = tmp_path / "run"

@@ -9,8 +9,11 @@ import torch
 from lookahead import native, tree_attention
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "g++ 'unbalanced"])
-def test_without_a_compiler_it_is_left_to_torch(compiler, caplog, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("compiler", "named"),
+    [("no-such-compiler", "no-such-compiler"), ("false", "false"), ("g++ 'unbalanced", "No closing quotation")],
+)
+def test_without_a_compiler_it_is_left_to_torch(compiler, named, caplog, monkeypatch, tmp_path):
     query, mask = torch.randn(1, 2, 5, 16), torch.zeros(1, 1, 5, 5)
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setattr(native, "FOLDER", tmp_path)
@@ -24,6 +27,7 @@ def test_without_a_compiler_it_is_left_to_torch(compiler, caplog, monkeypatch, t
             cache.cache_clear()
     assert len(caplog.records) == 1
     assert "C++ compiler" in caplog.text
+    assert caplog.text.count(named) == 1
     assert not list(tmp_path.iterdir())
 
 
