@@ -37,6 +37,10 @@ class LookaheadConfig:
     pack_weights: bool = True
     """Whether `wrap` packs the weights of a model on the CPU (`packing.pack`); of no effect elsewhere."""
 
+    allow_row_dependent: bool = False
+    """Whether a model is decoded by lookahead whose logits depend on the other rows of a pass by more than rounding,
+    as they do where activations are quantized in each pass. Its texts then part from plain decoding's."""
+
     compile_passes: bool = False
     """Whether the passes of single sequences are compiled (`lookahead.compiled`). Off by default, for the first text of
     a process then waits for it, 5 to 20 seconds for twelve layers on two cores, and it needs a C++ compiler."""
