@@ -19,7 +19,7 @@ from lookahead import DEMO_MODEL, __version__
 from lookahead.architecture import UnsupportedModelError, context_length
 from lookahead.audit import audit, first_difference, markdown
 from lookahead.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
-from lookahead.config import AUTO, LookaheadConfig
+from lookahead.config import AUTO, MOST_NGRAM_SIZE, MOST_ROWS, LookaheadConfig
 from lookahead.costs import RUNGS, progress_bar, step_costs
 from lookahead.decoding import Lookahead
 from lookahead.inspection import inspect_model
@@ -103,12 +103,12 @@ decoding_options = _options(
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling."),
     click.option("--strategy", type=click.Choice(["lookahead", "jacobi", "plain"]), default="lookahead",
                  show_default=True, help="plain: one token a step."),
-    click.option("--budget", type=AutoOr(min=0), default=LookaheadConfig.budget, show_default=True,
+    click.option("--budget", type=AutoOr(min=0, max=MOST_ROWS - 1), default=LookaheadConfig.budget, show_default=True,
                  help="Most guesses verified in a step."),
-    click.option("--window-size", type=AutoOr(min=0), default=LookaheadConfig.window_size, show_default=True,
-                 help="Columns W of the Jacobi window; 0 turns it off."),
-    click.option("--ngram-size", type=AutoOr(min=2), default=LookaheadConfig.ngram_size, show_default=True,
-                 help="Length N of the window's n-grams."),
+    click.option("--window-size", type=AutoOr(min=0, max=MOST_ROWS - 1), default=LookaheadConfig.window_size,
+                 show_default=True, help="Columns W of the Jacobi window; 0 turns it off."),
+    click.option("--ngram-size", type=AutoOr(min=2, max=MOST_NGRAM_SIZE), default=LookaheadConfig.ngram_size,
+                 show_default=True, help="Length N of the window's n-grams."),
     click.option("--pool", "pool_path", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
                  help="Start from a saved pool; the file stays as it is."),
     pass_options,
@@ -134,10 +134,13 @@ def _prepare(
     if strategy == "plain":
         return model, tokenizer, None, options
     pool = _load_pool(pool_path, vocabulary_fingerprint(tokenizer)) if pool_path else None
-    config = LookaheadConfig(
-        strategy=strategy, budget=budget, window_size=window_size, ngram_size=ngram_size, pack_weights=pack_weights,
-        compile_passes=compile_passes,
-    )  # fmt: skip
+    try:
+        config = LookaheadConfig(
+            strategy=strategy, budget=budget, window_size=window_size, ngram_size=ngram_size, pack_weights=pack_weights,
+            compile_passes=compile_passes,
+        )  # fmt: skip
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     with _decoding():
         return model, tokenizer, wrap(model, config, pool).lookahead, options
 
