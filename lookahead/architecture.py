@@ -1,7 +1,7 @@
 """What a model's layers can do, and how a pass of them is run: masks, positions, cache."""
 
 import copy
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,8 +9,9 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lookahead import attention, compiled
+from lookahead import compiled
 from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
+from lookahead.decoding_pass import decoding_pass
 from lookahead.step import Step, Visibility, lay_out, mask, pad
 from ngram_pool import GuessTree
 
@@ -48,13 +49,17 @@ class Architecture:
     in_inference_mode: bool = False
     """A pass leaves nothing behind but in our cache, so that it may take torch's cheaper way to call an operation: what
     is made in inference mode can be neither written to nor trained with afterwards."""
-    two_part: tuple[PreTrainedConfig, ...] = ()
-    """Configurations of the parts of the model that take `attention.attend`; none where it is not honoured."""
+    two_part: bool = False
+    """Whether attention that the model looks up as "sdpa" is `attention.attend` in a pass, which it has to honour."""
+    uses_kernels: bool = True
+    """Whether kernels of our own may be used on a CPU (`products`, `tree_attention`)."""
     row_dependence: float = 0.0
     """Largest error, relative to the spread of a row of logits, that the other rows of a pass make in it; 0 where it is
     no more than rounding."""
     is_compiled: bool = False
     """The steps of single sequences run as `compiled` does."""
+    given_up: tuple[str, ...] = ()
+    """Faster ways that were tried, and why they do not serve."""
 
     def make_cache(self, expected_length: int = 0) -> LookaheadCache:
         """An empty cache of one sequence. expected_length: positions that the full layers make room for at once."""
@@ -150,7 +155,7 @@ class Architecture:
         mode = torch.inference_mode() if self.in_inference_mode else nullcontext()
         cache.begin(tokens.shape[2])
         if compiles:
-            with attention.in_use(self.two_part), mode:
+            with self.under_way(), mode:
                 masks = self.masks(ancestors, positions, cache, model.dtype, device)
                 logits = compiled.run(model, self.cache_argument, tokens[:, 0], cache, masks)
             return logits[:, : len(steps[0])]
@@ -160,8 +165,12 @@ class Architecture:
         # Where chains are all that there is, the model's own mask serves, which the probe has found to be causal.
         if len(steps) > 1 or (self.can_branch and len(steps[0]) > 1):
             inputs["attention_mask"] = self.masks(ancestors, positions, cache, model.dtype, device)
-        with attention.in_use(self.two_part), mode:
+        with self.under_way(), mode:
             return model(input_ids=tokens[0], **inputs).logits[:, again:]
+
+    def under_way(self) -> AbstractContextManager[None]:
+        """What calls of the model have to run in."""
+        return decoding_pass(self.two_part, self.uses_kernels)
 
     def _settle(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
         """Compute what the cache has to compute again, so that it holds all that was accepted."""
@@ -171,12 +180,6 @@ class Architecture:
             step = lay_out(last, GuessTree.empty())
             self.forward(model, [step], cache)
             cache.commit([step], [[0]])
-
-
-def implementation_of(model: PreTrainedModel) -> str:
-    """How the model attends while nobody decodes."""
-    implementation = model.config._attn_implementation
-    return "sdpa" if implementation == attention.NAME else implementation
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

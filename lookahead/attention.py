@@ -5,24 +5,18 @@
 
 A kernel of ours takes a single sequence on a CPU (`tree_attention`). Elsewhere, the two parts are joined by their
 log-sum-exp, as in flash decoding, and query heads that share a key head are packed as further queries of it, so keys
-and values are never repeated. The function is registered with transformers by NAME and is what models with "sdpa"
-attention use while lookahead decodes (`in_use`). For anything but a step or a prompt it is "sdpa".
+and values are never repeated. The function is registered with transformers in the place of "sdpa". Outside of passes of
+the decoding loop (`decoding_pass`), and for anything but a step or a prompt, it is "sdpa".
 """
-
-import threading
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead import tree_attention
+from lookahead.decoding_pass import current_pass
 
-NAME = "lookahead"
 SHORT = 1024  # keys up to which one part with a mask over all of them is quicker than two
 MOST_QUERIES = 512  # of a key head that are packed; prefills are longer
 
@@ -45,11 +39,16 @@ def attend(
     [1, 1, 0, number of the kind of layer], and key and value are those of the step alone.
     Returns [batch, T, heads, head_dim].
     """
+    is_compiled_pass = attention_mask is not None and attention_mask.shape[-2] == 0
+    if not is_compiled_pass:
+        under_way = None if torch.compiler.is_compiling() else current_pass()
+        if under_way is None or not under_way.attends_in_parts:
+            return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     unusual = dropout or torch.is_autocast_enabled(query.device.type)
     unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # a bias of each head
     unusual = unusual or key.shape[-1] != value.shape[-1] or not _has_kernel(query)
-    if attention_mask is not None and attention_mask.numel() == 0:
+    if is_compiled_pass:
         if unusual:
             raise NotImplementedError("this attention is none that compiled passes know")
         return torch.ops.lookahead.attend(query, key, value, module.layer_idx, attention_mask.shape[-1], scaling), None
@@ -57,12 +56,12 @@ def attend(
     held = key.shape[2] - new
     is_prefill = (attention_mask is None and new > 1) or groups * new > MOST_QUERIES
     is_whole = is_prefill and not unusual and attention_mask is None and held == 0 and _is_causal(module, kwargs)
-    if is_whole and tree_attention.serves(query, key, value, None):
+    if is_whole and _kernel_serves(query, key, value, None):
         return tree_attention.attend(query, key, value, None, scaling), None
     if unusual or is_prefill:
         if attention_mask is not None and held > 0 and attention_mask.shape[-1] == new:
             attention_mask = nn.functional.pad(attention_mask, (held, 0))
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return attend_grouped(query, key, value, attention_mask, scaling), None
 
 
@@ -70,7 +69,7 @@ def attend_grouped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
     """The attention of a step, by kernels of our choice; arguments and result as of `attend`."""
-    if tree_attention.serves(query, key, value, mask):
+    if _kernel_serves(query, key, value, mask):
         return tree_attention.attend(query, key, value, mask, scaling)
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
@@ -87,6 +86,11 @@ def attend_grouped(
     else:
         out, _ = _part(packed, key, value, mask, scaling)
     return out.reshape(query.shape).transpose(1, 2).contiguous()
+
+
+def _kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    under_way = current_pass()
+    return under_way is not None and under_way.uses_kernels and tree_attention.serves(query, key, value, mask)
 
 
 def _packed_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:
@@ -141,26 +145,5 @@ def _joined(
     return torch.lerp(first.float(), second.float(), share).to(first.dtype)
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
-
-_users: Counter[int] = Counter()  # threads that decode, by the configuration's id
-_lock = threading.Lock()
-
-
-@contextmanager
-def in_use(configs: tuple[PreTrainedConfig, ...]) -> Iterator[None]:
-    """Let models of these configurations, which ask for "sdpa", attend by `attend` in this block, in all threads."""
-    with _lock:
-        for config in configs:
-            _users[id(config)] += 1
-            config._attn_implementation_internal = NAME
-    try:
-        yield
-    finally:
-        with _lock:
-            for config in configs:
-                _users[id(config)] -= 1
-                if not _users[id(config)]:
-                    del _users[id(config)]
-                    config._attn_implementation_internal = "sdpa"
+sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+AttentionInterface.register("sdpa", attend)

@@ -11,6 +11,7 @@ import numpy as np
 from lookahead.costs import StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
+from ngram_pool.forks import Lock
 
 MOST = 127  # guesses; with the root, the highest rung that costs are measured for
 FADE = 0.98  # of the sums that the rate is taken of, a step
@@ -25,6 +26,7 @@ class Pace:
 
     def __init__(self, costs: StepCosts):
         self.costs = costs
+        self._lock = Lock()
         self._tokens, self._seconds = 1.0, self._cost(1, 0)  # as plain decoding
         self.reach = 16
         """Guesses that are worth looking for: about twice as many as were worth verifying lately."""
@@ -55,8 +57,9 @@ class Pace:
 
     def count(self, tokens: int, rows: int, length: int) -> None:
         """Take in what a step has yielded: ``tokens``, of ``rows``, over all sequences."""
-        self._tokens = FADE * self._tokens + tokens
-        self._seconds = FADE * self._seconds + self._cost(rows, length)
+        with self._lock:
+            self._tokens = FADE * self._tokens + tokens
+            self._seconds = FADE * self._seconds + self._cost(rows, length)
 
     def count_regret(self, stats: Stats, tree: GuessTree, chosen: GuessTree, path: list[int], length: int) -> None:
         """Add to ``stats`` what a sequence's step yielded, and what it would have with each of the fixed budgets.
@@ -95,6 +98,7 @@ class WindowTrials:
         self._while = self._left = FIRST_TRIAL
         self._on_trial = False
         self._earned = self._cost = 0.0
+        self._lock = Lock()
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -103,11 +107,15 @@ class WindowTrials:
 
     def count(self, tokens: int, cost: float) -> None:
         """Take in a step: tokens accepted of the window's n-grams, and those that its rows cost at the rate reached."""
-        self._earned += tokens
-        self._cost += cost
-        self._left -= 1
-        if self._left:
-            return
+        with self._lock:
+            self._earned += tokens
+            self._cost += cost
+            self._left -= 1
+            if not self._left:
+                self._decide()
+
+    def _decide(self) -> None:
+        """What is on from now on, at the end of a trial or a pause."""
         pays = self._on == 0 or self._earned > self._cost
         if pays and self._on + 1 < len(self._sizes):
             self._on, self._on_trial = self._on + 1, True

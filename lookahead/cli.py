@@ -87,8 +87,8 @@ model_options = _options(
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps, ..."),
 )  # fmt: skip
 pass_options = _options(
-    click.option("--pack-weights/--no-pack-weights", default=True, show_default=True,
-                 help="On a CPU, keep weights in the order that they are multiplied in."),
+    click.option("--cpu-kernels/--no-cpu-kernels", default=True, show_default=True,
+                 help="On a CPU, compute products and attention by kernels of our own."),
     click.option("--compile-passes", is_flag=True, help="Compile the passes, which takes some seconds, then pays."),
 )  # fmt: skip
 decoding_options = _options(
@@ -116,7 +116,7 @@ decoding_options = _options(
 
 
 def _prepare(
-    model_name, dtype, device, strategy, budget, window_size, ngram_size, pool_path, pack_weights, compile_passes,
+    model_name, dtype, device, strategy, budget, window_size, ngram_size, pool_path, cpu_kernels, compile_passes,
     do_sample, repetition_penalty, **sampling,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:  # fmt: skip
     """Model, tokenizer, what the wrapped model carries (None: it decodes plainly) and options of generate()."""
@@ -136,7 +136,7 @@ def _prepare(
     pool = _load_pool(pool_path, vocabulary_fingerprint(tokenizer)) if pool_path else None
     try:
         config = LookaheadConfig(
-            strategy=strategy, budget=budget, window_size=window_size, ngram_size=ngram_size, pack_weights=pack_weights,
+            strategy=strategy, budget=budget, window_size=window_size, ngram_size=ngram_size, cpu_kernels=cpu_kernels,
             compile_passes=compile_passes,
         )  # fmt: skip
     except ValueError as error:
@@ -409,7 +409,7 @@ _whose_tokenizer = click.option(
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; torch's default if not given.")
 @pass_options
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), metavar="PNG", help="Draw the times, too.")
-def tune(model_name, dtype, device, contexts, seconds, threads, pack_weights, compile_passes, picture) -> None:
+def tune(model_name, dtype, device, contexts, seconds, threads, cpu_kernels, compile_passes, picture) -> None:
     """Measure what a step costs on this machine, keep it for decoding with this model, and show it."""
     if picture is not None:
         _check_folder("--picture", picture)
@@ -427,7 +427,7 @@ def tune(model_name, dtype, device, contexts, seconds, threads, pack_weights, co
         torch.set_num_threads(threads)
     model, _ = load(model_name, dtype, device)
     with _decoding():
-        wrap(model, LookaheadConfig(pack_weights=pack_weights))
+        wrap(model, LookaheadConfig(cpu_kernels=cpu_kernels))
     fitting = [length for length in lengths if length + max(RUNGS) <= context_length(model)]
     if not fitting:
         raise click.BadParameter(

@@ -4,7 +4,7 @@ One program serves all steps. Only the number of rows is left open in it; what d
 is another number in each step, is an operation that the compiler does not look into:
 
     compiled    embedding, norms, rotary embedding, activations, sums, and the calls of
-    opaque      linear layers with packed weights (`packing`), and attention, which appends to the cache
+    opaque      products by our kernel (`products`), and attention, which appends to the cache
 """
 
 import operator
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead import attention
+from lookahead import attention, products
 from lookahead.cache import LookaheadCache
 from ngram_pool.waiting import told_if_long
 
@@ -34,7 +34,7 @@ Masks = torch.Tensor | dict[str, torch.Tensor]
 
 _under_way = threading.local()  # of the pass that this thread is at: cache and masks, and the program that has run
 _compiled: WeakKeyDictionary[PreTrainedModel, Callable] = WeakKeyDictionary()
-_given_up: WeakSet[PreTrainedModel] = WeakSet()
+_given_up: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # and why
 
 
 class _OwnKeys(Cache):
@@ -56,16 +56,8 @@ def _pass(model: PreTrainedModel, cache_argument: str, tokens: torch.Tensor, kin
 
 
 def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-    """What torch.compile does with what it has traced, after layers packed as one matrix have become one product."""
-    products: dict[tuple, torch.fx.Node] = {}
-    for node in graph.graph.nodes:
-        if _may_write(node):  # perhaps to the input of a product, which is then another one
-            products.clear()
-        if node.target is torch.ops.lookahead.packed_linear:
-            first = products.setdefault(node.args, node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.graph.erase_node(node)
+    """What torch.compile does with what it has traced, after linear layers have become products by our kernel."""
+    _use_products(graph.graph)
     graph.recompile()
     # Rounding to the model's dtype wherever its own code does: what is nearer to the exact sum may be another token.
     program = torch._inductor.compile(graph, inputs, options={"emulate_precision_casts": True})
@@ -77,6 +69,42 @@ def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
         return outputs
 
     return run
+
+
+def _use_products(graph: torch.fx.Graph) -> None:
+    """Let our kernel multiply what `products.DecodingLinear` would, those of the same input at once."""
+    given: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    groups: list[list[torch.fx.Node]] = []
+    for node in graph.nodes:
+        if _may_write(node):  # perhaps to the input of a product, which is then another one
+            given.clear()
+        if node.target is torch._C._nn.linear and _is_ours(node):
+            if node.args[0] not in given:
+                given[node.args[0]] = []
+                groups.append(given[node.args[0]])
+            given[node.args[0]].append(node)
+    for group in groups:
+        with graph.inserting_before(group[0]):
+            weights, biases = zip(*((node.args[1], (*node.args, None)[2]) for node in group), strict=True)
+            outs = graph.call_function(
+                torch.ops.lookahead.products.default, (group[0].args[0], list(weights), list(biases))
+            )
+            parts = [graph.call_function(operator.getitem, (outs, i)) for i in range(len(group))]
+        for node, part in zip(group, parts, strict=True):
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
+
+
+def _is_ours(node: torch.fx.Node) -> bool:
+    """Whether a linear layer is one that multiplies by our kernel in a pass."""
+    modules = list(node.meta.get("nn_module_stack", {}).values())
+    values = [argument.meta["example_value"] for argument in node.args if isinstance(argument, torch.fx.Node)]
+    return (
+        bool(modules)
+        and modules[-1][1] is products.DecodingLinear
+        and len({value.dtype for value in values}) == 1
+        and products.can_multiply(values[1])
+    )
 
 
 def _may_write(node: torch.fx.Node) -> bool:
@@ -157,13 +185,13 @@ class Program:
 
 def give_up(model: PreTrainedModel, reason: str) -> None:
     """Run this model's passes as they are from now on."""
-    _given_up.add(model)
-    first_line = reason.strip().splitlines()[0]
+    first_line = _given_up[model] = reason.strip().splitlines()[0]
     warnings.warn(f"{type(model).__name__} runs without compiled passes: {first_line}", stacklevel=2)
 
 
-def gave_up(model: PreTrainedModel) -> bool:
-    return model in _given_up
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why this model's passes are not compiled, if that was given up."""
+    return _given_up.get(model)
 
 
 @contextmanager

@@ -38,8 +38,9 @@ class LookaheadConfig:
     pool_memory_mb: float = 16
     """Memory in MiB of a pool that is made here, as `NgramPool` takes it; of no effect where a pool is given."""
 
-    pack_weights: bool = True
-    """Whether `wrap` packs the weights of a model on the CPU (`packing.pack`); of no effect elsewhere."""
+    cpu_kernels: bool = True
+    """Whether passes on a CPU use kernels of our own for products and attention (`products`, `tree_attention`), which
+    round otherwise than torch's; of no effect elsewhere."""
 
     allow_row_dependent: bool = False
     """Whether a model is decoded by lookahead whose logits depend on the other rows of a pass by more than rounding,

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -23,12 +23,13 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
-from lookahead.architecture import Architecture, context_length, device_of, implementation_of
+from lookahead import products
+from lookahead.architecture import Architecture, context_length, device_of
 from lookahead.cache import LookaheadCache
 from lookahead.measuring import environment
-from lookahead.packing import PackedLinear
 from lookahead.step import lay_out
 from ngram_pool import GuessTree, Source
+from ngram_pool.forks import Lock
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class StepCosts:
     path: Path | None = None
     """The file that keeps them from one process to the next."""
     _kept: np.ndarray | None = None  # `_summary` of what the file holds
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def __call__(self, rows: np.ndarray | int, length: int) -> np.ndarray:
         """Seconds of passes over ``rows``, when each sequence holds ``length`` positions."""
@@ -75,19 +77,21 @@ class StepCosts:
         share = float(self(rows, 0)) / expected
         ratio = min(max(seconds / expected, 1 / 3), 3.0)  # beyond, something else was going on
         beside = np.maximum(1 - np.abs(np.log2(_RUNGS / min(rows, RUNGS[-1]))), 0)
-        self.seconds *= ratio ** (share * (everywhere + local * beside))
-        self.per_position *= ratio ** ((1 - share) * (everywhere + local))
-        self.overhead += local * (min(overhead, 3 * self.overhead) - self.overhead)
+        with self._lock:  # new arrays, for other threads read the old ones
+            self.seconds = self.seconds * ratio ** (share * (everywhere + local * beside))
+            self.per_position = self.per_position * ratio ** ((1 - share) * (everywhere + local))
+            self.overhead += local * (min(overhead, 3 * self.overhead) - self.overhead)
 
     def keep(self) -> None:
         """Write them to their file, as a whole, if they have drifted from what it holds.
 
         If that is not possible, the next process measures them again.
         """
-        now = self._summary()
-        if self._kept is not None and np.abs(np.log(now / self._kept)).max() < np.log(DRIFT):
-            return
-        self._kept = now
+        with self._lock:
+            now = self._summary()
+            if self._kept is not None and np.abs(np.log(now / self._kept)).max() < np.log(DRIFT):
+                return
+            self._kept = now
         held = {"rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
                 "overhead": self.overhead}  # fmt: skip
         try:
@@ -186,11 +190,12 @@ def step_costs(
     replayed: of steps that are replayed as CUDA graphs, which begin as those of others and are brought along.
     """
     now = (
-        implementation_of(model),
-        bool(architecture.two_part),
+        model.config._attn_implementation,
+        architecture.two_part,
         architecture.is_compiled,
         replayed,
-        any(isinstance(module, PackedLinear) for module in model.modules()),
+        architecture.uses_kernels,
+        products.are_installed(model),
         model.dtype,
         device_of(model),
         torch.get_num_threads(),

@@ -1,6 +1,8 @@
 """The decoding loop: guess, lay out, run, verify, commit, learn, advance."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
+from lookahead import native
 from lookahead.architecture import Architecture, context_length
 from lookahead.budget import Pace, WindowTrials
 from lookahead.cache import LookaheadCache
@@ -16,13 +19,13 @@ from lookahead.config import AUTO, LookaheadConfig
 from lookahead.costs import step_costs, synchronize
 from lookahead.graphs import StepGraphs
 from lookahead.inspection import inspect_model
-from lookahead.packing import look_at_shared_weights
 from lookahead.plain import warn_plain, why_plain
 from lookahead.prefill import Prompt, cache_passed_in, compute, positions_in, prefill, prompts_of
 from lookahead.stats import Stats
 from lookahead.strategies import JACOBI_SIZE, JacobiStrategy, PoolStrategy
 from lookahead.verify import BY_SEQUENCE, NextTokenRule, for_sequence, walk
 from ngram_pool import NgramPool
+from ngram_pool.forks import Lock
 
 GREEDY_TEMPERATURE = 0.5  # at which logits are learned where the next token is their argmax
 ROOM = 4096  # positions beyond the prompt that a cache makes room for at once
@@ -39,13 +42,77 @@ class Lookahead:
     stats: Stats = field(default_factory=Stats)
     """All calls together."""
     last: Stats = field(default_factory=Stats)
-    """The last call, also while it runs."""
+    """The call that was begun last, in whatever thread, also while it runs."""
     pace: Pace | None = None
     """What budgets are chosen by, if they are."""
     trials: WindowTrials | None = None
     """The same of windows."""
     graphs: StepGraphs | None = None
     """CUDA graphs of the model, if they are asked for."""
+    architecture: Architecture | None = None
+    """How passes are made, as the last call found out."""
+    lock: Lock = field(default_factory=Lock, repr=False)
+    """Of all that calls in several threads write to here."""
+    _running: int = 0  # calls
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call is under way in this block."""
+        with self.lock:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._running -= 1
+
+    @contextmanager
+    def while_idle(self, what: str) -> Iterator[None]:
+        """Keep calls from beginning in this block. Raises RuntimeError, saying ``what`` cannot be done, if one runs."""
+        with self.lock:
+            if self._running:
+                raise RuntimeError(f"a model cannot be {what} while it decodes: wait until generate() has ended")
+            yield
+
+    def decode_plainly(self, model: PreTrainedModel, reason: str) -> None:
+        """Say that the model's own decoding takes a call over, and why."""
+        self.last = Stats(plain=reason)
+        warn_plain(model, reason)
+
+    def report(self) -> str:
+        """How passes are made, by what the last call or the wrap found out, and what kept faster ways away."""
+        if self.last.plain:
+            return f"the model's own decoding: lookahead does not decode {self.last.plain}"
+        way = self.architecture
+        if way is None:
+            return "nothing has been decoded yet"
+        has_graphs = self.graphs is not None and self.graphs.why_not is None
+        passes = "compiled" if way.is_compiled else "CUDA graphs" if has_graphs else "eager"
+        attention = "in two parts" if way.two_part else "with a dense mask"
+        kernels = "torch's"
+        if way.uses_kernels:
+            served = [name for name in native.KERNELS if native.why_missing(name) is None]
+            kernels = f"of our own on a CPU: {', '.join(served)}" if served else kernels
+        lines = [
+            f"passes: {passes}",
+            f"attention: {way.config._attn_implementation}, {attention}",
+            f"kernels: {kernels}",
+            f"guesses: {'trees' if way.can_branch else 'single chains'}",
+        ]
+        reasons = list(way.given_up)
+        if way.uses_kernels:
+            missing = {name: native.why_missing(name) for name in native.KERNELS}
+            reasons += [f"kernel {name}: {reason}" for name, reason in missing.items() if reason is not None]
+        if self.graphs is not None and self.graphs.why_not is not None:
+            reasons.append(f"CUDA graphs: {self.graphs.why_not}")
+        lines += [f"given up: {reason}" for reason in reasons]
+        for setting, gain in (("compile_passes", "compiled passes"), ("cpu_kernels", "kernels of our own on a CPU")):
+            if not getattr(self.config, setting):
+                lines.append(f"not asked for: {gain} ({setting}=True)")
+        return "\n".join(lines)
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"_running": 0}
 
 
 def decode(
@@ -99,14 +166,30 @@ def run(
         raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token_id")
     if len(input_ids) == 0:
         raise ValueError("the batch is empty: give at least one prompt")
-    look_at_shared_weights(model)
-    reason = why_plain(model, input_ids, generation_config, synced_gpus, model_kwargs, engine.config)
-    if reason is not None:
-        warn_plain(model, reason)
+    with engine.call():
+        reason = why_plain(model, input_ids, generation_config, synced_gpus, model_kwargs, engine.config)
+        if reason is None:
+            return _run(
+                engine, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+            )
+        engine.decode_plainly(model, reason)
         return plain(
             model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
             **model_kwargs,
         )  # fmt: skip
+
+
+def _run(
+    engine: Lookahead,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer,
+    model_kwargs: dict,
+) -> torch.Tensor | ModelOutput:
+    """A call that lookahead decodes."""
     wants_dict = generation_config.return_dict_in_generate
     keep = wants_dict and generation_config.output_scores, wants_dict and generation_config.output_logits
     rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, *keep, streamer)
@@ -116,7 +199,8 @@ def run(
     try:
         ids = _decode(model, engine, prompts, rules, stats, generation_config, theirs)
     finally:
-        engine.stats += stats
+        with engine.lock:
+            engine.stats += stats
     if streamer is not None:
         streamer.end()
     if not wants_dict:
@@ -188,12 +272,15 @@ def _strategy(
     pace = trials = None
     if config.goes_by_costs:
         costs = step_costs(model, architecture, replayed=config.cuda_graphs)
-        if engine.pace is None or engine.pace.costs is not costs:
-            engine.pace = Pace(costs)
-        pace = engine.pace
+        fresh = Pace(costs)
+        with engine.lock:
+            if engine.pace is None or engine.pace.costs is not costs:
+                engine.pace = fresh
+            pace = engine.pace
     if config.window_size == AUTO:
-        engine.trials = engine.trials or WindowTrials(None if config.ngram_size == AUTO else config.ngram_size)
-        trials = engine.trials
+        untried = WindowTrials(None if config.ngram_size == AUTO else config.ngram_size)
+        with engine.lock:
+            engine.trials = trials = engine.trials or untried
     return PoolStrategy(config, engine.pool, temperature, architecture, pace, trials, stats)
 
 
@@ -213,7 +300,8 @@ def _decode(
     end, as plain decoding leaves it; if the call fails, what it held before.
     Returns the ids of all sequences (`_pad`).
     """
-    architecture = inspect_model(model, engine.config.compile_passes)
+    config = engine.config
+    architecture = engine.architecture = inspect_model(model, config.compile_passes, config.cpu_kernels)
     strategy = _strategy(model, engine, architecture, generation, stats)
     outlives = theirs is not None and (generation.return_dict_in_generate or getattr(theirs, "_is_user_defined", False))
     width = rules[0].ids.shape[1]
@@ -222,8 +310,9 @@ def _decode(
     held = positions_in(theirs)
     taken_over = architecture.take_over(theirs) if held else None
     cache = None
-    if engine.config.cuda_graphs and engine.graphs is None:
-        engine.graphs = StepGraphs(model)
+    with engine.lock:
+        if config.cuda_graphs and engine.graphs is None:
+            engine.graphs = StepGraphs(model)
     try:
         start = time.perf_counter()
         cache, logits = prefill(model, architecture, prompts, taken_over, room, generation.prefill_chunk_size, strategy)

@@ -124,6 +124,8 @@ class StepGraphs:
         self._capture = capture
         self._free = threading.Lock()
         self._warned = self._given_up = False
+        self.why_not: str | None = None
+        """Why steps were last decoded without graphs, if they were."""
         self._forget()
 
     def __getstate__(self) -> dict:
@@ -146,7 +148,7 @@ class StepGraphs:
         if self._capture is capture_cuda and device != "cuda":
             reason = f"it is on a device of type {device}"
         if reason is not None:
-            self._warn(f"CUDA graphs do not serve {type(self._model).__name__}: {reason}")
+            self._warn(f"CUDA graphs do not serve {type(self._model).__name__}", reason)
             return cache
         if not _is_one_full_sequence(cache) or torch.is_autocast_enabled(device):
             return cache
@@ -162,6 +164,7 @@ class StepGraphs:
                 self._replays.clear()
             self._lent = StaticCache(self, self._buffers, len(cache.layers), cache.lengths)
             self._are_proven = not self._replays
+            self.why_not = None
         except BaseException as error:
             self._forget()
             self._free.release()
@@ -207,12 +210,13 @@ class StepGraphs:
     def _give_up(self, reason: str) -> None:
         self._given_up = True
         self._replays.clear()
-        self._warn(f"CUDA graphs of {type(self._model).__name__} are off from now on: {reason}")
+        self._warn(f"CUDA graphs of {type(self._model).__name__} are off from now on", reason)
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, what: str, reason: str) -> None:
+        self.why_not = reason
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{message}. It is decoded without them.", stacklevel=2)
+            warnings.warn(f"{what}: {reason}. It is decoded without them.", stacklevel=2)
 
     def _fill(self, rows: int, step: Step, positions: np.ndarray) -> None:
         """Put a step into the tensors that passes of so many rows read. What pads it is a root that sees itself."""

@@ -17,13 +17,12 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from lookahead import attention, compiled
+from lookahead import compiled, products
 from lookahead.architecture import (
     CACHE_ARGUMENTS,
     Architecture,
     UnsupportedModelError,
     device_of,
-    implementation_of,
 )
 from lookahead.cache import InPlaceLayer, LookaheadCache
 from lookahead.prefill import compute
@@ -39,45 +38,50 @@ logger = logging.getLogger(__name__)
 ROUNDING = {torch.bfloat16: 8e-2, torch.float16: 2e-2}
 FULL_PRECISION_ROUNDING = 1e-5
 
-_inspected: WeakKeyDictionary[PreTrainedModel, dict[str | tuple[str, str], Architecture]] = WeakKeyDictionary()
+_inspected: WeakKeyDictionary[PreTrainedModel, dict[tuple, Architecture]] = WeakKeyDictionary()
 _batches: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 _without_cache: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
-def inspect_model(model: PreTrainedModel, compile_passes: bool = False) -> Architecture:
-    """Architecture of ``model``, probed once for each attention implementation.
+def inspect_model(model: PreTrainedModel, compile_passes: bool = False, cpu_kernels: bool = True) -> Architecture:
+    """Architecture of ``model``, probed once for each attention implementation, as its passes will run.
 
     compile_passes: compile them, where that can be done; a warning says why not.
+    cpu_kernels: use kernels of our own on a CPU.
     Raises UnsupportedModelError where output identical to the model's own cannot be had.
     """
     known = _inspected.setdefault(model, {})
-    implementation = implementation_of(model)
-    if implementation not in known:
-        known[implementation] = _inspect(model)
+    way = model.config._attn_implementation, cpu_kernels, cpu_kernels and products.are_installed(model)
+    if way not in known:
+        known[way] = _inspect(model, cpu_kernels)
     if not compile_passes:
-        return known[implementation]
-    if (implementation, "compiled") not in known:
-        known[implementation, "compiled"] = _compile(model, known[implementation])
-    return known[implementation, "compiled"]
+        return known[way]
+    compiled_way = *way, "compiled"
+    if compiled_way not in known or (known[compiled_way].is_compiled and compiled.why_not(model)):
+        known[compiled_way] = _compile(model, known[way])
+    return known[compiled_way]
 
 
 def _compile(model: PreTrainedModel, architecture: Architecture) -> Architecture:
     with_compiled = replace(architecture, is_compiled=True)
-    if not architecture.two_part or not architecture.takes_position_ids:
-        reason = "it does not take our attention"
-    else:
-        reason = _probe(model, with_compiled)
-    if reason is None and not compiled.gave_up(model):
+    reason = compiled.why_not(model)
+    if reason is None:
+        if not architecture.two_part or not architecture.takes_position_ids:
+            reason = "it does not take our attention"
+        else:
+            reason = _probe(model, with_compiled)
+        if reason is not None:
+            compiled.give_up(model, reason)
+        reason = compiled.why_not(model)  # compiling may have failed on the way, too
+    if reason is None:
         return with_compiled
-    if reason is not None:
-        compiled.give_up(model, reason)
-    return architecture
+    return replace(architecture, given_up=(*architecture.given_up, f"compiled passes: {reason}"))
 
 
 def can_batch(model: PreTrainedModel) -> bool:
     """Whether sequences of several lengths can share a pass, probed once for each attention implementation."""
     known = _batches.setdefault(model, {})
-    implementation = implementation_of(model)
+    implementation = model.config._attn_implementation
     if implementation not in known:
         architecture = inspect_model(model)
         known[implementation] = architecture.can_branch and _probe(model, architecture, sequences=2) is None
@@ -88,33 +92,39 @@ def same_without_cache(model: PreTrainedModel) -> bool:
     """Whether plain passes over all of a text say what plain decoding on a cache does, probed once for each attention
     implementation. They do not where attention is not causal."""
     known = _without_cache.setdefault(model, {})
-    implementation = implementation_of(model)
+    implementation = model.config._attn_implementation
     if implementation not in known:
         known[implementation] = _probe_without_cache(model, inspect_model(model))
     return known[implementation]
 
 
-def _inspect(model: PreTrainedModel) -> Architecture:
+def _inspect(model: PreTrainedModel, cpu_kernels: bool) -> Architecture:
     name = type(model).__name__
-    architecture = _read_config(model)
+    architecture = replace(_read_config(model), uses_kernels=cpu_kernels)
     if architecture.in_inference_mode and not _takes_inference_mode(model, architecture):
         architecture = replace(architecture, in_inference_mode=False)
     architecture = replace(architecture, row_dependence=_row_dependence(model, architecture))
-    implementation = implementation_of(model)
-    if architecture.can_branch:
-        configs = _configs_with_sdpa(model)
-        if configs:
-            in_parts = replace(architecture, two_part=configs)
-            if _probe(model, in_parts) is None:
-                return in_parts
-        reason = _probe(model, architecture)
-        if reason is None:
-            return architecture
-        logger.warning("%s: %s. Guesses will be a single chain, without a Jacobi window.", name, reason)
     chain = replace(architecture, can_branch=False)
-    reason = _probe(model, chain)
-    if reason is None:
-        return chain
+    ways = {"single chains": chain}
+    if architecture.can_branch:
+        ways = {"trees": architecture, **ways}
+        if _looks_up_sdpa(model):
+            ways = {"attention in two parts": replace(architecture, two_part=True), **ways}
+    given_up: list[str] = []
+    reason = None
+    for what, way in ways.items():
+        if way is chain and architecture.can_branch:
+            logger.warning("%s: %s. Guesses will be a single chain, without a Jacobi window.", name, reason)
+        reason = _probe(model, way)
+        if reason is not None and cpu_kernels:
+            without = replace(way, uses_kernels=False)
+            if _probe(model, without) is None:
+                given_up.append(f"kernels of our own: {reason}")
+                way, reason = without, None
+        if reason is None:
+            return replace(way, given_up=tuple(given_up))
+        given_up.append(f"{what}: {reason}")
+    implementation = model.config._attn_implementation
     if not _is_causal(model, architecture):
         reason = "later tokens change the logits of earlier ones"
         remedy = "Loading it with is_decoder=True may make its attention causal"
@@ -183,7 +193,9 @@ def _read_config(model: PreTrainedModel) -> Architecture:
         cache_argument=cache_argument,
         has_state=has_state,
         in_inference_mode=not has_state and not _changes_rope(config),
-        can_branch=(implementation_of(model) in ("sdpa", "eager") and not _goes_by_columns(config) and not has_state),
+        can_branch=(
+            model.config._attn_implementation in ("sdpa", "eager") and not _goes_by_columns(config) and not has_state
+        ),
     )
 
 
@@ -194,13 +206,11 @@ def _changes_rope(config: PreTrainedConfig) -> bool:
     return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
 
 
-def _configs_with_sdpa(model: PreTrainedModel) -> tuple[PreTrainedConfig, ...]:
-    """Configurations of the modules that look up their "sdpa" attention with transformers; parts have their own."""
-    if not model._supports_attention_backend:
-        return ()
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    sdpa = ("sdpa", attention.NAME)
-    return tuple(c for c in configs.values() if getattr(c, "_attn_implementation", None) in sdpa)
+def _looks_up_sdpa(model: PreTrainedModel) -> bool:
+    """Whether modules of the model look up their attention with transformers, by the name "sdpa"."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    has_sdpa = any(getattr(config, "_attn_implementation", None) == "sdpa" for config in configs)
+    return model._supports_attention_backend and has_sdpa
 
 
 def _goes_by_columns(config) -> bool:

@@ -80,3 +80,10 @@ def _built(name: str, anew: bool = False) -> Path:
                 os.fsync(file.fileno())  # half of a library would end whatever process loads it
             os.replace(new, path)
     return path
+
+
+KERNELS = ("products", "tree_attention")
+
+
+def why_missing(name):
+    return None if library(name) else "not built"

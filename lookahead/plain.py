@@ -57,7 +57,7 @@ def why_plain(
         is_absent = value is None or value is False or (isinstance(value, dict) and not value)
         if name not in KNOWN_ARGUMENTS and not is_absent:
             return f"with {_described(name, value)}"
-    architecture = inspect_model(model)
+    architecture = inspect_model(model, cpu_kernels=config.cpu_kernels)
     if architecture.row_dependence and not config.allow_row_dependent:
         return (
             f"a model whose logits depend on the other rows of a pass (by {architecture.row_dependence:.1e} of their "

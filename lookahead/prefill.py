@@ -8,7 +8,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead import attention
 from lookahead.architecture import CACHE_ARGUMENTS, Architecture, context_length, device_of
 from lookahead.cache import LookaheadCache
 from lookahead.strategies import JacobiStrategy, PoolStrategy
@@ -121,7 +120,7 @@ def compute(
         if architecture.takes_position_ids:
             arguments["position_ids"] = positions[:, chunk]
         try:
-            with attention.in_use(architecture.two_part):
+            with architecture.under_way():
                 logits = model(**arguments, **limits).logits[0, -keep:]
         except IndexError as error:  # a table of learned positions is at its end
             if length <= context:

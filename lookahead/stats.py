@@ -20,6 +20,8 @@ STAGES = ("guess", "forward", "verify", "commit", "learn")
 class Stats:
     """Counts and times of decoding; those of several calls add up."""
 
+    plain: str = ""
+    """Why the model's own decoding took this call over, if it did; nothing else is counted then."""
     calls: int = 0
     """Calls decoded by lookahead."""
     sequences: int = 0
@@ -135,6 +137,7 @@ class Stats:
     def as_dict(self) -> dict:
         """Everything as plain values, for JSON."""
         return {
+            "plain": self.plain or None,
             "calls": self.calls,
             "sequences": self.sequences,
             "steps": self.steps,
@@ -159,6 +162,8 @@ class Stats:
         }
 
     def __str__(self) -> str:
+        if self.plain:
+            return f"plain decoding: lookahead does not decode {self.plain}"
         accepted = ", ".join(f"{source} {count}" for source, count in self.as_dict()["accepted"].items())
         seconds = ", ".join(f"{stage} {1000 * self.seconds[stage] / max(self.steps, 1):.2f}" for stage in STAGES)
         budgets = ""

@@ -74,7 +74,7 @@ def time_steps(
     ways = {COMPILED: with_compiled} if with_compiled.is_compiled else {}
     if architecture.two_part:
         ways[IN_PARTS] = architecture
-    ways[DENSE] = replace(architecture, two_part=())
+    ways[DENSE] = replace(architecture, two_part=False)
     plan = [(rows, context) for context in contexts for rows in RUNGS]
     found: dict[str, dict[int, dict[int, float]]] = {}
     for number, (way, driven) in enumerate(ways.items()):

@@ -15,6 +15,9 @@ struct Lanes {
     typedef BFloat16 BFloat16s __attribute__((vector_size(2 * L)));
 };
 
+template <class T>
+using Unaligned __attribute__((aligned(1), may_alias)) = T;
+
 // How a product takes its numbers: each by itself, in float32.
 struct Singles {
     static constexpr int TOGETHER = 1;

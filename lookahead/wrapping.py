@@ -5,11 +5,10 @@ from functools import cache
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from lookahead import decoding
+from lookahead import decoding, products
 from lookahead.config import LookaheadConfig
-from lookahead.decoding import Lookahead, warn_plain
+from lookahead.decoding import Lookahead
 from lookahead.inspection import inspect_model
-from lookahead.packing import pack, unpack
 from ngram_pool import NgramPool
 
 
@@ -21,18 +20,21 @@ class LookaheadMixin:
     """
 
     def _sample(self, *args, **kwargs):
-        return decoding.run(self.lookahead, super()._sample.__func__, self, *args, **kwargs)
+        engine = vars(self).get("lookahead")
+        if engine is None:  # unwrapped since this call of generate() began
+            return type(self)._sample(self, *args, **kwargs)
+        return decoding.run(engine, super()._sample.__func__, self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol):
         _, (cls, *arguments), *rest = super().__reduce_ex__(protocol)
         return _new_wrapped, (cls.__mro__[2], *arguments), *rest  # no module knows a wrapped class by its name
 
     def _beam_search(self, *args, **kwargs):
-        warn_plain(self, "beam search")
+        self.lookahead.decode_plainly(self, "beam search")
         return super()._beam_search(*args, **kwargs)
 
     def _assisted_decoding(self, *args, **kwargs):
-        warn_plain(self, "with an assistant model or prompt lookup")
+        self.lookahead.decode_plainly(self, "with an assistant model or prompt lookup")
         return super()._assisted_decoding(*args, **kwargs)
 
 
@@ -58,13 +60,14 @@ def wrap(
     search, an assistant model, an encoder-decoder) are decoded by the model itself, with one warning.
     Wrapping a wrapped model changes nothing, unless a new ``config`` or ``pool`` is given, which then replaces the old;
     with a new ``config`` alone, the pool stays.
-    Of a PEFT model, the base model is wrapped. On a CPU, weights are packed for the time of the wrap.
+    Of a PEFT model, the base model is wrapped. Weights, gradients and whatever else is done with the model stay as they
+    are: only the decoding loop knows of the wrap.
 
     config: settings; the defaults if not given.
     pool: evidence to use and to add to, for the life of the wrap; a fresh one if not given.
 
     Raises TypeError if ``model`` cannot generate; UnsupportedModelError, which names the layer, if lookahead could not
-    give the model's own text.
+    give the model's own text; RuntimeError while a wrapped model decodes, in whatever thread.
     """
     if hasattr(model, "get_base_model"):
         wrap(model.get_base_model(), config, pool)
@@ -75,27 +78,43 @@ def wrap(
             f"{type(model).__module__}.{type(model).__qualname__}"
         )
     if isinstance(model, LookaheadMixin):
-        if config is not None:
-            # What was found out under the old settings goes with them: the pace, the trials of windows, the graphs.
-            model.lookahead = replace(model.lookahead, config=config, pace=None, trials=None, graphs=None)
-            (pack if config.pack_weights else unpack)(model)
-        if pool is not None:
-            model.lookahead.pool = pool
+        with model.lookahead.while_idle("wrapped anew"):
+            if pool is not None:
+                model.lookahead.pool = pool
+            if config is not None:
+                # What was found out under the old settings goes with them: the pace, the trials of windows, the graphs.
+                engine = replace(model.lookahead, config=config, pace=None, trials=None, graphs=None)
+                _prepare(model, engine)
         return model
-    if not model.config.is_encoder_decoder:
-        inspect_model(model)
     config = config or LookaheadConfig()
-    model.lookahead = Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb))
+    _prepare(model, Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb)))
     model.__class__ = _wrapped_class(type(model))
-    return pack(model) if config.pack_weights else model
+    return model
+
+
+def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
+    """Try the model out with the engine's settings, and let it carry the engine."""
+    (products.install if engine.config.cpu_kernels else products.remove)(model)
+    try:
+        if not model.config.is_encoder_decoder:
+            engine.architecture = inspect_model(model, cpu_kernels=engine.config.cpu_kernels)
+    except BaseException:
+        if not isinstance(model, LookaheadMixin):
+            products.remove(model)
+        raise
+    model.lookahead = engine
 
 
 def unwrap(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `wrap`; a model that is not wrapped is returned as it is."""
+    """Undo `wrap`; a model that is not wrapped is returned as it is.
+
+    Raises RuntimeError while the model decodes, in whatever thread.
+    """
     if hasattr(model, "get_base_model"):
         unwrap(model.get_base_model())
     if isinstance(model, LookaheadMixin):
-        model.__class__ = type(model).__mro__[2]
-        del model.lookahead
-        unpack(model)
+        with model.lookahead.while_idle("unwrapped"):
+            model.__class__ = type(model).__mro__[2]
+            del model.lookahead
+            products.remove(model)
     return model

@@ -21,6 +21,22 @@ def give_lock(owner) -> None:
         _owners.add(owner)
 
 
+class Lock:
+    """A lock for anything that is copied and pickled: a copy has one of its own."""
+
+    def __init__(self):
+        give_lock(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple:
+        return Lock, ()
+
+
 def _before() -> None:
     _forking.acquire()
     _held.extend(_owners)

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from zoo import SETTINGS, tiny_model
 
 from lookahead import attention, tree_attention
+from lookahead.decoding_pass import current_pass, decoding_pass
 from lookahead.inspection import inspect_model
 from lookahead.step import lay_out
 from lookahead.window import JacobiWindow
@@ -67,7 +68,8 @@ def test_two_parts_are_the_whole(
     kernel = tree_attention.serves if by_kernel else lambda *arguments: False
     with mock.patch.object(attention, "SHORT", short), mock.patch.object(tree_attention, "serves", kernel):
         for mask in (own, dense, dense == 0):
-            out, weights = attention.attend(Layer(groups), query, key, value, mask, scaling=scaling)
+            with decoding_pass(attends_in_parts=True, uses_kernels=True):
+                out, weights = attention.attend(Layer(groups), query, key, value, mask, scaling=scaling)
             assert weights is None
             assert out.shape == exact.shape
             assert out.is_contiguous()
@@ -84,12 +86,14 @@ def test_anything_but_a_step_is_sdpa(new):
         if arguments[1] is key and arguments[3] is None and new > 1:
             continue  # sdpa's causal flag has another meaning there, and models give a mask
         expected, _ = sdpa_attention_forward(Layer(2), *arguments)
-        torch.testing.assert_close(attention.attend(Layer(2), *arguments)[0], expected, atol=1e-5, rtol=1e-5)
+        with decoding_pass(attends_in_parts=True, uses_kernels=True):
+            torch.testing.assert_close(attention.attend(Layer(2), *arguments)[0], expected, atol=1e-5, rtol=1e-5)
 
     def with_softcap(function):
         """What it gives, or raises: releases of transformers differ."""
         try:
-            return function(Layer(2), query, key, value, bias[:, :1], softcap=30.0)[0].tolist()
+            with decoding_pass(attends_in_parts=True, uses_kernels=True):
+                return function(Layer(2), query, key, value, bias[:, :1], softcap=30.0)[0].tolist()
         except ValueError as error:
             return str(error)
 
@@ -112,7 +116,7 @@ def test_models_attend_in_parts_exactly_when_they_can(name, monkeypatch):
     # Older releases of transformers let "sdpa" pass soft caps by; those calls are left to it.
     has_softcap = getattr(model.config, "attn_logit_softcapping", None) is not None
     assert bool(calls) == bool(architecture.two_part and not has_softcap)
-    assert model.config._attn_implementation != attention.NAME
+    assert model.config._attn_implementation in ("sdpa", "eager")
 
 
 def assert_a_step_is_that_of_the_dense_mask(model, architecture) -> None:
@@ -122,8 +126,8 @@ def assert_a_step_is_that_of_the_dense_mask(model, architecture) -> None:
     prompt = rng.integers(1, min(vocabulary, 200), 40).tolist()
     step = random_step(rng, 12 if architecture.can_branch else 0, 0)
     logits = []
-    for configs in (architecture.two_part, ()):
-        driven = replace(architecture, two_part=configs)
+    for in_parts in (architecture.two_part, False):
+        driven = replace(architecture, two_part=in_parts)
         cache = driven.make_cache()
         with torch.no_grad():
             first = lay_out(prompt[0], GuessTree.chain(prompt[1:], Source.PROMPT))
@@ -134,24 +138,39 @@ def assert_a_step_is_that_of_the_dense_mask(model, architecture) -> None:
     assert (logits[0] - logits[1]).abs().max() < 1e-4 * spread
 
 
-def test_threads_share_the_switch():
-    model = tiny_model("llama")
-    configs = inspect_model(model).two_part
-    assert configs
+def test_a_pass_in_one_thread_is_nothing_to_another():
+    model, ids = tiny_model("llama"), torch.arange(9)[None]
+    before, config = model(ids).logits, model.config.to_dict()
     inside, leave = threading.Event(), threading.Event()
+    found = []
 
     def hold():
-        with attention.in_use(configs):
+        with (
+            decoding_pass(attends_in_parts=True, uses_kernels=True),
+            mock.patch.object(tree_attention, "attend", side_effect=tree_attention.attend) as kernel,
+            torch.no_grad(),
+        ):
+            found.append(model(ids).logits)
+            assert kernel.called
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert inside.wait(10)
-    with attention.in_use(configs):
-        pass
-    assert model.config._attn_implementation == attention.NAME
-    assert inspect_model(model).two_part == configs
+    assert inside.wait(60)
+    with mock.patch.object(tree_attention, "attend") as kernel:
+        assert torch.equal(model(ids).logits, before)
+        assert not kernel.called
+    assert model.config.to_dict() == config
     leave.set()
-    thread.join(10)
-    assert model.config._attn_implementation == "sdpa"
+    thread.join(60)
+    torch.testing.assert_close(found[0], before, atol=1e-4, rtol=1e-4)
+
+
+def test_an_interrupt_leaves_no_pass_behind():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), decoding_pass(attends_in_parts=True, uses_kernels=True):
+        interrupted()
+    assert current_pass() is None

@@ -9,10 +9,11 @@ import torch
 from click.testing import CliRunner
 from test_broken import DEFECTS, everyone_sees_everyone, one_draw_too_many, positions_by_row, prefix_hidden
 from test_lossless import random_prompt
-from test_packing import packed_layers, small_llama
+from test_products import small_llama
 from zoo import tiny_model
 
 import lookahead
+from lookahead import products
 from lookahead.audit import GUESSING, Divergence, Tally, _judge, audit, choice_scores, first_difference, next_logits
 from lookahead.cli import load, main
 from lookahead.inspection import inspect_model
@@ -55,17 +56,17 @@ def test_nothing_parts_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "loudest"), [("tiny", 30, 0.3), ("packed", 12, 1), ("packed and compiled", 12, 1)]
+    ("kind", "count", "loudest"), [("tiny", 30, 0.3), ("small", 12, 1), ("small and compiled", 12, 1)]
 )
 def test_half_precision_parts_at_near_ties_only(kind, count, loudest, monkeypatch):
     """Enough prompts for bf16 to part somewhere; every place is explained, and no way of decoding rounds worse."""
-    compiled = kind == "packed and compiled"
+    compiled = kind == "small and compiled"
     monkeypatch.setattr("lookahead.audit.GUESSING", replace(GUESSING, compile_passes=compiled, window_size=3))
     model = tiny_model("llama").to(torch.bfloat16) if kind == "tiny" else small_llama(torch.bfloat16)
     tallies = audit(model, prompts(count), 60, temperature=0.7)
     if kind != "tiny":
         assert inspect_model(model, compiled).is_compiled == compiled
-        assert packed_layers(lookahead.wrap(model)), "what was audited is packed"
+        assert products.are_installed(lookahead.wrap(model)), "what was audited multiplies by our kernel"
     ours = [of(tallies, "lookahead"), of(tallies, "lookahead", "sampled")]
     assert sum(len(tally.divergences) for tally in ours) > 0, "nothing parted, so no verdict was tested"
     for tally in ours:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from benchmark_page import SPREAD, speedup_interval, summarise
 from click.testing import CliRunner
+from lookahead.packing import PackedLinear
 from peer_process import Peer, PeerError
 from transformers import AutoTokenizer
 from zoo import tiny_model
@@ -19,7 +20,6 @@ from zoo import tiny_model
 from lookahead import DEMO_MODEL
 from lookahead.audit import choice_scores, next_logits
 from lookahead.cli import load
-from lookahead.packing import PackedLinear
 from lookahead.strategies import JacobiStrategy
 from lookahead.verify import NextTokenRule
 

@@ -8,13 +8,12 @@ from unittest import mock
 import pytest
 import torch
 from test_lossless import check_identical, random_prompt
-from test_packing import small_llama
+from test_products import small_llama
 from zoo import CHAIN_ONLY, SETTINGS, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, compiled
+from lookahead import LookaheadConfig, compiled, products
 from lookahead.inspection import inspect_model
-from lookahead.packing import PackedLinear, pack
 
 COMPILED = LookaheadConfig(compile_passes=True)
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.8}
@@ -67,7 +66,7 @@ def test_by_the_real_compiler(dtype):
         torch.manual_seed(3)
         texts.append(model.generate(torch.arange(1, 20)[None], **SAMPLED).tolist())
     assert inspect_model(model, compile_passes=True).is_compiled
-    assert any(isinstance(module, PackedLinear) for module in model.modules())
+    assert products.are_installed(model)
     assert texts[0] == texts[1]
     if dtype == torch.float32:
         for options in (GREEDY, SAMPLED):
@@ -216,17 +215,19 @@ def test_a_step_is_one_run_of_one_program(traced):
     assert checks[1:] == [1, 1]
 
 
-def test_layers_packed_together_are_one_product(monkeypatch):
-    products = []
+def test_layers_given_the_same_input_are_one_product(monkeypatch):
+    found = []
 
     def count(graph, inputs, options):
-        products.append(sum(node.target is torch.ops.lookahead.packed_linear for node in graph.graph.nodes))
+        ours = [node for node in graph.graph.nodes if node.target is torch.ops.lookahead.products.default]
+        found.append([len(node.args[1]) for node in ours])
+        assert not any(node.target is torch._C._nn.linear for node in graph.graph.nodes)
         return graph
 
     torch.compiler.reset()
     monkeypatch.setattr(torch._inductor, "compile", count)
-    assert inspect_model(pack(small_llama()), compile_passes=True).is_compiled
-    assert products == [2 * 4 + 1]
+    assert inspect_model(lookahead.wrap(small_llama()), compile_passes=True).is_compiled
+    assert found == [[3, 1, 2, 1] * 2 + [1]]
     torch.compiler.reset()
 
 
@@ -248,10 +249,14 @@ def test_threads_have_caches_of_their_own(traced):
     assert [got[i] for i in range(len(prompts))] == expected
 
 
-def test_packed_layers_in_a_users_own_compiled_model():
+def test_a_users_own_compiled_model_is_as_it_was():
     model, ids = small_llama(), torch.arange(1, 10)[None]
+    expected = model(ids, labels=ids)
     lookahead.wrap(model)
-    with torch.no_grad():
-        expected = model(ids).logits
-        got = torch.compile(model, backend="aot_eager")(ids).logits
-    assert (got - expected).abs().max() < 1e-4 * expected.std()
+    model.generate(ids, **GREEDY)
+    torch.compiler.reset()
+    got = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels=ids)
+    assert torch.equal(got.logits, expected.logits)
+    got.loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    torch.compiler.reset()

@@ -76,7 +76,7 @@ def test_costs_are_kept_and_found_again(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == ""  # not a terminal
 
 
-@pytest.mark.parametrize("change", ["dtype", "size", "threads", "packed", "attention", "replayed"])
+@pytest.mark.parametrize("change", ["dtype", "size", "threads", "kernels", "attention", "replayed"])
 def test_what_costs_depend_on(change, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     model = tiny_model("llama", hidden_size=256)
@@ -85,7 +85,7 @@ def test_what_costs_depend_on(change, tmp_path, monkeypatch):
         model = model.to(torch.bfloat16)
     elif change == "size":
         model = tiny_model("llama", hidden_size=256, intermediate_size=80)
-    elif change == "packed":
+    elif change == "kernels":
         lookahead.wrap(model)
     elif change == "attention":
         model.set_attn_implementation("eager")

@@ -1,0 +1,184 @@
+// Products of a few rows with weights as torch keeps them: row by row, a row for each output.
+//
+// A tile of M rows of the input by O outputs keeps a vector of partial sums for each pair, along the inputs, and adds
+// up its lanes in the end. So each weight is read once, in the order of memory, for up to TILE rows of the input, and
+// nothing has to be rearranged beforehand.
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "vectors.h"
+
+#ifdef __AVX512F__
+constexpr int L = 16, REGISTERS = 32, TILE = 12;
+#else
+constexpr int L = 8, REGISTERS = 16, TILE = 6;
+#endif
+constexpr int MOST_OUTPUTS = 4;         // of a tile
+constexpr long BLOCK = 48;              // outputs that a thread takes at a time
+constexpr long AHEAD = 12 * 1024;       // bytes: memory is asked for what is multiplied that much later
+typedef Lanes<L>::Floats Floats;
+typedef Lanes<L>::Ints Ints;
+
+#define UNROLL _Pragma("GCC unroll 64")
+#define INLINE inline __attribute__((always_inline))
+
+// How numbers of a type are multiplied: STRIDE of them at a time, in the form Factors.
+struct ByFloats {
+    typedef float Number;
+    typedef float Prepared;
+    typedef Floats Factors;
+    static constexpr int STRIDE = L;
+    static const float* prepared(const float* x, long, std::vector<float>&) { return x; }
+    static INLINE Floats factors(const float* x) { return *(const Unaligned<Floats>*)x; }
+    static INLINE void add(Floats& sum, const float* x, Floats w) { sum += factors(x) * w; }
+};
+
+#ifdef __AVX512BF16__
+struct ByPairs {
+    typedef BFloat16 Number;
+    typedef BFloat16 Prepared;
+    typedef Ints Factors;
+    static constexpr int STRIDE = 2 * L;
+    static const BFloat16* prepared(const BFloat16* x, long, std::vector<BFloat16>&) { return x; }
+    static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+    static INLINE void add(Floats& sum, const BFloat16* x, Ints w) {
+        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors(x), (__m512bh)w);
+    }
+};
+#else
+// Two neighbours of bf16 in a lane are a float each once the other's bits are gone. The input is taken apart beforehand:
+// of each STRIDE numbers, first those at even places, then those at odd ones.
+struct ByPairs {
+    typedef BFloat16 Number;
+    typedef float Prepared;
+    typedef Ints Factors;
+    static constexpr int STRIDE = 2 * L;
+    static const float* prepared(const BFloat16* x, long count, std::vector<float>& room) {
+        room.resize(count);
+        for (long begin = 0; begin < count; begin += STRIDE)
+            for (int i = 0; i < STRIDE; i++) room[begin + i % 2 * L + i / 2] = number(x[begin + i]);
+        return room.data();
+    }
+    static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+    static INLINE void add(Floats& sum, const float* x, Ints w) {
+        sum += *(const Unaligned<Floats>*)x * (Floats)(w << 16);
+        sum += *(const Unaligned<Floats>*)(x + L) * (Floats)(w & ~0xffff);
+    }
+};
+#endif
+
+// Of two vectors in which every STEP lanes hold sums of a kind, one in which every 2 * STEP lanes do: neighbours of a are
+// added up, then those of b.
+template <int STEP, int... I>
+static INLINE Floats merged(Floats a, Floats b, std::integer_sequence<int, I...>) {
+#define FIRST(I) (I / (2 * STEP) * 2 * STEP + I % STEP + (I / STEP % 2) * L)
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, FIRST(I)...) + __builtin_shufflevector(a, b, (FIRST(I) + STEP)...);
+#else
+    return __builtin_shuffle(a, b, Ints{FIRST(I)...}) + __builtin_shuffle(a, b, Ints{(FIRST(I) + STEP)...});
+#endif
+}
+
+// The sums of the lanes of vectors begin, begin + 1, ..., of which there are COUNT in all: those of L vectors, in order.
+template <int COUNT, int BEGIN, int STEP = L / 2>
+static INLINE Floats lanes_added(const Floats* v) {
+    if constexpr (BEGIN >= COUNT)
+        return Floats{};
+    else if constexpr (STEP == 0)
+        return v[BEGIN];
+    else
+        return merged<STEP>(lanes_added<COUNT, BEGIN, STEP / 2>(v), lanes_added<COUNT, BEGIN + STEP, STEP / 2>(v),
+                            std::make_integer_sequence<int, L>());
+}
+
+// sums[m][o]: of row m of x, `inputs` apart, with the weights of output o.
+template <class By, int M, int O>
+static INLINE void multiply_tile(const typename By::Prepared* x, const typename By::Number* weights, long inputs,
+                                 float* sums) {
+    Floats partial[M * O] = {};
+    for (long i = 0; i < inputs; i += By::STRIDE) {
+        typename By::Factors w[O];
+        UNROLL for (int o = 0; o < O; o++) {
+            w[o] = By::factors(weights + o * inputs + i);
+            __builtin_prefetch((const char*)(weights + o * inputs + i) + AHEAD, 0, 1);
+        }
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int o = 0; o < O; o++) By::add(partial[m * O + o], x + m * inputs + i, w[o]);
+    }
+    constexpr int N = M * O;
+    *(Unaligned<Floats>*)sums = lanes_added<N, 0>(partial);
+    if constexpr (N > L) *(Unaligned<Floats>*)(sums + L) = lanes_added<N, L>(partial);
+}
+
+template <class T>
+struct Matrix {
+    const T* weights;  // [outputs][inputs]
+    const T* bias;     // [outputs], or none
+    T* out;            // [rows][outputs]
+    long outputs;
+};
+
+// Outputs begin..end-1 of M rows.
+template <class By, int M, int O>
+static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
+                                 long inputs, long begin, long end) {
+    float sums[2 * L];
+    long first = begin;
+    for (; first + O <= end; first += O) {
+        multiply_tile<By, M, O>(x, matrix.weights + first * inputs, inputs, sums);
+        for (int m = 0; m < M; m++)
+            for (int o = 0; o < O; o++)
+                store(sums[m * O + o] + (matrix.bias ? number(matrix.bias[first + o]) : 0),
+                      matrix.out + (row + m) * matrix.outputs + first + o);
+    }
+    if constexpr (O > 1)
+        if (first < end) multiply_rows<By, M, 1>(x, matrix, row, inputs, first, end);
+}
+
+// The same of a number of rows that is known when it runs. As many outputs as the registers have room for.
+template <class By, int M = TILE>
+static void multiply_some(int rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
+                          long inputs, long begin, long end) {
+    if constexpr (M > 0) {
+        constexpr int fitting = (REGISTERS - 2) / (M + 1);
+        if (rows == M)
+            multiply_rows<By, M, fitting < MOST_OUTPUTS ? fitting : MOST_OUTPUTS>(x, matrix, row, inputs, begin, end);
+        else
+            multiply_some<By, M - 1>(rows, x, matrix, row, inputs, begin, end);
+    }
+}
+
+// x [rows][inputs] with each matrix; inputs is a multiple of STRIDE.
+template <class By>
+static void multiply(const typename By::Number* x, const Matrix<typename By::Number>* matrices, long count, long rows,
+                     long inputs, long threads) {
+    if (rows == 0) return;
+    long blocks = 0;
+    for (long i = 0; i < count; i++) blocks += (matrices[i].outputs + BLOCK - 1) / BLOCK;
+    const long tiles = (rows + TILE - 1) / TILE, rows_of_tile = (rows + tiles - 1) / tiles;
+#pragma omp parallel num_threads(threads)
+    {
+        static thread_local std::vector<typename By::Prepared> room;
+        const typename By::Prepared* prepared = By::prepared(x, rows * inputs, room);
+#pragma omp for schedule(static)
+        for (long block = 0; block < blocks; block++) {
+            long before = block, which = 0;
+            for (long its; before >= (its = (matrices[which].outputs + BLOCK - 1) / BLOCK); which++) before -= its;
+            const Matrix<typename By::Number>& matrix = matrices[which];
+            const long begin = before * BLOCK, end = std::min(matrix.outputs, begin + BLOCK);
+            for (long row = 0; row < rows; row += rows_of_tile)
+                multiply_some<By>(std::min(rows_of_tile, rows - row), prepared + row * inputs, matrix, row, inputs,
+                                  begin, end);
+        }
+    }
+}
+
+#define FOR(NAME, T, BY)                                                                                         \
+    extern "C" void NAME(const T* x, const Matrix<T>* matrices, long count, long rows, long inputs, long threads) { \
+        multiply<BY>(x, matrices, count, rows, inputs, threads);                                                 \
+    }
+
+FOR(multiply_float32, float, ByFloats)
+FOR(multiply_bfloat16, BFloat16, ByPairs)

@@ -1,0 +1,158 @@
+"""Linear layers on a CPU, multiplied by a kernel of our own while lookahead decodes: `products.cpp`.
+
+torch brings the weights of a linear layer into another order in each call. For the few rows of a decoding step, that
+takes longer than to multiply. Our kernel takes the weights as they are, so nothing is copied, and whatever becomes of
+them is seen. Layers that are given the same input, such as query, key and value, are multiplied at once.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import nn
+
+from lookahead import native
+from lookahead.decoding_pass import current_pass
+
+LEAST_WEIGHTS = 2**16  # that are multiplied at once; below, the call takes longer than torch's
+MOST_ROWS = 64  # of an input; beyond, torch's product is faster
+STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel takes at once
+# Layers of one module that are given the same input; if they are not, it costs time and nothing else.
+GIVEN_THE_SAME = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 4
+
+
+class DecodingLinear(nn.Linear):
+    """A linear layer whose product is our kernel's in passes of the decoding loop, and torch's everywhere else."""
+
+    siblings: tuple[nn.Linear, ...] = ()
+    """The layers that are given the same input, itself included."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        if not torch.compiler.is_compiling():  # a compiled pass has its own way (`compiled`)
+            under_way = current_pass()
+            if under_way is not None and under_way.uses_kernels and _serves(input, weight, bias):
+                return self._product(input, weight, bias, under_way)
+        return nn.functional.linear(input, weight, bias)
+
+    def _product(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, under_way) -> torch.Tensor:
+        """Of this layer. Those of its siblings are kept until they ask, with the same input, not written to since."""
+        version = None if input.is_inference() else input._version
+        if under_way.given is input and under_way.version == version:
+            product = under_way.products.pop(id(self), None)
+            if product is not None:
+                return product
+        if not self.siblings:  # alone
+            return multiply(input, [weight], [bias])[0]
+        layers = [layer for layer in self.siblings if layer is self or _is_as_plain(layer, input)]
+        products = multiply(input, [layer.weight for layer in layers], [layer.bias for layer in layers])
+        under_way.given, under_way.version = input, version
+        under_way.products = {id(layer): product for layer, product in zip(layers, products, strict=True)}
+        return under_way.products.pop(id(self))
+
+
+def install(model: nn.Module) -> None:
+    """Let the plain linear layers that are worth it be `DecodingLinear`. Parameters and hooks stay as they are."""
+    for module in model.modules():
+        for names in GIVEN_THE_SAME:
+            layers = tuple(layer for name in names if type(layer := module._modules.get(name)) is nn.Linear)
+            if len(set(layers)) > 1 and sum(layer.weight.numel() for layer in layers) >= LEAST_WEIGHTS:
+                for layer in layers:
+                    layer.__class__, layer.siblings = DecodingLinear, layers
+        if type(module) is nn.Linear and module.weight.numel() >= LEAST_WEIGHTS:
+            module.__class__ = DecodingLinear
+
+
+def are_installed(model: nn.Module) -> bool:
+    return any(type(module) is DecodingLinear for module in model.modules())
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `install`."""
+    for module in model.modules():
+        if type(module) is DecodingLinear:
+            vars(module).pop("siblings", None)
+            module.__class__ = nn.Linear
+
+
+def can_multiply(weight: torch.Tensor) -> bool:
+    """Whether there is a kernel for this weight, [outputs, inputs]."""
+    return (
+        weight.is_cpu
+        and weight.dtype in STRIDE
+        and weight.shape[1] % STRIDE[weight.dtype] == 0
+        and weight.is_contiguous()
+        and weight.dtype in kernels()
+    )
+
+
+def multiply(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """[..., outputs] for each weight [outputs, inputs] and bias: what linear layers give for an input [..., inputs].
+
+    All are of one dtype, on the CPU. Summed in float32. Nothing is checked.
+    """
+    input = input.contiguous()
+    inputs = weights[0].shape[1]
+    rows = input.numel() // inputs
+    outs = [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
+    biases = [None if bias is None else bias.contiguous() for bias in biases]
+    matrices = (_Matrix * len(weights))(
+        *(
+            (weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), len(weight))
+            for weight, bias, out in zip(weights, biases, outs, strict=True)
+        )
+    )
+    kernels()[input.dtype](input.data_ptr(), matrices, len(weights), rows, inputs, torch.get_num_threads())
+    return outs
+
+
+@cache
+def kernels() -> dict[torch.dtype, "ctypes._CFuncPtr"]:
+    """What multiplies, by dtype; nothing where it cannot be built."""
+    return native.kernels("products", "multiply", tuple(STRIDE), _ARGUMENTS)
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("outputs", ctypes.c_long),
+    )
+
+
+def _is_as_plain(layer: nn.Linear, input: torch.Tensor) -> bool:
+    """Whether a layer's product can be computed before it is called, with the same input. Hooks may write to that."""
+    has_hooks = layer._forward_pre_hooks or "forward" in vars(layer)
+    return type(layer) is DecodingLinear and not has_hooks and _serves(input, layer.weight, layer.bias)
+
+
+def _serves(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether `multiply` takes these; others, such as those of tracers, are for torch."""
+    return (
+        type(input) is torch.Tensor
+        and type(weight) in (nn.Parameter, torch.Tensor)
+        and (
+            bias is None or (type(bias) in (nn.Parameter, torch.Tensor) and bias.dtype == weight.dtype and bias.is_cpu)
+        )
+        and input.dtype == weight.dtype
+        and input.is_cpu
+        and input.shape[-1] == weight.shape[1]
+        and 0 < input.numel() <= MOST_ROWS * input.shape[-1]
+        and can_multiply(weight)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.jit.is_tracing()
+    )
+
+
+def _shapes(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:
+    return [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
+
+
+# For compiled passes. A plain definition: what torch.library.custom_op wraps around a call takes as long as a small layer.
+_library = torch.library.Library("lookahead", "FRAGMENT")
+_library.define("products(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
+_library.impl("products", multiply, "CPU")
+_library.impl("products", _shapes, "Meta")
