@@ -151,7 +151,7 @@ def _shapes(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> l
     return [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
 
 
-# For compiled passes. A plain definition: what torch.library.custom_op wraps around a call takes as long as a small layer.
+# For compiled passes. A plain definition, for what torch.library.custom_op adds to a call takes as long as a layer.
 _library = torch.library.Library("lookahead", "FRAGMENT")
 _library.define("products(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
 _library.impl("products", multiply, "CPU")

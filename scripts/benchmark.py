@@ -15,7 +15,6 @@ is used. Peers are other libraries, on the CPU, each in a Python environment of 
 behind a worker in scripts/peers. What fails is a row of the table, with the reason.
 """
 
-import copy
 import importlib.util
 import itertools
 import shlex
@@ -39,7 +38,6 @@ from transformers import (
     BatchEncoding,
     CompileConfig,
     GenerationConfig,
-    GenerationMixin,
     StaticCache,
 )
 
@@ -51,23 +49,22 @@ from lookahead.costs import synchronize
 from lookahead.measuring import environment, read_prompts
 
 DTYPES = ("float32", "bfloat16")
-PLAIN = ("plain", "packed", "static-compiled", "prompt-lookup", "assisted")
+PLAIN = ("plain", "static-compiled", "prompt-lookup", "assisted")
 LOOKAHEAD = {
     "steps-of-one": {"budget": 0, "window_size": 0},
-    "steps-of-one-unpacked": {"budget": 0, "window_size": 0, "pack_weights": False},
+    "steps-of-one-torch": {"budget": 0, "window_size": 0, "cpu_kernels": False},
     "jacobi": {"strategy": "jacobi", "budget": 16},
     "lookahead-5-5-5": {"window_size": 5, "ngram_size": 5, "budget": 5},
     "lookahead-15-5-15": {"window_size": 15, "ngram_size": 5, "budget": 15},
     "auto": {},
     "auto-shared": {},
-    "auto-unpacked": {"pack_weights": False},
+    "auto-torch": {"cpu_kernels": False},
     "steps-of-one-compiled": {"budget": 0, "window_size": 0, "compile_passes": True},
     "auto-compiled": {"compile_passes": True},
     "auto-compiled-shared": {"compile_passes": True},
     "auto-graphs": {"cuda_graphs": True},
 }
 SHARED = ("auto-shared", "auto-compiled-shared")
-UNPACKED = [method for method, settings in LOOKAHEAD.items() if not settings.get("pack_weights", True)]
 PEERS = {  # the environment, and what its worker calls the method
     "lade-15-5-15": ("lade", "lade-15-5-15"),
     "lade-plain": ("lade", "plain"),
@@ -76,9 +73,9 @@ PEERS = {  # the environment, and what its worker calls the method
     "vllm-suffix": ("vllm", "suffix"),
 }
 METHODS = (*PLAIN, *LOOKAHEAD, *PEERS)
-KEEP_DRAWS = ("plain", "packed", "static-compiled", *LOOKAHEAD)  # one draw a token from the seed, as plain decoding
+KEEP_DRAWS = ("plain", "static-compiled", *LOOKAHEAD)  # one draw a token from the seed, as plain decoding
 DEFAULT = {
-    "cpu": ("plain", "packed", "prompt-lookup", "auto", "auto-compiled"),
+    "cpu": ("plain", "prompt-lookup", "steps-of-one", "auto", "auto-compiled"),
     "cuda": ("plain", "static-compiled", "prompt-lookup", "steps-of-one", "auto", "auto-graphs"),
 }
 
@@ -159,7 +156,7 @@ def reading(model) -> dict:
 
 
 class Subject:
-    """A model to decode with: plain, packed if it is on the CPU, and behind its peers."""
+    """A model to decode with: plain, wrapped, and behind its peers."""
 
     def __init__(
         self, name: str, dtype: str, device: str, methods: list[str], assistant: str | None, peers: Path | None, timeout
@@ -170,10 +167,6 @@ class Subject:
         pad = ends[0] if isinstance(ends, list) else ends
         self.plain.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
         self.assistant = load(assistant, dtype, device)[0] if "assisted" in methods else None
-        self.packed = None
-        packs = any(method == "packed" or (method in LOOKAHEAD and method not in UNPACKED) for method in methods)
-        if packs and self.plain.device.type == "cpu":
-            self.packed = lookahead.wrap(copy.deepcopy(self.plain))  # for good: packing takes time
         self.peers = {}
         for method in methods:
             if method in PEERS:
@@ -220,18 +213,13 @@ class Subject:
                 )
             return _call(texts[0], seconds, steps=len(texts[0]) - 1)
         extra = {
-            "packed": {"custom_generate": GenerationMixin._sample},  # plain decoding, of a wrapped model
             "prompt-lookup": {"prompt_lookup_num_tokens": 10},
             "assisted": {"assistant_model": self.assistant},
         }.get(method, {})
-        model = self.packed if method == "packed" else self.plain
         if method in LOOKAHEAD:  # without a counter, whose hooks cannot be compiled
-            model = self.packed
-            if method in UNPACKED or model is None:
-                model = lookahead.wrap(self.plain, engine.config)
-            model.lookahead = engine
+            lookahead.wrap(self.plain, engine.config).lookahead = engine
             try:
-                texts, seconds = timed(model, inputs, options, seed)
+                texts, seconds = timed(self.plain, inputs, options, seed)
             finally:
                 lookahead.unwrap(self.plain)
             stats = engine.last
@@ -239,8 +227,8 @@ class Subject:
                 texts[0], seconds, first_seconds=stats.prefill_seconds, steps=stats.steps, drafted=stats.guesses,
                 accepted=stats.accepted.total(), forward_seconds=stats.seconds["forward"],
             )  # fmt: skip
-        with ForwardCounter(model) as counter:
-            texts, seconds = timed(model, inputs, options | extra, seed)
+        with ForwardCounter(self.plain) as counter:
+            texts, seconds = timed(self.plain, inputs, options | extra, seed)
         if method in GUESS_AT_ONCE:
             return _call(texts[0], seconds, steps=counter.passes, stepped=len(texts[0]))
         first_seconds = counter.first_seconds or seconds  # a text of one token has no second pass
@@ -454,7 +442,7 @@ def main(
     models = models or (str(lookahead.DEMO_MODEL),)
     methods = methods or ",".join(DEFAULT["cpu" if device == "cpu" else "cuda"])
     chosen = ["plain", *[m for m in _chosen("--methods", methods, METHODS) if m != "plain"]]
-    if device != "cpu" and (unfit := [method for method in chosen if method == "packed" or method in PEERS]):
+    if device != "cpu" and (unfit := [method for method in chosen if method in PEERS]):
         raise click.UsageError(f"on the CPU alone: {', '.join(unfit)}; leave out --device or these of --methods")
     dtypes = _chosen("--dtype", dtypes, DTYPES)
     lengths = [None if c == "none" else _numbers("--contexts", c, int, 2)[0] for c in contexts.split(",")]

@@ -9,7 +9,7 @@ RESAMPLES = 2000
 SPREAD = 0.9  # share of the resamples that an interval holds
 ENVIRONMENT = ("processor", "threads", "python", "torch", "transformers", "lookahead")
 
-BASELINES = ("plain", "packed", "static-compiled", "lade-plain", "vllm-plain")  # one token a step, by design
+BASELINES = ("plain", "static-compiled", "lade-plain", "vllm-plain")  # one token a step, by design
 OTHERS = ("prompt-lookup", "assisted", "lade-15-5-15", "vllm-ngram", "vllm-suffix")
 FAMILIES = {"plain decoding": "tab:gray", "lookahead": "tab:blue", "speculation by others": "tab:orange"}
 
@@ -20,9 +20,8 @@ NOTES = f"""\
 - tokens/step: new tokens after the first, by forward passes after the prefill; where the first pass takes guesses
   beside the prompt, as in prompt-lookup and assisted, all tokens by all passes.
 - step cost: the mean forward pass of a step, by that of steps-of-one, the same loop without guesses.
-- efficiency: the speed-up after the first token over packed (of what is unpacked: over plain), by tokens/step / step
-  cost, which is what the passes alone would give. Guessing, verifying and learning make it less than 1; that the loop
-  of generate() has costs, too, makes it more.
+- efficiency: the speed-up after the first token over steps-of-one (of -torch: over its own), by tokens/step / step
+  cost, which is what the passes alone would give. Guessing, verifying and learning make it less than 1.
 - identical: prompts of which the text of every repeat is that of plain, token for token; "-" for a method that draws
   other samples from the same seed. margin: where texts part, how far apart the best two tokens were in plain decoding,
   in logits, at most.
@@ -78,9 +77,9 @@ def summarise(rows: list[dict], methods: list[str], failures: dict[str, str]) ->
         known = all(row["steps"] is not None for row in mine)
         steps = sum(row["steps"] for row in mine) if known else 0
         tokens_per_step = sum(row["stepped"] for row in mine) / steps if steps else None
-        unpacked = method.endswith("-unpacked")
-        cost = quotient(step_seconds, method, "steps-of-one-unpacked" if unpacked else "steps-of-one")
-        later_speedup = quotient(seconds_per_later_token, "plain" if unpacked else "packed", method)
+        one = "steps-of-one-torch" if method.endswith("-torch") else "steps-of-one"
+        cost = quotient(step_seconds, method, one)
+        later_speedup = quotient(seconds_per_later_token, one, method)
         measured = None not in (cost, later_speedup, tokens_per_step)
         firsts = [row["first_seconds"] for row in mine]
         margins = [row["margin"] for row in mine if row["margin"] is not None]
@@ -92,7 +91,7 @@ def summarise(rows: list[dict], methods: list[str], failures: dict[str, str]) ->
             "tokens_per_second": 1 / seconds_per_token(mine),
             "speedup": seconds_per_token(by_method["plain"]) / seconds_per_token(mine),
             "interval": speedup_interval(by_method["plain"], mine),
-            "speedup_over_packed": quotient(seconds_per_token, "packed", method),
+            "speedup_over_one": quotient(seconds_per_token, "steps-of-one", method),
             "first_token_ms": None if None in firsts else 1000 * sum(firsts) / len(firsts),
             "tokens_per_step": tokens_per_step,
             "step_cost": cost,
@@ -159,8 +158,8 @@ def _by_category(rows: list[dict], categories: list[str]) -> list[str]:
 
 def _table(table: list[dict]) -> list[str]:
     lines = [
-        "| method | ms/token | tokens/s | x plain | x packed | first token, ms | tokens/step | step cost | efficiency "
-        "| identical | margin |",
+        "| method | ms/token | tokens/s | x plain | x steps-of-one | first token, ms | tokens/step | step cost "
+        "| efficiency | identical | margin |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
 
@@ -174,7 +173,7 @@ def _table(table: list[dict]) -> list[str]:
         low, high = row["interval"]
         cells = [
             row["method"], number(row["ms_per_token"]), number(row["tokens_per_second"], 1),
-            f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})", number(row["speedup_over_packed"]),
+            f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})", number(row["speedup_over_one"]),
             number(row["first_token_ms"], 1), number(row["tokens_per_step"]), number(row["step_cost"]),
             number(row["efficiency"]), "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
             "" if row["largest_margin"] is None else f"up to {row['largest_margin']:.3g}",

@@ -12,7 +12,6 @@ import pytest
 import torch
 from benchmark_page import SPREAD, speedup_interval, summarise
 from click.testing import CliRunner
-from lookahead.packing import PackedLinear
 from peer_process import Peer, PeerError
 from transformers import AutoTokenizer
 from zoo import tiny_model
@@ -122,9 +121,9 @@ def test_page(model, prompts, tmp_path):
     for cell in cells:
         rows = rows_of(cell)
         assert list(rows) == methods
-        assert rows["plain"]["speedup"] == rows["plain"]["tokens_per_step"] == rows["packed"]["tokens_per_step"] == 1
+        assert rows["plain"]["speedup"] == rows["plain"]["tokens_per_step"] == 1
         assert rows["plain"]["interval"] == [1, 1]
-        assert rows["packed"]["speedup_over_packed"] == rows["steps-of-one"]["tokens_per_step"] == 1
+        assert rows["steps-of-one"]["speedup_over_one"] == rows["steps-of-one"]["tokens_per_step"] == 1
         for method, row in rows.items():
             assert "failed" not in row
             keeps_draws = method not in ("prompt-lookup", "assisted")
@@ -134,7 +133,7 @@ def test_page(model, prompts, tmp_path):
     assert (out.parent / "run-tiny-speedups.png").read_bytes().startswith(b"\x89PNG")
     assert "](run-tiny-speedups.png)" in text
     assert "## tiny, float32, temperature 0.6\n" in text
-    assert text.count("| auto-unpacked |") == 2 * 2, "over all prompts and by category"
+    assert text.count("| auto-torch |") == 2 * 2, "over all prompts and by category"
     assert "| method | code0 | code1 |" in text
     assert text.count("| plain | 1.00 | 1.00 |") == 2
     assert text.count("Memory yields all weights, ") == 2
@@ -223,18 +222,12 @@ def test_never_slower(model, tmp_path):
     assert set(np.ravel(ids)) == set(range(50))
 
 
-def test_a_model_is_packed_beside_the_plain_one(model):
+def test_each_call_wraps_and_unwraps(model):
     subject = benchmark.Subject(str(model), "float32", "cpu", ["plain", "auto"], None, None, 60)
-
-    def packed(of):
-        return any(isinstance(module, PackedLinear) for module in of.modules())
-
-    for method in (*benchmark.LOOKAHEAD, "packed", "plain"):
+    for method in (*benchmark.LOOKAHEAD, "plain"):
         engine = benchmark.Engines().begin(method, 0)
         subject.call(method, [5, 6, 7], {"max_new_tokens": 4, "do_sample": False}, 0, 7, engine)
         assert engine is None or engine.last.calls == 1
-        assert packed(subject.packed)
-        assert not packed(subject.plain)
         assert not hasattr(subject.plain, "lookahead")
 
 
@@ -247,12 +240,12 @@ def test_what_fails_is_a_row(model, prompts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(JacobiStrategy, "guess", guess)
     out = tmp_path / "run"
-    result = run("--model", model, "--prompts", prompts, "--methods", "jacobi,packed", "--temperature", 0,
+    result = run("--model", model, "--prompts", prompts, "--methods", "jacobi,steps-of-one", "--temperature", 0,
                  "--max-new-tokens", 4, "--repeats", 1, "--out", out)  # fmt: skip
     assert result.exit_code == 0, result.output
     rows = rows_of(report_of(out)["cells"][0])
     assert rows["jacobi"] == {"method": "jacobi", "failed": "RuntimeError: out of | guesses"}
-    assert rows["packed"]["identical"] == 2
+    assert rows["steps-of-one"]["identical"] == 2
     assert len(calls) == 1, "what failed once in a cell is not tried again"
     assert "| jacobi | failed: RuntimeError: out of / guesses |" in out.with_suffix(".md").read_text()
 
@@ -306,7 +299,7 @@ def test_finished_cells_are_kept(model, prompts, tmp_path, monkeypatch):
 
 
 class Recorder:
-    """A subject that writes down what it is asked, and writes tokens 1, 2, 3; packed another at the end."""
+    """A subject that writes down what it is asked, and writes tokens 1, 2, 3; static-compiled another at the end."""
 
     plain = torch.zeros(0)  # of which the device is asked
 
@@ -315,13 +308,13 @@ class Recorder:
 
     def call(self, method, ids, options, seed, longest, engine):
         self.calls.append((method, seed, engine, engine and engine.pool))
-        return benchmark._call([1, 2, 4 if method == "packed" else 3], len(self.calls), steps=2)
+        return benchmark._call([1, 2, 4 if method == "static-compiled" else 3], len(self.calls), steps=2)
 
 
 def test_order_pools_and_medians(monkeypatch):
     monkeypatch.setattr(benchmark, "margin_at", lambda model, inputs, text, index, options, seed: 0.25)
     subject = Recorder()
-    methods = ["plain", "packed", "auto", "auto-shared"]
+    methods = ["plain", "static-compiled", "auto", "auto-shared"]
     options = {"max_new_tokens": 3, "do_sample": True}
     rows, failures = benchmark.measure(subject, [[7], [8]], ["a", "b"], methods, options, 3, "cell")
     assert not failures
@@ -335,7 +328,7 @@ def test_order_pools_and_medians(monkeypatch):
         {method: [call[column] for call in subject.calls if call[0] == method] for method in methods}
         for column in (2, 3)
     )
-    assert engines["plain"] == engines["packed"] == [None] * 7
+    assert engines["plain"] == engines["static-compiled"] == [None] * 7
     assert len(set(map(id, pools["auto"]))) == 7, "a fresh pool for each call"
     assert len(set(map(id, engines["auto"]))) == 1
     for shared in (pools["auto-shared"], engines["auto-shared"]):
@@ -345,7 +338,7 @@ def test_order_pools_and_medians(monkeypatch):
     assert first["plain"]["all_seconds"] == [5, 12, 15]
     assert first["plain"]["seconds"] == 12
     assert first["plain"]["difference"] is None
-    assert (first["packed"]["difference"], first["packed"]["margin"]) == (2, 0.25)
+    assert (first["static-compiled"]["difference"], first["static-compiled"]["margin"]) == (2, 0.25)
 
 
 def row(method, tokens, seconds, steps, first=0.1, forward=None):
@@ -357,13 +350,12 @@ def row(method, tokens, seconds, steps, first=0.1, forward=None):
 def test_figures_by_hand():
     rows = [
         row("plain", 10, 1.0, 9), row("plain", 20, 3.0, 19, 0.2),
-        row("packed", 10, 0.8, 9), row("packed", 20, 2.2, 19, 0.2),
         row("steps-of-one", 10, 0.7, 9, 0.1, 0.36), row("steps-of-one", 20, 2.0, 19, 0.2, 0.76),
         row("auto", 10, 0.5, 4, 0.1, 0.2), row("auto", 20, 1.5, 10, 0.2, 0.5),
         row("vllm-plain", 10, 1.0, None, None), row("vllm-plain", 20, 1.0, None, None),
     ]  # fmt: skip
     rows[-1] |= {"difference": 3, "margin": 0.02}
-    methods = ["plain", "packed", "steps-of-one", "auto", "vllm-plain", "lade-plain"]
+    methods = ["plain", "steps-of-one", "auto", "vllm-plain", "lade-plain"]
     table = {r["method"]: r for r in summarise(rows, methods, {"lade-plain": "ended with status 1"})}
     auto = table["auto"]
     assert auto["ms_per_token"] == pytest.approx(1000 * 2 / 30)
@@ -371,11 +363,11 @@ def test_figures_by_hand():
     assert auto["tokens_per_second"] == pytest.approx(15)
     assert auto["speedup"] == pytest.approx(2)
     assert auto["interval"] == pytest.approx((2, 2))
-    assert auto["speedup_over_packed"] == pytest.approx(1.5)
+    assert auto["speedup_over_one"] == pytest.approx(2.7 / 2)
     assert auto["first_token_ms"] == pytest.approx(150)
     assert auto["tokens_per_step"] == pytest.approx(28 / 14)
     assert auto["step_cost"] == pytest.approx(0.05 / 0.04)
-    assert auto["efficiency"] == pytest.approx((2.7 / 1.7) / (2 / 1.25))
+    assert auto["efficiency"] == pytest.approx((2.4 / 1.7) / (2 / 1.25))
     assert table["plain"]["efficiency"] is None
     peer = table["vllm-plain"]
     assert peer["speedup"] == pytest.approx(2)
@@ -472,7 +464,7 @@ def test_a_peer_that_does_not_keep_the_protocol(says, message):
         (["--contexts", "40", "--limit", "1"], "two prompts or more"),
         (["--methods", "assisted"], "--assistant"),
         (["--methods", "vllm-plain"], "--peers"),
-        (["--methods", "packed", "--device", "cuda"], "on the CPU alone: packed"),
+        (["--methods", "vllm-plain", "--device", "cuda"], "on the CPU alone: vllm-plain"),
         (["--never-slower"], "leave out --prompts"),
         (["--model", "no/such/folder/tiny2"], "cannot read the model"),
         (["--model", "elsewhere/tiny"], "two models of the same name"),

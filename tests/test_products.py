@@ -128,7 +128,7 @@ def test_every_architecture_computes_the_same(name, monkeypatch):
     inference=st.booleans(),
 )
 def test_siblings_get_each_its_own(calls, outputs, bias, dtype, inference):
-    """Whichever is called, in whatever order, with whatever of two inputs, replaced by another layer meanwhile or not."""
+    """Whichever is called, in whatever order, with whatever of two inputs, its weight replaced meanwhile or not."""
     note(f"{calls=} {outputs=} {bias=} {dtype=} {inference=}")
     torch.manual_seed(len(calls))
     names = ("q_proj", "k_proj", "v_proj")
