@@ -23,10 +23,10 @@ from ngram_pool.tree import GuessTree, Source
 CHUNK = 16_384  # tokens of text learned under one hold of the lock, some 15 ms
 LISTED = 3  # tokens of the contexts that `most_confident` shows
 MOST_GUESSES = 2**16  # in one tree; more than any forward pass verifies
-LEAST_MEMORY_MB, MOST_MEMORY_MB = 0.001, 2**20  # one bucket; what the halves of hashes that find buckets tell apart
-_TICKS = 2**32  # after which a pool's clock begins again
-_MOST = 2**63 - 1  # observations that are counted
-# Least and most of a pool's counters, which are kept in its file's header; clocks began again nowhere in older files.
+LEAST_MEMORY_MB, MOST_MEMORY_MB = 0.001, 2**20  # some buckets; as many as 32 bits of a hash tell apart
+_TICKS = 2**32  # after so many positions a pool's clock begins again
+_MOST = 2**63 - 1  # observations that are counted, and what the clock of an older file may say
+# Least and most of a pool's counters, which are kept in its file's header.
 _COUNTERS = {"clock": (0, _MOST), "observations": (0, _MOST), "largest": (-1, 2**31 - 1)}
 _NOTHING = {"_table": kernels.empty_table(WAYS), "_clock": 0, "_observations": 0}  # of a pool's state, before it learns
 
@@ -48,7 +48,7 @@ class NgramPool:
         check_memory("memory_mb", memory_mb)
         if not _is_name(vocabulary):
             raise ValueError(f"vocabulary={vocabulary!r} must be a string of printable characters, or None")
-        buckets = int(memory_mb * 2**20 / (kernels.ENTRY_BYTES * WAYS))
+        buckets = int(float(memory_mb) * 2**20 / (kernels.ENTRY_BYTES * WAYS))
         try:
             table = kernels.empty_table(buckets * WAYS)
         except MemoryError as error:
@@ -236,13 +236,14 @@ class NgramPool:
         Raises PoolFileError for a file that is truncated, corrupted, foreign, of another version or not sound.
         """
         header, arrays = storage.read(path)
+        kernels.compile_loops()
         table, credence = (kind(*(arrays.get(name) for name in kind._fields)) for kind in (Table, Credence))
         flaw = _flaw(header, table, credence)
         if flaw:
             raise storage.PoolFileError(
                 f"{path} is whole, but not a sound pool of this format ({flaw}): build the pool again"
             )
-        if vocabulary and header.get("vocabulary") and header["vocabulary"] != vocabulary:
+        if vocabulary and header["vocabulary"] and header["vocabulary"] != vocabulary:
             raise storage.PoolFileError(
                 f"{path} is of another vocabulary: {header['vocabulary']}, not {vocabulary}; ids would mean other text"
             )

@@ -72,11 +72,11 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
         for part in parts:
             file.write(part)
         file.flush()
+        if replaced is not None and hasattr(os, "fchown"):
+            _hand_on(replaced, file.fileno())
         os.fsync(file.fileno())
         if fcntl is None:
-            file.close()  # Windows renames no open file, and knows no modes
-        elif replaced is not None:
-            _hand_on(replaced, file.fileno())
+            file.close()  # Windows renames no open file
         os.replace(temporary, path)
     with suppress(OSError):  # make the rename durable too, where the system can
         folder = os.open(path.parent, os.O_RDONLY)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_pool import learn_something, random_text
 
 from ngram_pool import NgramPool, PoolFileError, storage
-from ngram_pool.kernels import LEAST_TOLD, LONGEST, MOST_TIMES, MOST_VOTES, ROUNDING
+from ngram_pool.kernels import LEAST_TOLD, LONGEST, MOST_TIMES, MOST_VOTES, ROUNDING, WAYS
 
 many = settings(
     max_examples=int(os.environ.get("LOOKAHEAD_CASES", 100)),
@@ -59,6 +59,14 @@ def forged(head: bytes, body: bytes) -> bytes:
     return fields + xxhash.xxh3_128(fields + head + body).digest() + head + body
 
 
+def bytes_of(arrays: dict[str, np.ndarray]) -> bytes:
+    return b"".join(array.tobytes() for array in arrays.values())
+
+
+def joined(header: dict, arrays: dict[str, np.ndarray]) -> bytes:
+    return forged(json.dumps(header).encode(), bytes_of(arrays))
+
+
 def assert_keeps_its_promises(pool: NgramPool, honest: NgramPool, path, seed: int) -> None:
     """Through whatever is done with a pool."""
     rng = random.Random(seed)
@@ -73,12 +81,15 @@ def assert_keeps_its_promises(pool: NgramPool, honest: NgramPool, path, seed: in
             assert tree.tokens.max(initial=-1) <= pool.largest_token
 
     check(pool)
+    pool.vocabulary = honest.vocabulary  # of another, it would not be merged
     start = deepcopy(pool)
     for _ in range(2):
         learn_something(pool, rng)
         pool.follow(random_text(rng, 40, 8), start=3)
         check(pool)
-    for ours, theirs, since in ((honest, pool, None), (pool, honest, None), (pool, pool, None), (start, pool, start)):
+    empty = NgramPool(0.05)
+    for ours, theirs in ((honest, pool), (pool, honest), (pool, pool), (empty, pool), (start, pool)):
+        since = start if ours is start else None
         merged = deepcopy(ours)
         merged.merge(theirs, since)
         check(merged)
@@ -153,7 +164,7 @@ def go_to_the_bounds(header: dict, arrays: dict[str, np.ndarray], rng: np.random
         elif name == "weights":
             array[used] = rng.choice(np.array([0, 1e-45, 1e-30, 1, 50], np.float32), array[used].shape)
             sums = array[used].sum(1, keepdims=True)
-            array[used] *= np.where(sums > 1, (1 + 2 * ROUNDING) * (1 - 1e-6) / np.maximum(sums, 1), 1)
+            array[used] *= np.where(sums > 1, (1 + 2 * ROUNDING) * (1 - 2e-7) / np.maximum(sums, 1), 1)
             arrays["tokens"][used] = rng.permuted(np.tile(np.arange(8), (used.sum(), 1)), axis=1)
         elif name == "belief":
             array[..., 1] = rng.choice([1, 20, MOST_TIMES], array.shape[:-1])
@@ -209,7 +220,7 @@ def hostile(draw, content: bytes) -> bytes:
                 b'{"arrays": []}',
             ]
             return forged(draw(st.sampled_from(heads) | JSON.map(lambda value: json.dumps(value).encode())), draw(BODY))
-    body = b"".join(array.tobytes() for array in arrays.values())
+    body = bytes_of(arrays)
     cut = draw(st.sampled_from([0] * 20 + [1, 8, len(body)]))
     return forged(json.dumps(header).encode(), body[cut:])
 
@@ -246,6 +257,42 @@ def test_corrupted_files(content, tmp_path, data):
     event(str(refused.value).partition(path.name)[2].partition(":")[0])
 
 
+def test_no_entry_outgrows_its_bound_by_merging(content, tmp_path):
+    """However often, where each merge's rounding would add to the one before."""
+    header, arrays = parts(content)
+    used, path, pools = arrays["keys"] != 0, tmp_path / "full.pool", []
+    for seed in range(2):
+        weights = np.random.default_rng(seed).random(arrays["weights"].shape)
+        weights = (weights * (1 + 2 * ROUNDING) / weights.sum(1, keepdims=True)).astype(np.float32)
+        while (over := weights.sum(1, dtype=float) > 1 + 2 * ROUNDING).any():
+            weights[over, 0] = np.nextafter(weights[over, 0], np.float32(0))
+        arrays["weights"][used] = weights[used]
+        arrays["tokens"][:] = np.arange(weights.shape[1])
+        path.write_bytes(joined(header, arrays))
+        pools.append(NgramPool.load(path))
+    for _ in range(20):
+        pools[0].merge(pools[1])
+        pools[0].check_integrity()
+
+
+def test_a_clock_that_begins_again(content, tmp_path):
+    """Pools that began as one are merged as if it went on."""
+    header, arrays = parts(content)
+    header["clock"] = 2**32 - 1
+    path, pools = tmp_path / "old.pool", []
+    for learned in (0, 3, 10):
+        path.write_bytes(joined(header, arrays))
+        pool = NgramPool.load(path)
+        pool.learn(range(learned))
+        pool.save(path)
+        pools.append(NgramPool.load(path))
+    base, ours, theirs = pools
+    ours.merge(theirs, since=base)
+    ours.save(path)
+    assert storage.read(path)[0]["clock"] == 3 + 10 - 1
+    NgramPool.load(path).check_integrity()
+
+
 def with_field(name, value):
     return lambda header, arrays: header.update({name: value})
 
@@ -276,8 +323,6 @@ def with_described(change):
           for dtype in ("|O", ">u8", "<u4", "V8", ["<u8"], 8, None)),
         *(with_described(lambda described, name=name: described[0].__setitem__(0, name))
           for name in ("tokens", "others", None, ["keys"])),
-        with_value("counts", np.s_[:], 0),
-        with_value("counts", np.s_[:, 1], 255),
         with_value("belief", np.s_[..., 1], 1e-308),
         with_value("belief", np.s_[..., 0], 1e-308),
         with_value("belief", np.s_[..., 0], 1e308),
@@ -285,19 +330,59 @@ def with_described(change):
         with_value("votes", np.s_[:], 1e308),
         with_value("votes", 3, -1e308),
         with_value("votes", 3, np.nan),
-        with_value("weights", np.s_[:], 0.9),
-        with_value("weights", np.s_[:, 0], -0.1),
-        with_value("tokens", np.s_[:], 3),
-        with_value("keys", np.s_[:], 5),
-        with_value("keys", np.s_[:], 0),
     ],
 )  # fmt: skip
 def test_fields_that_would_do_harm(content, tmp_path, change):
     header, arrays = parts(content)
     change(header, arrays)
     path = tmp_path / "hostile.pool"
-    path.write_bytes(forged(json.dumps(header).encode(), b"".join(array.tobytes() for array in arrays.values())))
+    path.write_bytes(joined(header, arrays))
     with pytest.raises(PoolFileError):
+        NgramPool.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "used", "value", "flaw"),
+    [
+        ("weights", True, -0.1, "negative or not finite"),
+        ("weights", True, np.nan, "negative or not finite"),
+        ("weights", True, 0.13, "more than 1"),
+        ("weights", False, 0.1, "an empty entry holds evidence"),
+        ("counts", False, 1, "an empty entry holds evidence"),
+        ("counts", True, 0, "counts do not fit"),
+        ("counts", True, [1, 2], "counts do not fit"),
+        ("tokens", True, 3, "a token stands twice"),
+        ("tokens", True, np.arange(8) + 1, "not among those learned"),
+        ("tokens", False, -1, "not among those learned"),
+        ("sources", True, 5, "a source is not known"),
+        ("keys", True, 2**64 - 1, "outside its key's bucket"),
+    ],
+)
+def test_entries_that_would_do_harm(content, tmp_path, name, used, value, flaw):
+    """Each is refused for what is wrong with it; a few entries suffice."""
+    header, arrays = parts(content)
+    for column in ("keys", "counts"):
+        arrays[column][:WAYS] = 0  # the pool is full
+    held = arrays["keys"] != 0
+    arrays["weights"][:] = np.where(held[:, None], np.float32(0.1), 0)
+    arrays["tokens"][:] = np.arange(8)
+    path = tmp_path / "hostile.pool"
+    path.write_bytes(joined(header, arrays))
+    NgramPool.load(path)
+    arrays[name][np.flatnonzero(held if used else ~held)[:3]] = value
+    path.write_bytes(joined(header, arrays))
+    with pytest.raises(PoolFileError, match=flaw):
+        NgramPool.load(path)
+
+
+def test_a_key_that_stands_twice_is_refused(content, tmp_path):
+    header, arrays = parts(content)
+    keys = arrays["keys"].reshape(-1, WAYS)
+    bucket = keys[(keys != 0).sum(1).argmax()]
+    bucket[1] = bucket[0]
+    path = tmp_path / "hostile.pool"
+    path.write_bytes(joined(header, arrays))
+    with pytest.raises(PoolFileError, match="a key stands twice"):
         NgramPool.load(path)
 
 
