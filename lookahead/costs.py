@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ RUNGS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that are measured
 _RUNGS = np.array(RUNGS, float)
 AT_LENGTH = (1, 16)  # those that are measured again with a longer cache
 LONG = 1024  # positions in it
+ASSUMED = 1 + np.array(RUNGS) / 32, np.array([1e-4, 1e-5])  # costs where none can be measured, in passes of one row
 SECONDS = 1.5  # that measuring may take, if a pass is not too long for that
 FOLLOWS = 0.02, 0.01  # how far a step's time moves the rungs beside it, and all of them
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "step-costs"
@@ -54,7 +56,7 @@ class StepCosts:
     overhead: float = 1e-3
     """Seconds of a step outside its pass."""
     path: Path | None = None
-    """The file that keeps them from one process to the next."""
+    """The file that keeps them from one process to the next; None for what was not measured."""
     _kept: np.ndarray | None = None  # `_summary` of what the file holds
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
@@ -87,6 +89,8 @@ class StepCosts:
 
         If that is not possible, the next process measures them again.
         """
+        if self.path is None:
+            return
         with self._lock:
             now = self._summary()
             if self._kept is not None and np.abs(np.log(now / self._kept)).max() < np.log(DRIFT):
@@ -112,15 +116,21 @@ def measure(
     seconds: float = SECONDS,
     progress: Callable[[float], None] = lambda done: None,
 ) -> StepCosts:
-    """Measure the costs for about ``seconds``; progress is called with the share of that which has passed."""
-    long = min(LONG, context_length(model) // 2)
-    plan = [(rows, 0) for rows in RUNGS] + [(rows, long) for rows in AT_LENGTH]
+    """Measure the costs for about ``seconds``; progress is called with the share of that which has passed.
+
+    No pass goes beyond the model's positions. Raises ValueError where these are too few to measure anything.
+    """
+    context = context_length(model)
+    long = min(LONG, context - AT_LENGTH[-1])
+    if long <= 0:
+        raise ValueError(f"the model has {context} positions, measuring takes more than {AT_LENGTH[-1]}")
+    plan = [(rows, 0) for rows in RUNGS if rows <= context] + [(rows, long) for rows in AT_LENGTH]
     times = time_passes(model, architecture, plan, seconds, progress)
     known = [rows for rows in RUNGS if (rows, 0) in times]
     base = np.array([times[rows, 0] for rows in known])
     slope = max((base[-1] - base[-2]) / (known[-1] - known[-2]), 0.0)
     base = np.interp(RUNGS, known, base) + slope * np.maximum(np.array(RUNGS) - known[-1], 0)
-    first, second = (max(times[rows, long] - times[rows, 0], 0.0) / max(long, 1) for rows in AT_LENGTH)
+    first, second = (max(times[rows, long] - times[rows, 0], 0.0) / long for rows in AT_LENGTH)
     further = max(second - first, 0.0) / (AT_LENGTH[1] - AT_LENGTH[0])
     return StepCosts(base, np.array([first, further]))
 
@@ -165,7 +175,7 @@ def _pass(model: PreTrainedModel, architecture: Architecture, cache: LookaheadCa
     """Seconds of one pass, which leaves the cache as it was."""
     step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Source.TEXT))
     start = time.perf_counter()
-    architecture.forward(model, [step], cache, [context_length(model) - 1])
+    architecture.forward(model, [step], cache)
     synchronize(device_of(model))
     taken = time.perf_counter() - start
     cache.commit([step], [[]])
@@ -186,7 +196,9 @@ def step_costs(
 ) -> StepCosts:
     """The costs of this model as it is now: known from before, read from the cache directory, or measured.
 
-    anew: measure them in any case, for so many seconds.
+    Where they cannot be measured, a table stands in, with a warning, for they decide nothing but how long a text takes.
+
+    anew: measure them in any case, for so many seconds; what goes wrong then is raised.
     replayed: of steps that are replayed as CUDA graphs, which begin as those of others and are brought along.
     """
     now = (
@@ -203,10 +215,30 @@ def step_costs(
     known = _known.setdefault(model, {})
     if now not in known or anew:
         path = _path(model, now)
-        known[now] = (None if anew else _read(path)) or _measured(model, architecture, anew or SECONDS)
-        known[now].path = path
-        known[now].keep()
+        costs = None if anew else _read(path)
+        if costs is None:
+            try:
+                costs = _measured(model, architecture, anew or SECONDS)
+            except Exception as error:  # whatever a model raises at lengths that the caller did not ask for
+                if anew:
+                    raise
+                warnings.warn(f"step costs could not be measured, budgets go by assumed ones: {error!r}", stacklevel=2)
+                known[now] = _assumed(model, architecture)
+                return known[now]
+        costs.path = path
+        costs.keep()
+        known[now] = costs
     return known[now]
+
+
+def _assumed(model: PreTrainedModel, architecture: Architecture) -> StepCosts:
+    """Costs in the usual proportions (ASSUMED), of which one pass says the scale, if the model makes one."""
+    try:
+        taken = time_passes(model, architecture, [(1, 0)], SECONDS / 100)[1, 0]
+    except Exception:
+        taken = 10e-3
+    seconds, per_position = ASSUMED
+    return StepCosts(taken * seconds / seconds[0], taken * per_position)
 
 
 def _measured(model: PreTrainedModel, architecture: Architecture, seconds: float) -> StepCosts:

@@ -2,15 +2,17 @@
 
 import json
 import time
+import warnings
 
 import numpy as np
 import pytest
 import torch
-from zoo import SETTINGS, tiny_model
+from transformers import WhisperConfig, WhisperForCausalLM
+from zoo import SETTINGS, VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import costs
-from lookahead.architecture import Architecture
+from lookahead.architecture import Architecture, context_length
 from lookahead.costs import RUNGS, StepCosts, measure, step_costs
 from lookahead.inspection import inspect_model
 
@@ -175,3 +177,58 @@ def test_decoding_follows_its_steps(tmp_path, monkeypatch):
     assert stats.chosen_budgets[0] == stats.tokens - 1
     assert stats.as_dict()["best_fixed_budget"] in lookahead.stats.FIXED_BUDGETS
     assert "best fixed budget" in str(stats)
+
+
+def with_positions(name: str, positions: int):
+    if name == "mpt":
+        return tiny_model(name, max_seq_len=positions)
+    if name == "gpt2":
+        return tiny_model(name, n_positions=positions, max_position_embeddings=positions)
+    config = WhisperConfig(
+        vocab_size=VOCABULARY, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
+        max_target_positions=positions, pad_token_id=2, bos_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+    )  # fmt: skip
+    return WhisperForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("positions", [17, 100, 448, 512])
+@pytest.mark.parametrize("name", ["mpt", "gpt2", "whisper"])
+def test_no_pass_goes_beyond_the_positions_of_a_model(name, positions):
+    model = with_positions(name, positions)
+    assert context_length(model) == positions
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    options = {"max_new_tokens": positions - 5, "min_new_tokens": positions - 5, "do_sample": False}
+    expected = model.generate(ids, **options)
+    lookahead.wrap(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model.generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_costs_that_cannot_be_measured_are_assumed(works, clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    model = tiny_model("llama")
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    expected = model.generate(ids, max_new_tokens=30)
+    lookahead.wrap(model)
+    original = costs._pass
+
+    def too_much(model, architecture, cache, tokens):
+        if len(tokens) > 2 or not works:
+            raise torch.OutOfMemoryError("full")
+        return original(model, architecture, cache, tokens)
+
+    monkeypatch.setattr(costs, "_pass", too_much)
+    with pytest.warns(UserWarning, match=r"could not be measured.*full"):
+        actual = model.generate(ids, max_new_tokens=30)
+    assert torch.equal(actual, expected)
+    other = tiny_model("llama")
+    with pytest.warns(UserWarning, match="could not be measured"):
+        found = step_costs(other, inspect_model(other))
+    assert found(1, 0) == pytest.approx(11e-3 if works else 10e-3)
+    assert (np.diff(found.seconds) > 0).all()
+    assert found(1, 100) > found(1, 0)
+    assert not list(tmp_path.iterdir())  # the next process tries again
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        step_costs(model, inspect_model(model), anew=0.1)

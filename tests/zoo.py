@@ -42,7 +42,10 @@ SETTINGS = {
     "gpt_oss": {**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "bloom": {"n_layer": 2, "n_head": 4},
-    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 256},
+    "mpt": {
+        **{"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2},
+        **{"max_seq_len": 256, "max_position_embeddings": None},
+    },
     "olmo2": {},
     "cohere": {"logit_scale": 1.0},
     "starcoder2": {"sliding_window": WINDOW},
