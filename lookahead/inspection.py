@@ -256,17 +256,20 @@ def _takes_inference_mode(model: PreTrainedModel, architecture: Architecture) ->
 def _row_dependence(model: PreTrainedModel, architecture: Architecture) -> float:
     """`Architecture.row_dependence`.
 
-    Of several sequences, which no attention mixes, each is computed with the others and alone. A row that a router
-    sends elsewhere by rounding does not count: in full precision that hardly happens twice, in half precision not to
-    most rows.
+    Of several sequences, which no attention mixes, each is computed with the others and alone; one of them, where
+    attention is causal, at once and one token a pass. A row that a router sends elsewhere by rounding does not count:
+    in full precision that hardly happens twice, in half precision not to most rows.
     """
     rng = np.random.default_rng(1)
+    is_causal = _is_causal(model, architecture)
     found = []
     for _ in range(2):
-        tokens = torch.from_numpy(rng.integers(0, _vocabulary(model), (4, 12)))
+        tokens = torch.from_numpy(rng.integers(0, _vocabulary(model), (4, 16)))
         try:
             with _as_in_generate(model):
                 errors = _errors_beside_others(model, architecture, tokens)
+                if is_causal:
+                    errors = torch.cat([errors, _errors_at_once(model, architecture, tokens[:1])])
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception:  # a model that takes no batches, or nothing: the probe will say
@@ -420,6 +423,14 @@ def _errors_beside_others(model: PreTrainedModel, architecture: Architecture, id
     together = _plain_logits(model, architecture, ids)
     alone = torch.cat([_plain_logits(model, architecture, line[None]) for line in ids])
     return _row_errors(together.flatten(0, 1), alone.flatten(0, 1))
+
+
+def _errors_at_once(model: PreTrainedModel, architecture: Architecture, ids: torch.Tensor) -> torch.Tensor:
+    """Error of each row (`_row_errors`) that comes of computing the tokens ids [1, n] in one pass, not one by one."""
+    at_once = _plain_logits(model, architecture, ids, DynamicCache(config=architecture.config))[0]
+    cache = DynamicCache(config=architecture.config)
+    single = [_plain_logits(model, architecture, token[None, None], cache, i)[0] for i, token in enumerate(ids[0])]
+    return _row_errors(at_once, torch.cat(single))
 
 
 def _row_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,280 @@
+"""What the probes find out about a model, and what becomes of the calls of models that are out of the ordinary."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from torch import nn
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+from zoo import COMMON, SETTINGS, tiny_model
+
+import lookahead
+from lookahead import LookaheadConfig, UnsupportedModelError, inspection
+from lookahead.inspection import inspect_model, same_without_cache
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
+GREEDY = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+ENCODERS = ["bert", "megatron-bert", "rembert", "roberta", "electra", "big_bird"]
+
+
+def encoder(model_type: str, **settings):
+    """As it comes from its configuration, so not causal."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**COMMON, "pad_token_id": 0, "embedding_size": 32, **settings})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(6)
+    return model
+
+
+def outcome(model, *args, **options):
+    """The text, or what is raised."""
+    try:
+        return model.generate(*args, **options).tolist()
+    except Exception as error:
+        return type(error), str(error)
+
+
+# -- causality --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 3, 12])
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_models_that_are_not_causal(model_type, budget):
+    """Guesses stay unseen by those before them, also where they are a single chain."""
+    model = encoder(model_type)
+    prompts = [IDS, torch.randint(3, 90, (1, 9)), torch.randint(3, 90, (1, 2))]
+    expected = [model.generate(ids, **GREEDY).tolist() for ids in prompts]
+    lookahead.wrap(model, LookaheadConfig(budget=budget, window_size=0))
+    assert [model.generate(ids, **GREEDY).tolist() for ids in prompts] == expected
+    assert model.lookahead.stats.steps > 0
+
+
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_models_that_are_not_causal_without_a_cache(model_type):
+    """Recomputed in each pass, a prompt sees what follows it: another text, which is left to the model."""
+    model = encoder(model_type)
+    assert not same_without_cache(model)
+    expected = model.generate(IDS, use_cache=False, **GREEDY).tolist()
+    lookahead.wrap(model)
+    with pytest.warns(UserWarning, match="use_cache=False"):
+        assert model.generate(IDS, use_cache=False, **GREEDY).tolist() == expected
+
+
+@pytest.mark.parametrize("model_type", sorted(SETTINGS))
+def test_models_that_are_causal_say_the_same_without_a_cache(model_type):
+    assert same_without_cache(tiny_model(model_type))
+
+
+def test_chains_of_a_model_that_is_not_causal_are_refused():
+    with pytest.raises(UnsupportedModelError, match=r"later tokens change .*is_decoder=True"):
+        lookahead.wrap(encoder("roformer"))
+    lookahead.wrap(encoder("roformer", is_decoder=True))
+
+
+# -- rows that depend on other rows -----------------------------------------------------------------------------------
+
+
+def quantized(how: str, model_type: str = "llama", seed: int = 3):
+    model = tiny_model(model_type, seed=seed, hidden_size=256, intermediate_size=256, num_hidden_layers=4)
+    if how == "torchao":
+        quantize_(model, Int8DynamicActivationInt8WeightConfig())
+        return model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3"])
+@pytest.mark.parametrize("how", ["torch.ao", "torchao"])
+def test_quantized_activations_are_left_to_the_model(how, model_type, seed):
+    model = quantized(how, model_type, seed)
+    expected = model.generate(IDS, **GREEDY).tolist()
+    lookahead.wrap(model)
+    assert model.lookahead.config.allow_row_dependent is False
+    with pytest.warns(UserWarning, match=r"other rows of a pass.*allow_row_dependent=True") as caught:
+        actual = [model.generate(IDS, **GREEDY).tolist() for _ in range(2)]
+    assert actual == [expected, expected]
+    assert len([w for w in caught if "lookahead" in str(w.message)]) == 1
+    assert model.lookahead.stats.steps == 0
+    lookahead.wrap(model, LookaheadConfig(allow_row_dependent=True))
+    assert model.generate(IDS, **GREEDY).shape == (1, IDS.shape[1] + 40)
+    assert model.lookahead.last.steps > 0
+
+
+@pytest.mark.parametrize("model_type", sorted(SETTINGS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_not_taken_for_dependence(model_type, dtype):
+    for seed in range(3):
+        model = tiny_model(model_type, seed=seed).to(dtype)
+        assert inspection._row_dependence(model, inspection._read_config(model)) == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_probing_leaves_a_model_as_it_was(training):
+    """Dropout is no dependence on other rows; what was frozen in eval mode stays so; nothing is drawn."""
+    model = tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5).train(training)
+    model.transformer.h[0].eval()
+    modes = [module.training for module in model.modules()]
+    before = torch.get_rng_state()
+    assert inspect_model(model).row_dependence == 0
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- weights that refuse inference mode, and weights elsewhere --------------------------------------------------------
+
+
+class Shy(nn.Module):
+    """Stands for weights quantized by a library whose tensors refuse inference mode."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("Cannot set version_counter for inference tensor")
+        return self.inner(x)
+
+
+def test_inference_mode_is_not_forced_on_tensors_that_refuse_it():
+    model = tiny_model("llama", seed=3)
+    assert inspect_model(model).in_inference_mode
+    expected = model.generate(IDS, **GREEDY).tolist()
+    other = tiny_model("llama", seed=3)
+    other.model.layers[1].mlp.down_proj = Shy(other.model.layers[1].mlp.down_proj)
+    lookahead.wrap(other)
+    architecture = inspect_model(other)
+    assert not architecture.in_inference_mode
+    assert architecture.two_part
+    assert other.generate(IDS, **GREEDY).tolist() == expected
+    assert other.lookahead.last.steps > 0
+
+
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offloaded_models(where, when, tmp_path):
+    """All of whose parameters are on the meta device between passes."""
+    model = tiny_model("llama", seed=3)
+    expected = model.generate(IDS, **GREEDY).tolist()
+
+    def offload():
+        if where == "cpu":
+            cpu_offload(model, torch.device("cpu"))
+        else:
+            disk_offload(model, tmp_path, torch.device("cpu"))
+        assert all(parameter.is_meta for parameter in model.parameters())
+
+    if when == "before":
+        offload()
+    lookahead.wrap(model)
+    if when == "between":
+        assert model.generate(IDS, **GREEDY).tolist() == expected
+    if when != "before":
+        offload()
+    assert model.generate(IDS, **GREEDY).tolist() == expected
+    assert model.lookahead.last.steps > 0
+    lookahead.unwrap(model)
+    assert model.generate(IDS, **GREEDY).tolist() == expected
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+PADDED = [0, 0, *[1] * 10]
+MASKS = {
+    "twos": [2] * 12,
+    "some twos": [0, 0, 2, 1, 3, 1, 1, 2, 1, 1, 1, 2],
+    "negative": [-1, -1, *[1] * 10],
+    "fractions": [0.0, 0.25, 0.5, *[0.75] * 9],
+    "booleans": [bool(value) for value in PADDED],
+    "floats": [float(value) for value in PADDED],
+    "ones, one short": [1] * 11,
+    "padded, one short": PADDED[:11],
+    "ones, one too many": [1] * 13,
+    "padded, one too many": [*PADDED, 1],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral", "bloom"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_do_what_they_do_in_plain_decoding(model_type, attention, mask):
+    """The same text, or the same error."""
+    model = tiny_model(model_type, seed=3)
+    model.set_attn_implementation(attention)
+    options = {"attention_mask": torch.tensor([MASKS[mask]]), **GREEDY}
+    expected = outcome(model, IDS, **options)
+    lookahead.wrap(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert outcome(model, IDS, **options) == expected
+    said = [str(w.message) for w in caught if "lookahead" in str(w.message)]
+    if mask in ("booleans", "floats"):
+        assert not said
+        assert model.lookahead.last.steps > 0
+    else:
+        assert len(said) == 1
+        assert re.search("other values than 0 and 1" if mask in list(MASKS)[:4] else "prompt's shape", said[0])
+
+
+def test_an_empty_batch_is_named():
+    model = lookahead.wrap(tiny_model("llama"))
+    with pytest.raises(ValueError, match="the batch is empty"):
+        model.generate(torch.empty((0, 5), dtype=torch.long), max_new_tokens=5)
+
+
+# -- warnings ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_whisper():
+    config = WhisperConfig(
+        vocab_size=100, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=50, num_mel_bins=8,
+        max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+        suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    return WhisperForConditionalGeneration(config).eval()
+
+
+def tiny_llava():
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    text = LlamaConfig(**COMMON)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=96)).eval()
+
+
+def test_each_model_is_warned_of_once():
+    for _ in range(2):
+        model = lookahead.wrap(tiny_whisper())
+        with pytest.warns(UserWarning, match="encoder-decoder") as caught:
+            [model.generate(torch.randn(1, 8, 100), max_new_tokens=5) for _ in range(2)]
+        assert len([w for w in caught if "lookahead" in str(w.message)]) == 1
+
+
+def test_images_are_called_so():
+    model = tiny_llava()
+    inputs = {"input_ids": torch.tensor([[5, 96, 96, 96, 96, 7, 8]]), "pixel_values": torch.randn(1, 3, 16, 16)}
+    expected = model.generate(**inputs, **GREEDY).tolist()
+    lookahead.wrap(model)
+    with pytest.warns(UserWarning, match="does not decode with images:"):
+        assert model.generate(**inputs, **GREEDY).tolist() == expected
+    model.generate(torch.tensor([[5, 7, 8]]), **GREEDY)  # text alone
+    assert model.lookahead.last.steps > 0
