@@ -21,10 +21,11 @@ import click
 import torch
 import transformers
 from results import write_results
-from tiny_models import random_model, tiny_config
+from tiny_models import SHAPES, random_model, tiny_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead
+from lookahead import LookaheadConfig
 from lookahead.audit import first_difference
 from lookahead.inspection import inspect_model
 
@@ -83,7 +84,30 @@ def blank(model_type: str) -> dict:
 
 
 def check(model_type: str) -> dict:
-    """Build the family with every length of window and decode both ways; a row of the table, the worst of them."""
+    """Build the family in every shape and decode both ways; a row of the table, the worst of them.
+
+    What cannot be built or is refused in one of the further shapes alone is a remark.
+    """
+    row = check_windows(model_type)
+    for shape in list(SHAPES)[1:]:
+        try:
+            model = random_model(tiny_config(model_type, WINDOWS[0], shape))
+        except Exception:  # configurations and models refuse sizes that do not go together
+            continue
+        other = check_model(model_type, model, LookaheadConfig(budget=1))  # whose steps are chains
+        if other["result"] != "wrong":
+            other = check_model(model_type, model)
+        if other["result"] == "wrong":
+            return other | {"reason": f"in the shape {shape!r}: {other['reason']}"}
+        if (row["result"], other["result"]) == ("identical", "refused"):
+            row["reason"] = "; ".join(
+                filter(None, [row["reason"], f"refused in the shape {shape!r}: {other['reason']}"])
+            )
+    return row
+
+
+def check_windows(model_type: str) -> dict:
+    """`check`, of the first shape with every length of window."""
     rows, configs = [], []
     for window in WINDOWS:
         try:
@@ -100,8 +124,8 @@ def check(model_type: str) -> dict:
     return row | {"guesses": " or ".join(dict.fromkeys(row["guesses"] for row in rows if row["guesses"]))}
 
 
-def check_model(model_type: str, model) -> dict:
-    """Decode both ways; a row of the table."""
+def check_model(model_type: str, model, config: LookaheadConfig | None = None) -> dict:
+    """Decode both ways; a row of the table. config: of `lookahead.wrap`."""
     row = blank(model_type) | {"layers": layer_kinds(model)}
     logger, said = logging.getLogger("lookahead"), BufferingHandler(capacity=1000)
     logger.addHandler(said)
@@ -121,7 +145,7 @@ def check_model(model_type: str, model) -> dict:
         uncached = generate(model, TEXTS["greedy"], use_cache=False)
     except Exception as error:
         return row | {"result": "not built", "reason": f"its own generate fails: {described(error)}"}
-    row |= {"different_tokens": len(set(expected["greedy"]))} | by_lookahead(model, expected)
+    row |= {"different_tokens": len(set(expected["greedy"]))} | by_lookahead(model, expected, config)
     remarks = [row["reason"]]
     if row["guesses"] == "chain":
         remarks += [record.getMessage().split(". Guesses")[0] for record in said.buffer]
@@ -130,9 +154,9 @@ def check_model(model_type: str, model) -> dict:
     return row | {"reason": "; ".join(filter(None, remarks))}
 
 
-def by_lookahead(model, expected: dict[str, list[int]]) -> dict:
+def by_lookahead(model, expected: dict[str, list[int]], config: LookaheadConfig | None) -> dict:
     """Decode by lookahead and compare; what a row says of that."""
-    lookahead.wrap(model)
+    lookahead.wrap(model, config)
     steps = {}
     for name, how in TEXTS.items():
         with warnings.catch_warnings(record=True) as caught:
@@ -208,8 +232,9 @@ def markdown(rows: list[dict], environment: dict) -> str:
         "",
         f"Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model that shows "
         f"every kind of layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its "
-        f"sliding windows and chunks, of {' and '.join(map(str, WINDOWS))} tokens in turn. The worse result of the two "
-        "stands here, one of:",
+        f"sliding windows and chunks, of {' and '.join(map(str, WINDOWS))} tokens in turn. Further shapes (few "
+        "positions, other head counts and widths, `is_decoder` as it comes) are tried, too, where they can be built. "
+        "The worst result stands here, one of:",
         "",
         *(f"- **{result}**: {meaning}." for result, meaning in RESULTS.items()),
         "",

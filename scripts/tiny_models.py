@@ -8,6 +8,8 @@ beyond that.
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from lookahead.architecture import POSITION_LIMITS
+
 VOCABULARY = 61
 BOS, EOS, PAD = 0, 1, 2
 WINDOW = "window"  # stands for the length of sliding windows and chunks
@@ -19,7 +21,7 @@ TINY = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
     "pad_token_id": PAD,
-    "max_position_embeddings": 256,
+    **dict.fromkeys(POSITION_LIMITS, 256),
     "is_decoder": True,
     "tie_word_embeddings": False,
     # width
@@ -54,6 +56,22 @@ TINY = {
     # recurrence
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), 8),
 }
+
+# Further shapes: few positions and a prime number of them, three layers, widths and head counts that powers of two do
+# not divide, `is_decoder` as it comes. What a family's own entry in SETTINGS says goes first.
+ODD = {
+    **TINY,
+    "is_decoder": None,
+    **dict.fromkeys(POSITION_LIMITS, 97),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "n_inner", "dim_ff"), 52),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 3),
+}
+ODD_HEADS = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim"), 24),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"), 3),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 1),
+}
+SHAPES = {"even": TINY, "odd": ODD, "odd heads": {**ODD, **ODD_HEADS, **dict.fromkeys(POSITION_LIMITS, 1031)}}
 
 # One value a layer; each kind that the full-size model has is kept.
 PER_LAYER = (
@@ -190,17 +208,20 @@ def layers_kept(config: PreTrainedConfig) -> dict[str, list]:
     return {name: [values[i] for i in sorted(kept)] for name, values in lists.items()}
 
 
-def tiny_settings(config: PreTrainedConfig, own: dict, window: int) -> dict:
-    """Keyword arguments for a small configuration of the class of ``config``, a default one; ``own`` go first."""
+def tiny_settings(config: PreTrainedConfig, own: dict, window: int, sizes: dict = TINY) -> dict:
+    """Keyword arguments for a small configuration of the class of ``config``, a default one; ``own`` go first.
+
+    sizes: one of SHAPES.
+    """
     config.allow_global_per_layer_attribute_access = True  # an attribute may differ from layer to layer
     own = {**SETTINGS.get(config.model_type, {}), **own}
-    settings = {name: value for name, value in TINY.items() if _can_be_set(config, name)}
+    settings = {name: value for name, value in sizes.items() if _can_be_set(config, name)}
     if "kv_lora_rank" in settings:  # latent attention has as many heads for keys as for queries
-        settings["num_key_value_heads"] = TINY["num_attention_heads"]
+        settings["num_key_value_heads"] = sizes["num_attention_heads"]
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if isinstance(part, PreTrainedConfig):
-            own[name] = tiny_settings(part, {"model_type": part.model_type, **own.get(name, {})}, window)
+            own[name] = tiny_settings(part, {"model_type": part.model_type, **own.get(name, {})}, window, sizes)
     lists = {**layers_kept(config), **own}
     layers = {len(values) for name, values in lists.items() if name in PER_LAYER and values}
     if layers:
@@ -209,11 +230,11 @@ def tiny_settings(config: PreTrainedConfig, own: dict, window: int) -> dict:
     return {name: window if value is WINDOW else value for name, value in settings.items() if value is not None}
 
 
-def tiny_config(model_type: str, window: int = 8) -> PreTrainedConfig:
-    """A small configuration, whose sliding windows and chunks, if it has any, are of ``window`` tokens."""
+def tiny_config(model_type: str, window: int = 8, shape: str = "even") -> PreTrainedConfig:
+    """A small configuration of a shape of SHAPES; its sliding windows and chunks, if any, are of ``window`` tokens."""
     kind = CONFIG_MAPPING[model_type]
     parts = {name: part for name, part in SETTINGS.get(model_type, {}).items() if name in kind.sub_configs}
-    return kind(**tiny_settings(kind(**parts), {}, window))
+    return kind(**tiny_settings(kind(**parts), {}, window, SHAPES[shape]))
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
