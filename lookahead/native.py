@@ -1,89 +1,217 @@
-"""C++ of this package: built on first use, by the machine's compiler if there is one, and kept in the user's cache."""
+"""C++ of this package: ready in the wheel, or built on first use by the machine's compiler and kept in a cache.
 
+Whoever can write to a library that is loaded can do what its process may. So of what is kept, nothing is loaded unless
+this user wrote it, and it is what was built.
+"""
+
+import contextlib
 import ctypes
+import hashlib
 import logging
 import os
-import shlex
+import platform
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
 import platformdirs
 import torch
-import xxhash
 
+from lookahead import private, toolchain
 from ngram_pool.waiting import told_if_long
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
+READY = SOURCES / "kernels"
+"""What a wheel has brought along, as trustworthy as this module beside it."""
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "kernels"
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-HAS_BF16 = HAS_AVX512 and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
-_INSTRUCTIONS = {
-    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-    "AVX2": ("-mavx2", "-mfma"),
-}
-_FLAGS = (
-    "-x", "c++", "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC",
-    "-fvisibility=default",
-)  # fmt: skip
+DAY = 24 * 60 * 60
+_DIGEST = hashlib.sha256().digest_size
 
 
-@cache
-def library(name: str) -> ctypes.CDLL | None:
-    """What ``name``.cpp defines; None, and a warning in the log, where it cannot be built."""
+def _asked(question: Callable[[], str | bool]) -> str | bool:
+    """What torch says of the processor; False where this torch cannot tell."""
     try:
-        try:
-            return ctypes.CDLL(str(_built(name)))
-        except OSError:  # what was kept may be damaged
-            return ctypes.CDLL(str(_built(name, anew=True)))
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-        logger.warning(
-            "%s is left to torch, which is slower: it is built by a C++ compiler, and that failed (%s)\n%s",
-            name, error, output,
-        )  # fmt: skip
-        return None
+        return question()
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _capability() -> str:
+    """The key of `toolchain.INSTRUCTIONS` for what torch uses of this processor; ATEN_CPU_CAPABILITY can lower it."""
+    capability = _asked(lambda: torch.backends.cpu.get_cpu_capability())
+    if capability == "AVX512" and _asked(lambda: torch.cpu._is_avx512_bf16_supported()):
+        return "AVX512_BF16"
+    return capability if capability in toolchain.INSTRUCTIONS else "DEFAULT"
+
+
+CAPABILITY = _capability()
+HAS_BF16 = CAPABILITY == "AVX512_BF16"
+HAS_AVX512 = CAPABILITY in ("AVX512", "AVX512_BF16")
 
 
 def kernels(
     name: str, function: str, dtypes: Iterable[torch.dtype], arguments: list[type]
 ) -> dict[torch.dtype, "ctypes._CFuncPtr"]:
-    """What ``name``.cpp defines as ``function``, by dtype; nothing where it cannot be built."""
-    built = library(name)
-    of_dtype = {} if built is None else {dtype: built[f"{function}_{str(dtype)[6:]}"] for dtype in dtypes}
-    for kernel in of_dtype.values():
+    """What ``name``.cpp defines as ``function``, by dtype; without those that it lacks, all where it is missing."""
+    library = _library(name)
+    if isinstance(library, str):
+        return {}
+    symbols = {dtype: f"{function}_{str(dtype).removeprefix('torch.')}" for dtype in dtypes}
+    found = {dtype: library[symbol] for dtype, symbol in symbols.items() if hasattr(library, symbol)}
+    for kernel in found.values():
         kernel.argtypes, kernel.restype = arguments, None
-    return of_dtype
+    return found
 
 
-def _built(name: str, anew: bool = False) -> Path:
-    """The shared library, which is built unless it was before, of the same source in the same way."""
-    source = (SOURCES / f"{name}.cpp").read_bytes()
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++") or "g++"]
-    instructions = _INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ())
-    command = [*compiler, *instructions, *(["-mavx512bf16"] if HAS_BF16 else []), *_FLAGS]
-    of = source + (SOURCES / "vectors.h").read_bytes() + repr(command).encode()
-    path = FOLDER / f"{name}-{xxhash.xxh3_64_hexdigest(of)}.so"
-    if anew or not path.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        told = told_if_long(f"building {name}.cpp, once on a machine")
-        with told, tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            new = Path(folder) / path.name
-            command += ["-I", str(SOURCES), "-", "-o", str(new)]
-            subprocess.run(command, input=source, capture_output=True, check=True, timeout=120)
-            with new.open("rb") as file:
-                os.fsync(file.fileno())  # half of a library would end whatever process loads it
-            os.replace(new, path)
-    return path
+def why_missing(name: str) -> str | None:
+    """Why nothing of ``name``.cpp can be used here, in a line that the compiler's output may follow.
+
+    None where it can be used.
+    """
+    library = _library(name)
+    return library if isinstance(library, str) else None
 
 
-KERNELS = ("products", "tree_attention")
+@cache
+def _library(name: str) -> ctypes.CDLL | str:
+    """What ``name``.cpp defines; or, after a warning in the log, why it is missing."""
+    ready = READY / f"{name}-{CAPABILITY}.so"
+    refused = ""
+    if ready.exists():
+        try:
+            return ctypes.CDLL(str(ready))
+        except OSError as error:
+            refused = f"what the package brings cannot be loaded ({error}), and "
+    try:
+        return _own(name)
+    except (OSError, toolchain.BuildError) as error:
+        logger.warning("%s is left to torch, which is slower: %s%s", name, refused, error)
+        return f"{refused}{error}"
 
 
-def why_missing(name):
-    return None if library(name) else "not built"
+def _own(name: str) -> ctypes.CDLL:
+    """The library that this user's cache holds, or else is built."""
+    if os.name != "posix":
+        raise toolchain.BuildError("it is built on POSIX systems alone")
+    compiler = toolchain.compiler()
+    key = _key(name, compiler)
+    try:
+        with private.opened_folder(FOLDER) as folder:
+            return _kept(name, compiler, key, folder)
+    except OSError as error:
+        logger.warning(
+            "%s is built for this process alone, in a temporary folder: %s. To keep it, delete %s, or make it a "
+            "folder of this user's own that others cannot write to",
+            name, error, FOLDER,
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="lookahead-") as path, private.opened_folder(Path(path)) as folder:
+        return _built(name, compiler, key, folder)
+
+
+def _kept(name: str, compiler: list[str], key: str, folder: int) -> ctypes.CDLL:
+    """The library that FOLDER, opened as ``folder``, holds, or else is built and held there."""
+    try:
+        return _loaded(name, key, folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("%s is built again: %s", name, error)
+    failure = f"{_file_name(name, key)}.failed"
+    again = f"It is tried again in a day, or when CXX names another compiler, or {FOLDER / failure} is deleted."
+    if said := _said_today(failure, folder):
+        raise toolchain.BuildError(f"tried within a day: {said}")
+    try:
+        return _built(name, compiler, key, folder)
+    except toolchain.BuildError as error:
+        why, *output = str(error).split("\n", 1)
+        said = "\n".join([f"{why}. {again}", *output])
+        private.write(failure, said.encode(), folder)
+        raise toolchain.BuildError(said) from None
+
+
+def _built(name: str, compiler: list[str], key: str, folder: int) -> ctypes.CDLL:
+    """The library, built now, and held in an opened folder."""
+    with told_if_long(f"building {name}.cpp, once on a machine"):
+        instructions = toolchain.INSTRUCTIONS[CAPABILITY]
+        content = toolchain.build(SOURCES / f"{name}.cpp", compiler, instructions, linking=["-fopenmp"])
+    private.write(_file_name(name, key), content + _digest(content, key), folder)
+    return _loaded(name, key, folder)
+
+
+def _loaded(name: str, key: str, folder: int) -> ctypes.CDLL:
+    """The library that an opened folder holds: what was built, its digest behind it.
+
+    Raises:
+        FileNotFoundError: It holds none.
+        OSError: It is not this user's, not what was built, or cannot be loaded.
+    """
+    with contextlib.ExitStack() as stack:
+        file = private.opened(_file_name(name, key), folder)
+        stack.callback(os.close, file)
+        content = _read(file)
+        if content[-_DIGEST:] != _digest(content[:-_DIGEST], key):
+            raise OSError(f"{_file_name(name, key)} is not what was built")
+        path = f"/proc/self/fd/{file}"  # what was looked at, whatever has its name by now
+        if not os.path.exists(path):
+            path = f"{stack.enter_context(tempfile.TemporaryDirectory(prefix='lookahead-'))}/{_file_name(name, key)}"
+            Path(path).write_bytes(content)
+            return ctypes.CDLL(path)
+        library = ctypes.CDLL(path)
+        stack.pop_all()  # the file stays open: to the linker, another of this number would be the same library
+        return library
+
+
+def _said_today(failure: str, folder: int) -> str | None:
+    """Why it could not be built, if that is less than a day ago."""
+    try:
+        file = private.opened(failure, folder)
+    except OSError:
+        return None
+    try:
+        is_new = abs(time.time() - os.fstat(file).st_mtime) < DAY
+        return _read(file).decode(errors="replace") if is_new else None
+    finally:
+        os.close(file)
+
+
+def _read(file: int) -> bytes:
+    with open(file, "rb", closefd=False) as stream:
+        return stream.read()
+
+
+def _file_name(name: str, key: str) -> str:
+    return f"{name}-{CAPABILITY}-{key}.so"
+
+
+def _key(name: str, compiler: list[str]) -> str:
+    """A hash of all that a library depends on: sources, options, compiler and processor."""
+    parts = [
+        platform.machine(),
+        _processor_flags(),
+        repr((compiler, toolchain.FLAGS, toolchain.INSTRUCTIONS[CAPABILITY])),
+    ]
+    for program in filter(None, map(shutil.which, compiler)):  # more than one in "ccache g++"
+        status = os.stat(program)
+        parts.append(repr((os.path.realpath(program), status.st_size, status.st_mtime_ns)))
+    hashed = hashlib.sha256("\0".join(parts).encode())
+    for source in (SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))):
+        hashed.update(hashlib.sha256(source.read_bytes()).digest())
+    return hashed.hexdigest()[:32]
+
+
+def _processor_flags() -> str:
+    """What the processor can do, for compilers that are told to use all of it; nothing where Linux does not tell."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""
+
+
+def _digest(content: bytes, key: str) -> bytes:
+    return hashlib.sha256(key.encode() + content).digest()

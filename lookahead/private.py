@@ -1,0 +1,78 @@
+"""Files that nobody but the user of this process can have written.
+
+A folder and a file are judged once they are open, so nobody can exchange them between the look and the use, and it does
+not matter who may write to the folders above.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def opened_folder(path: Path) -> Iterator[int]:
+    """A descriptor of the folder, which is made unless it is there; its mode becomes 0700.
+
+    Raises:
+        PermissionError: It belongs to another user, others may write to it, or it is a symbolic link.
+        OSError: It cannot be made or opened.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = _opened(str(path), None, os.O_DIRECTORY)
+    try:
+        if os.fstat(folder).st_mode & 0o777 != 0o700:
+            os.fchmod(folder, 0o700)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def opened(name: str, folder: int) -> int:
+    """A descriptor, for reading, of a file in an opened folder; the caller closes it.
+
+    Raises:
+        PermissionError: It belongs to another user, others may write to it, or it is not a plain file.
+        OSError: It is not there, or cannot be opened.
+    """
+    file = _opened(name, folder, os.O_NONBLOCK)  # a pipe must not be waited for
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise PermissionError(f"{name} is not a plain file")
+    return file
+
+
+def write(name: str, content: bytes, folder: int) -> None:
+    """Put a file into an opened folder, whole or not at all, in place of what has its name."""
+    new = f"{name}.{secrets.token_hex(8)}"
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new, dir_fd=folder)
+        raise
+
+
+def _opened(name: str, folder: int | None, flags: int) -> int:
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise PermissionError(f"{name} is a symbolic link, or no folder") from None
+        raise
+    found = os.fstat(descriptor)
+    if found.st_uid != os.geteuid():
+        why = f"{name} belongs to user {found.st_uid}, and this process to user {os.geteuid()}"
+    elif found.st_mode & 0o022:
+        why = f"others than its owner may write to {name} (mode {found.st_mode & 0o777:04o})"
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(why)
