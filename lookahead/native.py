@@ -156,14 +156,13 @@ def _loaded(name: str, key: str, folder: int) -> ctypes.CDLL:
         content = _read(file)
         if content[-_DIGEST:] != _digest(content[:-_DIGEST], key):
             raise OSError(f"{_file_name(name, key)} is not what was built")
-        path = f"/proc/self/fd/{file}"  # what was looked at, whatever has its name by now
-        if not os.path.exists(path):
-            path = f"{stack.enter_context(tempfile.TemporaryDirectory(prefix='lookahead-'))}/{_file_name(name, key)}"
-            Path(path).write_bytes(content)
-            return ctypes.CDLL(path)
-        library = ctypes.CDLL(path)
-        stack.pop_all()  # the file stays open: to the linker, another of this number would be the same library
-        return library
+        if os.path.exists(f"/proc/self/fd/{file}"):
+            library = ctypes.CDLL(f"/proc/self/fd/{file}")  # what was looked at, whatever has its name by now
+            stack.pop_all()  # it stays open: to the linker, another file of this number would be the same library
+            return library
+        copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-"))) / _file_name(name, key)
+        copy.write_bytes(content)
+        return ctypes.CDLL(str(copy))
 
 
 def _said_today(failure: str, folder: int) -> str | None:
@@ -197,7 +196,7 @@ def _key(name: str, compiler: list[str]) -> str:
     ]
     for program in filter(None, map(shutil.which, compiler)):  # more than one in "ccache g++"
         status = os.stat(program)
-        parts.append(repr((os.path.realpath(program), status.st_size, status.st_mtime_ns)))
+        parts.append(repr((os.path.realpath(program), status.st_dev)))
     hashed = hashlib.sha256("\0".join(parts).encode())
     for source in (SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))):
         hashed.update(hashlib.sha256(source.read_bytes()).digest())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead import native, private, toolchain, tree_attention
@@ -189,6 +189,7 @@ def test_another_version_of_a_header_is_built(tiny):
     assert answer() == 43
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_no_other_content_is_loaded_than_what_was_built(data):
     """Nor given to the linker, which would end the process."""
@@ -280,6 +281,16 @@ def test_a_folder_that_others_may_read_becomes_private(tiny, cache):
     assert answer() == 42
     assert cache.stat().st_mode & 0o777 == 0o700
     assert kept().exists()
+
+
+def test_a_new_folder_is_private_from_the_start(tiny, cache, caplog):
+    before = os.umask(0)
+    try:
+        assert answer() == 42
+    finally:
+        os.umask(before)
+    assert kept().exists()
+    assert not caplog.records
 
 
 def test_a_folder_is_judged_open_whoever_may_exchange_it(tiny, cache, monkeypatch, tmp_path):
@@ -465,7 +476,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         writer = threading.Thread(target=write)
         writer.start()
         try:
-            for _ in range(300):
+            for _ in range(2000):
                 file = private.opened("file", folder)
                 assert native._read(file) in contents
                 os.close(file)
