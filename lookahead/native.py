@@ -196,7 +196,7 @@ def _key(name: str, compiler: list[str]) -> str:
     ]
     for program in filter(None, map(shutil.which, compiler)):  # more than one in "ccache g++"
         status = os.stat(program)
-        parts.append(repr((os.path.realpath(program), status.st_dev)))
+        parts.append(repr((os.path.realpath(program), status.st_size, status.st_mtime_ns)))
     hashed = hashlib.sha256("\0".join(parts).encode())
     for source in (SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))):
         hashed.update(hashlib.sha256(source.read_bytes()).digest())
