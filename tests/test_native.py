@@ -155,32 +155,27 @@ def test_what_was_built_is_kept(tiny, cache, monkeypatch):
 
 
 def test_all_that_a_library_depends_on_has_a_part_in_its_name(tiny, monkeypatch, tmp_path):
-    compiler = script(tmp_path / "c++", f'exec {os.environ["CXX"]} "$@"')
-    monkeypatch.setenv("CXX", str(compiler))
+    compiler = script(tmp_path / "c++", "as it was")
+    other = next(name for name in toolchain.INSTRUCTIONS if name != native.CAPABILITY)
+    changes = [
+        lambda: monkeypatch.setenv("CXX", str(compiler)),
+        lambda: monkeypatch.setenv("CXX", f"{compiler} -O1"),
+        lambda: script(compiler, "replaced by a longer one"),
+        lambda: os.utime(compiler, (1, 1)),
+        lambda: monkeypatch.setenv("CXX", f"env {compiler} -O1"),
+        lambda: os.utime(compiler, (2, 2)),  # behind another program
+        lambda: (tiny / "answer.h").write_text("#define ANSWER 43\n"),
+        lambda: (tiny / "tiny.cpp").write_text(TINY + " "),
+        lambda: monkeypatch.setattr(native, "_processor_flags", lambda: "flags: none"),
+        lambda: monkeypatch.setattr(native.platform, "machine", lambda: "another"),
+        lambda: monkeypatch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-g")),
+        lambda: monkeypatch.setattr(native, "CAPABILITY", other),
+    ]
     names = [kept().name]
-    monkeypatch.setenv("CXX", f"{compiler} -O1")
-    names.append(kept().name)
-    script(compiler, f'exec {os.environ["CXX"]} "$@" # newer')
-    names.append(kept().name)
-    monkeypatch.setenv("CXX", f"env {compiler} -O1")
-    names.append(kept().name)
-    script(compiler, f'exec {os.environ["CXX"]} "$@" # newest')  # behind another program
-    names.append(kept().name)
-    (tiny / "answer.h").write_text("#define ANSWER 43\n")
-    names.append(kept().name)
-    (tiny / "tiny.cpp").write_text(TINY + " ")
-    names.append(kept().name)
-    monkeypatch.setattr(native, "_processor_flags", lambda: "flags: none")
-    names.append(kept().name)
-    monkeypatch.setattr(native.platform, "machine", lambda: "another")
-    names.append(kept().name)
-    monkeypatch.setattr(
-        native, "CAPABILITY", next(name for name in toolchain.INSTRUCTIONS if name != native.CAPABILITY)
-    )
-    names.append(kept().name)
-    monkeypatch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-g"))
-    names.append(kept().name)
-    assert len(set(names)) == len(names)
+    for change in changes:
+        change()
+        names.append(kept().name)
+    assert len(set(names)) == len(names), names
 
 
 def test_another_version_of_a_header_is_built(tiny):
