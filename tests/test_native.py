@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lookahead import native, private, toolchain, tree_attention
 
 ROOT = Path(__file__).parents[1]
-ANOTHER = 65534
+ANOTHER = os.geteuid() + 1
 TINY = """
 #include "answer.h"
 extern "C" void answer_float32(int* x) { *x = ANSWER; }
