@@ -339,7 +339,9 @@ def test_two_libraries_are_two(tiny):
 def hanging(tmp_path, monkeypatch):
     """A compiler that does; the time that it is given begins when it has a child."""
     tried, children, wait = tmp_path / "tried", tmp_path / "children", subprocess.Popen.wait
-    text = f"echo $$ >> {tried}\nsleep 600 &\necho $! >> {children}\nwait"
+    text = (
+        f"echo $$ >> {tried}\necho > ${{TMPDIR:-{tmp_path}/temporary}}/left\nsleep 600 &\necho $! >> {children}\nwait"
+    )
     monkeypatch.setenv("CXX", str(script(tmp_path / "hanging", text)))
     monkeypatch.setattr(toolchain, "SECONDS", 0.1)
 
