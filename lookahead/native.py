@@ -29,6 +29,7 @@ SOURCES = Path(__file__).parent
 READY = SOURCES / "kernels"
 """What a wheel has brought along, as trustworthy as this module beside it."""
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "kernels"
+KERNELS = "products", "tree_attention"
 DAY = 24 * 60 * 60
 _DIGEST = hashlib.sha256().digest_size
 

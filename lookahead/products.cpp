@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
 #include "vectors.h"
 
@@ -24,13 +23,13 @@ typedef Lanes<L>::Ints Ints;
 #define UNROLL _Pragma("GCC unroll 64")
 #define INLINE inline __attribute__((always_inline))
 
-// How numbers of a type are multiplied: STRIDE of them at a time, in the form Factors.
+// How numbers of a type are multiplied: STRIDE of them at a time, in the form Factors; those of the input are Prepared
+// where they are not taken as they are.
 struct ByFloats {
     typedef float Number;
     typedef float Prepared;
     typedef Floats Factors;
     static constexpr int STRIDE = L;
-    static const float* prepared(const float* x, long, std::vector<float>&) { return x; }
     static INLINE Floats factors(const float* x) { return *(const Unaligned<Floats>*)x; }
     static INLINE void add(Floats& sum, const float* x, Floats w) { sum += factors(x) * w; }
 };
@@ -41,7 +40,6 @@ struct ByPairs {
     typedef BFloat16 Prepared;
     typedef Ints Factors;
     static constexpr int STRIDE = 2 * L;
-    static const BFloat16* prepared(const BFloat16* x, long, std::vector<BFloat16>&) { return x; }
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
     static INLINE void add(Floats& sum, const BFloat16* x, Ints w) {
         sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors(x), (__m512bh)w);
@@ -55,11 +53,8 @@ struct ByPairs {
     typedef float Prepared;
     typedef Ints Factors;
     static constexpr int STRIDE = 2 * L;
-    static const float* prepared(const BFloat16* x, long count, std::vector<float>& room) {
-        room.resize(count);
-        for (long begin = 0; begin < count; begin += STRIDE)
-            for (int i = 0; i < STRIDE; i++) room[begin + i % 2 * L + i / 2] = number(x[begin + i]);
-        return room.data();
+    static void prepare(const BFloat16* x, float* to) {
+        for (int i = 0; i < STRIDE; i++) to[i % 2 * L + i / 2] = number(x[i]);
     }
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
     static INLINE void add(Floats& sum, const float* x, Ints w) {
@@ -150,18 +145,25 @@ static void multiply_some(int rows, const typename By::Prepared* x, const Matrix
     }
 }
 
-// x [rows][inputs] with each matrix; inputs is a multiple of STRIDE.
+// x [rows][inputs] with each matrix; inputs is a multiple of STRIDE. room: of as many floats as x has numbers.
 template <class By>
 static void multiply(const typename By::Number* x, const Matrix<typename By::Number>* matrices, long count, long rows,
-                     long inputs, long threads) {
+                     long inputs, float* room, long threads) {
+    typedef typename By::Prepared Prepared;
     if (rows == 0) return;
     long blocks = 0;
     for (long i = 0; i < count; i++) blocks += (matrices[i].outputs + BLOCK - 1) / BLOCK;
     const long tiles = (rows + TILE - 1) / TILE, rows_of_tile = (rows + tiles - 1) / tiles;
 #pragma omp parallel num_threads(threads)
     {
-        static thread_local std::vector<typename By::Prepared> room;
-        const typename By::Prepared* prepared = By::prepared(x, rows * inputs, room);
+        const Prepared* prepared;
+        if constexpr (sizeof(Prepared) == sizeof(typename By::Number)) {
+            prepared = x;
+        } else {
+            prepared = room;
+#pragma omp for schedule(static)
+            for (long i = 0; i < rows * inputs; i += By::STRIDE) By::prepare(x + i, room + i);
+        }
 #pragma omp for schedule(static)
         for (long block = 0; block < blocks; block++) {
             long before = block, which = 0;
@@ -176,8 +178,9 @@ static void multiply(const typename By::Number* x, const Matrix<typename By::Num
 }
 
 #define FOR(NAME, T, BY)                                                                                         \
-    extern "C" void NAME(const T* x, const Matrix<T>* matrices, long count, long rows, long inputs, long threads) { \
-        multiply<BY>(x, matrices, count, rows, inputs, threads);                                                 \
+    extern "C" void NAME(const T* x, const Matrix<T>* matrices, long count, long rows, long inputs, float* room, \
+                         long threads) {                                                                         \
+        multiply<BY>(x, matrices, count, rows, inputs, room, threads);                                           \
     }
 
 FOR(multiply_float32, float, ByFloats)

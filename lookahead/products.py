@@ -19,7 +19,7 @@ MOST_ROWS = 64  # of an input; beyond, torch's product is faster
 STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel takes at once
 # Layers of one module that are given the same input; if they are not, it costs time and nothing else.
 GIVEN_THE_SAME = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-_ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 4
+_ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 
 
 class DecodingLinear(nn.Linear):
@@ -103,7 +103,11 @@ def multiply(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torc
             for weight, bias, out in zip(weights, biases, outs, strict=True)
         )
     )
-    kernels()[input.dtype](input.data_ptr(), matrices, len(weights), rows, inputs, torch.get_num_threads())
+    is_prepared = input.dtype == torch.bfloat16 and not native.HAS_BF16  # as floats, which need room
+    room = input.new_empty(rows * inputs if is_prepared else 0, dtype=torch.float32)
+    kernels()[input.dtype](
+        input.data_ptr(), matrices, len(weights), rows, inputs, room.data_ptr(), torch.get_num_threads()
+    )
     return outs
 
 
