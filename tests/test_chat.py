@@ -15,8 +15,10 @@ from zoo import tiny_model
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
 from lookahead.chat import PLAIN_TEMPLATE, Conversation, TurnRefusedError
-from lookahead.cli import load, main
-from lookahead.streaming import StopWhenAsked, render
+from lookahead.cli import main
+from lookahead.loading import load
+from lookahead.streaming import StopWhenAsked, render, without_half_character
+from lookahead.terminal import AnswerStreamer
 
 MARKED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
@@ -89,7 +91,8 @@ def from_scratch(talk: Conversation, messages: list[dict], **options) -> str:
     output = talk.model.generate(
         inputs["input_ids"], attention_mask=torch.ones_like(inputs["input_ids"]), tokenizer=talk.tokenizer, **options
     )
-    return talk.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    text = talk.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return without_half_character(text)
 
 
 def reads(talk: Conversation, content: str, **options) -> list[int]:
@@ -349,7 +352,7 @@ def test_a_full_context_leaves_the_chat_open():
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 @pytest.mark.parametrize("strategy", ["lookahead", "plain"])
 def test_ctrl_c_stops_an_answer_and_keeps_the_chat(monkeypatch, strategy):
-    streamer = lookahead.cli.StepStreamer
+    streamer = AnswerStreamer
     puts = []
     original = streamer.put
 
@@ -378,7 +381,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_chat(monkeypatch, strategy):
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_a_second_ctrl_c_does_not_wait(monkeypatch):
     puts = []
-    original = lookahead.cli.StepStreamer.put
+    original = AnswerStreamer.put
 
     def put(self, value):
         puts.append(None)
@@ -388,7 +391,7 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch):
         original(self, value)
 
     once = chat("import\n").stdout
-    monkeypatch.setattr(lookahead.cli.StepStreamer, "put", put)
+    monkeypatch.setattr(AnswerStreamer, "put", put)
     result = chat("class Stack:\nimport\n")
     assert result.exit_code == 0
     assert "this turn is forgotten" in result.stderr
