@@ -180,7 +180,7 @@ def audit(**options) -> None:
     metavar="N,N,...",
     help="Positions committed before the pass; those that the model has no room for are left out.",
 )
-@click.option("--seconds", type=Finite(min=1), default=30.0, show_default=True, help="To measure for.")
+@click.option("--seconds", type=Finite(1, 3600), default=30.0, show_default=True, help="To measure for.")
 @click.option("--threads", type=click.IntRange(1, os.cpu_count()), help="CPU threads; torch's default if not given.")
 @pass_options
 @click.option("--picture", type=FileToWrite(), metavar="PNG", help="Draw the times, too.")

@@ -52,7 +52,7 @@ def _loading(name: str | None, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # what is raised depends on the hub's client, the format and the device
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0].rstrip(".")
         raise click.ClickException(
             f"cannot load the {what} of {str(DEMO_MODEL if name is None else name)!r}: {reason}. Give --model a folder "
             "in Hugging Face format or the name of a causal LM on the hub, and --device a device of this machine."

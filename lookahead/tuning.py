@@ -37,7 +37,8 @@ class StepTimes:
     def picture(self, path: Path, title: str) -> None:
         """Draw the times, and the tokens that a pass has to yield so that it is as fast as plain decoding.
 
-        Raises ImportError without matplotlib (extra ``bench``).
+        Raises ImportError without matplotlib (extra ``bench``), ValueError if the path's suffix is no format that it
+        knows.
         """
         from matplotlib.figure import Figure
 
@@ -58,7 +59,7 @@ class StepTimes:
             axes.minorticks_off()
             axes.grid(alpha=0.2)
         left.legend(frameon=False, fontsize=8)
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")  # else it would add a suffix
 
 
 def time_steps(
