@@ -334,18 +334,28 @@ def test_statistics_in_plain_words():
     assert "2.5 times as fast as one token at a time" in in_plain_words(stats, 1, 2**62)
 
 
-@pytest.mark.parametrize("strategy", ["lookahead", "plain"])
-def test_an_answer_cut_by_the_limit_says_so(strategy):
-    cut = "the answer was cut off after {} tokens"
-    arguments = ["--strategy", strategy, "--max-new-tokens"]
-    talk = conversation(PLAIN_TEMPLATE)
-    talk.answer("import os\n", max_new_tokens=900, stop_strings=["\n\n\n"])  # ends by itself
-    assert not talk.is_cut
-    ids = talk.tokens[len(render(talk.tokenizer, talk.messages[:1])["input_ids"][0]) :]
-    whole = len(ids)
-    assert "cut off" not in chat("import os\n", *arguments, "900").stderr
-    assert "cut off" not in chat("import os\n", *arguments, str(whole)).stderr
-    assert cut.format(whole - 1) in chat("import os\n", *arguments, str(whole - 1)).stderr
+def test_an_answer_cut_by_the_limit_says_so():
+    for strategy in ("lookahead", "plain"):
+        result = chat("class Stack:\nif __name__ == '__main__':\n", "--strategy", strategy)
+        assert result.stderr.count("the answer was cut off after 30 tokens") == 1  # the other ends by itself
+
+
+@pytest.mark.parametrize("by", ["end token", "stop string"])
+def test_an_answer_that_ends_at_the_limit_is_not_cut(wrapped, by):
+    talk = conversation(MARKED, wrapped)
+    talk.answer("class Stack:", max_new_tokens=20)
+    assert talk.is_cut
+    length = len(talk.tokens) - 20
+    written = talk.tokens[length:]
+    place = next(i for i in range(4, 20) if written[i] not in written[:i])
+    options = {"stop_strings": [talk.tokenizer.decode(written[: place + 1])]} if by == "stop string" else {}
+    if by == "end token":
+        talk.model.generation_config.eos_token_id = [written[place]]
+    for limit, cut in ((place, True), (place + 1, False), (20, False)):
+        talk.reset()
+        talk.answer("class Stack:", max_new_tokens=limit, **options)
+        assert len(talk.tokens) - length == min(limit, place + 1)
+        assert talk.is_cut == cut
 
 
 @pytest.mark.parametrize("end", [b"\xe6", b"\xe6\x97", b"\xf0\x9f\x98", "日".encode()])

@@ -69,7 +69,7 @@ dropped = 0
 for module, ending in ((logits_process, ("Warper", "Processor", "Penalty", "Normalization")),
                        (stopping_criteria, "Criteria")):
     for name in [name for name in vars(module) if name.endswith(ending)]:
-        if name not in ("LogitsProcessor", "StoppingCriteria", "MaxLengthCriteria"):  # without which there is no decoding
+        if name not in ("LogitsProcessor", "StoppingCriteria", "MaxLengthCriteria"):  # those are needed
             delattr(module, name)
             dropped += 1
 assert dropped > 25
