@@ -17,6 +17,13 @@ from ngram_pool import GuessTree
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 
 
+# What configurations call the number of positions that a model was made for, or has room for in its tables.
+POSITION_LIMITS = (
+    "max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "max_seq_len",
+    "max_sequence_length", "n_positions", "n_ctx", "seq_length",
+)  # fmt: skip
+
+
 class UnsupportedModelError(ValueError):
     """The model cannot be decoded by lookahead; the message names the layer and the reason."""
 
@@ -43,6 +50,9 @@ class Architecture:
     is made in inference mode can be neither written to nor trained with afterwards."""
     two_part: tuple[PreTrainedConfig, ...] = ()
     """Configurations of the parts of the model that take `attention.attend`; none where it is not honoured."""
+    row_dependence: float = 0.0
+    """Largest error, relative to the spread of a row of logits, that the other rows of a pass make in it; 0 where it is
+    no more than rounding."""
     is_compiled: bool = False
     """The steps of single sequences run as `compiled` does."""
 
@@ -147,8 +157,8 @@ class Architecture:
         inputs = {self.cache_argument: cache, "use_cache": True}
         if self.takes_position_ids:
             inputs["position_ids"] = tokens[1]
-        # The model's own causal mask, which is right for a single chain, covers all keys.
-        if len(steps) > 1 or not steps[0].is_chain or (self.two_part and len(steps[0]) > 1):
+        # Where chains are all that there is, the model's own mask serves, which the probe has found to be causal.
+        if len(steps) > 1 or (self.can_branch and len(steps[0]) > 1):
             inputs["attention_mask"] = self.masks(ancestors, positions, cache, model.dtype, device)
         with attention.in_use(self.two_part), mode:
             return model(input_ids=tokens[0], **inputs).logits[:, again:]
@@ -171,10 +181,22 @@ def implementation_of(model: PreTrainedModel) -> str:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Where the model's inputs belong; parameters that accelerate keeps elsewhere do not tell."""
-    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    device = _execution_device(model)
+    if device is None and model.device.type == "meta":  # offloaded part by part
+        device = _execution_device(model.get_input_embeddings())
     return torch.device(device) if device is not None else model.device
 
 
+def _execution_device(module: torch.nn.Module) -> torch.device | int | str | None:
+    """Where accelerate's hook on a module brings its weights and inputs, if there is one that does."""
+    hook = getattr(module, "_hf_hook", None)
+    devices = [getattr(one, "execution_device", None) for one in getattr(hook, "hooks", [hook])]
+    return next((device for device in devices if device is not None), None)
+
+
 def context_length(model: PreTrainedModel) -> int:
-    """Positions that the model was made for; a number beyond any text where it does not say."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**62
+    """Positions that the model was made for, the least of what its configuration names; beyond any text if it does not
+    say."""
+    config = model.config.get_text_config(decoder=True)
+    limits = [getattr(config, name, None) for name in POSITION_LIMITS]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=2**62)

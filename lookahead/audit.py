@@ -32,7 +32,7 @@ from lookahead.wrapping import LookaheadMixin, unwrap, wrap
 from ngram_pool import NgramPool
 
 # Left to itself, a budget may be 0 where the model is small: then nothing would be looked at.
-GUESSING = LookaheadConfig(budget=16, window_size=0)
+GUESSING = LookaheadConfig(budget=16, window_size=0, allow_row_dependent=True)
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from lookahead import __version__
-from lookahead.config import AUTO, LookaheadConfig
+from lookahead.config import AUTO, MOST_NGRAM_SIZE, MOST_ROWS, LookaheadConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 FILE = click.Path(exists=True, dir_okay=False)
@@ -110,12 +110,12 @@ decoding_options = _options(
     click.option("--seed", type=SEEDS, default=0, show_default=True, help="Seed of sampling."),
     click.option("--strategy", type=click.Choice(["lookahead", "jacobi", "plain"]), default="lookahead",
                  show_default=True, help="plain: one token a step."),
-    click.option("--budget", type=AutoOr(min=0), default=LookaheadConfig.budget, show_default=True,
+    click.option("--budget", type=AutoOr(min=0, max=MOST_ROWS - 1), default=LookaheadConfig.budget, show_default=True,
                  help="Most guesses verified in a step."),
-    click.option("--window-size", type=AutoOr(min=0), default=LookaheadConfig.window_size, show_default=True,
-                 help="Columns W of the Jacobi window; 0 turns it off."),
-    click.option("--ngram-size", type=AutoOr(min=2), default=LookaheadConfig.ngram_size, show_default=True,
-                 help="Length N of the window's n-grams."),
+    click.option("--window-size", type=AutoOr(min=0, max=MOST_ROWS - 1), default=LookaheadConfig.window_size,
+                 show_default=True, help="Columns W of the Jacobi window; 0 turns it off."),
+    click.option("--ngram-size", type=AutoOr(min=2, max=MOST_NGRAM_SIZE), default=LookaheadConfig.ngram_size,
+                 show_default=True, help="Length N of the window's n-grams."),
     click.option("--pool", "pool_path", type=FILE, metavar="FILE",
                  help="Start from a saved pool; the file stays as it is."),
     pass_options,

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 AUTO = "auto"
+MOST_ROWS = 1024  # of one sequence in a pass; beyond, rows cost as much as tokens, and logits take gigabytes
+MOST_NGRAM_SIZE = 32
+NGRAM_SIZE = 3  # of a window of a given size
 STRATEGIES = ("lookahead", "jacobi")
 
 
@@ -12,7 +15,7 @@ class LookaheadConfig:
     """Settings of a wrapped model. None of them changes the text, only how long it takes; in half precision, each may
     change which of two nearly tied tokens is written, as whatever decides the shape or order of a sum does.
 
-    Raises ValueError for a value out of range.
+    Raises ValueError for a value out of range, or where a pass would have more than MOST_ROWS rows of one sequence.
     """
 
     strategy: str = "lookahead"
@@ -20,22 +23,27 @@ class LookaheadConfig:
     decoding, the guesses are what the last step said of the same positions (Santilli et al. 2023, arXiv 2305.10427)."""
 
     budget: int | Literal["auto"] = AUTO
-    """Most guesses verified in a step; 0 guesses nothing. ``auto``: in each step as many as gain the most tokens per
-    second (`budget.Pace`). With ``jacobi`` the number of positions iterated on, of which ``auto`` takes 16."""
+    """Most guesses verified in a step, below MOST_ROWS; 0 guesses nothing. ``auto``: in each step as many as gain the
+    most tokens per second (`budget.Pace`). With ``jacobi`` the number of positions iterated on, of which ``auto``
+    takes 16."""
 
     window_size: int | Literal["auto"] = AUTO
-    """W, columns of the Jacobi window; 0 turns it off. ``auto``: tried now and then, kept where it pays
-    (`budget.WindowTrials`). Of no effect with ``jacobi``."""
+    """W, columns of the Jacobi window, below MOST_ROWS; 0 turns it off. ``auto``: tried now and then, kept where it
+    pays (`budget.WindowTrials`). Of no effect with ``jacobi``."""
 
     ngram_size: int | Literal["auto"] = AUTO
-    """N, length of the n-grams that the window closes; it has N - 1 rows. At least 2. ``auto``: 3 for a window of a
-    given size, else tried along with it."""
+    """N, length of the n-grams that the window closes; it has N - 1 rows. At least 2, at most MOST_NGRAM_SIZE.
+    ``auto``: NGRAM_SIZE for a window of a given size, else tried along with it."""
 
     pool_memory_mb: float = 16
-    """Memory in MiB of a pool that is made here; of no effect where a pool is given."""
+    """Memory in MiB of a pool that is made here, as `NgramPool` takes it; of no effect where a pool is given."""
 
     pack_weights: bool = True
     """Whether `wrap` packs the weights of a model on the CPU (`packing.pack`); of no effect elsewhere."""
+
+    allow_row_dependent: bool = False
+    """Whether a model is decoded by lookahead whose logits depend on the other rows of a pass by more than rounding,
+    as they do where activations are quantized in each pass. Its texts then part from plain decoding's."""
 
     compile_passes: bool = False
     """Whether the passes of single sequences are compiled (`lookahead.compiled`). Off by default, for the first text of
@@ -49,12 +57,28 @@ class LookaheadConfig:
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}")
-        for name, least in (("budget", 0), ("window_size", 0), ("ngram_size", 2)):
+        bounds = {"budget": (0, MOST_ROWS - 1), "window_size": (0, MOST_ROWS - 1), "ngram_size": (2, MOST_NGRAM_SIZE)}
+        for name, (least, most) in bounds.items():
             value = getattr(self, name)
-            if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}, or {AUTO!r}")
-        if not self.pool_memory_mb > 0:
-            raise ValueError(f"pool_memory_mb={self.pool_memory_mb!r} must be above 0")
+            if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most):
+                raise ValueError(f"{name}={value!r} must be a whole number in {least}..{most}, or {AUTO!r}")
+        rows = self._given_rows()
+        if rows > MOST_ROWS:
+            raise ValueError(
+                f"budget={self.budget!r}, window_size={self.window_size!r} and ngram_size={self.ngram_size!r} make "
+                f"passes of {rows} rows, of which {MOST_ROWS} are the most: lower one of them, the window has "
+                "window_size * (ngram_size - 1) rows"
+            )
+        from ngram_pool.pool import check_memory  # imports numba, which takes longer than the command line's help
+
+        check_memory("pool_memory_mb", self.pool_memory_mb)
+
+    def _given_rows(self) -> int:
+        """Rows of one sequence in a pass: the root and what is not left to ``auto``."""
+        rows = 1 if self.budget == AUTO else 1 + self.budget
+        if self.strategy == "lookahead" and self.window_size != AUTO:
+            rows += self.window_size * ((NGRAM_SIZE if self.ngram_size == AUTO else self.ngram_size) - 1)
+        return rows
 
     @property
     def goes_by_costs(self) -> bool:

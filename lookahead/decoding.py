@@ -97,10 +97,12 @@ def run(
     """Decode by lookahead, or by ``plain``, the model's own method of the same signature, with one warning why."""
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token_id")
+    if len(input_ids) == 0:
+        raise ValueError("the batch is empty: give at least one prompt")
     look_at_shared_weights(model)
-    reason = why_plain(model, input_ids, generation_config, synced_gpus, model_kwargs)
+    reason = why_plain(model, input_ids, generation_config, synced_gpus, model_kwargs, engine.config)
     if reason is not None:
-        warn_plain(reason)
+        warn_plain(model, reason)
         return plain(
             model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
             **model_kwargs,

@@ -1,11 +1,14 @@
 """Which layers a model has and whether they take what a step needs: `Architecture`s found and tried out.
 
 Configuration says what kind of layers there are; a probe of a few tokens then compares a branching step with plain
-forward passes, because a model may accept a custom mask and ignore it.
+decoding, one token a pass, because a model may accept a custom mask and ignore it.
 """
 
+import copy
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -23,6 +26,7 @@ from lookahead.architecture import (
     implementation_of,
 )
 from lookahead.cache import InPlaceLayer, LookaheadCache
+from lookahead.prefill import compute
 from lookahead.step import Step, Visibility, lay_out
 from lookahead.window import JacobiWindow
 from ngram_pool import GuessTree, Source
@@ -37,6 +41,7 @@ FULL_PRECISION_ROUNDING = 1e-5
 
 _inspected: WeakKeyDictionary[PreTrainedModel, dict[str | tuple[str, str], Architecture]] = WeakKeyDictionary()
 _batches: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+_without_cache: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
 def inspect_model(model: PreTrainedModel, compile_passes: bool = False) -> Architecture:
@@ -79,9 +84,22 @@ def can_batch(model: PreTrainedModel) -> bool:
     return known[implementation]
 
 
+def same_without_cache(model: PreTrainedModel) -> bool:
+    """Whether plain passes over all of a text say what plain decoding on a cache does, probed once for each attention
+    implementation. They do not where attention is not causal."""
+    known = _without_cache.setdefault(model, {})
+    implementation = implementation_of(model)
+    if implementation not in known:
+        known[implementation] = _probe_without_cache(model, inspect_model(model))
+    return known[implementation]
+
+
 def _inspect(model: PreTrainedModel) -> Architecture:
     name = type(model).__name__
     architecture = _read_config(model)
+    if architecture.in_inference_mode and not _takes_inference_mode(model, architecture):
+        architecture = replace(architecture, in_inference_mode=False)
+    architecture = replace(architecture, row_dependence=_row_dependence(model, architecture))
     implementation = implementation_of(model)
     if architecture.can_branch:
         configs = _configs_with_sdpa(model)
@@ -97,7 +115,10 @@ def _inspect(model: PreTrainedModel) -> Architecture:
     reason = _probe(model, chain)
     if reason is None:
         return chain
-    if architecture.has_state:
+    if not _is_causal(model, architecture):
+        reason = "later tokens change the logits of earlier ones"
+        remedy = "Loading it with is_decoder=True may make its attention causal"
+    elif architecture.has_state:
         remedy = f"A state is kept by its layers {_state_layers(architecture)}"
     else:
         others = [repr(other) for other in ("sdpa", "eager") if other != implementation]
@@ -197,63 +218,140 @@ def _goes_by_columns(config) -> bool:
     )
 
 
-@torch.no_grad()
-def _probe(model: PreTrainedModel, architecture: Architecture, sequences: int = 1) -> str | None:
-    """Run prompts, three steps and their commits; compare each row of logits with a plain pass.
-
-    sequences: in the batch; their prompts and accepted paths differ in length.
-    Returns what is wrong, or None.
-    """
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (sequences, 20))
-    texts = [tokens[b, : 6 - 2 * b].tolist() for b in range(sequences)]
-    plans = [_first_step(line, architecture.can_branch, b) for b, line in enumerate(tokens)]
-    was_training = model.training
+@contextmanager
+def _as_in_generate(model: PreTrainedModel) -> Iterator[None]:
+    """Without gradients and without dropout."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        caches = [architecture.make_cache() for _ in range(sequences)]
-        for text, cache in zip(texts, caches, strict=True):
-            prefill = lay_out(text[0], GuessTree.chain(text[1:], Source.PROMPT))
-            logits = architecture.forward(model, [prefill], cache)
-            if not _holds_rows_of(cache, logits):
-                return "a pass leaves more or fewer positions in the cache than it has tokens"
-            cache.commit([prefill], [list(range(len(prefill)))])
-        cache = architecture.make_cache() if sequences > 1 else caches[0]
-        if sequences > 1:
-            cache.stack(caches)
-        chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Source.TEXT))  # is accepted whole
-        rounds = [plans, [(chain, [0, 1])] * sequences, [(lay_out(tokens[0, 19], GuessTree.empty()), [0])] * sequences]
-        worst = noise = 0.0
-        for plan in rounds:
-            steps, paths = [step for step, _ in plan], [path for _, path in plan]
-            logits = architecture.forward(model, steps, cache)
-            for b, (step, path) in enumerate(plan):
-                for leaf in set(range(len(step))) - set(step.parents.tolist()):
-                    line = np.flatnonzero(step.ancestors[leaf])
-                    theirs = _plain_logits(model, architecture, [*texts[b], *step.ids[line]])
-                    if theirs.isnan().any():
-                        return "the logits of a plain pass are NaN"
-                    worst = max(worst, relative_error(logits[b, line], theirs[-len(line) :]))
-                    longer = _plain_logits(model, architecture, [*texts[b], *step.ids[line], 0])[:-1]
-                    noise = max(noise, relative_error(longer, theirs))
-                texts[b] += step.ids[path].tolist()
-            cache.commit(steps, paths)
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _takes_inference_mode(model: PreTrainedModel, architecture: Architecture) -> bool:
+    """False where tensors of the model's own refuse it (weights quantized by some libraries do)."""
+    try:
+        with _as_in_generate(model), torch.inference_mode():
+            _plain_logits(model, architecture, torch.zeros(1, 2, dtype=torch.long))
+    except (torch.OutOfMemoryError, MemoryError):  # says nothing of the model
+        raise
+    except Exception:  # what else is wrong, the probe will say
+        return False
+    return True
+
+
+def _row_dependence(model: PreTrainedModel, architecture: Architecture) -> float:
+    """`Architecture.row_dependence`.
+
+    Of several sequences, which no attention mixes, each is computed with the others and alone. A row that a router
+    sends elsewhere by rounding does not count: in full precision that hardly happens twice, in half precision not to
+    most rows.
+    """
+    rng = np.random.default_rng(1)
+    found = []
+    for _ in range(2):
+        tokens = torch.from_numpy(rng.integers(0, _vocabulary(model), (4, 12)))
+        try:
+            with _as_in_generate(model):
+                errors = _errors_beside_others(model, architecture, tokens)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception:  # a model that takes no batches, or nothing: the probe will say
+            return 0.0
+        found.append((errors.median() if model.dtype in ROUNDING else errors.max()).item())
+        if not found[-1] > ROUNDING.get(model.dtype, FULL_PRECISION_ROUNDING):
+            return 0.0
+    return max(found)
+
+
+def _is_causal(model: PreTrainedModel, architecture: Architecture) -> bool:
+    """Whether what follows a token leaves its logits as they are, in a pass of the model's own."""
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, _vocabulary(model), (1, 12)))
+    try:
+        with _as_in_generate(model):
+            logits = _plain_logits(model, architecture, tokens)
+            tokens[0, 6:] = tokens[0, 6:].flip(0)
+            other = _plain_logits(model, architecture, tokens)
+    except Exception:  # no pass, so no answer: what the probe said stands
+        return True
+    return relative_error(other[0, :6], logits[0, :6]) <= ROUNDING.get(model.dtype, FULL_PRECISION_ROUNDING)
+
+
+def _probe_without_cache(model: PreTrainedModel, architecture: Architecture) -> bool:
+    """`same_without_cache`, by a prompt of 8 tokens and 4 more."""
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, _vocabulary(model), (1, 12)))
+    with _as_in_generate(model):
+        cache = DynamicCache(config=architecture.config)
+        cached = [_plain_logits(model, architecture, tokens[:, :8], cache)[0, -1:]]
+        cached += [_plain_logits(model, architecture, tokens[:, i : i + 1], cache, i)[0] for i in range(8, 12)]
+        at_once = [_plain_logits(model, architecture, tokens[:, : i + 1])[0, -1:] for i in range(7, 12)]
+        noise = _errors_beside_others(model, architecture, tokens.repeat(2, 1)).max().item()
+    rounding = _rounding(model, max(noise, architecture.row_dependence))
+    return relative_error(torch.cat(at_once), torch.cat(cached)) <= rounding
+
+
+def _probe(model: PreTrainedModel, architecture: Architecture, sequences: int = 1) -> str | None:
+    """What is wrong with decoding ``model`` so, or None: `_compare_with_plain`.
+
+    sequences: in the batch; their prompts and accepted paths differ in length.
+    """
+    try:
+        with _as_in_generate(model):
+            return _compare_with_plain(model, architecture, sequences)
     except (torch.OutOfMemoryError, MemoryError):  # says nothing of the model
         raise
     except Exception as error:  # whatever a model raises at a mask or cache that it was not written for
         return f"a step with {'branches' if architecture.can_branch else 'several tokens'} failed with {error!r}"
-    finally:
-        model.train(was_training)
-    if worst <= max(ROUNDING.get(model.dtype, FULL_PRECISION_ROUNDING), 4 * noise):
+
+
+def _compare_with_plain(model: PreTrainedModel, architecture: Architecture, sequences: int) -> str | None:
+    """Run prompts, three steps and their commits; compare each row of logits with plain decoding."""
+    tokens = np.random.default_rng(0).integers(0, _vocabulary(model), (sequences, 20))
+    texts = [tokens[b, : 6 - 2 * b].tolist() for b in range(sequences)]
+    plans = [_first_step(line, architecture.can_branch, b) for b, line in enumerate(tokens)]
+    worst, lines = 0.0, []
+    caches = [architecture.make_cache() for _ in range(sequences)]
+    theirs = [DynamicCache(config=architecture.config) for _ in range(sequences)]  # of plain decoding
+    for text, cache, their in zip(texts, caches, theirs, strict=True):
+        prompt = torch.tensor([text], device=device_of(model))
+        logits = compute(model, architecture, prompt, cache, None, len(text))
+        if not _holds_rows_of(cache, logits):
+            return "a pass leaves more or fewer positions in the cache than it has tokens"
+        worst = max(worst, relative_error(logits, _plain_logits(model, architecture, prompt, their)[0]))
+    cache = architecture.make_cache() if sequences > 1 else caches[0]
+    if sequences > 1:
+        cache.stack(caches)
+    chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Source.TEXT))  # is accepted whole
+    rounds = [plans, [(chain, [0, 1])] * sequences, [(lay_out(tokens[0, 19], GuessTree.empty()), [0])] * sequences]
+    for plan in rounds:
+        steps, paths = [step for step, _ in plan], [path for _, path in plan]
+        logits = architecture.forward(model, steps, cache)
+        for b, (step, path) in enumerate(plan):
+            expected, after = _plain_rows(model, architecture, step, theirs[b], len(texts[b]))
+            if expected.isnan().any():
+                return "the logits of a plain pass are NaN"
+            worst = max(worst, relative_error(logits[b, : len(step)], expected))
+            leaves = set(range(len(step))) - set(step.parents.tolist())
+            lines += [[*texts[b], *step.ids[step.ancestors[leaf]]] for leaf in leaves]
+            theirs[b] = after[path[-1]]
+            texts[b] += step.ids[path].tolist()
+        cache.commit(steps, paths)
+    longest = max(map(len, lines))
+    same_length = torch.tensor([[*line, *[0] * (longest - len(line))] for line in lines])
+    noise = _errors_beside_others(model, architecture, same_length).max().item()
+    if worst <= _rounding(model, max(noise, architecture.row_dependence)):
         return None
     what = "custom masks, position_ids or cache are" if architecture.can_branch else "the cache is"
-    return f"{what} not honoured, its logits differ from a plain pass by {worst:.1e} of their spread"
+    return f"{what} not honoured, its logits differ from plain decoding's by {worst:.1e} of their spread"
 
 
 def _holds_rows_of(cache: LookaheadCache, logits: torch.Tensor) -> bool:
-    """Whether the last pass put a column into every layer for each row of its logits [batch, T, vocabulary]."""
+    """Whether the last pass put a column into every layer for each row of its logits [T, vocabulary]."""
     layers = [layer for layer in cache.layers if isinstance(layer, InPlaceLayer) and layer.is_initialized]
-    return all(layer.columns - layer.base == logits.shape[1] for layer in layers)
+    return all(layer.columns - layer.base == len(logits) for layer in layers)
 
 
 def _first_step(tokens: np.ndarray, can_branch: bool, b: int) -> tuple[Step, list[int]]:
@@ -267,15 +365,60 @@ def _first_step(tokens: np.ndarray, can_branch: bool, b: int) -> tuple[Step, lis
     return (lay_out(tokens[6], tree, window), [0, 2, 3]) if b == 0 else (lay_out(tokens[6], tree), [0])
 
 
-def _plain_logits(model: PreTrainedModel, architecture: Architecture, ids: list[int]) -> torch.Tensor:
-    inputs = {"input_ids": torch.tensor([ids], device=device_of(model))}
+def _vocabulary(model: PreTrainedModel) -> int:
+    return model.config.get_text_config(decoder=True).vocab_size
+
+
+def _rounding(model: PreTrainedModel, noise: float) -> float:
+    """Largest error of a row that passes for rounding. noise: that of plain passes of other shapes."""
+    return max(ROUNDING.get(model.dtype, FULL_PRECISION_ROUNDING), 4 * noise)
+
+
+def _plain_logits(
+    model: PreTrainedModel,
+    architecture: Architecture,
+    ids: torch.Tensor,
+    cache: DynamicCache | None = None,
+    begin: int = 0,
+) -> torch.Tensor:
+    """Logits [batch, n, vocabulary] of the model's own pass over ids [batch, n] from position ``begin`` on."""
+    inputs = {"input_ids": ids.to(device_of(model)), "use_cache": cache is not None}
+    if cache is not None:
+        inputs[architecture.cache_argument] = cache
     if architecture.takes_position_ids:  # as generate() does; some would count from their padding token otherwise
-        inputs["position_ids"] = torch.arange(len(ids), device=device_of(model))[None]
-    return model(**inputs, use_cache=False).logits[0]
+        positions = torch.arange(begin, begin + ids.shape[1], device=device_of(model))
+        inputs["position_ids"] = positions.expand(ids.shape)
+    return model(**inputs).logits
+
+
+def _plain_rows(
+    model: PreTrainedModel, architecture: Architecture, step: Step, cache: DynamicCache, length: int
+) -> tuple[torch.Tensor, list[DynamicCache]]:
+    """Plain decoding of each line of a step, one token a pass, on a cache that holds ``length`` positions.
+
+    Returns the logits [T, vocabulary], and for each row the cache that it leaves.
+    """
+    rows, caches = [], []
+    for token, parent, depth in zip(step.ids.tolist(), step.parents.tolist(), step.depths.tolist(), strict=True):
+        caches.append(copy.deepcopy(cache if parent < 0 else caches[parent]))
+        rows.append(_plain_logits(model, architecture, torch.tensor([[token]]), caches[-1], length + depth)[0])
+    return torch.cat(rows), caches
+
+
+def _errors_beside_others(model: PreTrainedModel, architecture: Architecture, ids: torch.Tensor) -> torch.Tensor:
+    """Error of each row (`_row_errors`) that comes of computing the sequences ids [batch, n] in one pass."""
+    together = _plain_logits(model, architecture, ids)
+    alone = torch.cat([_plain_logits(model, architecture, line[None]) for line in ids])
+    return _row_errors(together.flatten(0, 1), alone.flatten(0, 1))
+
+
+def _row_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Distance of each row [rows, vocabulary] from its reference, relative to the spread of the reference."""
+    logits, reference = logits.double(), reference.double().to(logits.device)
+    spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
+    return (logits - reference).norm(dim=-1) / spread
 
 
 def relative_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest distance of a row [rows, vocabulary] from its reference, relative to the spread of the reference."""
-    logits, reference = logits.double(), reference.double().to(logits.device)
-    spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1)
-    return ((logits - reference).norm(dim=-1) / spread).nan_to_num(torch.inf).max().item()
+    """Largest of the rows' errors (`_row_errors`); infinite where one is NaN."""
+    return _row_errors(logits, reference).nan_to_num(torch.inf).max().item()

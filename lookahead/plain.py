@@ -1,12 +1,14 @@
 """What is left to the model's own decoding, and why."""
 
 import warnings
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from lookahead.architecture import CACHE_ARGUMENTS, context_length
-from lookahead.inspection import can_batch, inspect_model
+from lookahead.config import LookaheadConfig
+from lookahead.inspection import can_batch, inspect_model, same_without_cache
 from lookahead.prefill import cache_passed_in, positions_in, repeats_what_is_cached
 
 # Attributes of configurations, by model type, that say up to which length attention sees all keys. Beyond it, these
@@ -19,18 +21,24 @@ KNOWN_ARGUMENTS = {
     "tokenizer", "use_cache",
 }  # fmt: skip
 
-_warned: set[str] = set()
+_warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
-def warn_plain(reason: str) -> None:
-    """Warn, once for each reason, that the model's own decoding takes over."""
-    if reason not in _warned:
-        _warned.add(reason)
+def warn_plain(model: PreTrainedModel, reason: str) -> None:
+    """Warn, once for each reason and model, that the model's own decoding takes over."""
+    told = _warned.setdefault(model, set())
+    if reason not in told:
+        told.add(reason)
         warnings.warn(f"lookahead does not decode {reason}: the model's own decoding does.", stacklevel=2)
 
 
 def why_plain(
-    model: PreTrainedModel, ids: torch.Tensor, generation: GenerationConfig, synced_gpus: bool, model_kwargs: dict
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    generation: GenerationConfig,
+    synced_gpus: bool,
+    model_kwargs: dict,
+    config: LookaheadConfig,
 ) -> str | None:
     """What about this call lookahead does not cover, or None."""
     if model.config.is_encoder_decoder:
@@ -48,8 +56,16 @@ def why_plain(
     for name, value in model_kwargs.items():
         is_absent = value is None or value is False or (isinstance(value, dict) and not value)
         if name not in KNOWN_ARGUMENTS and not is_absent:
-            return f"with the model input {name}"
+            return f"with {_described(name, value)}"
     architecture = inspect_model(model)
+    if architecture.row_dependence and not config.allow_row_dependent:
+        return (
+            f"a model whose logits depend on the other rows of a pass (by {architecture.row_dependence:.1e} of their "
+            "spread), as activations quantized in each pass make them; LookaheadConfig(allow_row_dependent=True) lets "
+            "it, at the price of texts that part"
+        )
+    if model_kwargs.get("use_cache") is False and not same_without_cache(model):
+        return "with use_cache=False a model that writes another text then"
     if len(DynamicCache(config=architecture.config).layers) != len(architecture.layers):  # as assistant_early_exit does
         return "with another number of layers than the model had"
     if len(ids) > 1 and not can_batch(model):
@@ -66,10 +82,14 @@ def why_plain(
     whole = not held or repeats_what_is_cached(ids, generation, model_kwargs)
     if held >= new and whole:
         return "on past_key_values that hold all of the prompt"
+    # generate() drops a mask of ones, and says how long it was.
+    covered = (len(ids), getattr(generation, "_mask_length", None)) if mask is None else tuple(mask.shape)
+    if covered[1:] != (None,) and covered != (len(ids), new if whole else held + new):
+        return "with an attention_mask that is not of the prompt's shape"
     if mask is not None:
-        if mask.ndim != 2 or mask.shape != (len(ids), new if whole else held + new):
-            return "with an attention_mask that is not of the prompt's shape"
         seen = mask.bool()
+        if not torch.equal(mask, seen.to(mask.dtype)):
+            return "with an attention_mask of other values than 0 and 1"
         if not seen[:, -1].all() or (seen[:, :-1] & ~seen[:, 1:]).any():
             return "with an attention_mask that hides more than padding to the left"
         if not seen.all() and (held or architecture.has_state):
@@ -84,6 +104,15 @@ def why_plain(
     if _switches_rope(model, len(ids), length, end):
         return "across the length at which the model's rotary embedding changes"
     return None
+
+
+def _described(name: str, value: object) -> str:
+    """What an input of the model is, in words."""
+    if name == "mm_encoder_outputs":  # what generate() makes of images and videos, by kind
+        return " and ".join(f"{kind}s" for kind in value)
+    if name.startswith(("pixel_values", "image")):
+        return f"{'videos' if 'video' in name else 'images'} ({name})"
+    return f"the model input {name}"
 
 
 def _are_usual(positions: torch.Tensor | None, mask: torch.Tensor | None, held: int) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from lookahead.architecture import Architecture
 from lookahead.budget import MOST, WINDOWS, Pace, WindowTrials
-from lookahead.config import AUTO, LookaheadConfig
+from lookahead.config import AUTO, NGRAM_SIZE, LookaheadConfig
 from lookahead.stats import Stats
 from lookahead.step import Step, lay_out
 from lookahead.window import JacobiWindow
@@ -30,7 +30,6 @@ TOP_K = 8  # next tokens learned from each logits row
 MIN_PROBABILITY = 0.002  # a guess below it is not worth a row of the forward pass
 # The same where a rejection makes the accepted tokens be computed again: a chain must be likely to be accepted whole.
 MIN_PROBABILITY_WITH_STATE = 0.2
-NGRAM_SIZE = 3  # of a window of a given size
 JACOBI_SIZE = 16  # positions iterated on
 
 

@@ -28,11 +28,11 @@ class LookaheadMixin:
         return _new_wrapped, (cls.__mro__[2], *arguments), *rest  # no module knows a wrapped class by its name
 
     def _beam_search(self, *args, **kwargs):
-        warn_plain("beam search")
+        warn_plain(self, "beam search")
         return super()._beam_search(*args, **kwargs)
 
     def _assisted_decoding(self, *args, **kwargs):
-        warn_plain("with an assistant model or prompt lookup")
+        warn_plain(self, "with an assistant model or prompt lookup")
         return super()._assisted_decoding(*args, **kwargs)
 
 

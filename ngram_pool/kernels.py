@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from ngram_pool.memory import check_fits
 from ngram_pool.waiting import told_if_long
 
 # Kinds of contexts, the most specific first: (skip, length) takes the tokens at distances skip+1 .. length before the
@@ -43,7 +44,10 @@ AMOUNTS = 6
 # How the kinds' joint word is corrected: each kind votes on each candidate, by class of the weight that it gives it.
 CLASSES = 6
 STEP = 0.02  # by which votes follow what was observed
-MOST_VOTES = 50.0  # so that no chance overflows
+MOST_VOTES = 50.0  # of one kind and of all, so that no chance overflows
+# What a belief rests on: it was told so often at least, of so many times. FADE keeps the times below 1 / (1 - FADE).
+LEAST_TOLD = 1e-100  # so that no belief sinks to 0
+FEWEST_TIMES, MOST_TIMES = 1.0, 1.001 / (1 - FADE)
 OUTSIDE = 1e-4  # probability of a token that no context names
 LEAST = 1e-9  # probability that is left to all of those
 
@@ -52,6 +56,8 @@ LEAST = 1e-9  # probability that is left to all of those
 RATES = np.array([0.25, 0.25, 0.65, 0.15, 0.1])
 SLOW_RATE = 0.02
 LOGITS = 2
+
+ROUNDING = 0.001  # by which the probabilities of a row may exceed 1 together; those of an entry, by twice that
 
 _SKIPS = np.array([skip for skip, _ in KINDS])
 _LENGTHS = np.array([length for _, length in KINDS])
@@ -92,7 +98,11 @@ ENTRY_BYTES = sum(np.dtype(kind).itemsize * width for _, kind, width in COLUMNS)
 
 
 def empty_table(entries: int) -> Table:
-    """Written to all over, for memory that is first touched later, page by page, would be waited for between steps."""
+    """Written to all over, for memory that is first touched later, page by page, would be waited for between steps.
+
+    Raises MemoryError if the machine has no room for it.
+    """
+    check_fits(entries * ENTRY_BYTES)
     return Table(*(np.full((entries, width) if width > 1 else entries, 0, kind) for _, kind, width in COLUMNS))
 
 
@@ -101,6 +111,7 @@ class Credence(NamedTuple):
 
     belief: float64 [kinds, AMOUNTS, PEAKS, 2], how often the next token was a kind's to tell, and of how many times.
     votes: float64 [kinds, AMOUNTS, CLASSES], what a kind adds to the log of a candidate's chance.
+    `bound` says between what they lie.
     """
 
     belief: np.ndarray
@@ -241,9 +252,47 @@ def are_distributions(probabilities) -> bool:
             if not probability >= 0:
                 return False
             total += probability
-        if total > 1.001:
+        if total > 1 + ROUNDING:
             return False
     return True
+
+
+@_compiled
+def flaw(table, largest, sources) -> str:
+    """What breaks the invariants of a table, "" if nothing does. The columns' shapes must be right.
+
+    largest: the largest token that it may hold. sources: how many sources there are.
+    """
+    for entry in range(len(table.keys)):
+        key, seen, rows = table.keys[entry], table.counts[entry, 0], table.counts[entry, 1]
+        total = 0.0
+        for place in range(WIDTH):
+            token, weight = table.tokens[entry, place], table.weights[entry, place]
+            if not 0 <= weight < np.inf:
+                return "a weight is negative or not finite"
+            if token < 0 or (weight > 0 and token > largest):
+                return "a token is not among those learned"
+            if table.sources[entry, place] >= sources:
+                return "a source is not known"
+            for other in range(place):
+                if weight > 0 and table.weights[entry, other] > 0 and table.tokens[entry, other] == token:
+                    return "a token stands twice in an entry"
+            total += weight
+        if key == _EMPTY:
+            if seen > 0 or rows > 0 or total > 0:
+                return "an empty entry holds evidence"
+            continue
+        first = _bucket(key, len(table.keys))
+        if not first <= entry < first + WAYS:
+            return "an entry stands outside its key's bucket"
+        for other in range(first, entry):
+            if table.keys[other] == key:
+                return "a key stands twice"
+        if seen == 0 or rows > seen:
+            return "counts do not fit"
+        if total > 1 + 2 * ROUNDING:
+            return "an entry's probabilities add up to more than 1"
+    return ""
 
 
 @_compiled
@@ -320,6 +369,12 @@ def merge(table, clock, other, other_clock, since) -> None:
         for place in range(WIDTH):
             if weights[place] > 0:
                 _add(table, entry, other.tokens[theirs, place], weights[place] * share, other.sources[theirs, place])
+        total = np.float32(0)
+        for place in range(WIDTH):
+            total += table.weights[entry, place]
+        if total > 1 + ROUNDING:  # learning brings a sum back to 1, merging does not
+            for place in range(WIDTH):
+                table.weights[entry, place] /= total
 
 
 @_compiled
@@ -377,7 +432,7 @@ def _look_up(table, credence, tokens, end, sums, keys, entries, amounts, beliefs
             amounts[kind] = _amount(table, entry)
             told = credence.belief[kind, amounts[kind], _peak(table, entry)]
             beliefs[kind] = rest * told[0] / told[1]
-            rest -= beliefs[kind]
+            rest = max(rest - beliefs[kind], 0.0)  # it may be rounded up
     return rest
 
 
@@ -500,6 +555,18 @@ def calibrate(table, credence, contexts, tokens, probabilities) -> None:
                     told[0] = told[0] * keep + probability * credit[kind] / total
                     told[1] = told[1] * keep + probability * left
                     left = max(left - credit[kind] / total, 0.0)
+    bound(credence)
+
+
+@_compiled
+def bound(credence) -> None:
+    """Bring what rounding, or learning for ever, took out of its bounds back into them."""
+    votes, belief = credence.votes.reshape(-1), credence.belief.reshape(-1, 2)
+    for cell in range(len(votes)):
+        votes[cell] = min(max(votes[cell], -MOST_VOTES), MOST_VOTES)
+    for cell in range(len(belief)):
+        times = min(max(belief[cell, 1], FEWEST_TIMES), MOST_TIMES)
+        belief[cell, 0], belief[cell, 1] = min(max(belief[cell, 0], LEAST_TOLD), times), times
 
 
 @_compiled
@@ -598,4 +665,6 @@ def compile_loops() -> None:
     are_distributions(certain)
     grow(table, credence, row[0], 1, 0.0, 1, False)
     merge(table, 0, table, 0, table)
+    bound(credence)
+    flaw(table, -1, 1)
     find_entries(table, row, 0)

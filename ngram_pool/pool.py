@@ -9,20 +9,25 @@ Two contexts that hash alike share an entry. That can only make a guess worse: e
 """
 
 import math
+import numbers
 import operator
 import os
-import threading
 
 import numpy as np
 
 from ngram_pool import kernels, storage
+from ngram_pool.forks import give_lock
 from ngram_pool.kernels import KINDS, LONGEST, NO_TOKEN, WAYS, Credence, Table
 from ngram_pool.tree import GuessTree, Source
 
 CHUNK = 16_384  # tokens of text learned under one hold of the lock, some 15 ms
 LISTED = 3  # tokens of the contexts that `most_confident` shows
 MOST_GUESSES = 2**16  # in one tree; more than any forward pass verifies
-_COUNTERS = ("clock", "observations", "largest")  # of a pool, kept in its file's header
+LEAST_MEMORY_MB, MOST_MEMORY_MB = 0.001, 2**20  # one bucket; what the halves of hashes that find buckets tell apart
+_TICKS = 2**32  # after which a pool's clock begins again
+_MOST = 2**63 - 1  # observations that are counted
+# Least and most of a pool's counters, which are kept in its file's header; clocks began again nowhere in older files.
+_COUNTERS = {"clock": (0, _MOST), "observations": (0, _MOST), "largest": (-1, 2**31 - 1)}
 _NOTHING = {"_table": kernels.empty_table(WAYS), "_clock": 0, "_observations": 0}  # of a pool's state, before it learns
 
 
@@ -37,19 +42,25 @@ class NgramPool:
         """memory_mb: MiB of the table.
         vocabulary: fingerprint of the vocabulary that the ids belong to, by which a file for another one is refused.
 
-        Raises ValueError if ``memory_mb`` is no number or holds no entry.
+        Raises ValueError if ``memory_mb`` is no number in LEAST_MEMORY_MB..MOST_MEMORY_MB, or the vocabulary's name
+        cannot be printed; MemoryError if the machine has no room for the table.
         """
-        buckets = int(memory_mb * 2**20 / (kernels.ENTRY_BYTES * WAYS)) if 0 < memory_mb < float("inf") else 0
-        if buckets < 1:
-            raise ValueError(f"memory_mb={memory_mb} holds no entry: give a finite number of MiB, at least 0.001")
+        check_memory("memory_mb", memory_mb)
+        if not _is_name(vocabulary):
+            raise ValueError(f"vocabulary={vocabulary!r} must be a string of printable characters, or None")
+        buckets = int(memory_mb * 2**20 / (kernels.ENTRY_BYTES * WAYS))
+        try:
+            table = kernels.empty_table(buckets * WAYS)
+        except MemoryError as error:
+            raise MemoryError(f"memory_mb={memory_mb}: no room for the table, give fewer MiB: {error}") from error
         kernels.compile_loops()
         self.vocabulary = vocabulary
-        self._table = kernels.empty_table(buckets * WAYS)
+        self._table = table
         self._credence = kernels.prior_credence()
-        self._clock = 0  # positions learned
+        self._clock = 0  # positions learned, modulo _TICKS
         self._observations = 0
         self._largest = -1
-        self._lock = threading.RLock()
+        give_lock(self)
 
     @property
     def nbytes(self) -> int:
@@ -108,8 +119,7 @@ class NgramPool:
         with self._lock:
             self._largest = max(self._largest, int(tokens.max(where=probabilities > 0, initial=-1)))
             kernels.learn_rows(self._table, contexts, tokens, probabilities, sources.astype(np.int64), self._clock)
-            self._clock += len(contexts)
-            self._observations += len(contexts)
+            self._count(len(contexts), len(contexts))
 
     def learn_ngrams(self, ngrams, source: Source = Source.JACOBI) -> None:
         """Learn each n-gram (int [m, n], n >= 2) as text of its own: its first token predicts the second, and so on."""
@@ -127,8 +137,11 @@ class NgramPool:
                     kernels.calibrate_text(self._table, self._credence, chunk, first)
                 learned, largest = kernels.learn_text(self._table, chunk, first, source, self._clock)
                 self._largest = max(self._largest, largest)
-                self._clock += len(chunk) - first
-                self._observations += learned
+                self._count(len(chunk) - first, learned)
+
+    def _count(self, positions: int, learned: int) -> None:
+        self._clock = (self._clock + positions) % _TICKS
+        self._observations = min(self._observations + learned, _MOST)
 
     def calibrate(self, contexts, tokens, probabilities) -> None:
         """Adjust how far each kind of context is believed, given what followed contexts that came up.
@@ -197,13 +210,13 @@ class NgramPool:
                 raise ValueError("since holds more than one of the pools to merge: they cannot have started from it")
             self.vocabulary = self.vocabulary or theirs["vocabulary"]
             self._largest = max(self._largest, theirs["_largest"])
-            self._observations += learned
-            if since is not None:  # what this pool held before is older
-                self._clock += theirs["_clock"] - before["_clock"]
+            # What this pool held before is older, but by `since` alone is it known how much.
+            self._count(theirs["_clock"] - before["_clock"] if since is not None else 0, learned)
             kernels.merge(self._table, self._clock, theirs["_table"], theirs["_clock"], before["_table"])
             if learned:
                 for ours, also in zip(self._credence, theirs["_credence"], strict=True):
                     ours += (also - ours) * (learned / (held + learned))
+                kernels.bound(self._credence)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the pool to ``path`` atomically: whatever happens on the way, the old file or the new one is there.
@@ -223,18 +236,20 @@ class NgramPool:
         Raises PoolFileError for a file that is truncated, corrupted, foreign, of another version or not sound.
         """
         header, arrays = storage.read(path)
+        table, credence = (kind(*(arrays.get(name) for name in kind._fields)) for kind in (Table, Credence))
+        flaw = _flaw(header, table, credence)
+        if flaw:
+            raise storage.PoolFileError(
+                f"{path} is whole, but not a sound pool of this format ({flaw}): build the pool again"
+            )
         if vocabulary and header.get("vocabulary") and header["vocabulary"] != vocabulary:
             raise storage.PoolFileError(
                 f"{path} is of another vocabulary: {header['vocabulary']}, not {vocabulary}; ids would mean other text"
             )
-        if not _is_sound(header, arrays):
-            raise storage.PoolFileError(f"{path} is whole, but not a sound pool of this format: build the pool again")
         pool = cls.__new__(cls)
         state = {f"_{name}": header[name] for name in _COUNTERS}
-        state["vocabulary"] = header["vocabulary"] or vocabulary
-        state["_table"] = Table(*(arrays[name] for name in Table._fields))
-        state["_credence"] = Credence(*(arrays[name] for name in Credence._fields))
-        pool.__setstate__(state)
+        state |= {"vocabulary": header["vocabulary"] or vocabulary, "_table": table, "_credence": credence}
+        pool.__setstate__(state | {"_clock": header["clock"] % _TICKS})
         return pool
 
     def __getstate__(self) -> dict:
@@ -246,7 +261,8 @@ class NgramPool:
 
     def __setstate__(self, state: dict) -> None:
         kernels.compile_loops()
-        vars(self).update(state, _lock=threading.RLock())
+        vars(self).update(state)
+        give_lock(self)
 
     # Looking inside
 
@@ -283,21 +299,9 @@ class NgramPool:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the table keeps its invariants; for tests."""
         with self._lock:
-            table = Table(*(column.copy() for column in self._table))
-        used = table.keys != 0
-        high = table.keys[used] >> np.uint64(32)
-        homes = (high * np.uint64(self.capacity // WAYS)) >> np.uint64(32)
-        assert (homes == np.flatnonzero(used) // WAYS).all(), "an entry stands outside its key's bucket"
-        keys = np.sort(table.keys[used])
-        assert (keys[1:] != keys[:-1]).all(), "a key stands twice"
-        weights = table.weights[used]
-        assert ((weights >= 0) & (weights < np.inf)).all(), "a weight is negative or not finite"
-        assert (weights.sum(1) <= 1.001).all(), "an entry's probabilities add up to more than 1"
-        assert (table.counts[used, 0] >= np.maximum(table.counts[used, 1], 1)).all(), "counts do not fit"
-        for tokens, row in zip(table.tokens[used], weights, strict=True):
-            held = tokens[row > 0]
-            assert len(set(held.tolist())) == len(held), "a token stands twice in an entry"
-        assert ((self.belief > 0) & (self.belief <= 1)).all(), "a belief is not between 0 and 1"
+            flaw = _flaw_in(self._table, self._credence, self._largest)
+        if flaw:
+            raise AssertionError(flaw)
 
 
 def contexts_of(text, count: int) -> np.ndarray:
@@ -351,23 +355,40 @@ def _rows(contexts, tokens, probabilities) -> tuple[np.ndarray, np.ndarray, np.n
     return _for_loops(contexts[:, -LONGEST:], np.int64), tokens, probabilities
 
 
-def _is_sound(header: dict, arrays: dict[str, np.ndarray]) -> bool:
-    """Whether the compiled loops, which check no bounds, can work on what a file holds."""
-    table, credence = kernels.empty_table(WAYS)._asdict(), kernels.prior_credence()._asdict()
-    if not all(isinstance(header.get(name), int) for name in _COUNTERS):
-        return False
-    if not isinstance(header.get("vocabulary", 0), str | None) or not (table | credence).keys() <= arrays.keys():
-        return False
-    entries = len(arrays["keys"])
-    if entries < WAYS or entries % WAYS:
-        return False
-    for name, like in (table | credence).items():
-        shape = (entries, *like.shape[1:]) if name in table else like.shape
-        if arrays[name].dtype != like.dtype or arrays[name].shape != shape:
-            return False
-    tokens, weights = arrays["tokens"], arrays["weights"]
-    if not ((weights >= 0).all() and (weights <= 2).all() and (arrays["sources"] < len(Source)).all()):
-        return False
-    if tokens.min() < 0 or tokens.max(where=weights > 0, initial=-1) > header["largest"]:
-        return False
-    return bool((arrays["belief"] > 0).all() and all(np.isfinite(arrays[name]).all() for name in credence))
+def _flaw(header: dict, table: Table, credence: Credence) -> str:
+    """What keeps a file's content, None for an array that it lacks, from being a pool's; "" if nothing does."""
+    for name, (least, most) in _COUNTERS.items():
+        if type(header.get(name)) is not int or not least <= header[name] <= most:
+            return f"{name} is not a whole number in {least}..{most}"
+    if not _is_name(header.get("vocabulary", 0)):
+        return "the vocabulary's name cannot be printed"
+    entries = 0 if table.keys is None else table.keys.size
+    if not WAYS <= entries <= MOST_MEMORY_MB * 2**20 // kernels.ENTRY_BYTES or entries % WAYS:
+        return "keys fill no buckets"
+    table_like, credence_like = kernels.empty_table(WAYS), kernels.prior_credence()
+    shapes = [*((entries, *like.shape[1:]) for like in table_like), *(like.shape for like in credence_like)]
+    names, likes = (*Table._fields, *Credence._fields), (*table_like, *credence_like)
+    for name, array, like, shape in zip(names, (*table, *credence), likes, shapes, strict=True):
+        if array is None or array.dtype != like.dtype or array.shape != shape:
+            return f"{name} is missing, or not {like.dtype} of shape {shape}"
+    return _flaw_in(table, credence, header["largest"])
+
+
+def _flaw_in(table: Table, credence: Credence, largest: int) -> str:
+    """The same of arrays of the right shapes. The compiled loops, which check nothing, rely on it."""
+    bounded = Credence(*(array.copy() for array in credence))
+    kernels.bound(bounded)
+    if not all(np.array_equal(array, within) for array, within in zip(credence, bounded, strict=True)):
+        return "a belief is not between 0 and 1, or a vote out of bounds"
+    return kernels.flaw(table, largest, len(Source))
+
+
+def _is_name(vocabulary) -> bool:
+    return vocabulary is None or (isinstance(vocabulary, str) and vocabulary.isprintable())
+
+
+def check_memory(name: str, memory_mb: float) -> None:
+    """Raises ValueError, which calls it ``name``, for a pool's memory that is no number or out of range."""
+    is_number = isinstance(memory_mb, numbers.Real) and not isinstance(memory_mb, bool)
+    if not is_number or not LEAST_MEMORY_MB <= memory_mb <= MOST_MEMORY_MB:
+        raise ValueError(f"{name}={memory_mb!r} must be a number of MiB in {LEAST_MEMORY_MB}..{MOST_MEMORY_MB}")

@@ -23,6 +23,7 @@ from zoo import END, VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig, NgramPool, UnsupportedModelError, plain
+from lookahead.config import MOST_ROWS
 from lookahead.inspection import inspect_model
 from lookahead.loading import load
 
@@ -390,11 +391,38 @@ def test_jacobi_strategy_accepts(model, ids):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"window_size": -1}, {"ngram_size": 1}, {"budget": -3}, {"strategy": "magic"}, {"window_size": 1.5}],
-)
+    [
+        {"window_size": -1}, {"window_size": 1.5}, {"window_size": 100_000}, {"ngram_size": 1}, {"ngram_size": 10**6},
+        {"budget": -3}, {"budget": 999_999_999}, {"budget": 999_999_999, "strategy": "jacobi"}, {"strategy": "magic"},
+        *({"pool_memory_mb": value} for value in (0, -1, 1e-9, 1e9, float("inf"), float("nan"), "16", None, True)),
+    ],
+)  # fmt: skip
 def test_bad_settings_are_named(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
+    with pytest.raises(ValueError, match=f"{next(iter(settings))}=.* (must be|is not)"):
         LookaheadConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"budget": MOST_ROWS // 2, "window_size": MOST_ROWS // 4},
+        {"budget": 0, "window_size": MOST_ROWS // 4, "ngram_size": 5},
+        {"window_size": MOST_ROWS // 2, "ngram_size": 3},
+    ],
+)
+def test_settings_that_make_passes_too_large_together_are_named(settings):
+    """One column less, and there is room; plain Jacobi decoding has no window."""
+    with pytest.raises(ValueError, match=f"budget=.*window_size=.*ngram_size=.*{MOST_ROWS}"):
+        LookaheadConfig(**settings)
+    LookaheadConfig(**settings | {"window_size": settings["window_size"] - 1})
+    LookaheadConfig(**settings | {"strategy": "jacobi"})
+
+
+def test_the_largest_passes_that_settings_allow(model, ids):
+    """The text goes on being the model's own, and no pass has more rows than the settings were refused for."""
+    expected = model.generate(ids, max_new_tokens=8)
+    lookahead.wrap(model, LookaheadConfig(budget=1, window_size=(MOST_ROWS - 2) // 2))
+    assert model.generate(ids, max_new_tokens=8).tolist() == expected.tolist()
 
 
 def test_things_that_are_not_causal_lms():

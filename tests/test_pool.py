@@ -1,5 +1,6 @@
 """The pool against a plain model of what it is to hold, and against everything it is to survive."""
 
+import os
 import random
 import threading
 from copy import deepcopy
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngram_pool import GuessTree, NgramPool, Source, contexts_of
+from ngram_pool import GuessTree, NgramPool, PoolFileError, Source, contexts_of
 from ngram_pool.kernels import (
     _MULTIPLIERS,
     _SALTS,
@@ -24,7 +25,7 @@ from ngram_pool.kernels import (
     WIDTH,
     prior_credence,
 )
-from ngram_pool.pool import CHUNK, MOST_GUESSES
+from ngram_pool.pool import CHUNK, MOST_GUESSES, MOST_MEMORY_MB
 
 assert Source.LOGITS == LOGITS
 assert len(RATES) == len(Source)
@@ -395,6 +396,13 @@ def test_orders_that_collide_in_no_way():
         (lambda p: NgramPool(-1), "memory_mb"),
         (lambda p: NgramPool(float("nan")), "memory_mb"),
         (lambda p: NgramPool(float("inf")), "memory_mb"),
+        (lambda p: NgramPool(1e-9), "memory_mb"),
+        (lambda p: NgramPool(1e9), "memory_mb"),
+        (lambda p: NgramPool("16"), "memory_mb='16' must be a number"),
+        (lambda p: NgramPool(None), "memory_mb"),
+        (lambda p: NgramPool(True), "memory_mb"),
+        (lambda p: NgramPool(0.1, vocabulary=7), "vocabulary=7"),
+        (lambda p: NgramPool(0.1, vocabulary="\ud800"), "vocabulary"),
     ],
 )
 def test_bad_input_is_named(call, message):
@@ -403,6 +411,18 @@ def test_bad_input_is_named(call, message):
         call(pool)
     pool.check_integrity()
     assert len(pool) == 0
+
+
+def test_pools_that_the_machine_has_no_room_for_are_refused(tmp_path, monkeypatch):
+    """Before anything is allocated: systems that promise more memory than they have would kill the process later."""
+    NgramPool(2).save(tmp_path / "large.pool")
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**8, "SC_PAGE_SIZE": 2**12}.get)
+    NgramPool(1)
+    for memory_mb in (2, MOST_MEMORY_MB):
+        with pytest.raises(MemoryError, match=f"memory_mb={memory_mb}: no room"):
+            NgramPool(memory_mb)
+    with pytest.raises(PoolFileError, match=r"large.pool .* of this machine"):
+        NgramPool.load(tmp_path / "large.pool")
 
 
 def test_nothing_to_learn_is_no_error():

@@ -202,14 +202,62 @@ def test_threads_and_readers_at_one_path(saved):
 
 @pytest.mark.skipif(os.name != "posix", reason="links and modes of POSIX")
 def test_links_and_modes_are_kept(pool, saved, tmp_path):
-    os.chmod(saved, 0o600)
+    os.chmod(saved, 0o640)
     link = tmp_path / "link.pool"
     link.symlink_to(saved)
     pool.learn([1, 2, 3])
     pool.save(link)
     assert link.is_symlink()
-    assert saved.stat().st_mode & 0o777 == 0o600
+    assert saved.stat().st_mode & 0o777 == 0o640
     assert_same(NgramPool.load(saved), pool)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
+def test_a_pool_is_for_its_owner_alone_from_the_start(pool, tmp_path, monkeypatch):
+    """It holds prompts."""
+    modes = []
+    monkeypatch.setattr(os, "fsync", lambda file: modes.append(os.fstat(file).st_mode & 0o777))
+    before = os.umask(0)
+    try:
+        pool.save(tmp_path / "new.pool")
+    finally:
+        os.umask(before)
+    assert modes[0] == 0o600
+    assert (tmp_path / "new.pool").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.name != "posix", reason="owners of POSIX")
+@pytest.mark.parametrize(
+    ("may_give", "given", "mode"),
+    [
+        ((True, True), [(os.getuid(), os.getgid())], 0o660),
+        ((False, True), [(os.getuid(), os.getgid()), (-1, os.getgid())], 0o660),
+        ((False, False), [(os.getuid(), os.getgid()), (-1, os.getgid())], 0o600),
+    ],
+)
+def test_the_owner_of_a_replaced_file_is_kept_where_that_is_allowed(pool, saved, monkeypatch, may_give, given, mode):
+    """Where the group cannot be kept, what it might do is not allowed to another."""
+    asked = []
+
+    def chown(file: int, user: int, group: int) -> None:
+        asked.append((user, group))
+        if not may_give[user == -1]:
+            raise PermissionError(1, "Operation not permitted")
+
+    os.chmod(saved, 0o660)
+    monkeypatch.setattr(os, "fchown", chown)
+    pool.save(saved)
+    assert asked == given
+    assert saved.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+def test_what_is_not_a_file_is_not_replaced(pool, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match="not a regular file"):
+            pool.save(path)
+    assert os.listdir(tmp_path) == ["pipe"]
 
 
 def test_without_a_folder_for_compiled_code(tmp_path):
@@ -265,7 +313,10 @@ class Dying:
         self.file.write(bytes(part)[:left]); self.file.flush()
         written += len(part)
         if left <= len(part): os._exit(9)
-storage.open = lambda path, mode: Dying(open(path, mode)) if "x" in mode else open(path, mode)
+def dying(path, mode, **options):
+    file = open(path, mode, **options)
+    return Dying(file) if "x" in mode else file
+storage.open = dying
 pool.save(sys.argv[1])
 """
 
@@ -277,6 +328,76 @@ def test_a_process_killed_while_saving_leaves_the_old_file(saved, after):
     assert done.returncode == 9
     assert saved.read_bytes() == content
     NgramPool.load(saved).check_integrity()
+
+
+def test_what_killed_saves_left_is_removed_and_nothing_else(pool, saved):
+    """Not what a save of another pool left, nor what a save that still runs is writing."""
+    other = saved.with_name("other.pool")
+    pool.save(other)
+    for path in (saved, other):
+        subprocess.run([sys.executable, "-c", KILLED, str(path), "100"], check=False)
+    left = set(os.listdir(saved.parent)) - {saved.name, other.name}
+    assert len(left) == 2, "the killed saves left nothing to remove"
+    (saved.parent / ".0123456789abcdef.tmp").write_text("of someone else")
+    with storage._temporary(saved) as (_, running):
+        pool.save(saved)
+        kept = set(os.listdir(saved.parent)) - {saved.name, other.name, ".0123456789abcdef.tmp", running.name}
+        assert running.exists()
+        assert len(kept) == 1
+        assert kept < left
+    pool.save(other)
+    assert set(os.listdir(saved.parent)) == {saved.name, other.name, ".0123456789abcdef.tmp"}
+
+
+def test_a_save_whose_file_was_taken_for_a_leftover_writes_another(pool, saved, monkeypatch):
+    """Between making a file and locking it, another process may come by."""
+    lock, before = storage._lock, []
+
+    def late(file: int) -> bool | None:
+        if not before:
+            before.append(file)
+            storage._remove_leftovers(saved)
+        return lock(file)
+
+    pool.learn([1, 2, 3])
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_lock", late)
+        pool.save(saved)
+    assert_same(NgramPool.load(saved), pool)
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_pools_of_the_longest_names_are_saved(pool, tmp_path):
+    pool.save(tmp_path / ("a" * 250 + ".pool"))
+
+
+def test_processes_that_save_at_one_path(saved):
+    """Whoever saves last wins; none takes another's file for a leftover."""
+    code = (
+        "import sys; from ngram_pool import NgramPool\n"
+        "pool = NgramPool.load(sys.argv[1])\n"
+        "for _ in range(100): pool.save(sys.argv[1])"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, str(saved)]) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    NgramPool.load(saved).check_integrity()
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(saved):
+    """In a process of its own, for shortening a file that is mapped kills whoever reads on."""
+    code = (
+        "import os, sys\n"
+        "from ngram_pool import NgramPool, PoolFileError, storage\n"
+        "made = storage.xxhash.xxh3_128\n"
+        "def shortened(fields):\n"
+        "    os.truncate(sys.argv[1], len(fields))\n"
+        "    return made(fields)\n"
+        "storage.xxhash.xxh3_128 = shortened\n"
+        "try: NgramPool.load(sys.argv[1])\n"
+        "except PoolFileError: sys.exit(7)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(saved)], check=False).returncode == 7
 
 
 def test_arrays_keep_their_kind(tmp_path):
