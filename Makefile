@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/installed
 WITH_TESTS := $(VENV)/installed-with-tests
 VLLM := .peers/vllm
 
-.PHONY: demo test test-vllm format clean
+.PHONY: demo test test-versions test-vllm format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/lookahead generate --prompt-file demo_prompt.txt --temperature 0.6 --seed 1 --max-new-tokens 256 --compare
@@ -17,6 +17,10 @@ test: $(WITH_TESTS)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+# The core tests with the oldest and the newest transformers that pyproject.toml admits.
+test-versions: $(WITH_TESTS)
+	PIP_FLAGS="$(PIP_FLAGS)" sh scripts/test_versions.sh $(VENV)/bin/python .versions
 
 # In an environment of its own, of some GB, with vLLM's build for the CPU (Linux on x86-64, Python 3.11). The engines run
 # in the processes that look into them, with the OpenMP that vLLM wants.
@@ -40,4 +44,4 @@ $(WITH_TESTS): $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .peers
+	rm -rf $(VENV) .peers .versions

@@ -3,16 +3,19 @@
 model = lookahead.wrap(model)  # generate() now decodes by lookahead: same signature, same result
 """
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lookahead.architecture import UnsupportedModelError
-from lookahead.config import LookaheadConfig
-from lookahead.decoding import Lookahead, decode
-from lookahead.stats import Stats
-from lookahead.streaming import stream
-from lookahead.vocabulary import vocabulary_fingerprint
-from lookahead.wrapping import unwrap, wrap
-from ngram_pool import NgramPool, PoolFileError, Source
+if TYPE_CHECKING:
+    from lookahead.architecture import UnsupportedModelError
+    from lookahead.config import LookaheadConfig
+    from lookahead.decoding import Lookahead, decode
+    from lookahead.stats import Stats
+    from lookahead.streaming import stream
+    from lookahead.vocabulary import vocabulary_fingerprint
+    from lookahead.wrapping import unwrap, wrap
+    from ngram_pool import NgramPool, PoolFileError, Source
 
 __version__ = "0.1.0"
 
@@ -34,3 +37,30 @@ __all__ = [
     "vocabulary_fingerprint",
     "wrap",
 ]
+
+# Imported when first asked for (PEP 562), since torch, transformers and numba take seconds.
+_HOMES = {
+    "Lookahead": "lookahead.decoding",
+    "LookaheadConfig": "lookahead.config",
+    "NgramPool": "ngram_pool",
+    "PoolFileError": "ngram_pool",
+    "Source": "ngram_pool",
+    "Stats": "lookahead.stats",
+    "UnsupportedModelError": "lookahead.architecture",
+    "decode": "lookahead.decoding",
+    "stream": "lookahead.streaming",
+    "unwrap": "lookahead.wrapping",
+    "vocabulary_fingerprint": "lookahead.vocabulary",
+    "wrap": "lookahead.wrapping",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

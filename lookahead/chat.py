@@ -13,10 +13,17 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
 from lookahead.architecture import context_length
-from lookahead.streaming import StopWhenAsked, render
+from lookahead.stats import Stats
+from lookahead.streaming import StopWhenAsked, render, without_half_character
 
 COMMAND = re.compile(r"/[a-z]+")
-COMMANDS = "/reset starts anew, /system TEXT instructs the model, /stats counts steps, /exit or Ctrl-D leaves"
+COMMANDS = """\
+/system TEXT  instructs the model; without TEXT, takes that back
+/reset        forgets the conversation; what /system said stays
+/stats        says how fast the model writes, and how much it remembers
+/help         lists these commands
+/exit         leaves, as Ctrl-D does
+Ctrl-C        stops an answer, which stays as far as it came"""
 
 # For models that only continue text, such as the packaged one: each message stands on lines of its own.
 PLAIN_TEMPLATE = (
@@ -44,10 +51,14 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.tokens: list[int] = []
         """Of the last turn: what was read, as the template renders it, and what was written."""
+        self.is_cut = False
+        """Whether the last answer was ended by ``max_new_tokens``."""
         self._cache: DynamicCache | None = None
 
     def answer(self, content: str, max_new_tokens: int, **options) -> str:
         """The model's answer to ``content``; both join the messages. ``options`` are those of generate().
+
+        Where it is cut off in the middle of a character, it is without that character's beginning.
 
         Raises TurnRefusedError if the context has no room, the template refuses the messages, or the turn is no text.
         Whatever else is raised, the turn is taken back as well.
@@ -79,13 +90,24 @@ class Conversation:
         self._cache, self.tokens = cache, output.tolist()
         # Cleaning would change what the next turn reads from what the cache holds.
         text = self.tokenizer.decode(self.tokens[length:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = without_half_character(text)
+        self.is_cut = len(self.tokens) == length + max_new_tokens and not self._has_ended(
+            text, options.get("stop_strings")
+        )
         self.messages = [*messages, {"role": "assistant", "content": text}]
         return text
+
+    def _has_ended(self, text: str, stop_strings: str | list[str] | None) -> bool:
+        """Whether an answer has come to an end of its own."""
+        settings = self.model.generation_config
+        ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+        stops = stop_strings or settings.stop_strings or []
+        return self.tokens[-1] in ends or any(stop in text for stop in ([stops] if isinstance(stops, str) else stops))
 
     def reset(self) -> None:
         """Forget all messages but the system's."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
-        self.tokens, self._cache = [], None
+        self.tokens, self._cache, self.is_cut = [], None, False
 
     def instruct(self, content: str) -> None:
         """Put ``content`` in the place of the system's message; an empty one takes it away."""
@@ -121,32 +143,63 @@ def _empty_cache(model: PreTrainedModel) -> DynamicCache | None:
 
 
 def converse(
-    conversation: Conversation, make_streamer: Callable[[], BaseStreamer], statistics: Callable[[], str], **options
+    conversation: Conversation,
+    make_streamer: Callable[[], BaseStreamer],
+    statistics: Callable[[], Stats | None],
+    max_new_tokens: int,
+    **options,
 ) -> None:
     """Answer standard input, a turn a line, until it ends; Ctrl-C stops an answer, which stays as far as it came.
 
     make_streamer: called for each answer, to write it.
-    statistics: called for what /stats prints.
-    options: those of `Conversation.answer`.
+    statistics: called for what /stats prints; None if the model decodes plainly.
+    max_new_tokens, options: those of `Conversation.answer`.
     """
     if sys.stdin.isatty():
-        click.echo(f"{COMMANDS}; Ctrl-C stops an answer", err=True)
+        click.echo("/help lists the commands, /exit or Ctrl-D leaves; Ctrl-C stops an answer", err=True)
     for line in _lines():
         command, _, argument = line.strip().partition(" ")
+        argument = argument.strip()
         if not command:
             continue
         if command == "/exit":
             return
         if command == "/reset":
             conversation.reset()
+            click.echo("the conversation starts anew", err=True)
         elif command == "/system":
-            conversation.instruct(argument.strip())
+            conversation.instruct(argument)
+            click.echo("the model is instructed" if argument else "the model is without instructions", err=True)
         elif command == "/stats":
-            click.echo(f"{statistics()}\n{len(conversation.tokens)} tokens of context in use")
+            click.echo(in_plain_words(statistics(), len(conversation.tokens), context_length(conversation.model)))
+        elif command == "/help":
+            click.echo(COMMANDS, err=True)
         elif COMMAND.fullmatch(command):
-            click.echo(f"no such command: {command}; {COMMANDS}", err=True)
+            click.echo(f"no such command: {command}; /help lists them", err=True)
         else:
-            _answer(conversation, line, make_streamer(), options)
+            _answer(conversation, line, make_streamer(), {"max_new_tokens": max_new_tokens, **options})
+
+
+def in_plain_words(stats: Stats | None, held: int, context: int) -> str:
+    """What /stats prints.
+
+    stats: of the conversation; None if the model decodes plainly.
+    held, context: tokens in use, and those that the model has room for.
+    """
+    if stats is None:
+        lines = ["plain decoding: each pass through the model writes one token (a word or a part of one)"]
+    elif not stats.tokens:
+        lines = ["nothing has been written by lookahead yet"]
+    else:
+        passes = stats.calls + stats.steps
+        lines = [
+            f"{stats.tokens:,} tokens (words or parts of words) written in {passes:,} passes through the model: "
+            f"{stats.tokens / passes:.1f} a pass on average"
+        ]
+        if stats.speedup is not None:
+            lines.append(f"by what passes cost here, {stats.speedup:.1f} times as fast as one token at a time")
+    room = f" of {context:,}, {held / context:.0%}" if context < 2**62 else ""  # else the model does not say
+    return "\n".join([*lines, f"tokens of context in use: {held:,}{room}"])
 
 
 def _answer(conversation: Conversation, line: str, streamer: BaseStreamer, options: dict) -> None:
@@ -163,6 +216,9 @@ def _answer(conversation: Conversation, line: str, streamer: BaseStreamer, optio
             click.echo("interrupted", err=True)
         if conversation.is_full:
             click.echo("the model's context is full: /reset starts anew", err=True)
+        elif conversation.is_cut and not stop.asked:
+            limit = options["max_new_tokens"]
+            click.echo(f"the answer was cut off after {limit} tokens, the limit that --max-new-tokens sets", err=True)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import json
 import platform
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -10,8 +12,21 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from lookahead import __version__
+
 PROMPT_LINES = 24  # of a source file that make a prompt
 LEAST_SOURCE = 10_000  # bytes of a source file that prompts are taken from
+
+
+@contextmanager
+def readable(path: str | Path) -> Iterator[None]:
+    """Raise ClickException that names ``path`` if it cannot be read, or not as UTF-8 text."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise click.ClickException(f"{path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise click.ClickException(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def read_prompts(path: Path, limit: int | None) -> list[dict]:
@@ -19,18 +34,16 @@ def read_prompts(path: Path, limit: int | None) -> list[dict]:
 
     Raises ClickException that names the line if it is not of the format.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise click.ClickException(f"{path} is not UTF-8 text: {error}") from error
+    with readable(path):
+        text = path.read_text(encoding="utf-8")
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would also split at what JSON allows in strings
         if not line.strip():
             continue
         try:
             prompt = json.loads(line)
-            prompt["turns"][0], prompt["category"], prompt["question_id"]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+            _check_prompt(prompt)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise click.ClickException(
                 f"{path}, line {number} is not of Spec-Bench's format (question_id, category, turns): {error!r}"
             ) from error
@@ -38,6 +51,16 @@ def read_prompts(path: Path, limit: int | None) -> list[dict]:
     if not prompts:
         raise click.ClickException(f"{path} holds no prompt")
     return prompts[:limit]
+
+
+def _check_prompt(prompt: dict) -> None:
+    """Raise ValueError, KeyError or TypeError unless it has an id, a category and turns that are texts."""
+    prompt["category"], prompt["question_id"]
+    turns = prompt["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise TypeError("turns must be a list of texts")
+    for turn in turns:
+        turn.encode()  # JSON may name half of a surrogate pair
 
 
 def source_prompts(count: int) -> list[dict]:
@@ -67,8 +90,6 @@ def up_to_its_end(text: list[int], eos_token_id: int | list[int] | None) -> list
 
 def environment(model: PreTrainedModel) -> dict[str, str | int]:
     """What a figure depends on beside the model and the command."""
-    from lookahead import __version__
-
     return {
         "processor": processor(model.device),
         "threads": torch.get_num_threads(),

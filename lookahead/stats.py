@@ -94,6 +94,14 @@ class Stats:
         return FIXED_BUDGETS[int(self._fixed_rates.argmax())]
 
     @property
+    def speedup(self) -> float | None:
+        """Tokens per second relative to steps without guesses, a token each, by the costs of the steps whose budget was
+        chosen; None where none was."""
+        if not self.chosen_budgets[1]:
+            return None
+        return float(self.chosen_budgets[0] / self.chosen_budgets[1] / self._fixed_rates[FIXED_BUDGETS.index(0)])
+
+    @property
     def _fixed_rates(self) -> np.ndarray:
         return self.fixed_budgets[:, 0] / np.maximum(self.fixed_budgets[:, 1], 1e-300)
 

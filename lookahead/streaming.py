@@ -11,6 +11,7 @@ from transformers.generation import BaseStreamer
 
 CONTEXT = 16  # tokens, at least, that are decoded again before a new one, since decoders look back
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+UNDECODED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no character
 LONGEST_CLEANED = 3  # characters, from a space on, that a tokenizer's clean-up may still change
 
 
@@ -154,7 +155,7 @@ class TextPieces:
 
     def _certain(self, text: str) -> int:
         """Characters of ``text`` that no further token can change."""
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the first bytes of a character
+        if text.endswith(UNDECODED):  # the first bytes of a character
             return self._written
         last = self._tokenizer.convert_ids_to_tokens(self._ids[-1]) if self._ids else None
         if last is not None and BYTE_TOKEN.fullmatch(last):  # a run of such tokens is decoded whole or not at all
@@ -164,6 +165,11 @@ class TextPieces:
             if space >= 0:
                 return max(space, self._written)
         return len(text)
+
+
+def without_half_character(text: str) -> str:
+    """``text`` less the first bytes of a character at its end, where its last token was not the character's last."""
+    return text.rstrip(UNDECODED)
 
 
 class PieceStreamer(BaseStreamer):

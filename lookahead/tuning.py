@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from lookahead.config import LookaheadConfig
 from lookahead.costs import RUNGS, time_passes
 from lookahead.inspection import inspect_model
 
@@ -37,7 +38,8 @@ class StepTimes:
     def picture(self, path: Path, title: str) -> None:
         """Draw the times, and the tokens that a pass has to yield so that it is as fast as plain decoding.
 
-        Raises ImportError without matplotlib (extra ``bench``).
+        Raises ImportError without matplotlib (extra ``bench``), ValueError if the path's suffix is no format that it
+        knows.
         """
         from matplotlib.figure import Figure
 
@@ -58,7 +60,7 @@ class StepTimes:
             axes.minorticks_off()
             axes.grid(alpha=0.2)
         left.legend(frameon=False, fontsize=8)
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")  # else it would add a suffix
 
 
 def time_steps(
@@ -66,11 +68,11 @@ def time_steps(
     contexts: list[int],
     seconds: float,
     progress: Callable[[float], None],
-    compile_passes: bool = False,
+    config: LookaheadConfig,
 ) -> StepTimes:
     """Time passes of up to 128 rows at these contexts, by the ways of attending that the model has, in turn."""
-    architecture = inspect_model(model)
-    with_compiled = inspect_model(model, compile_passes)
+    architecture = inspect_model(model, cpu_kernels=config.cpu_kernels)
+    with_compiled = inspect_model(model, config.compile_passes, config.cpu_kernels)
     ways = {COMPILED: with_compiled} if with_compiled.is_compiled else {}
     if architecture.two_part:
         ways[IN_PARTS] = architecture

@@ -4,38 +4,42 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, generation
-from transformers.generation import stopping_criteria
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria
 
 from lookahead.step import Step
 
-# Callbacks that treat each sequence of a batch by itself, whichever place in it and whatever others it has.
+# Callbacks that treat each sequence of a batch by itself, whichever place in it and whatever others it has. Versions of
+# transformers differ in which of them they have.
+_PROCESSORS = (
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "MinPLogitsWarper",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+    "WatermarkLogitsProcessor",
+)
+_CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria")
 BY_SEQUENCE = {
-    generation.EpsilonLogitsWarper,
-    generation.EtaLogitsWarper,
-    generation.ExponentialDecayLengthPenalty,
-    generation.ForcedBOSTokenLogitsProcessor,
-    generation.ForcedEOSTokenLogitsProcessor,
-    generation.InfNanRemoveLogitsProcessor,
-    generation.LogitNormalization,
-    generation.MinLengthLogitsProcessor,
-    generation.MinNewTokensLengthLogitsProcessor,
-    generation.MinPLogitsWarper,
-    generation.NoBadWordsLogitsProcessor,
-    generation.NoRepeatNGramLogitsProcessor,
-    generation.RepetitionPenaltyLogitsProcessor,
-    generation.SequenceBiasLogitsProcessor,
-    generation.SuppressTokensAtBeginLogitsProcessor,
-    generation.SuppressTokensLogitsProcessor,
-    generation.TemperatureLogitsWarper,
-    generation.TopKLogitsWarper,
-    generation.TopPLogitsWarper,
-    generation.TypicalLogitsWarper,
-    generation.WatermarkLogitsProcessor,
-    stopping_criteria.EosTokenCriteria,
-    stopping_criteria.MaxLengthCriteria,
-    stopping_criteria.MaxTimeCriteria,
-    stopping_criteria.StopStringCriteria,
+    getattr(module, name)
+    for module, names in ((logits_process, _PROCESSORS), (stopping_criteria, _CRITERIA))
+    for name in names
+    if hasattr(module, name)
 }
 
 

@@ -44,8 +44,8 @@ from transformers import (
 import lookahead
 from lookahead import Lookahead, LookaheadConfig, NgramPool
 from lookahead.audit import choice_scores, first_difference, next_logits
-from lookahead.cli import load
 from lookahead.costs import synchronize
+from lookahead.loading import load
 from lookahead.measuring import environment, read_prompts
 
 DTYPES = ("float32", "bfloat16")

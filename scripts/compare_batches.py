@@ -18,7 +18,8 @@ from results import write_results
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
-from lookahead.cli import AutoOr, load
+from lookahead.cli import AutoOr
+from lookahead.loading import load
 from lookahead.measuring import environment, read_prompts, up_to_its_end
 
 METHODS = ("plain", "fresh pool", "shared pool")

@@ -17,7 +17,7 @@ from measure_pool import report, sample, standard_library, table
 
 import lookahead
 from lookahead import NgramPool, Source
-from lookahead.cli import load
+from lookahead.loading import load
 from lookahead.measuring import read_prompts
 from lookahead.strategies import MIN_PROBABILITY
 from ngram_pool.kernels import LONGEST

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool, Stats
-from lookahead.cli import load
+from lookahead.loading import load
 from lookahead.measuring import read_prompts
 from lookahead.strategies import MIN_PROBABILITY, TOP_K
 from ngram_pool.kernels import LONGEST

@@ -15,8 +15,9 @@ from zoo import tiny_model
 import lookahead
 from lookahead import products
 from lookahead.audit import GUESSING, Divergence, Tally, _judge, audit, choice_scores, first_difference, next_logits
-from lookahead.cli import load, main
+from lookahead.cli import main
 from lookahead.inspection import inspect_model
+from lookahead.loading import load
 from lookahead.measuring import source_prompts
 
 

@@ -18,7 +18,7 @@ from zoo import tiny_model
 
 from lookahead import DEMO_MODEL
 from lookahead.audit import choice_scores, next_logits
-from lookahead.cli import load
+from lookahead.loading import load
 from lookahead.strategies import JacobiStrategy
 from lookahead.verify import NextTokenRule
 

@@ -1,22 +1,31 @@
 """`lookahead chat`: answers are those of a model that reads the whole conversation anew, but it is not read anew."""
 
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
+import unicodedata
+from itertools import cycle
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from zoo import tiny_model
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
-from lookahead.chat import PLAIN_TEMPLATE, Conversation, TurnRefusedError
-from lookahead.cli import load, main
-from lookahead.streaming import StopWhenAsked, render
+from lookahead.chat import PLAIN_TEMPLATE, Conversation, TurnRefusedError, in_plain_words
+from lookahead.cli import main
+from lookahead.loading import load
+from lookahead.stats import Stats
+from lookahead.streaming import StopWhenAsked, render, without_half_character
+from lookahead.terminal import AnswerStreamer, WordWrap
 
 MARKED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
@@ -89,7 +98,8 @@ def from_scratch(talk: Conversation, messages: list[dict], **options) -> str:
     output = talk.model.generate(
         inputs["input_ids"], attention_mask=torch.ones_like(inputs["input_ids"]), tokenizer=talk.tokenizer, **options
     )
-    return talk.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    text = talk.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return without_half_character(text)
 
 
 def reads(talk: Conversation, content: str, **options) -> list[int]:
@@ -292,19 +302,149 @@ def test_piped_lines_are_turns(wrapped):
 def test_commands():
     once = chat("import\n").stdout
     assert once.strip()
-    assert chat("import\n/reset\nimport\n").stdout == once * 2
     assert chat("import\n/exit\nimport\n").stdout == once
     assert chat("\n  \nimport").stdout == once
-    assert chat("/system # Sorting.\nimport\n").stdout != once
-    result = chat("/stats\nimport\n/stats\n")
-    assert "0 tokens of context" in result.stdout
-    assert "tokens per step" in result.stdout
-    assert result.stdout.count("tokens of context in use") == 2
-    assert "plain decoding" in chat("/stats\n", "--strategy", "plain").stdout
-    result = chat("/nonsense\nimport\n/usr/bin\n")
-    assert result.stderr.count("no such command: /nonsense; /reset") == 1
+    result = chat("import\n/reset\nimport\n")
+    assert result.stdout == once * 2
+    assert result.stderr.count("the conversation starts anew\n") == 1
+    result = chat("/system # Sorting.\nimport\n/system\n/reset\nimport\n")
+    assert result.stdout.endswith(once)
+    assert result.stdout != once * 2
+    assert result.stderr.index("the model is instructed\n") < result.stderr.index("the model is without instructions\n")
+    result = chat("/help\n/nonsense\nimport\n/usr/bin\n")
+    assert all(f"{command}  " in result.stderr for command in ("/system TEXT", "/reset", "/stats", "/help", "/exit"))
+    assert result.stderr.count("no such command: /nonsense; /help") == 1
     assert len(result.stdout) > len(once)
     assert chat("").stdout == ""
+
+
+def test_statistics_in_plain_words():
+    result = chat("/stats\nimport\n/stats\n")
+    before, after = (part for part in result.stdout.splitlines() if part.startswith("tokens of context in use"))
+    assert before == "tokens of context in use: 0 of 1,024, 0%"
+    assert after > before
+    assert "nothing has been written" in result.stdout
+    assert "30 tokens (words or parts of words) written in " in result.stdout
+    assert "one token" in chat("/stats\n", "--strategy", "plain").stdout
+    stats = Stats(calls=2, steps=98, tokens=250)
+    assert "250 tokens (words or parts of words) written in 100 passes" in in_plain_words(stats, 1, 2**62)
+    assert "2.5 a pass on average\ntokens of context in use: 1" in in_plain_words(stats, 1, 2**62)
+    stats.chosen_budgets += 200, 1.0
+    stats.fixed_budgets += 100, 1.25
+    assert "2.5 times as fast as one token at a time" in in_plain_words(stats, 1, 2**62)
+
+
+def test_an_answer_cut_by_the_limit_says_so():
+    for strategy in ("lookahead", "plain"):
+        result = chat("class Stack:\nif __name__ == '__main__':\n", "--strategy", strategy)
+        assert result.stderr.count("the answer was cut off after 30 tokens") == 1  # the other ends by itself
+
+
+@pytest.mark.parametrize("by", ["end token", "stop string"])
+def test_an_answer_that_ends_at_the_limit_is_not_cut(wrapped, by):
+    talk = conversation(MARKED, wrapped)
+    talk.answer("class Stack:", max_new_tokens=20)
+    assert talk.is_cut
+    length = len(talk.tokens) - 20
+    written = talk.tokens[length:]
+    place = next(i for i in range(4, 20) if written[i] not in written[:i])
+    options = {"stop_strings": [talk.tokenizer.decode(written[: place + 1])]} if by == "stop string" else {}
+    if by == "end token":
+        talk.model.generation_config.eos_token_id = [written[place]]
+    for limit, cut in ((place, True), (place + 1, False), (20, False)):
+        talk.reset()
+        talk.answer("class Stack:", max_new_tokens=limit, **options)
+        assert len(talk.tokens) - length == min(limit, place + 1)
+        assert talk.is_cut == cut
+
+
+@pytest.mark.parametrize("end", [b"\xe6", b"\xe6\x97", b"\xf0\x9f\x98", "日".encode()])
+def test_no_answer_ends_in_half_a_character(end, capsys):
+    """Cut off there by the limit, on the screen and in what the model reads next."""
+    talk = conversation(MARKED)
+    told = talk.tokenizer("x = 日本").input_ids + [byte_token(talk.tokenizer, byte) for byte in end]
+    begin = len(render(talk.tokenizer, [{"role": "user", "content": "x"}])["input_ids"][0])
+
+    def write(input_ids, scores):
+        forced = torch.full_like(scores, -1e9)
+        forced[:, told[input_ids.shape[1] - begin]] = 0
+        return forced
+
+    streamer = AnswerStreamer(talk.tokenizer, lambda: 0)
+    text = talk.answer("x", max_new_tokens=len(told), logits_processor=[write], streamer=streamer)
+    assert talk.is_cut
+    assert text == "x = 日本" + end.decode(errors="ignore")
+    assert talk.messages[-1]["content"] == text
+    assert capsys.readouterr().out == text + "\n"
+
+
+def byte_token(tokenizer, byte: int) -> int:
+    """The token of a single byte, by its name in byte-level vocabularies."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return tokenizer.convert_tokens_to_ids(chr(byte if byte in printable else 256 + others.index(byte)))
+
+
+class Terminal:
+    """Shows text as a terminal of some columns does; its lines are what is on the screen."""
+
+    def __init__(self, columns: int):
+        self.columns = columns
+        self.lines = [""]
+        self.breaks = []  # lines that the terminal broke itself
+        self.width = 0
+
+    def write(self, text: str) -> None:
+        for character in re.sub(r"\x1b\[\d+m", "", text):
+            width = 2 if unicodedata.east_asian_width(character) in "WF" else unicodedata.combining(character) == 0
+            if character == "\n":
+                self.lines.append("")
+                self.width = 0
+                continue
+            if self.width + width > self.columns:
+                self.breaks.append(len(self.lines))
+                self.lines.append("")
+                self.width = 0
+            self.lines[-1] += character
+            self.width += width
+
+
+@given(
+    st.lists(st.text(st.sampled_from("aä日e\u0301 \n.-"), max_size=30), max_size=8),
+    st.integers(2, 30),
+)
+@settings(max_examples=300, deadline=None)
+def test_words_stay_whole_at_the_terminals_edge(pieces, columns):
+    """Whatever the pieces and the colours: the same words, and none broken that fits on a line."""
+    terminal = Terminal(columns)
+    words = WordWrap(terminal.write)
+    colours = cycle(["cyan", "yellow"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
+        for piece in pieces:
+            words.add(piece, lambda part: click.style(part, fg=next(colours)))
+        words.flush()
+    text = "".join(pieces)
+    assert "".join(terminal.lines).replace(" ", "") == re.sub(r"\s", "", text)
+    longest = max((cells(word) for word in re.split(r"[ \n]|(?<=日)|(?=日)", text)), default=0)
+    if longest <= columns:
+        assert not terminal.breaks
+    for line in text.split("\n"):  # a line that fits is as it was
+        if cells(line.rstrip()) <= columns:
+            assert line.rstrip() in [shown.rstrip() for shown in terminal.lines]
+
+
+def cells(text: str) -> int:
+    return sum(2 if c == "日" else 0 if unicodedata.combining(c) else 1 for c in text)
+
+
+def test_a_terminal_that_changes_its_size(monkeypatch):
+    shown = []
+    words = WordWrap(shown.append)
+    for columns in (12, 6, 12):
+        monkeypatch.setattr("shutil.get_terminal_size", lambda columns=columns: os.terminal_size((columns, 24)))
+        words.add("one two three ")
+    assert "".join(shown) == "one two\nthree\none\ntwo\nthree one\ntwo three"
 
 
 def test_templates(tmp_path):
@@ -349,7 +489,7 @@ def test_a_full_context_leaves_the_chat_open():
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 @pytest.mark.parametrize("strategy", ["lookahead", "plain"])
 def test_ctrl_c_stops_an_answer_and_keeps_the_chat(monkeypatch, strategy):
-    streamer = lookahead.cli.StepStreamer
+    streamer = AnswerStreamer
     puts = []
     original = streamer.put
 
@@ -378,7 +518,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_chat(monkeypatch, strategy):
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_a_second_ctrl_c_does_not_wait(monkeypatch):
     puts = []
-    original = lookahead.cli.StepStreamer.put
+    original = AnswerStreamer.put
 
     def put(self, value):
         puts.append(None)
@@ -388,7 +528,7 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch):
         original(self, value)
 
     once = chat("import\n").stdout
-    monkeypatch.setattr(lookahead.cli.StepStreamer, "put", put)
+    monkeypatch.setattr(AnswerStreamer, "put", put)
     result = chat("class Stack:\nimport\n")
     assert result.exit_code == 0
     assert "this turn is forgotten" in result.stderr

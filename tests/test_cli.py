@@ -11,7 +11,9 @@ from click.testing import CliRunner
 from zoo import tiny_model
 
 from lookahead import DEMO_MODEL
-from lookahead.cli import StepStreamer, load, main
+from lookahead.cli import main
+from lookahead.loading import load
+from lookahead.terminal import StepStreamer
 from ngram_pool import NgramPool, Source
 
 BINARY = DEMO_MODEL / "model.safetensors"
@@ -77,7 +79,7 @@ def test_what_passes_are_made_of_does_not_change_the_text():
     [
         (["chat", "--chat-template", str(BINARY)], "is not UTF-8"),
         (["audit", "--prompts", str(BINARY)], "is not UTF-8"),
-        (["tune", "--picture", "/no/such/folder/x.png"], "--picture /no/such/folder/x.png"),
+        (["tune", "--picture", "/no/such/folder/x.png"], "'--picture': /no/such/folder/x.png"),
     ],
 )
 def test_bad_files_are_named(command, message):
@@ -176,8 +178,8 @@ def test_streamer_writes_whole_characters_and_colours_steps(monkeypatch, capsys)
     ids = tokenizer(text).input_ids
     steps = iter(range(100))
     for colour in (False, True):
+        monkeypatch.setattr("sys.stdout.isatty", lambda colour=colour: colour)
         streamer = StepStreamer(tokenizer, lambda: next(steps))
-        streamer._colour = colour
         streamer.put(torch.tensor([[1, 2, 3]]))  # the prompt
         for token in ids:
             streamer.put(torch.tensor([token]))

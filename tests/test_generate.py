@@ -23,9 +23,9 @@ from zoo import END, VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig, NgramPool, UnsupportedModelError, plain
-from lookahead.cli import load
 from lookahead.config import MOST_ROWS
 from lookahead.inspection import inspect_model
+from lookahead.loading import load
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from zoo import END, tiny_model
 import lookahead
 from lookahead import LookaheadConfig, plain
 from lookahead.audit import _judge, audit, first_difference, next_logits
-from lookahead.cli import load
+from lookahead.loading import load
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0}

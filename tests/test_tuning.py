@@ -6,7 +6,7 @@ import matplotlib.image
 import pytest
 from click.testing import CliRunner
 
-from lookahead import cli, costs
+from lookahead import commands, costs
 from lookahead.cli import main
 from lookahead.costs import RUNGS
 from lookahead.tuning import COMPILED, DENSE, IN_PARTS, StepTimes
@@ -63,7 +63,7 @@ def test_bad_input_is_named(arguments, message):
 
 def test_a_picture_needs_matplotlib(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    monkeypatch.setattr(cli, "load", None)  # is found out before anything is measured
+    monkeypatch.setattr(commands, "load", None)  # is found out before anything is measured
     result = tune("--picture", "x.png")
     assert result.exit_code != 0
     assert "bench" in result.output

@@ -1,0 +1,115 @@
+"""What the commands about pools on disk do: ``lookahead pool build``, ``merge`` and ``show``."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from lookahead.loading import load_tokenizer
+from lookahead.measuring import readable
+from lookahead.vocabulary import vocabulary_fingerprint
+from ngram_pool import NgramPool, PoolFileError, Source, storage
+
+READ_AT_ONCE = 2**20  # characters of a file that are tokenized together
+
+
+def build(files, model_name, out, pool_path, memory_mb) -> None:
+    """``lookahead pool build``: the options are the command's."""
+    if pool_path and memory_mb:
+        raise click.UsageError("--memory-mb is for a new pool: one given by --pool keeps its size")
+    _check_out(out)
+    tokenizer = load_tokenizer(model_name)
+    if pool_path:
+        learned = load_pool(pool_path, vocabulary_fingerprint(tokenizer))
+    else:
+        try:
+            learned = NgramPool(memory_mb or 64, vocabulary_fingerprint(tokenizer))
+        except (ValueError, MemoryError) as error:
+            raise click.UsageError(f"--memory-mb: {error}") from error
+    tokens = 0
+    with click.progressbar(length=sum(map(os.path.getsize, files)), label="learning", file=sys.stderr) as progress:
+        for path in files:
+            for text in _parts(path):
+                ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+                learned.learn(ids, Source.FILE)
+                tokens += len(ids)
+                progress.update(len(text.encode()))
+    _save(learned, out)
+    click.echo(f"{out}: {tokens:,} tokens of {len(files)} files; {_size(learned)}")
+    if len(learned) > 0.99 * learned.capacity:
+        click.echo(
+            "note: the pool overflowed, what was seen least made room; a larger --memory-mb keeps more", err=True
+        )
+
+
+def merge(files, out, since_path) -> None:
+    """``lookahead pool merge``: the options are the command's."""
+    if len(files) < 2:
+        raise click.UsageError("give at least two FILES to merge")
+    _check_out(out)
+    merged = load_pool(files[0])
+    since = load_pool(since_path, merged.vocabulary) if since_path else None
+    with click.progressbar(files[1:], label="merging", file=sys.stderr) as progress:
+        for path in progress:
+            other = load_pool(path, merged.vocabulary)
+            try:
+                merged.merge(other, since)
+            except ValueError as error:
+                raise click.ClickException(f"{path}: {error}") from error
+    _save(merged, out)
+    click.echo(f"{out}: {len(files)} pools; {_size(merged)}")
+
+
+def show(path, model_name, top) -> None:
+    """``lookahead pool show``: the options are the command's."""
+    held = load_pool(path)
+    tokenizer = load_tokenizer(model_name)
+    vocabulary = vocabulary_fingerprint(tokenizer)
+    click.echo(f"{path}: {_size(held)}")
+    click.echo(f"{held.observations:,} observations; vocabulary {held.vocabulary or 'unknown'}")
+    sources = ", ".join(f"{name} {count:,}" for name, count in held.by_source().items() if count)
+    click.echo(f"next tokens by source: {sources or 'none'}")
+    if held.vocabulary not in (None, vocabulary):
+        click.echo(
+            f"shown as ids: the vocabulary of {model_name or 'the packaged model'} is {vocabulary}; give --model"
+        )
+        tokenizer = None
+    for context, token, probability, seen in held.most_confident(top):
+        if tokenizer:
+            context, token = tokenizer.decode(context), tokenizer.decode([token])
+        click.echo(f"  {context!r} -> {token!r}  {probability:.3f} of {seen}")
+
+
+def _parts(path: str) -> Iterator[str]:
+    """A file's text in runs of whole lines. Raises ClickException if it cannot be read."""
+    with readable(path), open(path, encoding="utf-8") as file:
+        while lines := file.readlines(READ_AT_ONCE):
+            yield "".join(lines)
+
+
+def load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
+    """`NgramPool.load`. Raises ClickException if that fails."""
+    try:
+        return NgramPool.load(path, vocabulary)
+    except (PoolFileError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _check_out(out: Path) -> None:
+    """Raise UsageError where writing a pool would destroy something else."""
+    with readable(out):
+        if out.exists() and not (out.is_file() and (out.stat().st_size == 0 or storage.is_pool_file(out))):
+            raise click.UsageError(f"--out {out} is not a pool file, and would be lost")
+
+
+def _save(pool: NgramPool, out: Path) -> None:
+    try:
+        pool.save(out)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {out}: {error}") from error
+
+
+def _size(held: NgramPool) -> str:
+    return f"{len(held):,} contexts in {held.nbytes / 2**20:.1f} MiB, {len(held) / held.capacity:.0%} full"
