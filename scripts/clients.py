@@ -251,7 +251,7 @@ def _offloaded(name: str, offload: Callable, wrapped_first: bool) -> None:
             return [*found, text(lookahead.unwrap(model))]
 
     run.__name__ = f"{name}_{'after' if wrapped_first else 'before'}_wrap"
-    run.__doc__ = f"A model under accelerate's {name}, which is called {run.__name__[len(name) + 1 :-5]} wrap: texts."
+    run.__doc__ = f"A model under accelerate's {name}, which is called {run.__name__[len(name) + 1 : -5]} wrap: texts."
     client("accelerate")(run)
 
 
@@ -466,7 +466,7 @@ def langchain_pipeline(wrap: Wrap):
     from langchain_huggingface import HuggingFacePipeline
 
     pipe = pipeline("text-generation", model=wrap(demo()), tokenizer=tokenizer())
-    chain = HuggingFacePipeline(pipeline=pipe, pipeline_kwargs={"max_new_tokens": 30, "do_sample": False})
+    chain = HuggingFacePipeline(pipeline=pipe).bind(pipeline_kwargs={"max_new_tokens": 30, "do_sample": False})
     return chain.invoke(PROMPT), chain.batch([PROMPT, "import os\n"]), list(chain.stream(PROMPT))
 
 
