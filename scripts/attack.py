@@ -111,7 +111,7 @@ def cases(number: int, processes: int, seed: int) -> None:
     for process, output in zip(running, outputs, strict=True):
         if process.returncode:
             click.echo(output)
-    passing = sum(int(count) for output in outputs for count in re.findall(r"(\d+) passing examples", output))
+    passing = sum(int(count) for output in outputs for count in re.findall(r"(\d+) passing,", output))
     click.echo(f"{passing} random cases are identical, in {time.perf_counter() - began:.0f} s")
     sys.exit(int(any(process.returncode for process in running) or passing < number))
 

@@ -24,7 +24,15 @@ from pathlib import Path
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": tempfile.mkdtemp(), "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    pipeline,
+)
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
@@ -61,7 +69,7 @@ def demo() -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(lookahead.DEMO_MODEL, dtype=torch.float32).eval()
 
 
-def tokenizer():
+def tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL, pad_token="<|end|>", padding_side="left")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     return tokenizer
@@ -99,7 +107,7 @@ def step(model, optimizer) -> dict:
 
 
 @client("trl")
-def trl_grpo(wrap: Wrap):
+def trl_grpo(wrap: Wrap) -> object:
     """Two steps of GRPOTrainer, and one more by its optimizer after unwrap: gradients, parameters, losses."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -132,8 +140,8 @@ def trl_grpo(wrap: Wrap):
 
 
 @client("torch")
-def optimizer_over_unwrap(wrap: Wrap):
-    """AdamW made while wrapped; a step before unwrap, a step after, a text between all: gradients, parameters, objects."""
+def optimizer_over_unwrap(wrap: Wrap) -> object:
+    """AdamW made while wrapped; steps before and after unwrap, texts between: gradients, parameters, objects."""
     model = llama()
     held = list(model.parameters())
     wrap(model)
@@ -144,7 +152,7 @@ def optimizer_over_unwrap(wrap: Wrap):
 
 
 @client("torch")
-def gradient_of_one_weight(wrap: Wrap):
+def gradient_of_one_weight(wrap: Wrap) -> object:
     """F.linear(h, model.lm_head.weight), by which losses in chunks go past the layer: the gradient."""
     model = wrap(llama())
     before = text(model)
@@ -153,7 +161,7 @@ def gradient_of_one_weight(wrap: Wrap):
     return before, gradients(model)
 
 
-def lora(**settings):
+def lora(**settings) -> object:
     from peft import LoraConfig
 
     torch.manual_seed(2)
@@ -167,7 +175,7 @@ def _lora_training(adapted):
 
 
 @client("peft")
-def peft_training_of_a_wrapped_model(wrap: Wrap):
+def peft_training_of_a_wrapped_model(wrap: Wrap) -> object:
     """Three steps of a LoRA put onto a wrapped model: gradients, adapters, texts."""
     from peft import get_peft_model
 
@@ -175,7 +183,7 @@ def peft_training_of_a_wrapped_model(wrap: Wrap):
 
 
 @client("peft")
-def peft_training_wrapped_later(wrap: Wrap):
+def peft_training_wrapped_later(wrap: Wrap) -> object:
     """The same with the adapted model wrapped: gradients, adapters, texts."""
     from peft import get_peft_model
 
@@ -183,7 +191,7 @@ def peft_training_wrapped_later(wrap: Wrap):
 
 
 @client("peft")
-def peft_merge(wrap: Wrap):
+def peft_merge(wrap: Wrap) -> object:
     """merge_and_unload, merge_adapter and unmerge_adapter of a LoRA on a wrapped model: weights, texts."""
     from peft import get_peft_model
 
@@ -198,7 +206,7 @@ def peft_merge(wrap: Wrap):
 
 
 @client("peft")
-def peft_adapters(wrap: Wrap):
+def peft_adapters(wrap: Wrap) -> object:
     """Two adapters added to a wrapped model by transformers and by PEFT, switched on and off: texts."""
     from peft import get_peft_model
 
@@ -243,7 +251,7 @@ def _dispatch(model, folder):
 
 
 def _offloaded(name: str, offload: Callable, wrapped_first: bool) -> None:
-    def run(wrap: Wrap):
+    def run(wrap: Wrap) -> object:
         with tempfile.TemporaryDirectory() as folder:
             model = llama()
             model = offload(wrap(model), folder) if wrapped_first else wrap(offload(model, folder))
@@ -261,7 +269,7 @@ for name, offload in {"cpu_offload": _cpu_offload, "disk_offload": _disk_offload
 
 
 @client("torch")
-def casts(wrap: Wrap):
+def casts(wrap: Wrap) -> object:
     """.to("cpu"), .to(torch.bfloat16), .half(), .float(), .double(): parameters stay the objects that they are."""
     found = {}
     for cast in (
@@ -290,7 +298,7 @@ def _both(model, copied) -> list:
 
 
 @client("torch")
-def copies(wrap: Wrap):
+def copies(wrap: Wrap) -> object:
     """deepcopy, pickle, torch.save and torch.load of a whole model: weights, texts."""
     found = {}
     for how in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), _saved_whole):
@@ -307,7 +315,7 @@ def _saved_whole(model):
 
 
 @client("transformers")
-def save_pretrained(wrap: Wrap):
+def save_pretrained(wrap: Wrap) -> object:
     """save_pretrained of a wrapped model, and from_pretrained: weights, texts."""
     with tempfile.TemporaryDirectory() as folder:
         model = wrap(llama())
@@ -318,7 +326,7 @@ def save_pretrained(wrap: Wrap):
 
 
 @client("torch")
-def state_dicts(wrap: Wrap):
+def state_dicts(wrap: Wrap) -> object:
     """state_dict and load_state_dict, copied in and assigned, saved by torch.save: weights, texts."""
     found, other = [], llama()
     torch.manual_seed(5)
@@ -344,7 +352,7 @@ def _answer(model, pipe) -> None:
 
 
 @client("torch")
-def spawned_process(wrap: Wrap):
+def spawned_process(wrap: Wrap) -> object:
     """A model handed to a process that multiprocessing spawns: texts there and here."""
     model = wrap(llama())
     found = [text(model)]
@@ -365,7 +373,7 @@ def spawned_process(wrap: Wrap):
 
 
 @client("torch")
-def model_compile(wrap: Wrap):
+def model_compile(wrap: Wrap) -> object:
     """model.compile() before and after wrap, with logits of a pass of its own: texts, gradients."""
     found = []
     for compiled_first in (True, False):
@@ -382,7 +390,7 @@ def model_compile(wrap: Wrap):
 
 
 @client("torch")
-def torch_compile(wrap: Wrap):
+def torch_compile(wrap: Wrap) -> object:
     """torch.compile of a wrapped model: texts, gradients."""
     torch.compiler.reset()
     model = torch.compile(wrap(llama()), backend="aot_eager")
@@ -393,7 +401,7 @@ def torch_compile(wrap: Wrap):
 
 
 @client("transformers")
-def text_generation_pipeline(wrap: Wrap):
+def text_generation_pipeline(wrap: Wrap) -> object:
     """pipeline("text-generation"), one prompt, several in a batch, several texts of one."""
     pipe = pipeline("text-generation", model=wrap(demo()), tokenizer=tokenizer())
     options = {"max_new_tokens": 30, "do_sample": False}
@@ -403,7 +411,7 @@ def text_generation_pipeline(wrap: Wrap):
 
 
 @client("lm-eval")
-def lm_eval_tasks(wrap: Wrap):
+def lm_eval_tasks(wrap: Wrap) -> object:
     """HFLM on three local tasks, generate_until, multiple_choice and loglikelihood_rolling: scores, answers."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -418,11 +426,12 @@ def lm_eval_tasks(wrap: Wrap):
             asked = {"task": kind, "output_type": kind, "doc_to_text": "{{text}}", "doc_to_target": target}
             return data | asked | {"metric_list": [{"metric": metric}]} | settings
 
+        stop = {"until": ["\n\n"], "max_gen_toks": 20}
         tasks = [
-            task("generate_until", "{{answer}}", "exact_match", generation_kwargs={"until": ["\n\n"], "max_gen_toks": 20}),
+            task("generate_until", "{{answer}}", "exact_match", generation_kwargs=stop),
             task("multiple_choice", "label", "acc", doc_to_choice="choices"),
             task("loglikelihood_rolling", "{{text}}", "bits_per_byte", doc_to_text=""),
-        ]  # fmt: skip
+        ]
         model = HFLM(pretrained=wrap(demo()), tokenizer=tokenizer(), batch_size=2, max_length=512)
         results = simple_evaluate(model=model, tasks=tasks, bootstrap_iters=0)
     answers = {task: [sample["resps"] for sample in samples] for task, samples in results["samples"].items()}
@@ -430,7 +439,7 @@ def lm_eval_tasks(wrap: Wrap):
 
 
 @client("xgrammar")
-def xgrammar_constraint(wrap: Wrap):
+def xgrammar_constraint(wrap: Wrap) -> object:
     """JSON by xgrammar's LogitsProcessor, greedy and sampled: texts."""
     import xgrammar
 
@@ -446,7 +455,7 @@ def xgrammar_constraint(wrap: Wrap):
 
 
 @client("outlines")
-def outlines_constraint(wrap: Wrap):
+def outlines_constraint(wrap: Wrap) -> object:
     """A regular expression and a choice by outlines, greedy and sampled: texts."""
     import outlines
 
@@ -461,7 +470,7 @@ def outlines_constraint(wrap: Wrap):
 
 
 @client("langchain-huggingface")
-def langchain_pipeline(wrap: Wrap):
+def langchain_pipeline(wrap: Wrap) -> object:
     """HuggingFacePipeline: invoke, batch and stream."""
     from langchain_huggingface import HuggingFacePipeline
 
@@ -471,7 +480,7 @@ def langchain_pipeline(wrap: Wrap):
 
 
 @client("llama-index-llms-huggingface")
-def llama_index_llm(wrap: Wrap):
+def llama_index_llm(wrap: Wrap) -> object:
     """HuggingFaceLLM: complete and stream_complete."""
     from llama_index.llms.huggingface import HuggingFaceLLM
 
@@ -481,7 +490,7 @@ def llama_index_llm(wrap: Wrap):
 
 
 @client("smolagents")
-def smolagents_model(wrap: Wrap):
+def smolagents_model(wrap: Wrap) -> object:
     """TransformersModel: an answer with a stop sequence, and a stream."""
     from smolagents import TransformersModel
 
