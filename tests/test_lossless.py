@@ -176,7 +176,7 @@ class Mask(NamedTuple):
             "nothing": usual * (drawn[:, :1] > 0.5).long(),
             "short": usual[:, 1:],
             "long": torch.cat([usual[:, :1], usual], dim=1),
-            "fewer rows": usual[1:],
+            "fewer rows": usual[-max(len(usual) - 1, 1) :],
         }[self.kind]
 
 
