@@ -215,7 +215,7 @@ def _held() -> tuple[int, int, int]:
     return resident, len(os.listdir("/proc/self/fd")), threads
 
 
-def _watched(what: str, number: int, once: Callable[[], None]) -> None:
+def watched(what: str, number: int, once: Callable[[], None]) -> None:
     """Do ``once`` so often; memory, handles and threads may not grow after the first tenth."""
     began, trace = time.perf_counter(), []
     for i in range(number):
@@ -251,9 +251,9 @@ def cycles(wraps: int, calls: int) -> None:
             if now is not before or not torch.equal(now, copied):
                 raise click.ClickException(f"a parameter [{tuple(copied.shape)}] is another one after unwrap")
 
-    _watched("wraps", wraps, cycle)
+    watched("wraps", wraps, cycle)
     lookahead.wrap(model)
-    _watched("calls", -(-calls // len(PROMPTS)), once)
+    watched("calls", -(-calls // len(PROMPTS)), once)
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

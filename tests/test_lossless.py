@@ -47,7 +47,7 @@ class Drift(LogitsProcessor):
 
 
 class GenerateFailsError(Exception):
-    """generate() itself cannot serve these options together, wrapped or not."""
+    """generate() itself cannot serve these options together, or this mask, wrapped or not."""
 
 
 def check_identical(
@@ -57,10 +57,13 @@ def check_identical(
 
     prompts: ids [1, n]; several are a batch. drift: with a stateful processor.
     mask: makes another mask of the usual one, or None, for a call without; such a call may be left to plain decoding.
+    A mask that does not fit the ids must be refused if plain decoding refuses it.
     """
     inputs = left_pad(prompts)
+    fits = True
     if mask is not None:
-        inputs["attention_mask"] = mask(inputs["attention_mask"])
+        changed = inputs["attention_mask"] = mask(inputs["attention_mask"])
+        fits = changed is None or changed.shape == inputs["input_ids"].shape
     processors = [Drift(), Drift()]
     given = [{"logits_processor": LogitsProcessorList([processor])} if drift else {} for processor in processors]
     ids = [prompt.tolist() for prompt in prompts]
@@ -72,6 +75,8 @@ def check_identical(
     try:
         expected = model.generate(**inputs, **options, **given[0])
     except (IndexError, RuntimeError, ValueError) as error:
+        if fits:
+            raise GenerateFailsError from error
         refusal = error
     state = torch.get_rng_state()
     lookahead.wrap(model, config, pool)
