@@ -1,12 +1,13 @@
 """scripts/attack.py notices what it is made to notice."""
 
+import os
 import threading
 import time
-from pathlib import Path
 
 import attack
 import click
 import pytest
+import torch
 from attack import in_thread, interrupted, watched
 
 from lookahead import NgramPool
@@ -37,7 +38,7 @@ def test_in_thread(monkeypatch):
 def test_watched():
     left = []
     watched("nothing", 10, lambda: None)
-    for leak in (lambda: Path("/dev/null").open(), lambda: b"x" * 2**22, sleeper):
+    for leak in (lambda: os.open("/dev/null", os.O_RDONLY), lambda: torch.ones(2**22), sleeper):
         with pytest.raises(click.ClickException, match="leave something behind"):
             watched("leaks", 10, lambda leak=leak: left.append(leak()))
 
