@@ -125,6 +125,7 @@ def prior_credence() -> Credence:
 
 
 def _compiled(loop):
+    """What Python calls returns no array: numba runs Python to make one, where an interrupt becomes a SystemError."""
     try:
         return njit(cache=True, nogil=True)(loop)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written to
@@ -321,14 +322,12 @@ def learn_rows(table, contexts, tokens, probabilities, sources, clock) -> None:
 
 
 @_compiled
-def find_entries(table, contexts, kind) -> np.ndarray:
-    """Entries of one kind of context for rows of tokens; -1 where nothing is known."""
+def find_entries(table, contexts, kind, entries) -> None:
+    """Entries of one kind of context for rows of tokens, into ``entries``; -1 where nothing is known."""
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64)
-    entries = np.empty(len(contexts), np.int64)
     for row in range(len(contexts)):
         _hash(contexts[row], contexts.shape[1], sums, keys)
         entries[row] = _find(table, keys[kind])
-    return entries
 
 
 @_compiled
@@ -581,20 +580,18 @@ def calibrate_text(table, credence, tokens, start) -> None:
 
 
 @_compiled
-def grow(table, credence, context, budget, min_probability, max_depth, chain) -> tuple[np.ndarray, ...]:
+def grow(table, credence, context, min_probability, max_depth, chain, tokens, parents, depths, joints, sources) -> int:
     """The likeliest tree below ``context`` (int64 [LONGEST]), best first, laid out depth-first.
 
-    Returns tokens, parents, depths, probabilities and sources as in `GuessTree`.
+    tokens, parents, depths, joints, sources: the arrays of a `GuessTree`, with room for as many nodes as are wanted.
+    They are filled from the front; the number of nodes is returned.
     """
-    kinds = len(KINDS)
+    kinds, budget = len(KINDS), len(tokens)
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(kinds, np.uint64)
     entries, amounts, beliefs = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds)
     candidates = np.empty(kinds * WIDTH, np.int64)
     chances, tilts = np.empty(kinds * WIDTH), np.empty(kinds * WIDTH)
     origins = np.empty(kinds * WIDTH, np.int64)
-    tokens, parents = np.empty(budget, np.int64), np.empty(budget, np.int64)
-    depths, sources = np.empty(budget, np.int64), np.empty(budget, np.int64)
-    joints = np.empty(budget)
     paths = np.empty((budget + 1, LONGEST), np.int64)  # row 0 is the root's, row i + 1 that of node i
     paths[0] = context
     frontier = [(0.0, 0, 0, 0)]  # negative probability, parent, token, source
@@ -625,7 +622,10 @@ def grow(table, credence, context, budget, min_probability, max_depth, chain) ->
     for place in range(count):
         parent = parents[order[place]]
         laid_out[place] = -1 if parent < 0 else places[parent]
-    return tokens[order], laid_out, depths[order], joints[order], sources[order]
+    parents[:count] = laid_out
+    tokens[:count], depths[:count], sources[:count] = tokens[order], depths[order], sources[order]
+    joints[:count] = joints[order]
+    return count
 
 
 @_compiled
@@ -663,8 +663,9 @@ def compile_loops() -> None:
     calibrate_text(table, credence, row[0], 0)
     are_ids(row[0])
     are_distributions(certain)
-    grow(table, credence, row[0], 1, 0.0, 1, False)
+    tokens, parents, depths, sources = np.empty((4, 1), np.int64)
+    grow(table, credence, row[0], 0.0, 1, False, tokens, parents, depths, np.empty(1), sources)
     merge(table, 0, table, 0, table)
     bound(credence)
     flaw(table, -1, 1)
-    find_entries(table, row, 0)
+    find_entries(table, row, 0, row[0])

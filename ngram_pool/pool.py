@@ -184,10 +184,11 @@ class NgramPool:
             return GuessTree.empty()
         path = np.full(LONGEST, NO_TOKEN)
         path[LONGEST - len(tail) :] = tail
+        tokens, parents, depths, sources = np.empty((4, budget), np.int64)
+        nodes = tokens, parents, depths, np.empty(budget), sources
         with self._lock:
-            return GuessTree(
-                *kernels.grow(self._table, self._credence, path, budget, float(min_probability), depth, bool(chain))
-            )
+            count = kernels.grow(self._table, self._credence, path, float(min_probability), depth, bool(chain), *nodes)
+        return GuessTree(*(array[:count] for array in nodes))
 
     # Sharing
 
@@ -283,7 +284,8 @@ class NgramPool:
         with self._lock:
             contexts = np.unique(self._table.tokens[self._table.weights > 0]).astype(np.int64)[:, None]
             for length in range(1, LISTED + 1):
-                entries = kernels.find_entries(self._table, contexts, KINDS.index((0, length)))
+                entries = np.empty(len(contexts), np.int64)
+                kernels.find_entries(self._table, contexts, KINDS.index((0, length)), entries)
                 contexts, entries = contexts[entries >= 0], entries[entries >= 0]
                 weights, tokens = self._table.weights[entries], self._table.tokens[entries]
                 if length < LISTED:

@@ -3,6 +3,7 @@
 import os
 import random
 from functools import lru_cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -46,36 +47,54 @@ class Drift(LogitsProcessor):
 
 
 class GenerateFailsError(Exception):
-    """generate() itself cannot serve these options together."""
+    """generate() itself cannot serve these options together, or this mask, wrapped or not."""
 
 
-def check_identical(model, prompts, options, config, seed, pool=None, drift=False, **described) -> lookahead.Stats:
+def check_identical(
+    model, prompts, options, config, seed, pool=None, drift=False, mask=None, **described
+) -> lookahead.Stats:
     """Generate both ways from the same seed and compare; the message on failure repeats the case.
 
     prompts: ids [1, n]; several are a batch. drift: with a stateful processor.
+    mask: makes another mask of the usual one, or None, for a call without; such a call may be left to plain decoding.
+    A mask that does not fit the ids must be refused if plain decoding refuses it.
     """
     inputs = left_pad(prompts)
+    fits = True
+    if mask is not None:
+        changed = inputs["attention_mask"] = mask(inputs["attention_mask"])
+        fits = changed is None or changed.shape == inputs["input_ids"].shape
     processors = [Drift(), Drift()]
     given = [{"logits_processor": LogitsProcessorList([processor])} if drift else {} for processor in processors]
+    ids = [prompt.tolist() for prompt in prompts]
+    case = f"{described} {type(model).__name__} ids={ids} {options} {config} seed={seed} drift={drift}"
+    if mask is not None:
+        case += f" mask={inputs['attention_mask']}".replace("\n", "")
+    refusal = None
     torch.manual_seed(seed)
     try:
         expected = model.generate(**inputs, **options, **given[0])
     except (IndexError, RuntimeError, ValueError) as error:
-        raise GenerateFailsError from error
+        if fits:
+            raise GenerateFailsError from error
+        refusal = error
     state = torch.get_rng_state()
     lookahead.wrap(model, config, pool)
     try:
         torch.manual_seed(seed)
         actual = model.generate(**inputs, **options, **given[1])
+    except Exception as error:
+        if refusal is None:
+            raise AssertionError(f"raises {error!r}: {case}") from error
+        raise GenerateFailsError from refusal
     finally:
         stats = model.lookahead.last
         lookahead.unwrap(model)
-    ids = [prompt.tolist() for prompt in prompts]
-    case = f"{described} {type(model).__name__} ids={ids} {options} {config} seed={seed} drift={drift}"
+    assert refusal is None, f"plain decoding raises {refusal!r}: {case}"
     assert actual.tolist() == expected.tolist(), case
     assert torch.equal(torch.get_rng_state(), state), f"the generator was consumed differently: {case}"
     assert processors[0].seen == processors[1].seen, case
-    if len(actual) == 1:
+    if len(actual) == 1 and mask is None:
         assert stats.tokens == actual.shape[1] - inputs["input_ids"].shape[1], case
     return stats
 
@@ -140,6 +159,38 @@ sampling = st.fixed_dictionaries(
 )
 
 
+class Mask(NamedTuple):
+    """Another attention mask than padding to the left has."""
+
+    kind: str
+    seed: int
+
+    def __call__(self, usual: torch.Tensor) -> torch.Tensor | None:
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.rand(usual.shape, generator=generator)
+        return {
+            "absent": None,
+            "bool": usual.bool(),
+            "float": usual.float(),
+            "other values": usual * (1 + (3 * drawn).long()),
+            "fractions": usual * (0.5 + drawn),
+            "negative": usual * (1 - 2 * (drawn < 0.3).long()),
+            "holes": usual * (drawn > 0.2).long(),
+            "more padding": usual * (torch.arange(usual.shape[1]) >= (8 * drawn[:, :1]).long()).long(),
+            "padding to the right": usual.flip(1),
+            "nothing": usual * (drawn[:, :1] > 0.5).long(),
+            "short": usual[:, 1:],
+            "long": torch.cat([usual[:, :1], usual], dim=1),
+            "fewer rows": usual[-max(len(usual) - 1, 1) :],
+        }[self.kind]
+
+
+MASKS = (
+    "absent", "bool", "float", "other values", "fractions", "negative", "holes", "more padding",
+    "padding to the right", "nothing", "short", "long", "fewer rows",
+)  # fmt: skip
+
+
 @settings(
     max_examples=int(os.environ.get("LOOKAHEAD_CASES", 100)),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes, and the case is printed as it is
@@ -155,9 +206,10 @@ sampling = st.fixed_dictionaries(
     seed=st.integers(0, 2**31),
     drift=st.booleans(),
     learned=st.none() | st.lists(st.integers(0, VOCABULARY - 1), max_size=300),
+    mask=st.none() | st.builds(Mask, st.sampled_from(MASKS), st.integers(0, 2**31)),
 )
-def test_any_case(model_type, model_seed, prompt_seeds, options, draws, config, seed, drift, learned):
-    """Random architecture, weights, batch, paddings, options, settings and seed; a pool that other texts have filled.
+def test_any_case(model_type, model_seed, prompt_seeds, options, draws, config, seed, drift, learned, mask):
+    """Random architecture, weights, batch, mask, options, settings and seed; a pool that other texts have filled.
 
     A batch that samples is identical where its sequences go in step, for which the stateful processor stands here.
     """
@@ -172,7 +224,7 @@ def test_any_case(model_type, model_seed, prompt_seeds, options, draws, config, 
         options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])
     model = known_model(model_type, model_seed)
     try:
-        check_identical(model, prompts, options, config, seed, pool, drift=in_step)
+        check_identical(model, prompts, options, config, seed, pool, drift=in_step, mask=mask)
     except GenerateFailsError:
         assume(False)
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import threading
 from copy import deepcopy
 
@@ -723,3 +724,20 @@ def test_contexts_of_a_text():
     rows = contexts_of([4, 5, 6], 2)
     assert rows.tolist() == [[-1] * (LONGEST - 2) + [4, 5], [-1] * (LONGEST - 3) + [4, 5, 6]]
     assert len(contexts_of([4, 5, 6], 0)) == 0
+
+
+def test_an_interrupt_of_a_guess_reaches_the_caller():
+    """It comes while a compiled loop runs, and nothing that numba does at the loop's end makes another error of it."""
+    pool = NgramPool(1)
+    pool.learn(np.random.default_rng(0).integers(0, 50, 5000))
+
+    def guess_until_interrupted():
+        threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        while True:
+            pool.guess([1, 2, 3], 4096)
+
+    for _ in range(10):
+        with pytest.raises(KeyboardInterrupt):
+            guess_until_interrupted()
+    pool.check_integrity()
+    assert len(pool.guess([1, 2, 3], 16)) == 16, "the lock is free"

@@ -1,15 +1,16 @@
 #!/bin/sh
 # Make the Python environments that the workers here run in: DIR/lade and DIR/vllm, or those of them that are named. Each
-# needs a transformers of its own, neither of them the one that they are compared with. What is already there is left
-# alone. DIR/vllm also gets lookahead itself, as it stands here.
+# needs a transformers of its own, neither of them the one that they are compared with. DIR/clients is for
+# scripts/clients.py and made only if it is named. What is already there is left alone. DIR/vllm and DIR/clients also get
+# lookahead itself, as it stands here.
 #
-#     sh scripts/peers/install.sh DIR [lade] [vllm]
+#     sh scripts/peers/install.sh DIR [lade] [vllm] [clients]
 #
 # For Linux on x86-64, with a C++20 compiler and 5 GB of disk. PYTHON names a Python 3.11 (python3 by default), PIP_FLAGS
 # options of pip: PyPI's torch brings gigabytes of CUDA, --extra-index-url https://download.pytorch.org/whl/cpu does not.
 set -eu
 
-usage() { echo "usage: sh $0 DIR [lade] [vllm]" >&2; exit 2; }
+usage() { echo "usage: sh $0 DIR [lade] [vllm] [clients]" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 PYTHON=${PYTHON:-python3}
 PIP_FLAGS=${PIP_FLAGS:-}
@@ -18,7 +19,7 @@ mkdir -p "$1"
 DIR=$(cd "$1" && pwd)
 shift
 for name in "$@"; do
-    case $name in lade | vllm) ;; *) usage ;; esac
+    case $name in lade | vllm | clients) ;; *) usage ;; esac
 done
 [ $# -gt 0 ] || set -- lade vllm
 
@@ -60,13 +61,17 @@ suffix_trees() {
     touch "$PACKAGE/installed"
 }
 
+# Asked for elsewhere than here, where Python would find the package without its being installed.
+lookahead_itself() {
+    (cd "$DIR" && "$1/bin/python" -c 'import lookahead' 2>/dev/null) ||
+        "$DIR/$1/bin/python" -m pip install --no-deps --no-build-isolation --editable "$HERE/../.."
+}
+
 for name in "$@"; do
     environment "$name"
-    if [ "$name" = vllm ]; then
-        suffix_trees
-        # Elsewhere than here, where Python would find the package without its being installed.
-        (cd "$DIR" && vllm/bin/python -c 'import lookahead' 2>/dev/null) ||
-            "$DIR/vllm/bin/python" -m pip install --no-deps --no-build-isolation --editable "$HERE/../.."
-    fi
-    echo "$DIR/$name/bin/python $HERE/${name}_worker.py"
+    case $name in
+        lade) echo "$DIR/lade/bin/python $HERE/lade_worker.py" ;;
+        vllm) suffix_trees; lookahead_itself vllm; echo "$DIR/vllm/bin/python $HERE/vllm_worker.py" ;;
+        clients) lookahead_itself clients; echo "$DIR/clients/bin/python $(dirname "$HERE")/clients.py" ;;
+    esac
 done

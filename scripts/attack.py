@@ -1,0 +1,317 @@
+"""Attack a wrapped model for long, and count what it withstood.
+
+    python scripts/attack.py cases --number 20000      random cases of tests/test_lossless.py
+    python scripts/attack.py interrupts --number 300   interrupted calls, and the calls after them
+    python scripts/attack.py cycles --wraps 1000 --calls 10000
+    python scripts/attack.py threads --calls 200
+
+Each prints the case that failed, and the exit status is 1 then. On two cores the first takes most of an hour, each of
+the others some minutes. pytest and hypothesis are needed for the first (extra `test`).
+"""
+
+import ctypes
+import gc
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import click
+import torch
+from tiny_models import random_model
+from transformers import LlamaConfig, PreTrainedModel
+
+import lookahead
+from lookahead import LookaheadConfig, NgramPool, costs
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 120  # seconds after which a call hangs
+GROWTH = 16 * 2**20  # bytes of memory that wraps or calls may add after the first tenth of them, all together
+PROMPTS = [[[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]], [[9, 4, 9, 4, 9]], [[5, 6, 7, 8, 5, 6], [3, 9, 3, 9, 3, 9]]]
+
+
+def llama(seed: int = 0) -> PreTrainedModel:
+    """A random Llama, small, but large enough for whatever is done for the sake of speed to be done to it."""
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    return random_model(LlamaConfig(**sizes, **heads, bos_token_id=0, eos_token_id=1, pad_token_id=2), seed)
+
+
+def texts(model: PreTrainedModel, tokens: int = 24) -> list:
+    """Greedy ids of single prompts and of a batch."""
+    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    return [model.generate(torch.tensor(prompt), **options).tolist() for prompt in PROMPTS]
+
+
+def in_thread(call: Callable[[], object]) -> object:
+    """What ``call`` returns in a thread of its own, which no lock that this one holds lets through."""
+    found = []
+
+    def run():
+        try:
+            found.append((call(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    if not found:
+        where = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
+        raise AssertionError(f"hangs for {PATIENCE} s:\n{where}")
+    if found[0][1] is not None:
+        raise found[0][1]
+    return found[0][0]
+
+
+@click.group(help=__doc__.split("\n")[0])
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    torch.set_num_threads(1)
+    costs.FOLDER, costs.SECONDS = Path(tempfile.mkdtemp()), 0.05
+
+
+# -- random cases -----------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--number", default=20_000, show_default=True)
+@click.option("--processes", default=os.cpu_count(), show_default="one a core")
+@click.option("--seed", default=0, show_default=True, help="Of the first process; the others count on.")
+def cases(number: int, processes: int, seed: int) -> None:
+    """Random architectures, batches, masks, options and settings: the property test of tests/test_lossless.py."""
+    began = time.perf_counter()
+    environment = os.environ | {"LOOKAHEAD_CASES": str(-(-number // processes)), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/test_lossless.py",
+        "-k",
+        "test_any_case",
+        "-p",
+        "no:cacheprovider",
+    ]
+    running = [
+        subprocess.Popen([*command, f"--hypothesis-seed={seed + i}", "--hypothesis-show-statistics"], cwd=ROOT,
+                         env=environment, stdout=subprocess.PIPE, text=True)
+        for i in range(processes)
+    ]  # fmt: skip
+    outputs = [process.communicate()[0] for process in running]
+    for process, output in zip(running, outputs, strict=True):
+        if process.returncode:
+            click.echo(output)
+    passing = sum(int(count) for output in outputs for count in re.findall(r"(\d+) passing,", output))
+    click.echo(f"{passing} random cases are identical, in {time.perf_counter() - began:.0f} s")
+    sys.exit(int(any(process.returncode for process in running) or passing < number))
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """Thrown into a thread from outside."""
+
+
+def _throw_stop(ident: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Stop))
+
+
+def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> str | None:
+    """Interrupt ``call`` after ``delay`` seconds; the function of ours where it stopped, or None if it ended before."""
+    main_thread, ended = threading.main_thread().ident, False
+
+    def interrupt():
+        if by_signal:
+            signal.pthread_kill(main_thread, signal.SIGINT)
+        else:
+            _throw_stop(main_thread)
+
+    timer = threading.Timer(delay, interrupt)
+    try:
+        timer.start()
+        call()
+        ended = True
+        timer.join()
+        time.sleep(0.01)  # for an interrupt that was late
+    except (KeyboardInterrupt, Stop) as error:
+        if not ended:
+            frames = traceback.extract_tb(error.__traceback__)
+            places = [(Path(frame.filename), frame.name) for frame in frames]
+            ours = [f"{path.stem}.{name}" for path, name in places if path.parent.name in ("lookahead", "ngram_pool")]
+            return ours[-1] if ours else "generate"
+    return None
+
+
+@main.command()
+@click.option("--number", default=300, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def interrupts(number: int, seed: int) -> None:
+    """SIGINT, and exceptions thrown from another thread, at random moments of generate()."""
+    rng = random.Random(seed)
+    places, left = Counter(), number
+    expected = {model_seed: texts(llama(model_seed)) for model_seed in range(3)}
+    round_ = 0
+    while left:
+        round_ += 1
+        if round_ % 10 == 1:  # a new model, of which the first call finds out what it costs
+            model_seed = rng.randrange(3)
+            model, pool = llama(model_seed), NgramPool(1)
+            configuration = {**vars(model.config)}
+            config = rng.choice([LookaheadConfig(), LookaheadConfig(budget=16, window_size=3)])
+            lookahead.wrap(model, config, pool)
+            length = 1.0  # seconds of a call
+        delay, by_signal = rng.uniform(0, length), rng.random() < 0.5
+        case = f"seed {seed}, round {round_}, {'SIGINT' if by_signal else 'exception'} after {delay:.4f} s, {config}"
+        began = time.perf_counter()
+        try:
+            place = interrupted(lambda model=model: texts(model), delay, by_signal)
+        except BaseException as error:
+            raise click.ClickException(f"{case}: turned into {error!r}\n{traceback.format_exc()}") from error
+        if place is None:
+            length = min(length, time.perf_counter() - began)
+        else:
+            places[place] += 1
+            left -= 1
+        now = {**vars(model.config)}
+        if now != configuration:
+            changed = {name: value for name, value in now.items() if configuration.get(name) != value}
+            raise click.ClickException(f"{case}, in {place}: the configuration holds {changed}")
+        try:
+            right = in_thread(lambda model=model: texts(model)) == expected[model_seed]
+            in_thread(pool.check_integrity)
+        except BaseException as error:
+            raise click.ClickException(f"{case}, in {place}: the next call {error!r}") from error
+        if not right:
+            raise click.ClickException(f"{case}, in {place}: the next call writes another text")
+        if round_ % 10 == 0:
+            lookahead.unwrap(model)
+            if texts(model) != expected[model_seed]:
+                raise click.ClickException(f"{case}, in {place}: the unwrapped model writes another text")
+    click.echo(f"{number} interrupts, after each of which the next call was right; they came in")
+    for place, count in places.most_common():
+        click.echo(f"{count:6d}  {place}")
+
+
+# -- what is left behind ----------------------------------------------------------------------------------------------
+
+
+def _held() -> tuple[int, int, int]:
+    """Bytes of resident memory, open handles, threads of this process."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    resident = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
+    threads = int(re.search(r"Threads:\s+(\d+)", status)[1])
+    return resident, len(os.listdir("/proc/self/fd")), threads
+
+
+def watched(what: str, number: int, once: Callable[[], None]) -> None:
+    """Do ``once`` so often; memory, handles and threads may not grow after the first tenth."""
+    began, trace = time.perf_counter(), []
+    for i in range(number):
+        once()
+        if (i + 1) % -(-number // 10) == 0:
+            trace.append(_held())
+    resident, handles, threads = zip(*trace, strict=True)
+    figures = f"memory {', '.join(f'{x / 2**20:.1f}' for x in resident)} MiB, handles {handles}, threads {threads}"
+    click.echo(f"{number} {what} in {time.perf_counter() - began:.0f} s: {figures}")
+    if resident[-1] - resident[0] > GROWTH or handles[-1] > handles[0] or threads[-1] > threads[0]:
+        raise click.ClickException(f"{what} leave something behind")
+
+
+@main.command()
+@click.option("--wraps", default=1000, show_default=True)
+@click.option("--calls", default=10_000, show_default=True)
+def cycles(wraps: int, calls: int) -> None:
+    """Wrap, generate and unwrap, again and again: memory, handles, threads and parameters stay what they were."""
+    model = llama()
+    held = list(model.parameters())
+    copies = [parameter.detach().clone() for parameter in held]
+    expected = texts(model, 4)
+
+    def once():
+        if texts(model, 4) != expected:
+            raise click.ClickException("a call writes another text")
+
+    def cycle():
+        lookahead.wrap(model)
+        once()
+        lookahead.unwrap(model)
+        for before, copied, now in zip(held, copies, model.parameters(), strict=True):
+            if now is not before or not torch.equal(now, copied):
+                raise click.ClickException(f"a parameter [{tuple(copied.shape)}] is another one after unwrap")
+
+    watched("wraps", wraps, cycle)
+    lookahead.wrap(model)
+    watched("calls", -(-calls // len(PROMPTS)), once)
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--calls", default=200, show_default=True)
+@click.option("--threads", default=4, show_default=True)
+def threads(calls: int, threads: int) -> None:
+    """Calls from several threads on one model and one pool, first alone, then while another wraps and unwraps."""
+    model, pool = llama(), NgramPool(1)
+    expected = texts(model)
+    options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+    for with_wrapper in (False, True):
+        lookahead.wrap(model, pool=pool)
+        wrong, counts, over = [], Counter(), threading.Event()
+
+        def generate(number: int, wrong=wrong, counts=counts) -> None:
+            for i in range(number, calls, threads):
+                which = i % len(PROMPTS)
+                try:
+                    if model.generate(torch.tensor(PROMPTS[which]), **options).tolist() != expected[which]:
+                        wrong.append(f"call {i} writes another text")
+                except Exception:
+                    wrong.append(f"call {i}: {traceback.format_exc()}")
+                counts["calls"] += 1
+
+        def change(wrong=wrong, counts=counts, over=over) -> None:
+            while not over.is_set():
+                for name, act in (("unwrap", lookahead.unwrap), ("wrap", partial(lookahead.wrap, pool=pool))):
+                    try:
+                        act(model)
+                        counts[name] += 1
+                    except RuntimeError as error:  # which says that the model is in use
+                        counts[f"{name} refused: {error}"] += 1
+                    except Exception:
+                        wrong.append(f"{name}: {traceback.format_exc()}")
+                    time.sleep(0.002)
+
+        callers = [threading.Thread(target=generate, args=(i,), daemon=True) for i in range(threads)]
+        changer = threading.Thread(target=change, daemon=True)
+        for thread in [*callers, *([changer] if with_wrapper else [])]:
+            thread.start()
+        deadline = time.monotonic() + calls * PATIENCE / 10
+        for thread in callers:
+            thread.join(max(deadline - time.monotonic(), 0))
+        over.set()
+        if with_wrapper:
+            changer.join(PATIENCE)
+        if any(thread.is_alive() for thread in [*callers, changer]):
+            wrong.append("a thread hangs")
+        click.echo(f"{'while wrapped and unwrapped' if with_wrapper else 'alone'}: {dict(counts)}")
+        if wrong:
+            raise click.ClickException(f"{len(wrong)} failed, first: {wrong[0]}")
+        lookahead.unwrap(model)
+        if texts(model) != expected:
+            raise click.ClickException("the unwrapped model writes another text")
+
+
+if __name__ == "__main__":
+    main()

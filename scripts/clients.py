@@ -1,0 +1,572 @@
+"""Try real clients of a model, wrapped and not: both must give the same, to the last bit.
+
+    PYTHON=python3.11 sh scripts/peers/install.sh .peers clients
+    .peers/clients/bin/python scripts/clients.py [NAME ...]
+
+Every client is a function that is called twice: with a `wrap` that does nothing, then with `lookahead.wrap`, where some
+text must have been decoded by lookahead. What it returns is compared. The exit status is 1 if anything differs or a
+client is not installed. No model or data set is downloaded.
+"""
+
+import copy
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    pipeline,
+)
+
+import lookahead
+from lookahead import LookaheadConfig
+
+CONFIG = LookaheadConfig(budget=12, window_size=4, ngram_size=3)  # fixed, so that no time is spent on measuring steps
+PROMPT = "def read_lines(path):\n    with open(path) as file:\n"
+IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
+LEARNED = torch.arange(40).reshape(2, 20) + 100  # what is trained on
+
+Wrap = Callable[[PreTrainedModel], PreTrainedModel]
+CLIENTS: dict[str, tuple[str, Callable[[Wrap], object]]] = {}
+
+
+def client(package: str) -> Callable:
+    """Enlist a function, by its name, that tries ``package``; its docstring says what is compared."""
+
+    def enlist(function):
+        CLIENTS[function.__name__] = package, function
+        return function
+
+    return enlist
+
+
+def llama() -> LlamaForCausalLM:
+    """A random Llama, large enough for whatever is done for the sake of speed to be done to it."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, bos_token_id=0, eos_token_id=0, pad_token_id=0, initializer_range=0.1)
+    return LlamaForCausalLM(config).eval()
+
+
+def demo() -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(lookahead.DEMO_MODEL, dtype=torch.float32).eval()
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL, pad_token="<|end|>", padding_side="left")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return tokenizer
+
+
+def text(model, ids: torch.Tensor = IDS, **options) -> list:
+    """Ids of a greedy text and of a sampled one."""
+    torch.manual_seed(1)
+    return [
+        model.generate(input_ids=ids, max_new_tokens=24, do_sample=do_sample, **options).tolist()
+        for do_sample in (False, True)
+    ]
+
+
+def values(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def gradients(model) -> dict[str, torch.Tensor | None]:
+    return {name: x.grad if x.grad is None else x.grad.clone() for name, x in model.named_parameters()}
+
+
+def step(model, optimizer) -> dict:
+    """One step of training; what it gives."""
+    model.train()
+    optimizer.zero_grad()
+    loss = model(input_ids=LEARNED, labels=LEARNED).loss
+    loss.backward()
+    optimizer.step()
+    model.eval()
+    return {"loss": loss.detach(), "gradients": gradients(model)}
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@client("trl")
+def trl_grpo(wrap: Wrap) -> object:
+    """Two steps of GRPOTrainer, and one more by its optimizer after unwrap: gradients, parameters, losses."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            seen.append(gradients(model))
+
+    def reward(completion_ids, **kwargs):
+        return [float(sum(ids) % 11) for ids in completion_ids]
+
+    seen, model = [], wrap(llama())
+    with tempfile.TemporaryDirectory() as folder:
+        settings = GRPOConfig(
+            folder, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=12,
+            learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, bf16=False,
+            # Whose rule may look at the whole batch, so its sequences go in step and draw what they draw unwrapped.
+            generation_kwargs={"top_h": 0.99},
+        )  # fmt: skip
+        prompts = Dataset.from_list([{"prompt": PROMPT}, {"prompt": "import os\n"}] * 4)
+        trainer = GRPOTrainer(model, reward, args=settings, train_dataset=prompts, processing_class=tokenizer())
+        trainer.add_callback(Watch)
+        trainer.train()
+    losses = [entry.get("loss") for entry in trainer.state.log_history]
+    trained = values(model)
+    lookahead.unwrap(model)
+    return {"gradients": seen, "losses": losses, "trained": trained, "further": step(model, trainer.optimizer),
+            "at last": values(model)}  # fmt: skip
+
+
+@client("torch")
+def optimizer_over_unwrap(wrap: Wrap) -> object:
+    """AdamW made while wrapped; steps before and after unwrap, texts between: gradients, parameters, objects."""
+    model = llama()
+    held = list(model.parameters())
+    wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = [text(model), step(model, optimizer), text(model), step(model, optimizer)]
+    found += [values(lookahead.unwrap(model)), step(model, optimizer), values(model), text(model)]
+    return found, [a is b for a, b in zip(held, model.parameters(), strict=True)]
+
+
+@client("torch")
+def gradient_of_one_weight(wrap: Wrap) -> object:
+    """F.linear(h, model.lm_head.weight), by which losses in chunks go past the layer: the gradient."""
+    model = wrap(llama())
+    before = text(model)
+    hidden = model.model(LEARNED).last_hidden_state
+    torch.nn.functional.linear(hidden, model.lm_head.weight).logsumexp(-1).sum().backward()
+    return before, gradients(model)
+
+
+def lora(**settings) -> object:
+    from peft import LoraConfig
+
+    torch.manual_seed(2)
+    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+
+
+def _lora_training(adapted):
+    optimizer = torch.optim.AdamW([x for x in adapted.parameters() if x.requires_grad], lr=1e-2)
+    found = [text(adapted)] + [step(adapted, optimizer) for _ in range(3)]
+    return [*found, values(adapted), text(adapted), values(lookahead.unwrap(adapted))]
+
+
+@client("peft")
+def peft_training_of_a_wrapped_model(wrap: Wrap) -> object:
+    """Three steps of a LoRA put onto a wrapped model: gradients, adapters, texts."""
+    from peft import get_peft_model
+
+    return _lora_training(get_peft_model(wrap(llama()), lora()))
+
+
+@client("peft")
+def peft_training_wrapped_later(wrap: Wrap) -> object:
+    """The same with the adapted model wrapped: gradients, adapters, texts."""
+    from peft import get_peft_model
+
+    return _lora_training(wrap(get_peft_model(llama(), lora())))
+
+
+@client("peft")
+def peft_merge(wrap: Wrap) -> object:
+    """merge_and_unload, merge_adapter and unmerge_adapter of a LoRA on a wrapped model: weights, texts."""
+    from peft import get_peft_model
+
+    adapted = get_peft_model(wrap(llama()), lora(init_lora_weights=False))
+    found = [text(adapted)]
+    adapted.merge_adapter()
+    found += [text(adapted), values(adapted)]
+    adapted.unmerge_adapter()
+    merged = adapted.merge_and_unload()
+    found += [text(merged), values(merged)]
+    return [*found, values(lookahead.unwrap(merged)), text(merged)]
+
+
+@client("peft")
+def peft_adapters(wrap: Wrap) -> object:
+    """Two adapters added to a wrapped model by transformers and by PEFT, switched on and off: texts."""
+    from peft import get_peft_model
+
+    model = wrap(llama())
+    found = [text(model)]
+    for name in ("one", "two"):
+        model.add_adapter(lora(init_lora_weights=False), name)
+        model.set_adapter(name)
+        found.append(text(model))
+    model.disable_adapters()
+    found.append(text(model))
+    adapted = get_peft_model(wrap(llama()), lora(init_lora_weights=False), adapter_name="one")
+    adapted.add_adapter("two", lora(init_lora_weights=False))
+    for name in ("one", "two"):
+        adapted.set_adapter(name)
+        found.append(text(adapted))
+    with adapted.disable_adapter():
+        return [*found, text(adapted)]
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def _cpu_offload(model, folder):
+    from accelerate import cpu_offload
+
+    return cpu_offload(model, torch.device("cpu"))
+
+
+def _disk_offload(model, folder):
+    from accelerate import disk_offload
+
+    return disk_offload(model, folder, torch.device("cpu"))
+
+
+def _dispatch(model, folder):
+    from accelerate import dispatch_model
+
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu"}
+    places |= {"model.layers.1": "disk", "model.norm": "cpu", "lm_head": "disk"}
+    return dispatch_model(model, places, main_device="cpu", offload_dir=folder, force_hooks=True)
+
+
+def _offloaded(name: str, offload: Callable, wrapped_first: bool) -> None:
+    def run(wrap: Wrap) -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            model = llama()
+            model = offload(wrap(model), folder) if wrapped_first else wrap(offload(model, folder))
+            found = [text(model), text(model)]
+            return [*found, text(lookahead.unwrap(model))]
+
+    run.__name__ = f"{name}_{'after' if wrapped_first else 'before'}_wrap"
+    run.__doc__ = f"A model under accelerate's {name}, which is called {run.__name__[len(name) + 1 : -5]} wrap: texts."
+    client("accelerate")(run)
+
+
+for name, offload in {"cpu_offload": _cpu_offload, "disk_offload": _disk_offload, "dispatch_model": _dispatch}.items():
+    for wrapped_first in (False, True):
+        _offloaded(name, offload, wrapped_first)
+
+
+@client("torch")
+def casts(wrap: Wrap) -> object:
+    """.to("cpu"), .to(torch.bfloat16), .half(), .float(), .double(): parameters stay the objects that they are."""
+    found = {}
+    for cast in (
+        lambda model: model.to("cpu"),
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.half(),
+        lambda model: model.float(),
+        lambda model: model.double(),
+    ):
+        model = llama()
+        held = list(model.parameters())
+        texts = [text(wrap(model))]
+        cast(model)
+        found[len(found)] = texts, values(model), [a is b for a, b in zip(held, model.parameters(), strict=True)]
+        model.float()
+        found[len(found)] = text(model), values(lookahead.unwrap(model)), text(model)
+        found[len(found)] = [a is b for a, b in zip(held, model.parameters(), strict=True)]
+    return found
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+def _both(model, copied) -> list:
+    return [text(model), text(copied), values(copied), values(lookahead.unwrap(copied)), text(copied)]
+
+
+@client("torch")
+def copies(wrap: Wrap) -> object:
+    """deepcopy, pickle, torch.save and torch.load of a whole model: weights, texts."""
+    found = {}
+    for how in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), _saved_whole):
+        model = wrap(llama())
+        found[len(found)] = text(model), _both(model, how(model))
+    return found
+
+
+def _saved_whole(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@client("transformers")
+def save_pretrained(wrap: Wrap) -> object:
+    """save_pretrained of a wrapped model, and from_pretrained: weights, texts."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = wrap(llama())
+        before = text(model)
+        model.save_pretrained(folder)
+        files = {path.name: path.stat().st_size for path in Path(folder).iterdir()}
+        return before, files, _both(model, wrap(AutoModelForCausalLM.from_pretrained(folder)))
+
+
+@client("torch")
+def state_dicts(wrap: Wrap) -> object:
+    """state_dict and load_state_dict, copied in and assigned, saved by torch.save: weights, texts."""
+    found, other = [], llama()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.normal_(std=0.1)
+    for assign in (False, True):
+        model = wrap(llama())
+        found.append(text(model))
+        model.load_state_dict(values(other), assign=assign)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        found += [text(model), values(model), len(file.getvalue())]
+        file.seek(0)
+        other.load_state_dict(torch.load(file))
+        found += [text(other), values(lookahead.unwrap(model)), text(model)]
+    return found
+
+
+def _answer(model, pipe) -> None:
+    torch.set_num_threads(1)
+    pipe.send((text(model), {name: tensor.numpy() for name, tensor in values(model).items()}))
+
+
+@client("torch")
+def spawned_process(wrap: Wrap) -> object:
+    """A model handed to a process that multiprocessing spawns: texts there and here."""
+    model = wrap(llama())
+    found = [text(model)]
+    for context in (multiprocessing.get_context("spawn"), torch.multiprocessing.get_context("spawn")):
+        here, there = context.Pipe()
+        process = context.Process(target=_answer, args=(model, there))
+        process.start()
+        there.close()
+        try:
+            answer, weights = here.recv()
+            found += [answer, {name: torch.from_numpy(array) for name, array in weights.items()}]
+        finally:
+            process.join()
+    return [*found, text(model)]
+
+
+# -- compilers --------------------------------------------------------------------------------------------------------
+
+
+@client("torch")
+def model_compile(wrap: Wrap) -> object:
+    """model.compile() before and after wrap, with logits of a pass of its own: texts, gradients."""
+    found = []
+    for compiled_first in (True, False):
+        torch.compiler.reset()
+        model = llama()
+        if compiled_first:
+            model.compile(backend="aot_eager")
+        wrap(model)
+        found.append(text(model))
+        if not compiled_first:
+            model.compile(backend="aot_eager")
+        found += [text(model), step(model, torch.optim.SGD(model.parameters(), lr=0.1)), text(model)]
+    return found
+
+
+@client("torch")
+def torch_compile(wrap: Wrap) -> object:
+    """torch.compile of a wrapped model: texts, gradients."""
+    torch.compiler.reset()
+    model = torch.compile(wrap(llama()), backend="aot_eager")
+    return text(model), step(model, torch.optim.SGD(model.parameters(), lr=0.1)), text(model)
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+@client("transformers")
+def text_generation_pipeline(wrap: Wrap) -> object:
+    """pipeline("text-generation"), one prompt, several in a batch, several texts of one."""
+    pipe = pipeline("text-generation", model=wrap(demo()), tokenizer=tokenizer())
+    options = {"max_new_tokens": 30, "do_sample": False}
+    found = [pipe(PROMPT, **options), pipe([PROMPT, "import os\n", "class Tree:\n"], batch_size=3, **options)]
+    torch.manual_seed(3)
+    return [*found, pipe(PROMPT, max_new_tokens=30, do_sample=True, temperature=0.7)]
+
+
+@client("lm-eval")
+def lm_eval_tasks(wrap: Wrap) -> object:
+    """HFLM on three local tasks, generate_until, multiple_choice and loglikelihood_rolling: scores, answers."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    lines = [{"text": f"def f{i}(x):\n    return", "answer": " x", "choices": [" x", " None"]} for i in range(8)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "lines.jsonl")
+        file.write_text("".join(json.dumps(line | {"label": i % 2}) + "\n" for i, line in enumerate(lines)))
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": folder}}
+
+        def task(kind: str, target: str, metric: str, **settings) -> dict:
+            asked = {"task": kind, "output_type": kind, "doc_to_text": "{{text}}", "doc_to_target": target}
+            asked["test_split"] = "test"
+            return data | asked | {"metric_list": [{"metric": metric}]} | settings
+
+        stop = {"until": ["\n\n"], "max_gen_toks": 20}
+        tasks = [
+            task("generate_until", "{{answer}}", "exact_match", generation_kwargs=stop),
+            task("multiple_choice", "label", "acc", doc_to_choice="choices"),
+            task("loglikelihood_rolling", "{{text}}", "bits_per_byte", doc_to_text=""),
+        ]
+        model = HFLM(pretrained=wrap(demo()), tokenizer=tokenizer(), batch_size=2, max_length=512)
+        results = simple_evaluate(model=model, tasks=tasks, bootstrap_iters=0)
+    answers = {task: [sample["resps"] for sample in samples] for task, samples in results["samples"].items()}
+    return results["results"], answers
+
+
+@client("xgrammar")
+def xgrammar_constraint(wrap: Wrap) -> object:
+    """JSON by xgrammar's LogitsProcessor, greedy and sampled: texts."""
+    import xgrammar
+
+    model, tokens = wrap(demo()), tokenizer()
+    info = xgrammar.TokenizerInfo.from_huggingface(tokens, vocab_size=model.config.vocab_size)
+    grammar = xgrammar.GrammarCompiler(info).compile_builtin_json_grammar()
+    ids, found = tokens("data = ", return_tensors="pt").input_ids, []
+    for do_sample in (False, True):
+        torch.manual_seed(4)
+        processor = [xgrammar.contrib.hf.LogitsProcessor(grammar)]
+        found.append(model.generate(ids, max_new_tokens=60, do_sample=do_sample, logits_processor=processor).tolist())
+    return [tokens.decode(one[0]) for one in found]
+
+
+@client("outlines")
+def outlines_constraint(wrap: Wrap) -> object:
+    """A regular expression and a choice by outlines, greedy and sampled: texts."""
+    import outlines
+
+    model = outlines.from_transformers(wrap(demo()), tokenizer())
+    found = []
+    for do_sample in (False, True):
+        torch.manual_seed(4)
+        date = outlines.regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}( [a-z]{3,9}){3}")
+        found.append(model("date = ", date, max_new_tokens=60, do_sample=do_sample))
+        found.append(model("kind = ", outlines.types.Choice(["list", "tuple", "dictionary"]), do_sample=do_sample))
+    return found
+
+
+@client("langchain-huggingface")
+def langchain_pipeline(wrap: Wrap) -> object:
+    """HuggingFacePipeline: invoke, batch and stream."""
+    from langchain_huggingface import HuggingFacePipeline
+
+    pipe = pipeline("text-generation", model=wrap(demo()), tokenizer=tokenizer())
+    chain = HuggingFacePipeline(pipeline=pipe).bind(pipeline_kwargs={"max_new_tokens": 30, "do_sample": False})
+    return chain.invoke(PROMPT), chain.batch([PROMPT, "import os\n"]), list(chain.stream(PROMPT))
+
+
+@client("llama-index-llms-huggingface")
+def llama_index_llm(wrap: Wrap) -> object:
+    """HuggingFaceLLM: complete and stream_complete."""
+    from llama_index.llms.huggingface import HuggingFaceLLM
+
+    options = {"context_window": 512, "max_new_tokens": 30, "generate_kwargs": {"do_sample": False}}
+    llm = HuggingFaceLLM(model=wrap(demo()), tokenizer=tokenizer(), **options)
+    return llm.complete(PROMPT).text, [piece.delta for piece in llm.stream_complete(PROMPT)]
+
+
+@client("smolagents")
+def smolagents_model(wrap: Wrap) -> object:
+    """TransformersModel: an answer with a stop sequence, and a stream."""
+    from smolagents import TransformersModel
+
+    engine = TransformersModel(str(lookahead.DEMO_MODEL), device_map="cpu", torch_dtype="float32", max_new_tokens=30)
+    engine.model, engine.tokenizer = wrap(engine.model), tokenizer()
+    asked = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
+    options = {"do_sample": False}
+    found = [engine.generate(asked, **options).content, engine.generate(asked, ["return"], **options).content]
+    return [*found, [piece.content for piece in engine.generate_stream(asked, **options)]]
+
+
+# -- comparison -------------------------------------------------------------------------------------------------------
+
+
+def differences(plain, wrapped, place: str = "") -> Iterator[str]:
+    """Where two results differ, which may be nested."""
+    if isinstance(plain, dict) and isinstance(wrapped, dict) and plain.keys() == wrapped.keys():
+        for key in plain:
+            yield from differences(plain[key], wrapped[key], f"{place}[{key!r}]")
+    elif isinstance(plain, list | tuple) and isinstance(wrapped, list | tuple) and len(plain) == len(wrapped):
+        for i, pair in enumerate(zip(plain, wrapped, strict=True)):
+            yield from differences(*pair, f"{place}[{i}]")
+    elif isinstance(plain, torch.Tensor) and isinstance(wrapped, torch.Tensor):
+        if plain.shape != wrapped.shape or plain.dtype != wrapped.dtype:
+            yield f"{place}: {[*plain.shape]} {plain.dtype} became {[*wrapped.shape]} {wrapped.dtype}"
+        elif not torch.equal(plain, wrapped):
+            yield f"{place}: by up to {(plain - wrapped).abs().max():.3g}"
+    elif type(plain) is not type(wrapped) or plain != wrapped:
+        yield f"{place}: {plain!s:.100} became {wrapped!s:.100}"
+
+
+def tried(run: Callable[[Wrap], object]) -> str:
+    """What came of a client: "equal", or what is other, or what was raised."""
+    engines = []
+
+    def wrap(model):
+        model = lookahead.wrap(model, CONFIG)
+        engines.append(model.lookahead)
+        return model
+
+    which = "plain"
+    try:
+        plain = run(lambda model: model)
+        which = "wrapped"
+        found = list(differences(plain, run(wrap)))
+    except Exception as error:
+        traceback.print_exc()
+        return f"FAILS: the {which} model raises {type(error).__name__}: {error}"
+    if found:
+        return f"DIFFERS: in {len(found)} values, first {found[0]}"
+    if not any(engine.stats.steps for engine in engines):
+        return "FAILS: nothing was decoded by lookahead"
+    return "equal"
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.argument("names", nargs=-1, type=click.Choice(list(CLIENTS)), metavar="[NAME]...")
+def main(names: tuple[str, ...]) -> None:
+    rows = []
+    for name in names or CLIENTS:
+        package, run = CLIENTS[name]
+        try:
+            package += f" {version(package)}"
+            result = tried(run)
+        except PackageNotFoundError:
+            result = "NOT INSTALLED"
+        rows.append((name, package, run.__doc__.rstrip("."), " ".join(result.split())))
+        click.echo(f"{name}: {rows[-1][-1]}", err=True)
+    click.echo("| client | version | compared | result |\n|---|---|---|---|")
+    for row in rows:
+        click.echo("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    sys.exit(int(any(row[-1] != "equal" for row in rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""scripts/attack.py notices what it is made to notice."""
+
+import os
+import threading
+import time
+
+import attack
+import click
+import pytest
+import torch
+from attack import in_thread, interrupted, watched
+
+from lookahead import NgramPool
+
+
+@pytest.mark.parametrize("by_signal", [True, False], ids=["SIGINT", "exception"])
+def test_interrupted(by_signal):
+    pool = NgramPool(1)
+
+    def endless():
+        while True:
+            pool.learn([1, 2, 3] * 1000)
+
+    assert interrupted(endless, 0.2, by_signal).startswith("pool.")
+    assert interrupted(lambda: None, 0.05, by_signal) is None, "what comes late hit nothing"
+
+
+def test_in_thread(monkeypatch):
+    assert in_thread(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        in_thread(lambda: 1 / 0)
+    monkeypatch.setattr(attack, "PATIENCE", 0.2)
+    held = threading.RLock()
+    with held, pytest.raises(AssertionError, match="hangs"):
+        in_thread(held.acquire)
+
+
+def test_watched():
+    left = []
+    watched("nothing", 10, lambda: None)
+    for leak in (lambda: os.open("/dev/null", os.O_RDONLY), lambda: torch.ones(2**22), sleeper):
+        with pytest.raises(click.ClickException, match="leave something behind"):
+            watched("leaks", 10, lambda leak=leak: left.append(leak()))
+
+
+def sleeper() -> threading.Thread:
+    thread = threading.Thread(target=time.sleep, args=(5,), daemon=True)
+    thread.start()
+    return thread
