@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 ROUNDING = {torch.bfloat16: 8e-2, torch.float16: 2e-2}
 FULL_PRECISION_ROUNDING = 1e-5
 
+# Error of a middling row from which on it comes of no quantization: a cache is ignored, say.
+GROSS = 0.2
+
 _inspected: WeakKeyDictionary[PreTrainedModel, dict[tuple, Architecture]] = WeakKeyDictionary()
 _batches: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 _without_cache: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
@@ -268,12 +271,13 @@ def _row_dependence(model: PreTrainedModel, architecture: Architecture) -> float
         try:
             with _as_in_generate(model):
                 errors = _errors_beside_others(model, architecture, tokens)
-                if is_causal:
-                    errors = torch.cat([errors, _errors_at_once(model, architecture, tokens[:1])])
+                at_once = _errors_at_once(model, architecture, tokens[:1]) if is_causal else errors[:0]
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception:  # a model that takes no batches, or nothing: the probe will say
             return 0.0
+        if len(at_once) and at_once.median() < GROSS:
+            errors = torch.cat([errors, at_once])
         found.append((errors.median() if model.dtype in ROUNDING else errors.max()).item())
         if not found[-1] > ROUNDING.get(model.dtype, FULL_PRECISION_ROUNDING):
             return 0.0
