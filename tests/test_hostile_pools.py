@@ -375,6 +375,18 @@ def test_entries_that_would_do_harm(content, tmp_path, name, used, value, flaw):
         NgramPool.load(path)
 
 
+@pytest.mark.parametrize("more", [-1, 1, 10**6])
+def test_headers_that_describe_more_or_less_than_there_is(content, tmp_path, monkeypatch, more):
+    """Before anything is allocated."""
+    header, arrays = parts(content)
+    next(described for described in header["arrays"] if described[0] == "weights")[2][1] += more
+    path = tmp_path / "hostile.pool"
+    path.write_bytes(joined(header, arrays))
+    monkeypatch.delattr(storage.np, "empty")
+    with pytest.raises(PoolFileError, match="bytes of arrays where the header describes|has room for"):
+        NgramPool.load(path)
+
+
 def test_a_key_that_stands_twice_is_refused(content, tmp_path):
     header, arrays = parts(content)
     keys = arrays["keys"].reshape(-1, WAYS)
