@@ -383,7 +383,7 @@ def test_headers_that_describe_more_or_less_than_there_is(content, tmp_path, mon
     path = tmp_path / "hostile.pool"
     path.write_bytes(joined(header, arrays))
     monkeypatch.delattr(storage.np, "empty")
-    with pytest.raises(PoolFileError, match="bytes of arrays where the header describes|has room for"):
+    with pytest.raises(PoolFileError, match=r"bytes of arrays where the header describes|has room for"):
         NgramPool.load(path)
 
 
