@@ -371,7 +371,7 @@ def test_settings_are_read(monkeypatch):
     monkeypatch.setenv(PREFIX + "MEMORY_MB", "2")
     assert PoolProposer(config()).pool.nbytes <= 2 * 2**20
     monkeypatch.setenv(PREFIX + "MEMORY_MB", "-2")
-    with pytest.raises(ValueError, match="holds no entry"):
+    with pytest.raises(ValueError, match="memory_mb=-2"):
         PoolProposer(config())
 
 
