@@ -16,7 +16,8 @@ from lookahead.loading import load_tokenizer
 from ngram_pool import NgramPool
 
 UNDECODABLE = os.fsdecode(b"def \xff")
-NUMBERS = ["nan", "inf", "-inf", "-1", "0", "1e-320", "1e300", str(10**30), "", "many"]
+NO_NUMBERS = ["nan", "inf", "-inf", "", "many"]
+NUMBERS = [*NO_NUMBERS, "-1", "0", "1e-320", "1e300", str(10**30)]
 MODELS = ["", "./no/such", ".", "text", UNDECODABLE, "x" * 5000]
 DEVICES = ["", "meta", "cuda:99999999999999999999", "cpu:-1", UNDECODABLE]
 PROMPTS = ["", UNDECODABLE, "def " * 500]
@@ -104,6 +105,9 @@ def test_odd_values(words, option, value, place, monkeypatch):
         *_, sentence = result.stderr.splitlines()
         assert sentence.startswith("Error: ")
         assert len(sentence) > 20
+    if value in NO_NUMBERS and isinstance(option.type, (click.IntRange, click.FloatRange)):
+        assert result.exit_code == 2
+        assert f"'{option.opts[-1]}'" in result.stderr
 
 
 @pytest.mark.parametrize(
