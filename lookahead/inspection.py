@@ -54,7 +54,8 @@ def inspect_model(model: PreTrainedModel, compile_passes: bool = False, cpu_kern
     Raises UnsupportedModelError where output identical to the model's own cannot be had.
     """
     known = _inspected.setdefault(model, {})
-    way = model.config._attn_implementation, cpu_kernels, cpu_kernels and products.are_installed(model)
+    has_products = cpu_kernels and products.are_installed(model)
+    way = model.config._attn_implementation, cpu_kernels, has_products, _is_compiled(model)
     if way not in known:
         known[way] = _inspect(model, cpu_kernels)
     if not compile_passes:
@@ -111,7 +112,7 @@ def _inspect(model: PreTrainedModel, cpu_kernels: bool) -> Architecture:
     ways = {"single chains": chain}
     if architecture.can_branch:
         ways = {"trees": architecture, **ways}
-        if _looks_up_sdpa(model):
+        if _looks_up_sdpa(model) and not _is_compiled(model):
             ways = {"attention in two parts": replace(architecture, two_part=True), **ways}
     given_up: list[str] = []
     reason = None
@@ -207,6 +208,11 @@ def _changes_rope(config: PreTrainedConfig) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
+
+
+def _is_compiled(model: PreTrainedModel) -> bool:
+    """Whether somebody has compiled the model, or a part of it. What is compiled does not see that a pass is ours."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def _looks_up_sdpa(model: PreTrainedModel) -> bool:

@@ -260,3 +260,20 @@ def test_a_users_own_compiled_model_is_as_it_was():
     got.loss.backward()
     assert all(weight.grad is not None for weight in model.parameters())
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.model.layers[1]], ids=["all", "one layer"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_that_its_user_compiles_writes_the_same(part, before):
+    model, ids = small_llama(), torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    expected = model.generate(ids, **GREEDY)
+    torch.compiler.reset()
+    if before:
+        part(model).compile(backend="eager", dynamic=True)
+    lookahead.wrap(model, LookaheadConfig(budget=8, window_size=3))
+    if not before:
+        model.generate(ids, **GREEDY)
+        part(model).compile(backend="eager", dynamic=True)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert model.lookahead.last.accepted.total() > 0
+    torch.compiler.reset()
