@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 
+from torch._dynamo.eval_frame import OptimizedModule
 from transformers import GenerationMixin, PreTrainedModel
 
 from lookahead import decoding, products
@@ -72,6 +73,11 @@ def wrap(
     if hasattr(model, "get_base_model"):
         wrap(model.get_base_model(), config, pool)
         return model
+    if isinstance(model, OptimizedModule):
+        raise TypeError(
+            "lookahead.wrap takes no model that torch.compile(model) returns, whose generate() is that of the model "
+            "inside: wrap the model itself, and compile it in place by model.compile()"
+        )
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise TypeError(
             f"lookahead.wrap takes a Hugging Face model with generate(), such as AutoModelForCausalLM loads, not "
