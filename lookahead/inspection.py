@@ -266,18 +266,19 @@ def _row_dependence(model: PreTrainedModel, architecture: Architecture) -> float
     """`Architecture.row_dependence`.
 
     Of several sequences, which no attention mixes, each is computed with the others and alone; one of them, where
-    attention is causal, at once and one token a pass. A row that a router sends elsewhere by rounding does not count:
-    in full precision that hardly happens twice, in half precision not to most rows.
+    attention is causal, at once and one token a pass. (Not where a state is kept: scans and steps sum otherwise.) A row
+    that a router sends elsewhere by rounding does not count: in full precision that hardly happens twice, in half
+    precision not to most rows.
     """
     rng = np.random.default_rng(1)
-    is_causal = _is_causal(model, architecture)
+    takes_turns = _is_causal(model, architecture) and not architecture.has_state
     found = []
     for _ in range(2):
         tokens = torch.from_numpy(rng.integers(0, _vocabulary(model), (4, 16)))
         try:
             with _as_in_generate(model):
                 errors = _errors_beside_others(model, architecture, tokens)
-                at_once = _errors_at_once(model, architecture, tokens[:1]) if is_causal else errors[:0]
+                at_once = _errors_at_once(model, architecture, tokens[:1]) if takes_turns else errors[:0]
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception:  # a model that takes no batches, or nothing: the probe will say

@@ -62,11 +62,6 @@ class Step:
     def __len__(self) -> int:
         return len(self.ids)
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether every token sees all those before it, so that no custom mask is needed."""
-        return bool((self.depths == np.arange(len(self))).all())
-
     def children(self) -> dict[tuple[int, int], int]:
         """{(row, token): row of the guess that continues this row with this token}."""
         rows = slice(1, self.guesses + 1)

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from tiny_models import random_model, tiny_config
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 from transformers import (
@@ -123,6 +124,12 @@ def test_rounding_is_not_taken_for_dependence(model_type, dtype):
     for seed in range(3):
         model = tiny_model(model_type, seed=seed).to(dtype)
         assert inspection._row_dependence(model, inspection._read_config(model)) == 0
+
+
+@pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h"])
+def test_scans_are_not_taken_for_dependence(model_type):
+    """Over several rows they round by more than attention does."""
+    assert inspect_model(random_model(tiny_config(model_type, window=40))).row_dependence == 0
 
 
 @pytest.mark.parametrize("training", [True, False])
