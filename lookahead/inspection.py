@@ -366,6 +366,9 @@ def _compare_with_plain(model: PreTrainedModel, architecture: Architecture, sequ
     longest = max(map(len, lines))
     same_length = torch.tensor([[*line, *[0] * (longest - len(line))] for line in lines])
     noise = _errors_beside_others(model, architecture, same_length).max().item()
+    if architecture.has_state:  # scans and steps sum otherwise
+        at_once = _errors_at_once(model, architecture, same_length[-1:])
+        noise = max(noise, at_once.max().item() if at_once.median() < GROSS else 0.0)
     if worst <= _rounding(model, max(noise, architecture.row_dependence)):
         return None
     what = "custom masks, position_ids or cache are" if architecture.can_branch else "the cache is"
