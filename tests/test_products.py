@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import cpu_offload, dispatch_model
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -22,6 +23,7 @@ from lookahead.products import DecodingLinear, install, remove
 
 DTYPES = [torch.float32, torch.bfloat16]
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
+ON_CPU = {"model": "cpu", "lm_head": "cpu"}
 
 
 def small_llama(dtype: torch.dtype = torch.float32, tied: bool = True) -> LlamaForCausalLM:
@@ -340,6 +342,22 @@ def test_adapters_are_added_trained_and_merged():
     states = [it.state_dict() for it in merged]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
     assert torch.equal(*(it.generate(ids, **GREEDY) for it in merged))
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("offload", [cpu_offload, lambda model: dispatch_model(model, ON_CPU, force_hooks=True)])
+def test_layers_whose_weights_accelerate_brings(offload, before, multiplied):
+    model, ids = small_llama(tied=False), torch.arange(9)[None]
+    expected = model.generate(ids, **GREEDY)
+    if before:
+        offload(model)
+    lookahead.wrap(model)
+    if not before:
+        model.generate(ids, **GREEDY)
+        offload(model)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    lookahead.unwrap(model)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
 
 
 def test_what_the_kernel_does_not_take_is_torchs(multiplied):
