@@ -299,7 +299,9 @@ def _is_causal(model: PreTrainedModel, architecture: Architecture) -> bool:
             logits = _plain_logits(model, architecture, tokens)
             tokens[0, 6:] = tokens[0, 6:].flip(0)
             other = _plain_logits(model, architecture, tokens)
-    except Exception:  # no pass, so no answer: what the probe said stands
+    except Exception:  # no pass, so no answer: what the probe said stands, as it does where all is NaN
+        return True
+    if logits.isnan().any():
         return True
     return relative_error(other[0, :6], logits[0, :6]) <= ROUNDING.get(model.dtype, FULL_PRECISION_ROUNDING)
 

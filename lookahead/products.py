@@ -6,13 +6,14 @@ them is seen. Layers that are given the same input, such as query, key and value
 """
 
 import ctypes
+import math
 from functools import cache
 
 import torch
 from torch import nn
 
 from lookahead import native
-from lookahead.decoding_pass import current_pass
+from lookahead.decoding_pass import DecodingPass, current_pass
 
 LEAST_WEIGHTS = 2**16  # that are multiplied at once; below, the call takes longer than torch's
 MOST_ROWS = 64  # of an input; beyond, torch's product is faster
@@ -29,27 +30,27 @@ class DecodingLinear(nn.Linear):
     """The layers that are given the same input, itself included."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight, self.bias
         if not torch.compiler.is_compiling():  # a compiled pass has its own way (`compiled`)
             under_way = current_pass()
-            if under_way is not None and under_way.uses_kernels and _serves(input, weight, bias):
-                return self._product(input, weight, bias, under_way)
-        return nn.functional.linear(input, weight, bias)
+            if under_way is not None and under_way.uses_kernels:
+                product = under_way.product(id(self), input)
+                if product is not None:
+                    return product
+                weight, bias = self.weight, self.bias
+                if _serves(input, weight, bias):
+                    return self._multiplied(input, weight, bias, under_way)
+        return nn.functional.linear(input, self.weight, self.bias)
 
-    def _product(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, under_way) -> torch.Tensor:
-        """Of this layer. Those of its siblings are kept until they ask, with the same input, not written to since."""
-        version = None if input.is_inference() else input._version
-        if under_way.given is input and under_way.version == version:
-            product = under_way.products.pop(id(self), None)
-            if product is not None:
-                return product
+    def _multiplied(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, under_way: DecodingPass
+    ) -> torch.Tensor:
+        """This layer's product; those of its siblings are kept until they ask."""
         if not self.siblings:  # alone
             return multiply(input, [weight], [bias])[0]
         layers = [layer for layer in self.siblings if layer is self or _is_as_plain(layer, input)]
         products = multiply(input, [layer.weight for layer in layers], [layer.bias for layer in layers])
-        under_way.given, under_way.version = input, version
-        under_way.products = {id(layer): product for layer, product in zip(layers, products, strict=True)}
-        return under_way.products.pop(id(self))
+        under_way.keep(input, {id(layer): product for layer, product in zip(layers, products, strict=True)})
+        return under_way.product(id(self), input)
 
 
 def install(model: nn.Module) -> None:
@@ -90,24 +91,22 @@ def can_multiply(weight: torch.Tensor) -> bool:
 def multiply(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
     """[..., outputs] for each weight [outputs, inputs] and bias: what linear layers give for an input [..., inputs].
 
-    All are of one dtype, on the CPU. Summed in float32. Nothing is checked.
+    All are of one dtype, on the CPU, weights and biases contiguous. Summed in float32. Nothing is checked.
     """
     input = input.contiguous()
-    inputs = weights[0].shape[1]
-    rows = input.numel() // inputs
-    outs = [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
-    biases = [None if bias is None else bias.contiguous() for bias in biases]
-    matrices = (_Matrix * len(weights))(
-        *(
-            (weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), len(weight))
-            for weight, bias, out in zip(weights, biases, outs, strict=True)
-        )
-    )
+    *shape, inputs = input.shape
+    rows = math.prod(shape)
+    matrices, outs = [], []  # each a Matrix of the source
+    for weight, bias in zip(weights, biases, strict=True):
+        out = input.new_empty((*shape, weight.shape[0]))
+        matrices += weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), weight.shape[0]
+        outs.append(out)
     is_prepared = input.dtype == torch.bfloat16 and not native.HAS_BF16  # as floats, which need room
-    room = input.new_empty(rows * inputs if is_prepared else 0, dtype=torch.float32)
+    room = input.new_empty(rows * inputs, dtype=torch.float32) if is_prepared else None
     kernels()[input.dtype](
-        input.data_ptr(), matrices, len(weights), rows, inputs, room.data_ptr(), torch.get_num_threads()
-    )
+        input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(weights), rows, inputs,
+        None if room is None else room.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return outs
 
 
@@ -117,15 +116,6 @@ def kernels() -> dict[torch.dtype, "ctypes._CFuncPtr"]:
     return native.kernels("products", "multiply", tuple(STRIDE), _ARGUMENTS)
 
 
-class _Matrix(ctypes.Structure):
-    _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("outputs", ctypes.c_long),
-    )
-
-
 def _is_as_plain(layer: nn.Linear, input: torch.Tensor) -> bool:
     """Whether a layer's product can be computed before it is called, with the same input. Hooks may write to that."""
     has_hooks = layer._forward_pre_hooks or "forward" in vars(layer)
@@ -133,22 +123,23 @@ def _is_as_plain(layer: nn.Linear, input: torch.Tensor) -> bool:
 
 
 def _serves(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether `multiply` takes these; others, such as those of tracers, are for torch."""
+    """Whether `multiply` takes these; others are for torch."""
     return (
         type(input) is torch.Tensor
         and type(weight) in (nn.Parameter, torch.Tensor)
-        and (
-            bias is None or (type(bias) in (nn.Parameter, torch.Tensor) and bias.dtype == weight.dtype and bias.is_cpu)
-        )
+        and (bias is None or _is_plain_bias(bias, weight))
         and input.dtype == weight.dtype
         and input.is_cpu
         and input.shape[-1] == weight.shape[1]
         and 0 < input.numel() <= MOST_ROWS * input.shape[-1]
         and can_multiply(weight)
-        and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.jit.is_tracing()
     )
+
+
+def _is_plain_bias(bias: torch.Tensor, weight: torch.Tensor) -> bool:
+    is_plain = type(bias) in (nn.Parameter, torch.Tensor)
+    return is_plain and bias.dtype == weight.dtype and bias.is_cpu and bias.is_contiguous()
 
 
 def _shapes(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:

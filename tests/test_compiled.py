@@ -170,7 +170,7 @@ def test_a_model_that_changes_too_often_goes_without(traced):
         model.model.layers[0].mlp.act_fn = getattr(torch.nn, name)()
         check_identical(model, [prompt], GREEDY, COMPILED, seed=0)
     assert traced
-    assert compiled.gave_up(model)
+    assert compiled.why_not(model)
 
 
 def test_an_input_that_a_hook_writes_to_is_multiplied_anew(traced):

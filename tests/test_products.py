@@ -160,7 +160,7 @@ def test_layers_given_the_same_input_are_one_product(multiplied):
     assert multiplied == [3, 1, 2, 1] * 2 + [1]
     with torch.no_grad(), decoding_pass(attends_in_parts=False, uses_kernels=True):
         model(torch.arange(9)[None])
-        assert not current_pass().products, "every product was asked for"
+        assert not current_pass()._products, "every product was asked for"
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -371,11 +371,6 @@ def test_what_the_kernel_does_not_take_is_torchs(multiplied):
         model(torch.arange(9)[None])  # gradients are wanted
     with torch.no_grad(), decoding_pass(attends_in_parts=False, uses_kernels=False):
         assert torch.equal(model(torch.arange(9)[None]).logits, expected)
-    layer, input = model.lm_head.requires_grad_(False), torch.ones(3, 256)
-    with decoding_pass(attends_in_parts=False, uses_kernels=True):
-        assert torch.equal(
-            torch.jit.trace(layer, input, check_trace=False)(input), functional.linear(input, layer.weight)
-        )
     assert not multiplied
 
 
