@@ -119,8 +119,8 @@ def cases(number: int, processes: int, seed: int) -> None:
 # -- interrupts -------------------------------------------------------------------------------------------------------
 
 
-class Stop(Exception):
-    """Thrown into a thread from outside."""
+class Stop(BaseException):
+    """Thrown into a thread from outside. (Any Exception may be what a model answers a probe with.)"""
 
 
 def _throw_stop(ident: int) -> None:
@@ -194,6 +194,8 @@ def interrupts(number: int, seed: int) -> None:
             raise click.ClickException(f"{case}, in {place}: the next call {error!r}") from error
         if not right:
             raise click.ClickException(f"{case}, in {place}: the next call writes another text")
+        if not model.lookahead.last.accepted.total():
+            raise click.ClickException(f"{case}, in {place}: the next call accepts no guess")
         if round_ % 10 == 0:
             lookahead.unwrap(model)
             if texts(model) != expected[model_seed]:
@@ -271,7 +273,7 @@ def threads(calls: int, threads: int) -> None:
         lookahead.wrap(model, pool=pool)
         wrong, counts, over = [], Counter(), threading.Event()
 
-        def generate(number: int, wrong=wrong, counts=counts) -> None:
+        def generate(number: int, with_wrapper=with_wrapper, wrong=wrong, counts=counts) -> None:
             for i in range(number, calls, threads):
                 which = i % len(PROMPTS)
                 try:
@@ -280,6 +282,7 @@ def threads(calls: int, threads: int) -> None:
                 except Exception:
                     wrong.append(f"call {i}: {traceback.format_exc()}")
                 counts["calls"] += 1
+                time.sleep(0.1 * with_wrapper)  # so that there are moments in which nobody decodes
 
         def change(wrong=wrong, counts=counts, over=over) -> None:
             while not over.is_set():

@@ -110,7 +110,7 @@ def step(model, optimizer) -> dict:
 
 @client("trl")
 def trl_grpo(wrap: Wrap) -> object:
-    """Two steps of GRPOTrainer, and one more by its optimizer after unwrap: gradients, parameters, losses."""
+    """Two steps of GRPOTrainer, and one more by its optimizer after unwrap: gradients, parameters, losses, texts."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -123,6 +123,7 @@ def trl_grpo(wrap: Wrap) -> object:
         return [float(sum(ids) % 11) for ids in completion_ids]
 
     seen, model = [], wrap(llama())
+    texts = [text(model)]  # GRPOTrainer's own are written in training mode, in which lookahead does not decode
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             folder, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=12,
@@ -136,9 +137,9 @@ def trl_grpo(wrap: Wrap) -> object:
         trainer.train()
     losses = [entry.get("loss") for entry in trainer.state.log_history]
     trained = values(model)
-    lookahead.unwrap(model)
-    return {"gradients": seen, "losses": losses, "trained": trained, "further": step(model, trainer.optimizer),
-            "at last": values(model)}  # fmt: skip
+    texts.append(text(model.eval()))
+    further = step(lookahead.unwrap(model), trainer.optimizer)
+    return {"gradients": seen, "losses": losses, "trained": trained, "further": further, "last": values(model)}, texts
 
 
 @client("torch")
