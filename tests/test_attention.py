@@ -146,9 +146,9 @@ def test_a_pass_in_one_thread_is_nothing_to_another():
 
     def hold():
         with (
+            torch.no_grad(),
             decoding_pass(attends_in_parts=True, uses_kernels=True),
             mock.patch.object(tree_attention, "attend", side_effect=tree_attention.attend) as kernel,
-            torch.no_grad(),
         ):
             found.append(model(ids).logits)
             assert kernel.called
