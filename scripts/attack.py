@@ -194,7 +194,8 @@ def interrupts(number: int, seed: int) -> None:
             raise click.ClickException(f"{case}, in {place}: the next call {error!r}") from error
         if not right:
             raise click.ClickException(f"{case}, in {place}: the next call writes another text")
-        if not model.lookahead.last.accepted.total():
+        # An automatic budget may rightly be 0 where a pass took long by chance.
+        if model.lookahead.config.budget != "auto" and not model.lookahead.last.accepted.total():
             raise click.ClickException(f"{case}, in {place}: the next call accepts no guess")
         if round_ % 10 == 0:
             lookahead.unwrap(model)
