@@ -94,7 +94,11 @@ def why_plain(
             return "with an attention_mask that hides more than padding to the left"
         if not seen.all() and (held or architecture.has_state):
             return "with padding, on past_key_values or in a model that keeps a state"
-    if not _are_usual(model_kwargs.get("position_ids"), mask, held):
+    positions = model_kwargs.get("position_ids")
+    # generate() makes a row of them for each row of a mask, also of one that it drops.
+    if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(ids)):
+        return "with position_ids, or an attention_mask, of another number of sequences than the prompt"
+    if not _are_usual(positions, mask, held):
         return "with position_ids other than the usual"
     length = (0 if whole else held) + new  # of the prompt
     end = length + generation.max_length - ids.shape[1]

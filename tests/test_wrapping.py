@@ -193,3 +193,14 @@ def test_wrapping_again_and_again_keeps_the_pool():
     assert model.lookahead.stats is stats
     other = NgramPool(0.01)
     assert lookahead.wrap(model, pool=other).lookahead.pool is other
+
+
+def test_a_mask_of_other_rows_is_refused_as_plain_decoding_refuses_it():
+    model, ids = tiny_model("granite"), IDS.repeat(4, 1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones(3, ids.shape[1], dtype=torch.long)}
+    with pytest.raises(RuntimeError, match="must match") as plain:
+        model.generate(**inputs, **GREEDY)
+    lookahead.wrap(model)
+    with pytest.warns(UserWarning, match="number of sequences"), pytest.raises(RuntimeError) as ours:
+        model.generate(**inputs, **GREEDY)
+    assert str(ours.value) == str(plain.value)
