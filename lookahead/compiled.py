@@ -73,22 +73,16 @@ def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
 
 def _use_products(graph: torch.fx.Graph) -> None:
     """Let our kernel multiply what `products.DecodingLinear` would, those of the same input at once."""
-    given: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-    groups: list[list[torch.fx.Node]] = []
+    groups: dict[tuple[torch.fx.Node, int], list[torch.fx.Node]] = {}
+    writes = 0  # after which an input may be another one
     for node in graph.nodes:
-        if _may_write(node):  # perhaps to the input of a product, which is then another one
-            given.clear()
+        writes += _may_write(node)
         if node.target is torch._C._nn.linear and _is_ours(node):
-            if node.args[0] not in given:
-                given[node.args[0]] = []
-                groups.append(given[node.args[0]])
-            given[node.args[0]].append(node)
-    for group in groups:
+            groups.setdefault((node.args[0], writes), []).append(node)
+    for (given, _), group in groups.items():
+        weights, biases = [node.args[1] for node in group], [(*node.args, None)[2] for node in group]
         with graph.inserting_before(group[0]):
-            weights, biases = zip(*((node.args[1], (*node.args, None)[2]) for node in group), strict=True)
-            outs = graph.call_function(
-                torch.ops.lookahead.products.default, (group[0].args[0], list(weights), list(biases))
-            )
+            outs = graph.call_function(torch.ops.lookahead.products.default, (given, weights, biases))
             parts = [graph.call_function(operator.getitem, (outs, i)) for i in range(len(group))]
         for node, part in zip(group, parts, strict=True):
             node.replace_all_uses_with(part)

@@ -78,8 +78,13 @@ class LookaheadConfig:
         """Rows of one sequence in a pass: the root and what is not left to ``auto``."""
         rows = 1 if self.budget == AUTO else 1 + self.budget
         if self.strategy == "lookahead" and self.window_size != AUTO:
-            rows += self.window_size * ((NGRAM_SIZE if self.ngram_size == AUTO else self.ngram_size) - 1)
+            rows += self.window_size * (self.given_ngram_size - 1)
         return rows
+
+    @property
+    def given_ngram_size(self) -> int:
+        """N of a window of a given size."""
+        return NGRAM_SIZE if self.ngram_size == AUTO else self.ngram_size
 
     @property
     def goes_by_costs(self) -> bool:

@@ -89,10 +89,9 @@ class Lookahead:
         has_graphs = self.graphs is not None and self.graphs.why_not is None
         passes = "compiled" if way.is_compiled else "CUDA graphs" if has_graphs else "eager"
         attention = "in two parts" if way.two_part else "with a dense mask"
-        kernels = "torch's"
-        if way.uses_kernels:
-            served = [name for name in native.KERNELS if native.why_missing(name) is None]
-            kernels = f"of our own on a CPU: {', '.join(served)}" if served else kernels
+        missing = {name: native.why_missing(name) for name in native.KERNELS} if way.uses_kernels else {}
+        served = [name for name, reason in missing.items() if reason is None]
+        kernels = f"of our own on a CPU: {', '.join(served)}" if served else "torch's"
         lines = [
             f"passes: {passes}",
             f"attention: {way.config._attn_implementation}, {attention}",
@@ -100,9 +99,7 @@ class Lookahead:
             f"guesses: {'trees' if way.can_branch else 'single chains'}",
         ]
         reasons = list(way.given_up)
-        if way.uses_kernels:
-            missing = {name: native.why_missing(name) for name in native.KERNELS}
-            reasons += [f"kernel {name}: {reason}" for name, reason in missing.items() if reason is not None]
+        reasons += [f"kernel {name}: {reason}" for name, reason in missing.items() if reason is not None]
         if self.graphs is not None and self.graphs.why_not is not None:
             reasons.append(f"CUDA graphs: {self.graphs.why_not}")
         lines += [f"given up: {reason}" for reason in reasons]

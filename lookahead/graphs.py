@@ -144,7 +144,8 @@ class StepGraphs:
         if self._given_up:
             return cache
         device = device_of(self._model).type
-        reason = why_eager(self._model, inspect_model(self._model))
+        architecture = inspect_model(self._model)
+        reason = why_eager(self._model, architecture)
         if self._capture is capture_cuda and device != "cuda":
             reason = f"it is on a device of type {device}"
         if reason is not None:
@@ -163,6 +164,7 @@ class StepGraphs:
             if self._buffers.load(cache.layers):
                 self._replays.clear()
             self._lent = StaticCache(self, self._buffers, len(cache.layers), cache.lengths)
+            self._cache_argument = architecture.cache_argument
             self._are_proven = not self._replays
             self.why_not = None
         except BaseException as error:
@@ -205,6 +207,7 @@ class StepGraphs:
         self._buffers = _Buffers()
         self._made_for: tuple = ()
         self._lent: StaticCache | None = None
+        self._cache_argument = ""
         self._are_proven = True
 
     def _give_up(self, reason: str) -> None:
@@ -249,13 +252,12 @@ class StepGraphs:
             mask = torch.zeros(rows, shown, dtype=dtype, device=begin.device)
             mask.masked_fill_(~seen, torch.finfo(dtype).min)
             self._buffers.places, self._buffers.shown = places, shown
-            argument = inspect_model(self._model).cache_argument
             return self._model(
                 input_ids=ids[None],
                 position_ids=positions[None],
                 attention_mask=mask[None, None],
                 use_cache=True,
-                **{argument: self._lent},
+                **{self._cache_argument: self._lent},
             ).logits
 
     def _run(self, rows: int, shown: int) -> torch.Tensor:

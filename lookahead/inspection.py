@@ -42,7 +42,7 @@ FULL_PRECISION_ROUNDING = 1e-5
 GROSS = 0.2
 
 _inspected: WeakKeyDictionary[PreTrainedModel, dict[tuple, Architecture]] = WeakKeyDictionary()
-_batches: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+_batches: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
 _without_cache: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
@@ -82,23 +82,22 @@ def _compile(model: PreTrainedModel, architecture: Architecture) -> Architecture
     return replace(architecture, given_up=(*architecture.given_up, f"compiled passes: {reason}"))
 
 
-def can_batch(model: PreTrainedModel) -> bool:
+def can_batch(model: PreTrainedModel, architecture: Architecture) -> bool:
     """Whether sequences of several lengths can share a pass, probed once for each attention implementation."""
     known = _batches.setdefault(model, {})
-    implementation = model.config._attn_implementation
-    if implementation not in known:
-        architecture = inspect_model(model)
-        known[implementation] = architecture.can_branch and _probe(model, architecture, sequences=2) is None
-    return known[implementation]
+    way = model.config._attn_implementation, architecture.uses_kernels
+    if way not in known:
+        known[way] = architecture.can_branch and _probe(model, architecture, sequences=2) is None
+    return known[way]
 
 
-def same_without_cache(model: PreTrainedModel) -> bool:
+def same_without_cache(model: PreTrainedModel, architecture: Architecture) -> bool:
     """Whether plain passes over all of a text say what plain decoding on a cache does, probed once for each attention
     implementation. They do not where attention is not causal."""
     known = _without_cache.setdefault(model, {})
     implementation = model.config._attn_implementation
     if implementation not in known:
-        known[implementation] = _probe_without_cache(model, inspect_model(model))
+        known[implementation] = _probe_without_cache(model, architecture)
     return known[implementation]
 
 

@@ -52,7 +52,6 @@ def _capability() -> str:
 
 CAPABILITY = _capability()
 HAS_BF16 = CAPABILITY == "AVX512_BF16"
-HAS_AVX512 = CAPABILITY in ("AVX512", "AVX512_BF16")
 
 
 def kernels(

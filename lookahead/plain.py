@@ -64,11 +64,11 @@ def why_plain(
             "spread), as activations quantized in each pass make them; LookaheadConfig(allow_row_dependent=True) lets "
             "it, at the price of texts that part"
         )
-    if model_kwargs.get("use_cache") is False and not same_without_cache(model):
+    if model_kwargs.get("use_cache") is False and not same_without_cache(model, architecture):
         return "with use_cache=False a model that writes another text then"
     if len(DynamicCache(config=architecture.config).layers) != len(architecture.layers):  # as assistant_early_exit does
         return "with another number of layers than the model had"
-    if len(ids) > 1 and not can_batch(model):
+    if len(ids) > 1 and not can_batch(model, architecture):
         return "batches of a model whose guesses are single chains"
     embeds = model_kwargs.get("inputs_embeds")
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")

@@ -21,6 +21,9 @@ constexpr long AHEAD = 12 * 1024;  // bytes: memory is asked for what is multipl
 typedef Lanes<L>::Floats Floats;
 typedef Lanes<L>::Ints Ints;
 
+template <class T>
+using Unaligned __attribute__((aligned(1), may_alias)) = T;
+
 #define UNROLL _Pragma("GCC unroll 64")
 #define INLINE inline __attribute__((always_inline))
 

@@ -19,7 +19,7 @@ import torch
 
 from lookahead.architecture import Architecture
 from lookahead.budget import MOST, WINDOWS, Pace, WindowTrials
-from lookahead.config import AUTO, NGRAM_SIZE, LookaheadConfig
+from lookahead.config import AUTO, LookaheadConfig
 from lookahead.stats import Stats
 from lookahead.step import Step, lay_out
 from lookahead.window import JacobiWindow
@@ -70,13 +70,9 @@ class PoolStrategy:
     @property
     def largest_step(self) -> int:
         """Most tokens of one sequence in a forward pass: root, guesses and window."""
-        size, ngram_size = WINDOWS[-1] if self._trials else (self._config.window_size, self._ngram_size)
+        size, ngram_size = WINDOWS[-1] if self._trials else (self._config.window_size, self._config.given_ngram_size)
         window = size * (ngram_size - 1) if self._can_branch else 0
         return 1 + (MOST if self._chooses else self._config.budget) + window
-
-    @property
-    def _ngram_size(self) -> int:
-        return NGRAM_SIZE if self._config.ngram_size == AUTO else self._config.ngram_size
 
     def learn_prompt(self, text: list[int], logits: torch.Tensor) -> None:
         if text:  # a prompt of embeddings has none
@@ -89,7 +85,9 @@ class PoolStrategy:
         if self._trials is not None:
             self._open_windows(texts)
         elif size and self._can_branch:
-            self._windows = [JacobiWindow(size, self._ngram_size, text) if text else None for text in texts]
+            self._windows = [
+                JacobiWindow(size, self._config.given_ngram_size, text) if text else None for text in texts
+            ]
         else:
             self._windows = [None] * len(texts)
 

@@ -1,4 +1,4 @@
-// Numbers side by side in a vector, and bf16, of which processors multiply two at a time.
+// Numbers side by side in a vector, and bf16: to float32, and rounded back.
 
 #include <cstdint>
 #include <cstring>
@@ -13,25 +13,6 @@ struct Lanes {
     typedef float Floats __attribute__((vector_size(4 * L)));
     typedef int32_t Ints __attribute__((vector_size(4 * L)));
     typedef BFloat16 BFloat16s __attribute__((vector_size(2 * L)));
-};
-
-template <class T>
-using Unaligned __attribute__((aligned(1), may_alias)) = T;
-
-// How a product takes its numbers: each by itself, in float32.
-struct Singles {
-    static constexpr int TOGETHER = 1;
-    typedef float Factor;
-    template <int L>
-    using Factors = typename Lanes<L>::Floats;
-};
-
-// Two by two in bf16, next to each other in memory, added up in float32.
-struct Pairs {
-    static constexpr int TOGETHER = 2;
-    typedef int32_t Factor __attribute__((may_alias, aligned(2)));
-    template <int L>
-    using Factors = typename Lanes<L>::Ints;
 };
 
 static inline float number(float x) { return x; }
@@ -70,34 +51,4 @@ static inline void store(Lanes<16>::Floats x, BFloat16* to) {
     const Lanes<16>::Ints bits = x != x ? Lanes<16>::Ints{} + 0x7fc0 : rounded<Lanes<16>::Ints>(x);
     const Lanes<16>::BFloat16s some = __builtin_convertvector(bits, Lanes<16>::BFloat16s);
     memcpy(to, &some, sizeof some);
-}
-
-// a * b + sum, lane by lane; of pairs, both products, added up in float32.
-template <class Floats>
-static inline Floats multiply_add(float a, Floats b, Floats sum) {
-    return a * b + sum;
-}
-
-#ifdef __AVX512BF16__
-static inline Lanes<8>::Floats multiply_add(Pairs::Factor a, Lanes<8>::Ints b, Lanes<8>::Floats sum) {
-    return (Lanes<8>::Floats)_mm256_dpbf16_ps((__m256)sum, (__m256bh)(Lanes<8>::Ints{} + a), (__m256bh)b);
-}
-
-static inline Lanes<16>::Floats multiply_add(Pairs::Factor a, Lanes<16>::Ints b, Lanes<16>::Floats sum) {
-    return (Lanes<16>::Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(Lanes<16>::Ints{} + a), (__m512bh)b);
-}
-#endif
-
-// c[i] += a[i * row + j * column] * b[j], summed over j < k, for M rows i of c and k rows j of b, of W vectors each.
-template <class By, int W, int M, class Floats, class Factors>
-static inline void multiply_tile(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b,
-                                 long k) {
-    Floats sums[M][W];
-    for (int i = 0; i < M; i++)
-        for (int w = 0; w < W; w++) sums[i][w] = c[i * W + w];
-    for (long j = 0; j < k; j++)
-        for (int i = 0; i < M; i++)
-            for (int w = 0; w < W; w++) sums[i][w] = multiply_add(a[i * row + j * column], b[j * W + w], sums[i][w]);
-    for (int i = 0; i < M; i++)
-        for (int w = 0; w < W; w++) c[i * W + w] = sums[i][w];
 }

@@ -1,5 +1,6 @@
 """Putting lookahead into a model's generate(), and taking it out again."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -21,22 +22,35 @@ class LookaheadMixin:
     """
 
     def _sample(self, *args, **kwargs):
-        engine = vars(self).get("lookahead")
-        if engine is None:  # unwrapped since this call of generate() began
-            return type(self)._sample(self, *args, **kwargs)
-        return decoding.run(engine, super()._sample.__func__, self, *args, **kwargs)
+        engine, own = _engine(self), _own_method(self, "_sample")
+        if engine is None:
+            return own(self, *args, **kwargs)
+        return decoding.run(engine, own, self, *args, **kwargs)
+
+    def _beam_search(self, *args, **kwargs):
+        if engine := _engine(self):
+            engine.decode_plainly(self, "beam search")
+        return _own_method(self, "_beam_search")(self, *args, **kwargs)
+
+    def _assisted_decoding(self, *args, **kwargs):
+        if engine := _engine(self):
+            engine.decode_plainly(self, "with an assistant model or prompt lookup")
+        return _own_method(self, "_assisted_decoding")(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol):
         _, (cls, *arguments), *rest = super().__reduce_ex__(protocol)
         return _new_wrapped, (cls.__mro__[2], *arguments), *rest  # no module knows a wrapped class by its name
 
-    def _beam_search(self, *args, **kwargs):
-        self.lookahead.decode_plainly(self, "beam search")
-        return super()._beam_search(*args, **kwargs)
 
-    def _assisted_decoding(self, *args, **kwargs):
-        self.lookahead.decode_plainly(self, "with an assistant model or prompt lookup")
-        return super()._assisted_decoding(*args, **kwargs)
+def _engine(model: PreTrainedModel) -> Lookahead | None:
+    """What a wrapped model carries; None if it was unwrapped since this call of generate() began."""
+    return vars(model).get("lookahead")
+
+
+def _own_method(model: PreTrainedModel, name: str) -> Callable:
+    """A method as the model's class has it unwrapped, whether or not it is wrapped by now."""
+    cls = type(model)
+    return getattr(cls.__mro__[2] if issubclass(cls, LookaheadMixin) else cls, name)
 
 
 @cache

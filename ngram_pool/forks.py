@@ -9,23 +9,21 @@ import threading
 from contextlib import suppress
 from weakref import WeakSet
 
-_forking = threading.RLock()  # held while a process forks, and for each new owner
-_owners: WeakSet = WeakSet()
-_held: list = []  # owners whose locks the fork under way has taken
-
-
-def give_lock(owner) -> None:
-    """Set ``owner._lock``. No thread that holds it may wait for another owner's, or two forks could lock each other."""
-    with _forking:
-        owner._lock = threading.RLock()
-        _owners.add(owner)
+_forking = threading.RLock()  # held while a process forks, and for each new lock
+_locks: WeakSet["Lock"] = WeakSet()
+_held: list["Lock"] = []  # which the fork under way has taken
 
 
 class Lock:
-    """A lock for anything that is copied and pickled: a copy has one of its own."""
+    """A lock for anything that is copied and pickled: a copy has one of its own.
+
+    No thread that holds one may wait for another, or two forks could lock each other.
+    """
 
     def __init__(self):
-        give_lock(self)
+        with _forking:
+            self._lock = threading.RLock()
+            _locks.add(self)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -39,23 +37,23 @@ class Lock:
 
 def _before() -> None:
     _forking.acquire()
-    _held.extend(_owners)
-    for owner in _held:
-        owner._lock.acquire()
+    _held.extend(_locks)
+    for lock in _held:
+        lock._lock.acquire()
 
 
 def _after_in_parent() -> None:
-    for owner in _held:
+    for lock in _held:
         with suppress(RuntimeError):  # an interrupt came before it was taken
-            owner._lock.release()
+            lock._lock.release()
     _held.clear()
     _forking.release()
 
 
 def _after_in_child() -> None:
     global _forking
-    for owner in _held:
-        owner._lock = threading.RLock()
+    for lock in _held:
+        lock._lock = threading.RLock()
     _held.clear()
     _forking = threading.RLock()
 

@@ -16,7 +16,7 @@ import os
 import numpy as np
 
 from ngram_pool import kernels, storage
-from ngram_pool.forks import give_lock
+from ngram_pool.forks import Lock
 from ngram_pool.kernels import KINDS, LONGEST, NO_TOKEN, WAYS, Credence, Table
 from ngram_pool.tree import GuessTree, Source
 
@@ -60,7 +60,7 @@ class NgramPool:
         self._clock = 0  # positions learned, modulo _TICKS
         self._observations = 0
         self._largest = -1
-        give_lock(self)
+        self._lock = Lock()
 
     @property
     def nbytes(self) -> int:
@@ -264,7 +264,7 @@ class NgramPool:
     def __setstate__(self, state: dict) -> None:
         kernels.compile_loops()
         vars(self).update(state)
-        give_lock(self)
+        self._lock = Lock()
 
     # Looking inside
 

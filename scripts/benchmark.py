@@ -217,7 +217,7 @@ class Subject:
             "assisted": {"assistant_model": self.assistant},
         }.get(method, {})
         if method in LOOKAHEAD:  # without a counter, whose hooks cannot be compiled
-            lookahead.wrap(self.plain, engine.config).lookahead = engine
+            lookahead.wrap(self.plain, engine.config, engine.pool).lookahead = engine
             try:
                 texts, seconds = timed(self.plain, inputs, options, seed)
             finally:

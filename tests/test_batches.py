@@ -11,7 +11,7 @@ from zoo import END, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool, decoding
-from lookahead.inspection import can_batch
+from lookahead.inspection import can_batch, inspect_model
 from lookahead.verify import NextTokenRule
 
 
@@ -74,7 +74,7 @@ def test_processors_that_know_their_row(model, inputs):
 def test_num_return_sequences(model):
     ids = random_prompt(random.Random(2))
     options = {"num_return_sequences": 5, "do_sample": True, "temperature": 1.0, "max_new_tokens": 30}
-    can_batch(model)  # which takes some passes of its own
+    can_batch(model, inspect_model(model))  # which takes some passes of its own
     passes = []
     handle = model.register_forward_pre_hook(lambda *_, **__: passes.append(1))
     lookahead.wrap(model)

@@ -256,7 +256,7 @@ def test_comparison_with_generate_sees_it(plant, monkeypatch):
 @pytest.mark.parametrize("plant", IN_BATCHES, ids=name)
 def test_comparison_of_batches_sees_it(plant, monkeypatch):
     model = tiny_model(IN_BATCHES[plant])
-    assert inspection.can_batch(model)
+    assert inspection.can_batch(model, inspection.inspect_model(model))
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         check_batches(model)
@@ -284,7 +284,7 @@ def test_probe_of_batches_sees_it(plant, dtype, monkeypatch):
     model = tiny_model(IN_BATCHES[plant]).to(dtype)
     plant(monkeypatch)
     assert inspection.inspect_model(model).can_branch
-    assert not inspection.can_batch(model)
+    assert not inspection.can_batch(model, inspection.inspect_model(model))
 
 
 def test_the_comparison_passes_without_a_defect():

@@ -8,7 +8,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cache import InPlaceLayer
-from lookahead.inspection import can_batch
+from lookahead.inspection import can_batch, inspect_model
 
 LONG = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": True, "temperature": 1.5}  # few guesses are accepted
 
@@ -131,7 +131,7 @@ def test_a_guess_that_overflows_spoils_nothing(batch):
     options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
     expected = model.generate(ids, **options)
     never = next(token for token in range(3, 90) if token not in expected)
-    can_batch(model)  # tried out while all is well
+    can_batch(model, inspect_model(model))  # tried out while all is well
     with torch.no_grad():
         model.get_input_embeddings().weight[never] = float("nan")
     pool = NgramPool(1)

@@ -69,7 +69,7 @@ def test_models_that_are_not_causal(model_type, budget):
 def test_models_that_are_not_causal_without_a_cache(model_type):
     """Recomputed in each pass, a prompt sees what follows it: another text, which is left to the model."""
     model = encoder(model_type)
-    assert not same_without_cache(model)
+    assert not same_without_cache(model, inspect_model(model))
     expected = model.generate(IDS, use_cache=False, **GREEDY).tolist()
     lookahead.wrap(model)
     with pytest.warns(UserWarning, match="use_cache=False"):
@@ -78,7 +78,8 @@ def test_models_that_are_not_causal_without_a_cache(model_type):
 
 @pytest.mark.parametrize("model_type", sorted(SETTINGS))
 def test_models_that_are_causal_say_the_same_without_a_cache(model_type):
-    assert same_without_cache(tiny_model(model_type))
+    model = tiny_model(model_type)
+    assert same_without_cache(model, inspect_model(model))
 
 
 def test_chains_of_a_model_that_is_not_causal_are_refused():

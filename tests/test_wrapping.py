@@ -56,21 +56,25 @@ def test_a_model_that_decodes_is_not_wrapped_or_unwrapped(change):
         assert torch.equal(it.generate(IDS, **GREEDY), expected)
 
 
-def test_a_call_may_begin_before_and_decode_after_unwrapping():
+@pytest.mark.parametrize(
+    ("loop", "mode"),
+    [("_sample", {}), ("_beam_search", {"num_beams": 2}), ("_assisted_decoding", {"prompt_lookup_num_tokens": 2})],
+)
+def test_a_call_may_begin_before_and_decode_after_unwrapping(loop, mode):
     model = lookahead.wrap(tiny_model("llama"))
     kind = type(model)
-    expected = lookahead.unwrap(copy.deepcopy(model)).generate(IDS, **GREEDY)
-    decode = kind._sample
+    expected = lookahead.unwrap(copy.deepcopy(model)).generate(IDS, **GREEDY, **mode)
+    decode = getattr(kind, loop)
 
     def unwrapped_first(self, *args, **kwargs):
         lookahead.unwrap(self)
         return decode(self, *args, **kwargs)
 
-    kind._sample = unwrapped_first
+    setattr(kind, loop, unwrapped_first)
     try:
-        assert torch.equal(model.generate(IDS, **GREEDY), expected)
+        assert torch.equal(model.generate(IDS, **GREEDY, **mode), expected)
     finally:
-        kind._sample = decode
+        setattr(kind, loop, decode)
 
 
 def test_threads_lose_no_statistics():
