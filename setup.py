@@ -15,8 +15,9 @@ from types import SimpleNamespace
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
-PACKAGE = Path(__file__).parent / "lookahead"
-toolchain = SimpleNamespace(**runpy.run_path(str(PACKAGE / "toolchain.py")))  # the package itself would import torch
+KERNELS = Path("lookahead", "cpu")
+SOURCES = Path(__file__).parent / KERNELS
+toolchain = SimpleNamespace(**runpy.run_path(str(SOURCES / "toolchain.py")))  # the package itself would import torch
 OLDEST_GLIBC = 17  # 2.17; torch needs a newer one
 
 
@@ -40,7 +41,7 @@ def build_kernels(folder: Path) -> int:
 
     folder.mkdir(parents=True)
     with ThreadPoolExecutor() as threads:
-        kinds = [(source, capability) for source in PACKAGE.glob("*.cpp") for capability in toolchain.INSTRUCTIONS]
+        kinds = [(source, capability) for source in SOURCES.glob("*.cpp") for capability in toolchain.INSTRUCTIONS]
         return max(OLDEST_GLIBC, *threads.map(built, kinds))
 
 
@@ -67,7 +68,7 @@ class Wheel(bdist_wheel):
 
     def run(self) -> None:
         self.run_command("build")
-        folder = Path(self.get_finalized_command("build").build_lib) / PACKAGE.name / "kernels"
+        folder = Path(self.get_finalized_command("build").build_lib) / KERNELS / "kernels"
         shutil.rmtree(folder, ignore_errors=True)  # of another time
         try:
             self.glibc = build_kernels(folder)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lookahead.architecture import UnsupportedModelError
     from lookahead.config import LookaheadConfig
-    from lookahead.decoding import Lookahead, decode
+    from lookahead.engine.loop import Lookahead, decode
+    from lookahead.models.adapter import UnsupportedModelError
     from lookahead.stats import Stats
     from lookahead.streaming import stream
     from lookahead.vocabulary import vocabulary_fingerprint
@@ -40,14 +40,14 @@ __all__ = [
 
 # Imported when first asked for (PEP 562), since torch, transformers and numba take seconds.
 _HOMES = {
-    "Lookahead": "lookahead.decoding",
+    "Lookahead": "lookahead.engine.loop",
     "LookaheadConfig": "lookahead.config",
     "NgramPool": "ngram_pool",
     "PoolFileError": "ngram_pool",
     "Source": "ngram_pool",
     "Stats": "lookahead.stats",
-    "UnsupportedModelError": "lookahead.architecture",
-    "decode": "lookahead.decoding",
+    "UnsupportedModelError": "lookahead.models.adapter",
+    "decode": "lookahead.engine.loop",
     "stream": "lookahead.streaming",
     "unwrap": "lookahead.wrapping",
     "vocabulary_fingerprint": "lookahead.vocabulary",

@@ -1,5 +1,5 @@
 """``python -m lookahead``."""
 
-from lookahead.cli import main
+from lookahead.tools.cli import main
 
 main(prog_name="lookahead")

@@ -47,11 +47,11 @@ class LookaheadConfig:
     as they do where activations are quantized in each pass. Its texts then part from plain decoding's."""
 
     compile_passes: bool = False
-    """Whether the passes of single sequences are compiled (`lookahead.compiled`). Off by default, for the first text of
-    a process then waits for it, 5 to 20 seconds for twelve layers on two cores, and it needs a C++ compiler."""
+    """Whether the passes of single sequences are compiled (`passes.compiled`). Off by default, for the first text of a
+    process then waits for it, 5 to 20 seconds for twelve layers on two cores, and it needs a C++ compiler."""
 
     cuda_graphs: bool = False
-    """Whether steps are replayed as CUDA graphs (`lookahead.graphs`), which spares a GPU the launch of every kernel.
+    """Whether steps are replayed as CUDA graphs (`passes.graphs`), which spares a GPU the launch of every kernel.
     Off by default. For single sequences, and models on one GPU all of whose layers attend to everything; others go
     without. Keeps a KV cache on the GPU from call to call, as long as the longest text so far."""
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from lookahead.window import JacobiWindow
+from lookahead.guessing.jacobi import JacobiWindow
 from ngram_pool import GuessTree
 
 

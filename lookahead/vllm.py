@@ -103,7 +103,7 @@ def break_even(requests: int, free_rows: float) -> float:
     which 1 / (free_rows + n) of a pass would be done, and a plain pass writes a token for each request. That is
     requests / (free_rows + n) tokens lost, which is returned for n = requests: the more requests share a pass, the
     surer a guess has to be. With no free rows nothing is drafted, with infinitely many everything. Where drafts make
-    decoding g times as fast as plain passes, time is worth g times as many tokens (see `lookahead.budget`).
+    decoding g times as fast as plain passes, time is worth g times as many tokens (see `lookahead.guessing.budget`).
     """
     return requests / (free_rows + requests)
 

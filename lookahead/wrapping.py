@@ -7,10 +7,11 @@ from functools import cache
 from torch._dynamo.eval_frame import OptimizedModule
 from transformers import GenerationMixin, PreTrainedModel
 
-from lookahead import decoding, products
 from lookahead.config import LookaheadConfig
-from lookahead.decoding import Lookahead
-from lookahead.inspection import inspect_model
+from lookahead.cpu import products
+from lookahead.engine import loop
+from lookahead.engine.loop import Lookahead
+from lookahead.passes.probe import inspect_model
 from ngram_pool import NgramPool
 
 
@@ -25,7 +26,7 @@ class LookaheadMixin:
         engine, own = _engine(self), _own_method(self, "_sample")
         if engine is None:
             return own(self, *args, **kwargs)
-        return decoding.run(engine, own, self, *args, **kwargs)
+        return loop.run(engine, own, self, *args, **kwargs)
 
     def _beam_search(self, *args, **kwargs):
         if engine := _engine(self):

@@ -26,8 +26,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.audit import first_difference
-from lookahead.inspection import inspect_model
+from lookahead.passes.probe import inspect_model
+from lookahead.tools.audit import first_difference
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 NEW_TOKENS = 64

@@ -32,7 +32,8 @@ from tiny_models import random_model
 from transformers import LlamaConfig, PreTrainedModel
 
 import lookahead
-from lookahead import LookaheadConfig, NgramPool, costs
+from lookahead import LookaheadConfig, NgramPool
+from lookahead.passes import costs
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 120  # seconds after which a call hangs

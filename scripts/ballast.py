@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from lookahead.loading import load
+from lookahead.tools.loading import load
 
 # As many parameters as the name says, with a tied vocabulary of 4096 and heads of 64. 135M and 360M are SmolLM2's, with
 # wider feed-forward layers in place of its vocabulary; 1B and 8B are the layers of Llama 3, whose 8B has a

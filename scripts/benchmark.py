@@ -43,10 +43,10 @@ from transformers import (
 
 import lookahead
 from lookahead import Lookahead, LookaheadConfig, NgramPool
-from lookahead.audit import choice_scores, first_difference, next_logits
-from lookahead.costs import synchronize
-from lookahead.loading import load
-from lookahead.measuring import environment, read_prompts
+from lookahead.passes.costs import synchronize
+from lookahead.tools.audit import choice_scores, first_difference, next_logits
+from lookahead.tools.loading import load
+from lookahead.tools.prompts import environment, read_prompts
 
 DTYPES = ("float32", "bfloat16")
 PLAIN = ("plain", "static-compiled", "prompt-lookup", "assisted")

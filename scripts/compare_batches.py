@@ -18,9 +18,9 @@ from results import write_results
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
-from lookahead.cli import AutoOr
-from lookahead.loading import load
-from lookahead.measuring import environment, read_prompts, up_to_its_end
+from lookahead.tools.cli import AutoOr
+from lookahead.tools.loading import load
+from lookahead.tools.prompts import environment, read_prompts, up_to_its_end
 
 METHODS = ("plain", "fresh pool", "shared pool")
 

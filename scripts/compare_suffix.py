@@ -17,9 +17,9 @@ from measure_pool import report, sample, standard_library, table
 
 import lookahead
 from lookahead import NgramPool, Source
-from lookahead.loading import load
-from lookahead.measuring import read_prompts
-from lookahead.strategies import MIN_PROBABILITY
+from lookahead.guessing.strategies import MIN_PROBABILITY
+from lookahead.tools.loading import load
+from lookahead.tools.prompts import read_prompts
 from ngram_pool.kernels import LONGEST
 
 MATCHED = 64  # tokens of context that the suffix trees are shown; their own default depth

@@ -28,9 +28,9 @@ from transformers import AutoTokenizer
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool, Stats
-from lookahead.loading import load
-from lookahead.measuring import read_prompts
-from lookahead.strategies import MIN_PROBABILITY, TOP_K
+from lookahead.guessing.strategies import MIN_PROBABILITY, TOP_K
+from lookahead.tools.loading import load
+from lookahead.tools.prompts import read_prompts
 from ngram_pool.kernels import LONGEST
 
 

@@ -36,8 +36,8 @@ import torch
 from measure_pool import microseconds
 from results import write_results
 
-from lookahead.loading import load
-from lookahead.measuring import read_prompts, up_to_its_end
+from lookahead.tools.loading import load
+from lookahead.tools.prompts import read_prompts, up_to_its_end
 from ngram_pool import NgramPool, Source
 from ngram_pool.kernels import LONGEST
 

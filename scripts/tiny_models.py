@@ -8,7 +8,7 @@ beyond that.
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from lookahead.architecture import POSITION_LIMITS
+from lookahead.models.adapter import POSITION_LIMITS
 
 VOCABULARY = 61
 BOS, EOS, PAD = 0, 1, 2

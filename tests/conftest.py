@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 
-from lookahead import costs
+from lookahead.passes import costs
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores, and its children
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much where others use the processor too

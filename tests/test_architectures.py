@@ -11,7 +11,7 @@ import architectures
 import pytest
 from click.testing import CliRunner
 
-from lookahead.verify import NextTokenRule
+from lookahead.engine.verify import NextTokenRule
 
 PARTS = 16  # days until all had their turn
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from zoo import SETTINGS, tiny_model
 
-from lookahead import attention, tree_attention
+from lookahead.cpu import tree_attention
 from lookahead.decoding_pass import current_pass, decoding_pass
-from lookahead.inspection import inspect_model
+from lookahead.guessing.jacobi import JacobiWindow
+from lookahead.models import attention
+from lookahead.passes.probe import inspect_model
 from lookahead.step import lay_out
-from lookahead.window import JacobiWindow
 from ngram_pool import GuessTree, Source
 
 

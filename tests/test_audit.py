@@ -13,12 +13,21 @@ from test_products import small_llama
 from zoo import tiny_model
 
 import lookahead
-from lookahead import products
-from lookahead.audit import GUESSING, Divergence, Tally, _judge, audit, choice_scores, first_difference, next_logits
-from lookahead.cli import main
-from lookahead.inspection import inspect_model
-from lookahead.loading import load
-from lookahead.measuring import source_prompts
+from lookahead.cpu import products
+from lookahead.passes.probe import inspect_model
+from lookahead.tools.audit import (
+    GUESSING,
+    Divergence,
+    Tally,
+    _judge,
+    audit,
+    choice_scores,
+    first_difference,
+    next_logits,
+)
+from lookahead.tools.cli import main
+from lookahead.tools.loading import load
+from lookahead.tools.prompts import source_prompts
 
 
 def prompts(count: int) -> list[torch.Tensor]:
@@ -62,7 +71,7 @@ def test_nothing_parts_in_float32():
 def test_half_precision_parts_at_near_ties_only(kind, count, loudest, monkeypatch):
     """Enough prompts for bf16 to part somewhere; every place is explained, and no way of decoding rounds worse."""
     compiled = kind == "small and compiled"
-    monkeypatch.setattr("lookahead.audit.GUESSING", replace(GUESSING, compile_passes=compiled, window_size=3))
+    monkeypatch.setattr("lookahead.tools.audit.GUESSING", replace(GUESSING, compile_passes=compiled, window_size=3))
     model = tiny_model("llama").to(torch.bfloat16) if kind == "tiny" else small_llama(torch.bfloat16)
     tallies = audit(model, prompts(count), 60, temperature=0.7)
     if kind != "tiny":

@@ -10,9 +10,10 @@ from transformers import DynamicCache, LogitsProcessorList
 from zoo import END, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, NgramPool, decoding
-from lookahead.inspection import can_batch, inspect_model
-from lookahead.verify import NextTokenRule
+from lookahead import LookaheadConfig, NgramPool
+from lookahead.engine import loop
+from lookahead.engine.verify import NextTokenRule
+from lookahead.passes.probe import can_batch, inspect_model
 
 
 @pytest.fixture
@@ -237,7 +238,7 @@ def test_batches_sample_the_exact_distribution(small_vocabulary):
 
 def test_the_distribution_test_sees_a_biased_rule(small_vocabulary, monkeypatch):
     """The usual mistake: after a rejection, the token is drawn from the whole distribution again."""
-    walk, emit = decoding.walk, NextTokenRule.emit
+    walk, emit = loop.walk, NextTokenRule.emit
 
     def noting_guesses(steps, logits, rules):
         for rule, step in zip([rule for rule in rules if rule.live], steps, strict=True):
@@ -254,7 +255,7 @@ def test_the_distribution_test_sees_a_biased_rule(small_vocabulary, monkeypatch)
         vars(self).pop("guessed", None)
         return tokens
 
-    monkeypatch.setattr(decoding, "walk", noting_guesses)
+    monkeypatch.setattr(loop, "walk", noting_guesses)
     monkeypatch.setattr(NextTokenRule, "emit", drawing_twice)
     model, probabilities = small_vocabulary
     torch.manual_seed(0)

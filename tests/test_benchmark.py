@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from zoo import tiny_model
 
 from lookahead import DEMO_MODEL
-from lookahead.audit import choice_scores, next_logits
-from lookahead.loading import load
-from lookahead.strategies import JacobiStrategy
-from lookahead.verify import NextTokenRule
+from lookahead.engine.verify import NextTokenRule
+from lookahead.guessing.strategies import JacobiStrategy
+from lookahead.tools.audit import choice_scores, next_logits
+from lookahead.tools.loading import load
 
 WORKER = """
 import argparse, json, os, sys, time

@@ -10,43 +10,38 @@ from test_lossless import check_identical, random_prompt
 from zoo import tiny_model
 
 import lookahead
-from lookahead import (
-    LookaheadConfig,
-    UnsupportedModelError,
-    architecture,
-    attention,
-    decoding,
-    inspection,
-    tree_attention,
-    verify,
-)
-from lookahead.architecture import Architecture
-from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
+from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead.cpu import tree_attention
+from lookahead.engine import loop, verify
+from lookahead.engine.verify import NextTokenRule
+from lookahead.models import adapter, attention
+from lookahead.models.adapter import Architecture
+from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
+from lookahead.passes import probe
 from lookahead.step import Step, Visibility
-from lookahead.verify import NextTokenRule
 
 
 def everyone_sees_everyone(monkeypatch):
-    original = architecture.mask
-    monkeypatch.setattr(architecture, "mask", lambda *args: torch.zeros_like(original(*args)))
+    original = adapter.mask
+    monkeypatch.setattr(adapter, "mask", lambda *args: torch.zeros_like(original(*args)))
 
 
 def siblings_see_each_other(monkeypatch):
-    original = architecture.mask
+    original = adapter.mask
 
     def mask(ancestors, *args):
         return original(np.tril(np.ones_like(ancestors)), *args)
 
-    monkeypatch.setattr(architecture, "mask", mask)
+    monkeypatch.setattr(adapter, "mask", mask)
 
 
 def gaps_are_seen(monkeypatch):
-    original = architecture.mask
+    original = adapter.mask
 
     def mask(ancestors, positions, cached, *args):
         return original(ancestors, positions, np.maximum(cached, 0), *args)
 
-    monkeypatch.setattr(architecture, "mask", mask)
+    monkeypatch.setattr(adapter, "mask", mask)
 
 
 def sequences_swapped(monkeypatch):
@@ -68,14 +63,14 @@ def sliding_window_too_wide(monkeypatch):
 
 
 def prefix_hidden(monkeypatch):
-    original = architecture.mask
+    original = adapter.mask
 
     def mask(ancestors, positions, cached, *args):
         cached = cached.copy()
         cached[:, : cached.shape[1] // 2] = -1
         return original(ancestors, positions, cached, *args)
 
-    monkeypatch.setattr(architecture, "mask", mask)
+    monkeypatch.setattr(adapter, "mask", mask)
 
 
 def half_of_the_prefix_unseen(monkeypatch):
@@ -185,7 +180,7 @@ def first_guess_always_accepted(monkeypatch):
             rules[0].ids = torch.cat([rules[0].ids, torch.tensor([[tokens[0][-1]]])], dim=1)
         return paths, tokens
 
-    monkeypatch.setattr(decoding, "walk", walk)
+    monkeypatch.setattr(loop, "walk", walk)
 
 
 def one_draw_too_many(monkeypatch):
@@ -256,7 +251,7 @@ def test_comparison_with_generate_sees_it(plant, monkeypatch):
 @pytest.mark.parametrize("plant", IN_BATCHES, ids=name)
 def test_comparison_of_batches_sees_it(plant, monkeypatch):
     model = tiny_model(IN_BATCHES[plant])
-    assert inspection.can_batch(model, inspection.inspect_model(model))
+    assert probe.can_batch(model, probe.inspect_model(model))
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         check_batches(model)
@@ -267,11 +262,11 @@ def test_comparison_of_batches_sees_it(plant, monkeypatch):
 def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
     """A defect of the masks costs the branches; one of the cache or of all positions leaves nothing to decode with."""
     model = tiny_model(DEFECTS[plant]).to(dtype)
-    before = inspection.inspect_model(model)
-    inspection._inspected.clear()
+    before = probe.inspect_model(model)
+    probe._inspected.clear()
     plant(monkeypatch)
     try:
-        after = inspection.inspect_model(model)
+        after = probe.inspect_model(model)
         assert not after.two_part or (plant in OF_KERNELS and not after.uses_kernels)
         assert (before.can_branch, after.can_branch) == (True, plant in IN_PARTS)
     except UnsupportedModelError as error:
@@ -283,8 +278,8 @@ def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
 def test_probe_of_batches_sees_it(plant, dtype, monkeypatch):
     model = tiny_model(IN_BATCHES[plant]).to(dtype)
     plant(monkeypatch)
-    assert inspection.inspect_model(model).can_branch
-    assert not inspection.can_batch(model, inspection.inspect_model(model))
+    assert probe.inspect_model(model).can_branch
+    assert not probe.can_batch(model, probe.inspect_model(model))
 
 
 def test_the_comparison_passes_without_a_defect():

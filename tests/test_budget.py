@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from lookahead.budget import FIRST_TRIAL, MOST, TRIAL, WINDOWS, Pace, WindowTrials
-from lookahead.costs import RUNGS, StepCosts
+from lookahead.guessing.budget import FIRST_TRIAL, MOST, TRIAL, WINDOWS, Pace, WindowTrials
+from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
 

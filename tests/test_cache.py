@@ -9,8 +9,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from zoo import tiny_model
 
-import lookahead.cache
-from lookahead.cache import Accepted, InPlaceLayer, SlidingLayer
+import lookahead.models.cache
+from lookahead.models.cache import Accepted, InPlaceLayer, SlidingLayer
 
 
 def states(length: int, first: int = 0) -> torch.Tensor:
@@ -26,7 +26,7 @@ def test_update_and_commit(seed, window, batch, monkeypatch):
 
     Each sequence keeps its own; now and then one leaves the batch.
     """
-    monkeypatch.setattr(lookahead.cache, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(lookahead.models.cache, "FIRST_CAPACITY", 8)
     rng = random.Random(seed)
     layer = InPlaceLayer() if window is None else SlidingLayer(window)
     kept: list[list[float]] = [[] for _ in range(batch)]
@@ -136,13 +136,15 @@ def test_no_step_copies_the_prefix():
         before = layer._keys.shape[2] if layer.is_initialized else 0
         layer.update(states(1), states(1))
         grown += before * (layer._keys.shape[2] != before)
-        assert layer._keys.shape[2] <= max(2 * layer.columns, lookahead.cache.FIRST_CAPACITY), "the cache is bounded"
+        assert layer._keys.shape[2] <= max(2 * layer.columns, lookahead.models.cache.FIRST_CAPACITY), (
+            "the cache is bounded"
+        )
     assert grown <= 2 * 4000, "growing by less than doubling copies rows more than a constant number of times"
 
 
 def test_decoding_moves_no_prefix(monkeypatch):
     """In a real decoding: one buffer a layer from the prefill to the end, and no row of the prompt is rewritten."""
-    monkeypatch.setattr(lookahead.cache, "FIRST_CAPACITY", 1)  # room is what decoding asks for, to its last step
+    monkeypatch.setattr(lookahead.models.cache, "FIRST_CAPACITY", 1)  # room is what decoding asks for, to its last step
     model = tiny_model("llama")
     lookahead.wrap(model, lookahead.LookaheadConfig(window_size=4))
     moves = []
@@ -176,13 +178,13 @@ def test_sliding_layer_gives_memory_back_after_a_long_prompt():
     layer.update(states(5000), states(5000))
     layer.commit(Accepted.of([list(range(5000))]))
     layer.update(states(1, 5000), states(1, 5000))
-    assert layer._keys.shape[2] <= lookahead.cache.FIRST_CAPACITY
+    assert layer._keys.shape[2] <= lookahead.models.cache.FIRST_CAPACITY
     assert layer.keys[0, 0, -1, 0] == 5000
 
 
 def test_cache_is_a_transformers_cache():
     model = tiny_model("mistral")
-    cache = lookahead.inspection.inspect_model(model).make_cache()
+    cache = lookahead.passes.probe.inspect_model(model).make_cache()
     theirs = DynamicCache(config=model.config)
     assert len(cache.layers) == len(theirs.layers)
     assert cache.is_sliding == theirs.is_sliding

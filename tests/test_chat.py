@@ -20,12 +20,12 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
-from lookahead.chat import PLAIN_TEMPLATE, Conversation, TurnRefusedError, in_plain_words
-from lookahead.cli import main
-from lookahead.loading import load
 from lookahead.stats import Stats
 from lookahead.streaming import StopWhenAsked, render, without_half_character
-from lookahead.terminal import AnswerStreamer, WordWrap
+from lookahead.tools.chat import PLAIN_TEMPLATE, Conversation, TurnRefusedError, in_plain_words
+from lookahead.tools.cli import main
+from lookahead.tools.loading import load
+from lookahead.tools.terminal import AnswerStreamer, WordWrap
 
 MARKED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"

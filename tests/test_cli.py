@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from zoo import tiny_model
 
 from lookahead import DEMO_MODEL
-from lookahead.cli import main
-from lookahead.loading import load
-from lookahead.terminal import StepStreamer
+from lookahead.tools.cli import main
+from lookahead.tools.loading import load
+from lookahead.tools.terminal import StepStreamer
 from ngram_pool import NgramPool, Source
 
 BINARY = DEMO_MODEL / "model.safetensors"

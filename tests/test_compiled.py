@@ -12,8 +12,10 @@ from test_products import small_llama
 from zoo import CHAIN_ONLY, SETTINGS, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, compiled, products
-from lookahead.inspection import inspect_model
+from lookahead import LookaheadConfig
+from lookahead.cpu import products
+from lookahead.passes import compiled
+from lookahead.passes.probe import inspect_model
 
 COMPILED = LookaheadConfig(compile_passes=True)
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.8}

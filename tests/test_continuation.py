@@ -11,7 +11,7 @@ from zoo import SETTINGS, WITH_STATE, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.cache import InPlaceLayer
+from lookahead.models.cache import InPlaceLayer
 
 # Their own generate() takes no past_key_values, or fails on its second turn.
 NO_CONVERSATION = {"mamba2", "mpt"}

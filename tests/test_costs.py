@@ -11,10 +11,10 @@ from transformers import WhisperConfig, WhisperForCausalLM
 from zoo import SETTINGS, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import costs
-from lookahead.architecture import Architecture, context_length
-from lookahead.costs import RUNGS, StepCosts, measure, step_costs
-from lookahead.inspection import inspect_model
+from lookahead.models.adapter import Architecture, context_length
+from lookahead.passes import costs
+from lookahead.passes.costs import RUNGS, StepCosts, measure, step_costs
+from lookahead.passes.probe import inspect_model
 
 
 @pytest.fixture

@@ -22,10 +22,11 @@ from transformers import (
 from zoo import END, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import DEMO_MODEL, LookaheadConfig, NgramPool, UnsupportedModelError, plain
+from lookahead import DEMO_MODEL, LookaheadConfig, NgramPool, UnsupportedModelError
 from lookahead.config import MOST_ROWS
-from lookahead.inspection import inspect_model
-from lookahead.loading import load
+from lookahead.engine import fallback
+from lookahead.passes.probe import inspect_model
+from lookahead.tools.loading import load
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def ids():
 
 @pytest.fixture(autouse=True)
 def _forget_warnings():
-    plain._warned.clear()
+    fallback._warned.clear()
 
 
 def both(model, ids, **options):

@@ -21,11 +21,13 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from zoo import tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, decoding, graphs
-from lookahead.cache import InPlaceLayer
-from lookahead.graphs import StaticCache, StepGraphs, capture_cuda, why_eager
-from lookahead.inspection import FULL_PRECISION_ROUNDING, inspect_model, relative_error
-from lookahead.prefill import compute
+from lookahead import LookaheadConfig
+from lookahead.engine import loop
+from lookahead.engine.prefill import compute
+from lookahead.models.cache import InPlaceLayer
+from lookahead.passes import graphs
+from lookahead.passes.graphs import StaticCache, StepGraphs, capture_cuda, why_eager
+from lookahead.passes.probe import FULL_PRECISION_ROUNDING, inspect_model, relative_error
 
 FULL_ATTENTION = [
     "llama",
@@ -73,7 +75,7 @@ class Counting:
 def serving(step_graphs: StepGraphs):
     """Let every decoding call borrow the buffers after its prefill. Yields the caches lent, in their order."""
     lent: list[StaticCache] = []
-    decode, lend = decoding._decode, StepGraphs.lend
+    decode, lend = loop._decode, StepGraphs.lend
 
     def decode_with_graphs(model, engine, *arguments):
         before, engine.graphs = engine.graphs, step_graphs
@@ -89,7 +91,7 @@ def serving(step_graphs: StepGraphs):
         return borrowed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "_decode", decode_with_graphs)
+        patch.setattr(loop, "_decode", decode_with_graphs)
         patch.setattr(StepGraphs, "lend", noted)
         yield lent
 
@@ -269,7 +271,7 @@ def test_prompts_cache_is_given_back_early():
     """It would be a second copy of what the buffers hold."""
     model = tiny_model("llama")
     step_graphs, dead = StepGraphs(model, None), []
-    original = decoding.prefill
+    original = loop.prefill
 
     def watched(*args):
         cache, logits = original(*args)
@@ -284,7 +286,7 @@ def test_prompts_cache_is_given_back_early():
 
     alive: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "prefill", watched)
+        patch.setattr(loop, "prefill", watched)
         lookahead.wrap(model, FIXED)
         with serving(step_graphs):
             model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, logits_processor=LogitsProcessorList([Look()]))

@@ -27,7 +27,7 @@ def python(code: str) -> str:
 def test_a_command_that_only_speaks_of_itself_imports_little(arguments):
     code = f"""
 import sys
-from lookahead.cli import main
+from lookahead.tools.cli import main
 try:
     main({arguments!r}, prog_name="lookahead")
 except SystemExit:
@@ -74,7 +74,7 @@ for module, ending in ((logits_process, ("Warper", "Processor", "Penalty", "Norm
             dropped += 1
 assert dropped > 25
 import lookahead.wrapping
-from lookahead.verify import BY_SEQUENCE
+from lookahead.engine.verify import BY_SEQUENCE
 print(len(BY_SEQUENCE))
 """
     assert python(code) == "1\n"

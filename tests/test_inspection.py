@@ -22,8 +22,9 @@ from transformers import (
 from zoo import COMMON, SETTINGS, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, UnsupportedModelError, inspection
-from lookahead.inspection import inspect_model, same_without_cache
+from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead.passes import probe
+from lookahead.passes.probe import inspect_model, same_without_cache
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
 GREEDY = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
@@ -124,7 +125,7 @@ def test_quantized_activations_are_left_to_the_model(how, model_type, seed):
 def test_rounding_is_not_taken_for_dependence(model_type, dtype):
     for seed in range(3):
         model = tiny_model(model_type, seed=seed).to(dtype)
-        assert inspection._row_dependence(model, inspection._read_config(model)) == 0
+        assert probe._row_dependence(model, probe._read_config(model)) == 0
 
 
 @pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h"])

@@ -22,9 +22,10 @@ from transformers import (
 from zoo import END, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, plain
-from lookahead.audit import _judge, audit, first_difference, next_logits
-from lookahead.loading import load
+from lookahead import LookaheadConfig
+from lookahead.engine import fallback
+from lookahead.tools.audit import _judge, audit, first_difference, next_logits
+from lookahead.tools.loading import load
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
@@ -142,7 +143,7 @@ def test_peft_prompts_that_are_learned(model, kind):
     expected = tuned.generate(input_ids=IDS, max_new_tokens=20, do_sample=False).tolist()
     assert expected != model.generate(IDS, max_new_tokens=20, do_sample=False).tolist()
     lookahead.wrap(tuned)
-    plain._warned.clear()
+    fallback._warned.clear()
     with pytest.warns(UserWarning, match="prepare_inputs_for_generation"):
         assert tuned.generate(input_ids=IDS, max_new_tokens=20, do_sample=False).tolist() == expected
 

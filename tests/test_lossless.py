@@ -13,7 +13,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from zoo import CHAIN_ONLY, END, SETTINGS, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, NgramPool, decoding
+from lookahead import LookaheadConfig, NgramPool
+from lookahead.engine import loop
 
 
 def random_prompt(rng: random.Random, longest: int = 40) -> torch.Tensor:
@@ -114,7 +115,7 @@ def test_architecture(model_type):
         accepted += stats.accepted.total()
         assert bool(stats.window_tokens) == (config.window_size > 0 and model_type not in CHAIN_ONLY)
     assert accepted > 0, "nothing was accepted, so acceptance was not tested"
-    assert lookahead.inspection.inspect_model(model).can_branch == (model_type not in CHAIN_ONLY)
+    assert lookahead.passes.probe.inspect_model(model).can_branch == (model_type not in CHAIN_ONLY)
 
 
 tokens = st.integers(3, VOCABULARY - 1)
@@ -265,7 +266,7 @@ def test_what_a_state_makes_be_computed_again_is_bounded():
     torch.manual_seed(0)
     options = {"max_new_tokens": 100, "min_new_tokens": 100, "do_sample": True, "temperature": 1.5}
     model.generate(random_prompt(random.Random(9)), **options)
-    assert max(widths[1:]) <= (1 + 4) + decoding.MOST_REPLAYED + (1 + 4)
+    assert max(widths[1:]) <= (1 + 4) + loop.MOST_REPLAYED + (1 + 4)
     assert sum(widths[1:]) > 100 + 4 * len(widths) / 2, "nothing was computed again, so nothing was tested"
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead import native, private, toolchain, tree_attention
+from lookahead.cpu import native, private, toolchain, tree_attention
 
 ROOT = Path(__file__).parents[1]
 ANOTHER = os.geteuid() + 1

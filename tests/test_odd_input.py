@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from zoo import tiny_model
 
-from lookahead.cli import FileToWrite, main
-from lookahead.loading import load_tokenizer
+from lookahead.tools.cli import FileToWrite, main
+from lookahead.tools.loading import load_tokenizer
 from ngram_pool import NgramPool
 
 UNDECODABLE = os.fsdecode(b"def \xff")

@@ -17,9 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import SETTINGS, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, NgramPool, native, products
+from lookahead import LookaheadConfig, NgramPool
+from lookahead.cpu import native, products
+from lookahead.cpu.products import DecodingLinear, install, remove
 from lookahead.decoding_pass import current_pass, decoding_pass
-from lookahead.products import DecodingLinear, install, remove
 
 DTYPES = [torch.float32, torch.bfloat16]
 GREEDY = {"max_new_tokens": 20, "do_sample": False}

@@ -10,7 +10,7 @@ import simulate_replicas
 from click.testing import CliRunner
 from simulate_replicas import ALONE, choose_requests, main, passages, read_trace, route, serve, simulate, summary
 
-from lookahead.loading import load
+from lookahead.tools.loading import load
 from ngram_pool import NgramPool
 from ngram_pool.kernels import LONGEST
 

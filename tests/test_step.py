@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from lookahead.guessing.jacobi import JacobiWindow
 from lookahead.step import Step, Visibility, lay_out, mask, pad
-from lookahead.window import JacobiWindow
 from ngram_pool import GuessTree, Source
 
 

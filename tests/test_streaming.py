@@ -16,8 +16,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokeniz
 from zoo import tiny_model
 
 import lookahead
-from lookahead.loading import load
 from lookahead.streaming import TextPieces
+from lookahead.tools.loading import load
 
 PROMPT = "def add(a, b):\n    return"
 CHAT = (
@@ -218,7 +218,7 @@ def test_a_stream_left_open_does_not_hold_up_the_end_of_the_process():
     program = """
 import time, lookahead
 from transformers import LogitsProcessor
-from lookahead.loading import load
+from lookahead.tools.loading import load
 class Slow(LogitsProcessor):
     def __call__(self, input_ids, scores):
         time.sleep(0.5)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from lookahead import tree_attention
+from lookahead.cpu import tree_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 

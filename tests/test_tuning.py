@@ -6,10 +6,11 @@ import matplotlib.image
 import pytest
 from click.testing import CliRunner
 
-from lookahead import commands, costs
-from lookahead.cli import main
-from lookahead.costs import RUNGS
-from lookahead.tuning import COMPILED, DENSE, IN_PARTS, StepTimes
+from lookahead.passes import costs
+from lookahead.passes.costs import RUNGS
+from lookahead.tools import commands
+from lookahead.tools.cli import main
+from lookahead.tools.tuning import COMPILED, DENSE, IN_PARTS, StepTimes
 
 
 def tune(*arguments):

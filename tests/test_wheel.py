@@ -15,11 +15,11 @@ from unittest import mock
 
 import pytest
 
-from lookahead import native, toolchain
+from lookahead.cpu import native, toolchain
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted((ROOT / "lookahead").glob("*.cpp"))
-READY = {f"lookahead/kernels/{source.stem}-{of}.so" for source in SOURCES for of in toolchain.INSTRUCTIONS}
+SOURCES = sorted((ROOT / "lookahead" / "cpu").glob("*.cpp"))
+READY = {f"lookahead/cpu/kernels/{source.stem}-{of}.so" for source in SOURCES for of in toolchain.INSTRUCTIONS}
 has_ready_kernels = pytest.mark.skipif(
     sysconfig.get_platform() != "linux-x86_64" or platform.libc_ver()[0] != "glibc",
     reason="only a wheel for Linux on x86-64 has ready kernels",
@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 import torch
 import lookahead
-from lookahead import native, tree_attention
+from lookahead.cpu import native, tree_attention
 
 assert Path(lookahead.__file__).is_relative_to(sys.argv[1]), lookahead.__file__
 assert native.CAPABILITY == sys.argv[2], native.CAPABILITY
@@ -137,7 +137,7 @@ def test_without_a_compiler_the_wheel_is_pure(compiler, sources, tmp_path):
     wheel = built(sources, tmp_path, CXX=compiler)
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in names(wheel) if name.endswith(".so")]
-    assert {f"lookahead/{source.name}" for source in SOURCES} < names(wheel)
+    assert {f"lookahead/cpu/{source.name}" for source in SOURCES} < names(wheel)
 
 
 def test_a_source_distribution_has_what_is_built_from(sources, tmp_path):
@@ -148,8 +148,8 @@ def test_a_source_distribution_has_what_is_built_from(sources, tmp_path):
         held = {name.split("/", 1)[1] for name in files.getnames() if "/" in name}
     sources_needed = [
         *SOURCES,
-        *(ROOT / "lookahead").glob("*.h"),
-        ROOT / "lookahead" / "toolchain.py",
+        *(ROOT / "lookahead" / "cpu").glob("*.h"),
+        ROOT / "lookahead" / "cpu" / "toolchain.py",
         ROOT / "setup.py",
     ]
     assert {str(path.relative_to(ROOT)) for path in sources_needed} <= held

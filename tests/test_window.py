@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.strategies import JacobiStrategy
-from lookahead.window import JacobiWindow
+from lookahead.guessing.jacobi import JacobiWindow
+from lookahead.guessing.strategies import JacobiStrategy
 
 
 def numbered(row: int, columns: range) -> np.ndarray:

@@ -12,8 +12,9 @@ from transformers import StoppingCriteria
 from zoo import tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, NgramPool, native, products
-from lookahead.budget import TRIAL, WindowTrials
+from lookahead import LookaheadConfig, NgramPool
+from lookahead.cpu import native, products
+from lookahead.guessing.budget import TRIAL, WindowTrials
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 GREEDY = {"max_new_tokens": 20, "do_sample": False}

@@ -11,7 +11,7 @@ from engines import Engine, K, counts, generate, held, learned, margin, serve
 from transformers import AutoTokenizer
 
 import lookahead
-from lookahead.measuring import source_prompts
+from lookahead.tools.prompts import source_prompts
 
 TIE = 1e-3  # of log-probabilities; float32 rounds those of this model to some 1e-5
 

@@ -22,7 +22,7 @@ from openai import OpenAI
 
 import lookahead
 from lookahead import NgramPool
-from lookahead.measuring import source_prompts
+from lookahead.tools.prompts import source_prompts
 
 TOKENS = 60
 STARTS_WITHIN = 300  # seconds

@@ -21,8 +21,9 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead import attention, products
-from lookahead.cache import LookaheadCache
+from lookahead.cpu import products
+from lookahead.models import attention
+from lookahead.models.cache import LookaheadCache
 from ngram_pool.waiting import told_if_long
 
 LEAST_ROWS = 4  # fewer are padded: one row would need a program of its own, and four take no longer

@@ -8,9 +8,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead.architecture import CACHE_ARGUMENTS, Architecture, context_length, device_of
-from lookahead.cache import LookaheadCache
-from lookahead.strategies import JacobiStrategy, PoolStrategy
+from lookahead.guessing.strategies import JacobiStrategy, PoolStrategy
+from lookahead.models.adapter import CACHE_ARGUMENTS, Architecture, context_length, device_of
+from lookahead.models.cache import LookaheadCache
 
 
 @dataclass

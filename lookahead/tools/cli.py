@@ -133,7 +133,7 @@ decoding_options = _options(
 @click.option("--compare", is_flag=True, help="Decode plainly too; print the speed-up and whether the texts agree.")
 def generate(**options) -> None:
     """Continue PROMPT (or - for standard input) by lookahead decoding."""
-    from lookahead import commands
+    from lookahead.tools import commands
 
     commands.generate(**options)
 
@@ -145,7 +145,7 @@ def generate(**options) -> None:
               help="Template of the conversation (jinja); the tokenizer's own by default.")  # fmt: skip
 def chat(**options) -> None:
     """Talk with a model, whose cache keeps the history from turn to turn. Each line of standard input is a turn."""
-    from lookahead import commands
+    from lookahead.tools import commands
 
     commands.chat(**options)
 
@@ -166,7 +166,7 @@ def audit(**options) -> None:
 
     Exit status 1 if some place is no near tie. docs/numerics.md says what that means.
     """
-    from lookahead import commands
+    from lookahead.tools import commands
 
     commands.audit(**options)
 
@@ -186,7 +186,7 @@ def audit(**options) -> None:
 @click.option("--picture", type=FileToWrite(), metavar="PNG", help="Draw the times, too.")
 def tune(**options) -> None:
     """Measure what a step costs on this machine, keep it for decoding with this model, and show it."""
-    from lookahead import commands
+    from lookahead.tools import commands
 
     commands.tune(**options)
 
@@ -214,7 +214,7 @@ whose_tokenizer = click.option(
               help="Size of a new pool in MiB, 64 by default; a token of new text takes up to 700 bytes.")  # fmt: skip
 def build(**options) -> None:
     """Learn FILES (text, UTF-8: code, past answers) into a pool."""
-    from lookahead import pool_commands
+    from lookahead.tools import pool_commands
 
     pool_commands.build(**options)
 
@@ -232,7 +232,7 @@ def merge(**options) -> None:
     \b
     lookahead pool merge base.pool replica-*.pool --since base.pool --out base.pool
     """
-    from lookahead import pool_commands
+    from lookahead.tools import pool_commands
 
     pool_commands.merge(**options)
 
@@ -243,6 +243,6 @@ def merge(**options) -> None:
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Contexts to list.")
 def show(**options) -> None:
     """Say what is in a pool: its size, fill and sources, and the contexts whose next token is surest."""
-    from lookahead import pool_commands
+    from lookahead.tools import pool_commands
 
     pool_commands.show(**options)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from lookahead.loading import load_tokenizer
-from lookahead.measuring import readable
+from lookahead.tools.loading import load_tokenizer
+from lookahead.tools.prompts import readable
 from lookahead.vocabulary import vocabulary_fingerprint
 from ngram_pool import NgramPool, PoolFileError, Source, storage
 

@@ -9,9 +9,9 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lookahead import compiled
-from lookahead.cache import InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.decoding_pass import decoding_pass
+from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
+from lookahead.passes import compiled
 from lookahead.step import Step, Visibility, lay_out, mask, pad
 from ngram_pool import GuessTree
 

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lookahead.architecture import Architecture
-from lookahead.budget import MOST, WINDOWS, Pace, WindowTrials
 from lookahead.config import AUTO, LookaheadConfig
+from lookahead.guessing.budget import MOST, WINDOWS, Pace, WindowTrials
+from lookahead.guessing.jacobi import JacobiWindow
+from lookahead.models.adapter import Architecture
 from lookahead.stats import Stats
 from lookahead.step import Step, lay_out
-from lookahead.window import JacobiWindow
 from ngram_pool import GuessTree, NgramPool, Source, contexts_of
 from ngram_pool.kernels import LONGEST
 

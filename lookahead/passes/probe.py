@@ -17,17 +17,18 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from lookahead import compiled, products
-from lookahead.architecture import (
+from lookahead.cpu import products
+from lookahead.engine.prefill import compute
+from lookahead.guessing.jacobi import JacobiWindow
+from lookahead.models.adapter import (
     CACHE_ARGUMENTS,
     Architecture,
     UnsupportedModelError,
     device_of,
 )
-from lookahead.cache import InPlaceLayer, LookaheadCache
-from lookahead.prefill import compute
+from lookahead.models.cache import InPlaceLayer, LookaheadCache
+from lookahead.passes import compiled
 from lookahead.step import Step, Visibility, lay_out
-from lookahead.window import JacobiWindow
 from ngram_pool import GuessTree, Source
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
-from lookahead.costs import RUNGS, time_passes
-from lookahead.inspection import inspect_model
+from lookahead.passes.costs import RUNGS, time_passes
+from lookahead.passes.probe import inspect_model
 
 COMPILED, IN_PARTS, DENSE = "compiled", "two parts", "dense mask"
 LINES = {COMPILED: "-", IN_PARTS: "--", DENSE: ":"}

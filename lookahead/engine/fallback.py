@@ -6,10 +6,10 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from lookahead.architecture import CACHE_ARGUMENTS, context_length
 from lookahead.config import LookaheadConfig
-from lookahead.inspection import can_batch, inspect_model, same_without_cache
-from lookahead.prefill import cache_passed_in, positions_in, repeats_what_is_cached
+from lookahead.engine.prefill import cache_passed_in, positions_in, repeats_what_is_cached
+from lookahead.models.adapter import CACHE_ARGUMENTS, context_length
+from lookahead.passes.probe import can_batch, inspect_model, same_without_cache
 
 # Attributes of configurations, by model type, that say up to which length attention sees all keys. Beyond it, these
 # models choose keys in a way that differs between their own passes of different shapes.

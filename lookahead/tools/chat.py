@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
-from lookahead.architecture import context_length
+from lookahead.models.adapter import context_length
 from lookahead.stats import Stats
 from lookahead.streaming import StopWhenAsked, render, without_half_character
 

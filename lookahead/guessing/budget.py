@@ -8,7 +8,7 @@ programming").
 
 import numpy as np
 
-from lookahead.costs import StepCosts
+from lookahead.passes.costs import StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
 from ngram_pool.forks import Lock

@@ -20,7 +20,7 @@ from pathlib import Path
 import platformdirs
 import torch
 
-from lookahead import private, toolchain
+from lookahead.cpu import private, toolchain
 from ngram_pool.waiting import told_if_long
 
 logger = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from lookahead.architecture import Architecture, device_of
-from lookahead.cache import Accepted, InPlaceLayer, LookaheadCache
-from lookahead.inspection import FULL_PRECISION_ROUNDING, ROUNDING, inspect_model, relative_error
+from lookahead.models.adapter import Architecture, device_of
+from lookahead.models.cache import Accepted, InPlaceLayer, LookaheadCache
+from lookahead.passes.probe import FULL_PRECISION_ROUNDING, ROUNDING, inspect_model, relative_error
 from lookahead.step import Step, Visibility, lay_out
 from ngram_pool import GuessTree
 

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from lookahead import native
+from lookahead.cpu import native
 from lookahead.decoding_pass import DecodingPass, current_pass
 
 LEAST_WEIGHTS = 2**16  # that are multiplied at once; below, the call takes longer than torch's

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from lookahead import native
+from lookahead.cpu import native
 
 WIDEST = 256  # head_dim, as in the source
 _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 10 + [ctypes.c_float]

@@ -13,20 +13,20 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import DEMO_MODEL
-from lookahead.architecture import UnsupportedModelError, context_length
-from lookahead.audit import audit as audit_prompts
-from lookahead.audit import first_difference, markdown
-from lookahead.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
 from lookahead.config import LookaheadConfig
-from lookahead.costs import RUNGS, progress_bar, step_costs
-from lookahead.decoding import Lookahead
-from lookahead.inspection import inspect_model
-from lookahead.loading import load
-from lookahead.measuring import environment, read_prompts, readable, source_prompts
-from lookahead.pool_commands import load_pool
+from lookahead.engine.loop import Lookahead
+from lookahead.models.adapter import UnsupportedModelError, context_length
+from lookahead.passes.costs import RUNGS, progress_bar, step_costs
+from lookahead.passes.probe import inspect_model
 from lookahead.streaming import render
-from lookahead.terminal import AnswerStreamer, StepStreamer
-from lookahead.tuning import time_steps
+from lookahead.tools.audit import audit as audit_prompts
+from lookahead.tools.audit import first_difference, markdown
+from lookahead.tools.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
+from lookahead.tools.loading import load
+from lookahead.tools.pool_commands import load_pool
+from lookahead.tools.prompts import environment, read_prompts, readable, source_prompts
+from lookahead.tools.terminal import AnswerStreamer, StepStreamer
+from lookahead.tools.tuning import time_steps
 from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import unwrap, wrap
 

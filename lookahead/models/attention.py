@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lookahead import tree_attention
+from lookahead.cpu import tree_attention
 from lookahead.decoding_pass import current_pass
 
 SHORT = 1024  # keys up to which one part with a mask over all of them is quicker than two

@@ -24,11 +24,11 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
-from lookahead import products
-from lookahead.architecture import Architecture, context_length, device_of
-from lookahead.cache import LookaheadCache
-from lookahead.measuring import environment
+from lookahead.cpu import products
+from lookahead.models.adapter import Architecture, context_length, device_of
+from lookahead.models.cache import LookaheadCache
 from lookahead.step import lay_out
+from lookahead.tools.prompts import environment
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from lookahead.config import LookaheadConfig
-from lookahead.measuring import up_to_its_end
+from lookahead.tools.prompts import up_to_its_end
 from lookahead.wrapping import LookaheadMixin, unwrap, wrap
 from ngram_pool import NgramPool
 

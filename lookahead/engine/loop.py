@@ -11,19 +11,19 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
-from lookahead import native
-from lookahead.architecture import Architecture, context_length
-from lookahead.budget import Pace, WindowTrials
-from lookahead.cache import LookaheadCache
 from lookahead.config import AUTO, LookaheadConfig
-from lookahead.costs import step_costs, synchronize
-from lookahead.graphs import StepGraphs
-from lookahead.inspection import inspect_model
-from lookahead.plain import warn_plain, why_plain
-from lookahead.prefill import Prompt, cache_passed_in, compute, positions_in, prefill, prompts_of
+from lookahead.cpu import native
+from lookahead.engine.fallback import warn_plain, why_plain
+from lookahead.engine.prefill import Prompt, cache_passed_in, compute, positions_in, prefill, prompts_of
+from lookahead.engine.verify import BY_SEQUENCE, NextTokenRule, for_sequence, walk
+from lookahead.guessing.budget import Pace, WindowTrials
+from lookahead.guessing.strategies import JACOBI_SIZE, JacobiStrategy, PoolStrategy
+from lookahead.models.adapter import Architecture, context_length
+from lookahead.models.cache import LookaheadCache
+from lookahead.passes.costs import step_costs, synchronize
+from lookahead.passes.graphs import StepGraphs
+from lookahead.passes.probe import inspect_model
 from lookahead.stats import Stats
-from lookahead.strategies import JACOBI_SIZE, JacobiStrategy, PoolStrategy
-from lookahead.verify import BY_SEQUENCE, NextTokenRule, for_sequence, walk
 from ngram_pool import NgramPool
 from ngram_pool.forks import Lock
 

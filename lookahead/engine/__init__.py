@@ -1,0 +1,1 @@
+"""One call of generate(), step by step."""

@@ -1,0 +1,1 @@
+"""Where guesses come from, and how many are verified."""

@@ -1,0 +1,1 @@
+"""What a model's layers can do, their attention and their cache."""
