@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lookahead.config import LookaheadConfig
-    from lookahead.engine.loop import Lookahead, decode
+    from lookahead.engine.engine import Lookahead
+    from lookahead.engine.loop import decode
+    from lookahead.guessing.pool import PoolSource
+    from lookahead.guessing.source import GuessSource
     from lookahead.models.adapter import UnsupportedModelError
     from lookahead.stats import Stats
     from lookahead.streaming import stream
     from lookahead.vocabulary import vocabulary_fingerprint
     from lookahead.wrapping import unwrap, wrap
-    from ngram_pool import NgramPool, PoolFileError, Source
+    from ngram_pool import GuessTree, NgramPool, PoolFileError, Source
 
 __version__ = "0.1.0"
 
@@ -24,10 +27,13 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 __all__ = [
     "DEMO_MODEL",
+    "GuessSource",
+    "GuessTree",
     "Lookahead",
     "LookaheadConfig",
     "NgramPool",
     "PoolFileError",
+    "PoolSource",
     "Source",
     "Stats",
     "UnsupportedModelError",
@@ -40,10 +46,13 @@ __all__ = [
 
 # Imported when first asked for (PEP 562), since torch, transformers and numba take seconds.
 _HOMES = {
-    "Lookahead": "lookahead.engine.loop",
+    "GuessSource": "lookahead.guessing.source",
+    "GuessTree": "ngram_pool",
+    "Lookahead": "lookahead.engine.engine",
     "LookaheadConfig": "lookahead.config",
     "NgramPool": "ngram_pool",
     "PoolFileError": "ngram_pool",
+    "PoolSource": "lookahead.guessing.pool",
     "Source": "ngram_pool",
     "Stats": "lookahead.stats",
     "UnsupportedModelError": "lookahead.models.adapter",

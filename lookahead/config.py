@@ -85,8 +85,3 @@ class LookaheadConfig:
     def given_ngram_size(self) -> int:
         """N of a window of a given size."""
         return NGRAM_SIZE if self.ngram_size == AUTO else self.ngram_size
-
-    @property
-    def goes_by_costs(self) -> bool:
-        """Whether step costs decide on something, and so have to be measured (`costs.step_costs`)."""
-        return self.strategy == "lookahead" and AUTO in (self.budget, self.window_size)

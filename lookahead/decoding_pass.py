@@ -16,10 +16,12 @@ import torch
 class DecodingPass:
     """A pass that is under way."""
 
-    attends_in_parts: bool
+    splits_attention: bool
     """Whether models with "sdpa" attention use `attention.attend`."""
     uses_kernels: bool
     """Whether kernels of our own may be used on a CPU (`products`, `tree_attention`)."""
+    is_traced: bool
+    """Whether torch.compile looks at the pass, to make a program of it for `passes.compiled`."""
     _input: torch.Tensor | None = None  # that products were last computed of
     _version: int | None = None  # of it, then
     _products: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer, those that were not asked for yet
@@ -44,11 +46,12 @@ _thread = threading.local()
 
 
 @contextmanager
-def decoding_pass(attends_in_parts: bool, uses_kernels: bool) -> Iterator[None]:
+def decoding_pass(splits_attention: bool, uses_kernels: bool, is_traced: bool = False) -> Iterator[None]:
+    """Make what this thread does in the block a pass of the decoding loop."""
     before = current_pass()
     # Tracers follow torch's own operations alone, and our kernels give no gradients.
     uses_kernels = uses_kernels and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    _thread.current = DecodingPass(attends_in_parts, uses_kernels)
+    _thread.current = DecodingPass(splits_attention, uses_kernels, is_traced)
     try:
         yield
     finally:
@@ -58,3 +61,10 @@ def decoding_pass(attends_in_parts: bool, uses_kernels: bool) -> Iterator[None]:
 def current_pass() -> DecodingPass | None:
     """That of this thread; None outside of the decoding loop."""
     return getattr(_thread, "current", None)
+
+
+@torch.compiler.assume_constant_result
+def is_traced() -> bool:
+    """Whether this thread traces a pass for `passes.compiled`. Whoever else compiles a model gets torch's attention."""
+    under_way = current_pass()
+    return under_way is not None and under_way.is_traced

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -37,7 +37,8 @@ class Stats:
     window_tokens: int = 0
     """Tokens of the Jacobi window computed."""
     accepted: Counter = field(default_factory=Counter)
-    """Guesses accepted and emitted, by the name of their source: prompt, text, logits, jacobi, file."""
+    """Guesses accepted and emitted, by the name of what they come from: prompt, text, logits, jacobi and file of the
+    pool; other sources by the name of their class."""
     accepted_per_step: Counter = field(default_factory=Counter)
     """Number of steps by the number of guesses that they accepted."""
     deciles: np.ndarray = field(default_factory=lambda: np.zeros((DECILES, 3)))
@@ -119,20 +120,22 @@ class Stats:
         finally:
             self.seconds[stage] += time.perf_counter() - start
 
-    def count(self, step: Step, tree: GuessTree, path: list[int]) -> None:
-        """Count one sequence's step, whose ``path`` (its rows, from the root's 0 on) emitted a token a row."""
+    def count(self, step: Step, tree: GuessTree, path: list[int], names: Sequence[str]) -> None:
+        """Count one sequence's step, whose ``path`` (its rows, from the root's 0 on) emitted a token a row.
+
+        names: of the sources that the tree numbers.
+        """
         accepted = np.array(path[1:], np.int64) - 1
         self.sequence_steps += 1
         self.tokens += len(path)
         self.guesses += step.guesses
         self.window_tokens += len(step) - 1 - step.guesses
         self.accepted_per_step[len(accepted)] += 1
-        self.accepted.update(Source(source).name.lower() for source in tree.sources[accepted].tolist())
-        if not np.isnan(tree.probabilities).any():
-            decile = np.minimum(tree.probabilities * DECILES, DECILES - 1).astype(np.int64)
-            self.deciles[:, 0] += np.bincount(decile, minlength=DECILES)
-            self.deciles[:, 1] += np.bincount(decile, tree.probabilities, DECILES)
-            self.deciles[:, 2] += np.bincount(decile[accepted], minlength=DECILES)
+        self.accepted.update(names[source] for source in tree.sources[accepted].tolist())
+        decile = np.minimum(tree.probabilities * DECILES, DECILES - 1).astype(np.int64)
+        self.deciles[:, 0] += np.bincount(decile, minlength=DECILES)
+        self.deciles[:, 1] += np.bincount(decile, tree.probabilities, DECILES)
+        self.deciles[:, 2] += np.bincount(decile[accepted], minlength=DECILES)
 
     def __iadd__(self, other: "Stats") -> "Stats":
         for name, value in vars(other).items():
@@ -156,7 +159,7 @@ class Stats:
             "acceptance_rate": self.acceptance_rate,
             "guesses": self.guesses,
             "window_tokens": self.window_tokens,
-            "accepted": {source.name.lower(): self.accepted[source.name.lower()] for source in Source},
+            "accepted": {source.name.lower(): 0 for source in Source} | dict(self.accepted),
             "accepted_per_step": {str(n): count for n, count in sorted(self.accepted_per_step.items())},
             "reliability": [
                 dict(zip(("guesses", "predicted", "observed"), decile, strict=True)) for decile in self.reliability

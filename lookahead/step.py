@@ -6,13 +6,13 @@ The whole step is one forest below the root. A token stands at position L + dept
 sees the committed cache and its own ancestors, nothing else. So positions and mask follow from the parents alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from lookahead.guessing.jacobi import JacobiWindow
 from ngram_pool import GuessTree
 
 
@@ -89,16 +89,16 @@ class Step:
         return np.array(lines[1:], np.int64)
 
 
-def lay_out(root: int, tree: GuessTree, window: JacobiWindow | None = None) -> Step:
-    """Put the root, the guesses and the window's tokens into one step."""
+def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> Step:
+    """Put the root, the guesses and the rows of a Jacobi window, int64 [W] each, into one step."""
     ids = np.concatenate([[root], tree.tokens])
     parents = np.concatenate([[-1], tree.parents + 1])
     depths = np.concatenate([[0], tree.depths])
     ancestors = _closure(parents)
-    if window is not None:
+    if len(window):
         n = len(ids)
-        w_parents, w_depths, w_ancestors = _window_layout(window.size, len(window.rows))
-        ids = np.concatenate([ids, *window.rows])
+        w_parents, w_depths, w_ancestors = _window_layout(len(window[0]), len(window))
+        ids = np.concatenate([ids, *window])
         parents = np.concatenate([parents, np.where(w_parents < 0, 0, w_parents + n)])
         depths = np.concatenate([depths, w_depths])
         tree_ancestors, ancestors = ancestors, np.zeros((len(ids), len(ids)), bool)

@@ -1,6 +1,6 @@
 """Putting lookahead into a model's generate(), and taking it out again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -10,8 +10,10 @@ from transformers import GenerationMixin, PreTrainedModel
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.engine import loop
-from lookahead.engine.loop import Lookahead
-from lookahead.passes.probe import inspect_model
+from lookahead.engine.engine import Lookahead
+from lookahead.guessing.source import GuessSource
+from lookahead.passes.inspection import inspect_model
+from lookahead.passes.runner import EagerRunner
 from ngram_pool import NgramPool
 
 
@@ -68,25 +70,30 @@ def _new_wrapped(cls: type) -> "LookaheadMixin":
 
 
 def wrap(
-    model: PreTrainedModel, config: LookaheadConfig | None = None, pool: NgramPool | None = None
+    model: PreTrainedModel,
+    config: LookaheadConfig | None = None,
+    pool: NgramPool | None = None,
+    source: GuessSource | Sequence[GuessSource] | None = None,
 ) -> PreTrainedModel:
     """Make ``model.generate`` decode by lookahead, with the same signature and the same result; returns ``model``.
 
     A few tokens are run through the model to see that it can be decoded so. Modes that lookahead does not cover (beam
     search, an assistant model, an encoder-decoder) are decoded by the model itself, with one warning.
-    Wrapping a wrapped model changes nothing, unless a new ``config`` or ``pool`` is given, which then replaces the old;
-    with a new ``config`` alone, the pool stays.
+    Wrapping a wrapped model changes nothing, unless a new ``config``, ``pool`` or ``source`` is given, which then
+    replaces the old; what is not given stays.
     Of a PEFT model, the base model is wrapped. Weights, gradients and whatever else is done with the model stay as they
     are: only the decoding loop knows of the wrap.
 
     config: settings; the defaults if not given.
     pool: evidence to use and to add to, for the life of the wrap; a fresh one if not given.
+    source: what guesses, one `GuessSource` or several, whose guesses make one tree; the pool and its Jacobi window if
+        not given. `PoolSource()` among several stands for the pool.
 
     Raises TypeError if ``model`` cannot generate; UnsupportedModelError, which names the layer, if lookahead could not
     give the model's own text; RuntimeError while a wrapped model decodes, in whatever thread.
     """
     if hasattr(model, "get_base_model"):
-        wrap(model.get_base_model(), config, pool)
+        wrap(model.get_base_model(), config, pool, source)
         return model
     if isinstance(model, OptimizedModule):
         raise TypeError(
@@ -102,13 +109,14 @@ def wrap(
         with model.lookahead.while_idle("wrapped anew"):
             if pool is not None:
                 model.lookahead.pool = pool
-            if config is not None:
-                # What was found out under the old settings goes with them: the pace, the trials of windows, the graphs.
-                engine = replace(model.lookahead, config=config, pace=None, trials=None, graphs=None)
-                _prepare(model, engine)
+            if config is not None or source is not None:
+                # What was found out under the old settings goes with them: the pace, the trials, the graphs.
+                before = model.lookahead
+                config, source = config or before.config, before.source if source is None else source
+                _prepare(model, replace(before, config=config, source=source, pace=None, graphs=None))
         return model
     config = config or LookaheadConfig()
-    _prepare(model, Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb)))
+    _prepare(model, Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb), source))
     model.__class__ = _wrapped_class(type(model))
     return model
 
@@ -118,7 +126,7 @@ def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
     (products.install if engine.config.cpu_kernels else products.remove)(model)
     try:
         if not model.config.is_encoder_decoder:
-            engine.architecture = inspect_model(model, cpu_kernels=engine.config.cpu_kernels)
+            engine.runner = EagerRunner(model, inspect_model(model, engine.config.cpu_kernels))
     except BaseException:
         if not isinstance(model, LookaheadMixin):
             products.remove(model)

@@ -46,7 +46,8 @@ from lookahead import Lookahead, LookaheadConfig, NgramPool
 from lookahead.passes.costs import synchronize
 from lookahead.tools.audit import choice_scores, first_difference, next_logits
 from lookahead.tools.loading import load
-from lookahead.tools.prompts import environment, read_prompts
+from lookahead.passes.environment import environment
+from lookahead.tools.prompts import read_prompts
 
 DTYPES = ("float32", "bfloat16")
 PLAIN = ("plain", "static-compiled", "prompt-lookup", "assisted")

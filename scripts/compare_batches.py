@@ -20,7 +20,8 @@ import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.tools.cli import AutoOr
 from lookahead.tools.loading import load
-from lookahead.tools.prompts import environment, read_prompts, up_to_its_end
+from lookahead.passes.environment import environment
+from lookahead.tools.prompts import read_prompts, up_to_its_end
 
 METHODS = ("plain", "fresh pool", "shared pool")
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import CACHE_ARGUMENTS, context_length
-from lookahead.passes.probe import can_batch, inspect_model, same_without_cache
+from lookahead.passes.inspection import can_batch, inspect_model, same_without_cache
 
 # Attributes of configurations, by model type, that say up to which length attention sees all keys. Beyond it, these
 # models choose keys in a way that differs between their own passes of different shapes.
@@ -57,25 +57,25 @@ def why_plain(
         is_absent = value is None or value is False or (isinstance(value, dict) and not value)
         if name not in KNOWN_ARGUMENTS and not is_absent:
             return f"with {_described(name, value)}"
-    architecture = inspect_model(model, cpu_kernels=config.cpu_kernels)
-    if architecture.row_dependence and not config.allow_row_dependent:
+    adapter = inspect_model(model, cpu_kernels=config.cpu_kernels)
+    if adapter.row_dependence and not config.allow_row_dependent:
         return (
-            f"a model whose logits depend on the other rows of a pass (by {architecture.row_dependence:.1e} of their "
+            f"a model whose logits depend on the other rows of a pass (by {adapter.row_dependence:.1e} of their "
             "spread), as activations quantized in each pass make them; LookaheadConfig(allow_row_dependent=True) lets "
             "it, at the price of texts that part"
         )
-    if model_kwargs.get("use_cache") is False and not same_without_cache(model, architecture):
+    if model_kwargs.get("use_cache") is False and not same_without_cache(model, adapter):
         return "with use_cache=False a model that writes another text then"
-    if len(DynamicCache(config=architecture.config).layers) != len(architecture.layers):  # as assistant_early_exit does
+    if len(DynamicCache(config=adapter.config).layers) != len(adapter.layers):  # as assistant_early_exit does
         return "with another number of layers than the model had"
-    if len(ids) > 1 and not can_batch(model, architecture):
+    if len(ids) > 1 and not can_batch(model, adapter):
         return "batches of a model whose guesses are single chains"
     embeds = model_kwargs.get("inputs_embeds")
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
-    if architecture.cache_argument == "cache_params" and getattr(cache, "_is_user_defined", False):
+    if adapter.cache_argument == "cache_params" and getattr(cache, "_is_user_defined", False):
         return "on a cache of states alone, which do not say how much of the prompt they hold"
-    if cache is not None and (type(cache) is not DynamicCache or (held and not architecture.knows(cache))):
+    if cache is not None and (type(cache) is not DynamicCache or (held and not adapter.knows(cache))):
         return f"on past_key_values of type {type(cache).__name__} with these layers"
     if held and len(ids) > 1:
         return "batches on past_key_values that are passed in"
@@ -92,7 +92,7 @@ def why_plain(
             return "with an attention_mask of other values than 0 and 1"
         if not seen[:, -1].all() or (seen[:, :-1] & ~seen[:, 1:]).any():
             return "with an attention_mask that hides more than padding to the left"
-        if not seen.all() and (held or architecture.has_state):
+        if not seen.all() and (held or adapter.has_state):
             return "with padding, on past_key_values or in a model that keeps a state"
     positions = model_kwargs.get("position_ids")
     # generate() makes a row of them for each row of a mask, also of one that it drops.
@@ -102,7 +102,7 @@ def why_plain(
         return "with position_ids other than the usual"
     length = (0 if whole else held) + new  # of the prompt
     end = length + generation.max_length - ids.shape[1]
-    dense = getattr(architecture.config, DENSE_UP_TO.get(architecture.config.model_type, ""), None)
+    dense = getattr(adapter.config, DENSE_UP_TO.get(adapter.config.model_type, ""), None)
     if dense is not None and end > dense:
         return f"beyond {dense} positions, from which on the model's attention drops keys by the shape of a pass"
     if _switches_rope(model, len(ids), length, end):

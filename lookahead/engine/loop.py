@@ -1,115 +1,31 @@
-"""The decoding loop: guess, lay out, run, verify, commit, learn, advance."""
+"""The decoding loop: guess, lay out, run, verify, commit, learn."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
-from lookahead.config import AUTO, LookaheadConfig
-from lookahead.cpu import native
-from lookahead.engine.fallback import warn_plain, why_plain
-from lookahead.engine.prefill import Prompt, cache_passed_in, compute, positions_in, prefill, prompts_of
-from lookahead.engine.verify import BY_SEQUENCE, NextTokenRule, for_sequence, walk
-from lookahead.guessing.budget import Pace, WindowTrials
-from lookahead.guessing.strategies import JACOBI_SIZE, JacobiStrategy, PoolStrategy
-from lookahead.models.adapter import Architecture, context_length
+from lookahead.config import LookaheadConfig
+from lookahead.engine.engine import Lookahead
+from lookahead.engine.fallback import why_plain
+from lookahead.engine.planning import StepPlanner
+from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
+from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, Settings, for_sequence
+from lookahead.engine.verify import walk
+from lookahead.guessing.budget import Budget
+from lookahead.guessing.combine import Combined
+from lookahead.guessing.source import Batch, GuessSource, Outcome
+from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
-from lookahead.passes.costs import step_costs, synchronize
-from lookahead.passes.graphs import StepGraphs
-from lookahead.passes.probe import inspect_model
+from lookahead.passes.costs import synchronize
 from lookahead.stats import Stats
 from ngram_pool import NgramPool
-from ngram_pool.forks import Lock
 
-GREEDY_TEMPERATURE = 0.5  # at which logits are learned where the next token is their argmax
 ROOM = 4096  # positions beyond the prompt that a cache makes room for at once
-MOST_REPLAYED = 8  # tokens computed again in a step; beyond, a step without guesses, which is accepted whole, ends it
-
-
-@dataclass
-class Lookahead:
-    """What a wrapped model carries as ``model.lookahead``."""
-
-    config: LookaheadConfig
-    pool: NgramPool
-    """Evidence, kept for the life of the wrap."""
-    stats: Stats = field(default_factory=Stats)
-    """All calls together."""
-    last: Stats = field(default_factory=Stats)
-    """The call that was begun last, in whatever thread, also while it runs."""
-    pace: Pace | None = None
-    """What budgets are chosen by, if they are."""
-    trials: WindowTrials | None = None
-    """The same of windows."""
-    graphs: StepGraphs | None = None
-    """CUDA graphs of the model, if they are asked for."""
-    architecture: Architecture | None = None
-    """How passes are made, as the last call found out."""
-    lock: Lock = field(default_factory=Lock, repr=False)
-    """Of all that calls in several threads write to here."""
-    _running: int = 0  # calls
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """A call is under way in this block."""
-        with self.lock:
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._running -= 1
-
-    @contextmanager
-    def while_idle(self, what: str) -> Iterator[None]:
-        """Keep calls from beginning in this block. Raises RuntimeError, saying ``what`` cannot be done, if one runs."""
-        with self.lock:
-            if self._running:
-                raise RuntimeError(f"a model cannot be {what} while it decodes: wait until generate() has ended")
-            yield
-
-    def decode_plainly(self, model: PreTrainedModel, reason: str) -> None:
-        """Say that the model's own decoding takes a call over, and why."""
-        self.last = Stats(plain=reason)
-        warn_plain(model, reason)
-
-    def report(self) -> str:
-        """How passes are made, by what the last call or the wrap found out, and what kept faster ways away."""
-        if self.last.plain:
-            return f"the model's own decoding: lookahead does not decode {self.last.plain}"
-        way = self.architecture
-        if way is None:
-            return "nothing has been decoded yet"
-        has_graphs = self.graphs is not None and self.graphs.why_not is None
-        passes = "compiled" if way.is_compiled else "CUDA graphs" if has_graphs else "eager"
-        attention = "in two parts" if way.two_part else "with a dense mask"
-        missing = {name: native.why_missing(name) for name in native.KERNELS} if way.uses_kernels else {}
-        served = [name for name, reason in missing.items() if reason is None]
-        kernels = f"of our own on a CPU: {', '.join(served)}" if served else "torch's"
-        lines = [
-            f"passes: {passes}",
-            f"attention: {way.config._attn_implementation}, {attention}",
-            f"kernels: {kernels}",
-            f"guesses: {'trees' if way.can_branch else 'single chains'}",
-        ]
-        reasons = list(way.given_up)
-        reasons += [f"kernel {name}: {reason}" for name, reason in missing.items() if reason is not None]
-        if self.graphs is not None and self.graphs.why_not is not None:
-            reasons.append(f"CUDA graphs: {self.graphs.why_not}")
-        lines += [f"given up: {reason}" for reason in reasons]
-        for setting, gain in (("compile_passes", "compiled passes"), ("cpu_kernels", "kernels of our own on a CPU")):
-            if not getattr(self.config, setting):
-                lines.append(f"not asked for: {gain} ({setting}=True)")
-        return "\n".join(lines)
-
-    def __getstate__(self) -> dict:
-        return vars(self) | {"_running": 0}
+MOST_REPLAYED = 8  # tokens that a step computes again; after more of them, a step goes without guesses: all is accepted
 
 
 def decode(
@@ -120,13 +36,15 @@ def decode(
     generation_config: GenerationConfig,
     lookahead_config: LookaheadConfig | None = None,
     pool: NgramPool | None = None,
+    source: GuessSource | Sequence[GuessSource] | None = None,
     **model_kwargs,
 ) -> torch.Tensor | ModelOutput:
     """Decode one call by lookahead: ``model.generate(**inputs, custom_generate=lookahead.decode)``.
 
-    generate() prepares all arguments but two, which may be passed to it beside ``custom_generate``:
+    generate() prepares all arguments but three, which may be passed to it beside ``custom_generate``:
     lookahead_config: settings; the defaults if not given.
     pool: evidence to use and to add to; a fresh one if not given.
+    source: what guesses, one or several; the pool and its Jacobi window if not given.
     transformers passes neither a streamer nor a tokenizer (for stop strings) to a custom_generate; `wrap` has both.
 
     Returns what generate() would: int64 [sequences, n], or a GenerateDecoderOnlyOutput.
@@ -139,7 +57,7 @@ def decode(
             "call generate() without it"
         )
     config = lookahead_config or LookaheadConfig()
-    engine = Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb))
+    engine = Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb), source)
     return run(
         engine, type(model)._sample, model, input_ids, logits_processor, stopping_criteria, generation_config,
         **model_kwargs,
@@ -190,20 +108,19 @@ def _run(
     wants_dict = generation_config.return_dict_in_generate
     keep = wants_dict and generation_config.output_scores, wants_dict and generation_config.output_logits
     rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, *keep, streamer)
-    prompts = prompts_of(input_ids, generation_config, model_kwargs)
-    theirs = cache_passed_in(model_kwargs)
-    engine.last = stats = Stats(calls=1, sequences=len(input_ids))
+    call = _Call(engine, model, input_ids, generation_config, model_kwargs)
+    engine.last = call.stats
     try:
-        ids = _decode(model, engine, prompts, rules, stats, generation_config, theirs)
+        ids = call.decode(rules)
     finally:
         with engine.lock:
-            engine.stats += stats
+            engine.stats += call.stats
     if streamer is not None:
         streamer.end()
     if not wants_dict:
         return ids
     scores, logits = rules[0].scores, rules[0].logits  # where they are asked for, one rule emits all sequences
-    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits, past_key_values=theirs)
+    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits, past_key_values=call.cache_passed_in)
 
 
 def _rules(
@@ -226,25 +143,18 @@ def _rules(
         and all(type(callback) in BY_SEQUENCE for callback in (*processors, *criteria))
         and (pads or all(type(criterion) is MaxLengthCriteria for criterion in criteria))
     )
-    settings = {
-        "do_sample": generation.do_sample,
-        "pad_token": int(generation._pad_token_tensor) if pads else None,
-        "keep_scores": keep_scores,
-        "keep_logits": keep_logits,
-        "streamer": streamer,
-    }
+    pad_token = int(generation._pad_token_tensor) if pads else None
+    settings = Settings(generation.do_sample, pad_token, keep_scores, keep_logits, streamer)
     if not at_own_pace:
-        return [NextTokenRule(ids, processors, criteria, **settings)]
+        return [NextTokenRule(ids, processors, criteria, settings)]
     own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
     # A generator for each: what a sequence draws must not depend on how far the others get in a step.
     seeds = torch.randint(2**62, (len(ids),)).tolist() if generation.do_sample else []
     generators = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds] or [None] * len(ids)
-    return [
-        NextTokenRule(ids[b : b + 1], own[b], criteria, generator=generators[b], **settings) for b in range(len(ids))
-    ]
+    return [NextTokenRule(ids[b : b + 1], own[b], criteria, settings, generators[b]) for b in range(len(ids))]
 
 
-def _pad(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tensor:
+def _padded(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tensor:
     """Ids of all sequences, [sequences, longest]; those that ended early are padded, as plain decoding does."""
     longest = max(group.shape[1] for group in ids)
     if all(group.shape[1] == longest for group in ids):
@@ -253,136 +163,134 @@ def _pad(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tensor:
     return torch.cat([torch.nn.functional.pad(group, (0, longest - group.shape[1]), value=pad) for group in ids])
 
 
-def _strategy(
-    model: PreTrainedModel, engine: Lookahead, architecture: Architecture, generation: GenerationConfig, stats: Stats
-) -> PoolStrategy | JacobiStrategy:
-    config = engine.config
-    if config.strategy == "jacobi":
-        return JacobiStrategy(JACOBI_SIZE if config.budget == AUTO else config.budget)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    if engine.pool.largest_token >= vocabulary:
-        raise ValueError(
-            f"the pool holds token {engine.pool.largest_token}, the model knows {vocabulary} tokens: the pool was "
-            "learned with another vocabulary; give one that was learned with this model's tokenizer"
-        )
-    temperature = (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
-    pace = trials = None
-    if config.goes_by_costs:
-        costs = step_costs(model, architecture, replayed=config.cuda_graphs)
-        fresh = Pace(costs)
-        with engine.lock:
-            if engine.pace is None or engine.pace.costs is not costs:
-                engine.pace = fresh
-            pace = engine.pace
-    if config.window_size == AUTO:
-        untried = WindowTrials(None if config.ngram_size == AUTO else config.ngram_size)
-        with engine.lock:
-            engine.trials = trials = engine.trials or untried
-    return PoolStrategy(config, engine.pool, temperature, architecture, pace, trials, stats)
+class _Call:
+    """One call of generate(), step by step. The last token of a text is the root of its next step."""
 
+    def __init__(
+        self,
+        engine: Lookahead,
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        generation: GenerationConfig,
+        model_kwargs: dict,
+    ):
+        self.stats = Stats(calls=1, sequences=len(ids))
+        self.cache_passed_in = cache_passed_in(model_kwargs)
+        self._width = ids.shape[1]
+        self._new_tokens = generation.max_length - self._width
+        self._generation = generation
+        self._prompts = prompts_of(ids, generation, model_kwargs)
+        self._texts = [prompt.text for prompt in self._prompts]
+        self._names = engine.ledger.names
+        self._runner = engine.find_runner(model)
+        self._pace = engine.find_pace(self._runner)
+        self._source = Combined(engine.sources, engine.ledger, self._pace and self._pace.rate)
+        budget = Budget(engine.most_guesses(len(ids)), self._pace, self.stats)
+        self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
+        self._batch = Batch(self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool)
+        self._is_spoiled = False
 
-def _decode(
-    model: PreTrainedModel,
-    engine: Lookahead,
-    prompts: list[Prompt],
-    rules: list[NextTokenRule],
-    stats: Stats,
-    generation: GenerationConfig,
-    theirs: Cache | None,
-) -> torch.Tensor:
-    """The loop. The last token of a text is the root of its next step.
+    def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:
+        """Ids of all sequences, [sequences, longest]; those that ended early are padded, as plain decoding does.
 
-    rules: one for each sequence, or one for all.
-    theirs: the cache that was passed in. Where it outlives the call, it holds all of the text but the last token in the
-    end, as plain decoding leaves it; if the call fails, what it held before.
-    Returns the ids of all sequences (`_pad`).
-    """
-    config = engine.config
-    architecture = engine.architecture = inspect_model(model, config.compile_passes, config.cpu_kernels)
-    strategy = _strategy(model, engine, architecture, generation, stats)
-    outlives = theirs is not None and (generation.return_dict_in_generate or getattr(theirs, "_is_user_defined", False))
-    width = rules[0].ids.shape[1]
-    new_tokens = generation.max_length - width
-    room = min(new_tokens, ROOM) + strategy.largest_step
-    held = positions_in(theirs)
-    taken_over = architecture.take_over(theirs) if held else None
-    cache = None
-    with engine.lock:
-        if config.cuda_graphs and engine.graphs is None:
-            engine.graphs = StepGraphs(model)
-    try:
-        start = time.perf_counter()
-        cache, logits = prefill(model, architecture, prompts, taken_over, room, generation.prefill_chunk_size, strategy)
-        if engine.graphs is not None:
-            cache = engine.graphs.lend(cache)
-        begins = list(cache.lengths)
+        rules: one for each sequence, or one for all.
+        A cache that was passed in and outlives the call holds all of the text but the last token in the end, as plain
+        decoding leaves it; if the call fails, what it held before.
+        """
+        theirs = self.cache_passed_in
+        held = positions_in(theirs)
+        taken_over = self._runner.adapter.take_over(theirs) if held else None
+        is_kept = self._generation.return_dict_in_generate or getattr(theirs, "_is_user_defined", False)
+        ended: dict[int, LookaheadCache] | None = {} if theirs is not None and is_kept else None
+        try:
+            self._prefill(rules, taken_over)
+            active = list(range(len(self._texts)))  # sequences that the cache holds
+            while live := [number + sequence for number, rule in enumerate(rules) for sequence in rule.live]:
+                if live != active:
+                    kept = [active.index(b) for b in live]
+                    if ended is not None:
+                        ended |= {b: self._cache.sequence(i) for i, b in enumerate(active) if b not in live}
+                    self._cache.select(kept)
+                    self._planner.keep(kept)
+                    active = live
+                self._step(rules, live)
+            if self._pace:
+                self._pace.costs.keep()
+            ids = _padded([rule.ids for rule in rules], self._generation)
+            if ended is not None:
+                ended |= {b: self._cache.sequence(i) for i, b in enumerate(active)}
+                self._hand_over([ended[b] for b in range(len(self._texts))], ids)
+            return ids
+        except BaseException:
+            if taken_over is not None:
+                taken_over.rewind(held)
+            raise
+        finally:
+            self._runner.end()
+
+    def _prefill(self, rules: list[NextTokenRule], taken_over: LookaheadCache | None) -> None:
+        """Compute the prompts and emit the first tokens."""
+        began = time.perf_counter()
+        self._source.start(self._batch)
+        room = min(self._new_tokens, ROOM) + self._planner.most_rows
+        chunk_size = self._generation.prefill_chunk_size
+        cache, logits = prefill(self._runner, self._prompts, self._source, taken_over, room, chunk_size)
+        self._cache = self._runner.begin(cache)
+        self._begins = list(self._cache.lengths)
         # Plain decoding computes no positions beyond these.
-        last = [min(begin + new_tokens - 2, context_length(model) - 1) for begin in begins]
-        texts = [prompt.text for prompt in prompts]
-        strategy.start(texts)
+        most = context_length(self._runner.model) - 1
+        self._last = [min(begin + self._new_tokens - 2, most) for begin in self._begins]
         rows = logits.split(len(rules[0].live))
         first = [token for rule, row in zip(rules, rows, strict=True) for token in rule.emit(row)]
-        for text, token in zip(texts, first, strict=True):
+        for text, token in zip(self._texts, first, strict=True):
             text.append(token)
-        stats.tokens += len(first)
-        stats.prefill_seconds += time.perf_counter() - start
+        self.stats.tokens += len(first)
+        self.stats.prefill_seconds += time.perf_counter() - began
 
-        active = list(range(len(texts)))  # sequences that cache and strategy hold
-        ended: dict[int, LookaheadCache] = {}
-        spoiled = False
-        while live := [number + sequence for number, rule in enumerate(rules) for sequence in rule.live]:
-            if live != active:
-                kept = [active.index(sequence) for sequence in live]
-                if outlives:
-                    ended |= {b: cache.sequence(i) for i, b in enumerate(active) if b not in live}
-                cache.select(kept)
-                strategy.select(kept)
-                active = live
-            contexts = [texts[b] for b in live]
-            longest = [max(last[b] - length, 0) for b, length in zip(live, cache.lengths, strict=True)]
-            if spoiled or len(cache.replay) > MOST_REPLAYED:
-                longest = [0] * len(live)
-            stats.steps += 1
-            began, waited = time.perf_counter(), stats.seconds["forward"]  # until this step, for the forward pass
-            with stats.time("guess"):
-                steps, trees = zip(*strategy.guess(contexts, longest), strict=True)
-            with stats.time("forward"):
-                logits = architecture.forward(model, steps, cache, [last[b] for b in live])
-                synchronize(logits.device)
-            # A guess that overflows spoils rows that do not see it, too, for 0 x NaN is NaN: again, without guesses.
-            spoiled = not spoiled and logits.shape[1] > 1 and bool(logits.amax().isnan())
-            if spoiled:
-                cache.commit(steps, [[] for _ in steps])
-                continue
-            with stats.time("verify"):
-                paths, emitted = walk(steps, logits, rules)
-            with stats.time("commit"):
-                cache.commit(steps, paths)
-            with stats.time("learn"):
-                strategy.learn(contexts, steps, logits, paths, emitted)
-            for text, tokens, step, tree, path in zip(contexts, emitted, steps, trees, paths, strict=True):
-                text += tokens
-                stats.count(step, tree, path)
-            if strategy.pace:
-                waited = stats.seconds["forward"] - waited
-                rows, length = logits.shape[0] * logits.shape[1], max(map(len, contexts))
-                strategy.pace.costs.follow(rows, length, waited, time.perf_counter() - began - waited)
-        if strategy.pace:
-            strategy.pace.costs.keep()
-        ids = _pad([rule.ids for rule in rules], generation)
-        if outlives:
-            ended |= {b: cache.sequence(i) for i, b in enumerate(active)}
-            caches = [ended[b] for b in range(len(texts))]
-            for one, begin, new in zip(caches, begins, ids[:, width:], strict=True):
-                lacks = len(new) - 1 - (one.lengths[0] - begin)  # what ended early, its end and the padding behind it
-                if lacks:
-                    compute(model, architecture, new[None, -1 - lacks : -1], one, None, 1)
-            architecture.hand_over(model, caches, [prompt.padding for prompt in prompts], theirs)
-    except BaseException:
-        if taken_over is not None:
-            taken_over.rewind(held)
-        raise
-    finally:
-        if engine.graphs is not None:
-            engine.graphs.take_back(cache)
-    return ids
+    def _step(self, rules: list[NextTokenRule], live: list[int]) -> None:
+        """One pass: guess, lay out, run, verify, commit, learn. live: sequences that want tokens still."""
+        stats, cache = self.stats, self._cache
+        texts, last = [self._texts[b] for b in live], [self._last[b] for b in live]
+        depths = [max(end - length, 0) for end, length in zip(last, cache.lengths, strict=True)]
+        if self._is_spoiled or len(cache.replay) > MOST_REPLAYED:
+            depths = [0] * len(live)
+        stats.steps += 1
+        began, waited = time.perf_counter(), stats.seconds["forward"]  # until this step, for passes
+        with stats.time("guess"):
+            steps, trees = self._planner.plan(texts, depths)
+        with stats.time("forward"):
+            output = self._runner.run(steps, cache, last)
+            logits = output.logits
+            synchronize(logits.device)
+        # A guess that overflows spoils rows that do not see it, too, for 0 x NaN is NaN: again, without guesses.
+        self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and bool(logits.amax().isnan())
+        if self._is_spoiled:
+            cache.commit(steps, [[] for _ in steps])
+            return
+        with stats.time("verify"):
+            paths, emitted = walk(steps, logits, rules)
+        with stats.time("commit"):
+            cache.commit(steps, paths)
+        with stats.time("learn"):
+            self._planner.learn(Outcome(texts, steps, logits, paths, emitted, output.hidden_states))
+        for text, tokens, step, tree, path in zip(texts, emitted, steps, trees, paths, strict=True):
+            text += tokens
+            stats.count(step, tree, path, self._names)
+        if self._pace:
+            waited = stats.seconds["forward"] - waited
+            rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
+            self._pace.costs.follow(rows, length, waited, time.perf_counter() - began - waited)
+
+    def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor) -> None:
+        """Put what the sequences' caches hold into the one that was passed in, each behind its columns of padding."""
+        for cache, begin, new in zip(caches, self._begins, ids[:, self._width :], strict=True):
+            lacks = len(new) - 1 - (cache.lengths[0] - begin)  # what ended early, its end and the padding behind it
+            if lacks:
+                self._runner.read(new[None, -1 - lacks : -1], cache)
+        paddings = [prompt.padding for prompt in self._prompts]
+        whole = caches[0]
+        if len(caches) > 1 or paddings[0]:
+            whole = self._runner.adapter.make_cache()
+            whole.stack(caches, paddings)
+        self._runner.settle(whole)
+        self.cache_passed_in.layers = whole.layers

@@ -1,16 +1,15 @@
 """Prefill: the prompts of a call, and the cache that holds them."""
 
-import inspect
-import warnings
 from dataclasses import dataclass
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
-from lookahead.guessing.strategies import JacobiStrategy, PoolStrategy
-from lookahead.models.adapter import CACHE_ARGUMENTS, Architecture, context_length, device_of
+from lookahead.guessing.source import GuessSource
+from lookahead.models.adapter import CACHE_ARGUMENTS
 from lookahead.models.cache import LookaheadCache
+from lookahead.passes.runner import EagerRunner
 
 
 @dataclass
@@ -59,21 +58,22 @@ def positions_in(cache: Cache | None) -> int:
 
 
 def prefill(
-    model: PreTrainedModel,
-    architecture: Architecture,
+    runner: EagerRunner,
     prompts: list[Prompt],
+    source: GuessSource,
     cache: LookaheadCache | None,
     room: int,
     chunk_size: int | None,
-    strategy: PoolStrategy | JacobiStrategy,
 ) -> tuple[LookaheadCache, torch.Tensor]:
-    """Compute the prompts and let the strategy learn from them.
+    """Compute the prompts, and show them to the source of guesses.
 
     Each is computed by itself, without padding, and equal ones once.
     cache: what holds the beginning of a single prompt already, if anything does.
     room: positions beyond the prompts that the cache gets room for at once.
+    chunk_size: positions of a pass, all of a prompt's by default.
     Returns the cache of the batch and the logits [batch, vocabulary] after the prompts.
     """
+    adapter, keep = runner.adapter, max(source.needs.prompt_logits, 1)
     caches: list[LookaheadCache] = []
     last: list[torch.Tensor] = []
     for b, prompt in enumerate(prompts):
@@ -82,49 +82,13 @@ def prefill(
             caches.append(caches[equal])
             last.append(last[equal])
             continue
-        one = cache or architecture.make_cache(prompt.new.shape[1] + (room if len(prompts) == 1 else 0))
-        logits = compute(model, architecture, prompt.new, one, chunk_size, strategy.prefill_logits)
-        strategy.learn_prompt(prompt.text, logits)
+        one = cache or adapter.make_cache(prompt.new.shape[1] + (room if len(prompts) == 1 else 0))
+        output = runner.read(prompt.new, one, chunk_size, keep)
+        source.read(prompt.text, output.logits, output.hidden_states)
         caches.append(one)
-        last.append(logits[-1].clone())
+        last.append(output.logits[-1].clone())
     if len(prompts) == 1:
         return caches[0], torch.stack(last)
-    batch = architecture.make_cache(max(prompt.new.shape[1] for prompt in prompts) + room)
+    batch = adapter.make_cache(max(prompt.new.shape[1] for prompt in prompts) + room)
     batch.stack(caches)
     return batch, torch.stack(last)
-
-
-def compute(
-    model: PreTrainedModel,
-    architecture: Architecture,
-    new: torch.Tensor,
-    cache: LookaheadCache,
-    chunk_size: int | None,
-    keep: int,
-) -> torch.Tensor:
-    """Add the positions of one sequence to its cache; logits [k, vocabulary] of the last ones, at most ``keep``.
-
-    new: ids, int64 [1, n], or embeddings [1, n, hidden].
-    Raises ValueError if a table of learned positions is too short for them.
-    """
-    name = "input_ids" if new.ndim == 2 else "inputs_embeds"
-    held, context = cache.lengths[0], context_length(model)
-    length = held + new.shape[1]
-    if length > context:
-        warnings.warn(f"the prompt has {length} tokens, the model was made for {context}", stacklevel=2)
-    limits = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    positions = torch.arange(held, length, device=device_of(model))[None]
-    for begin in range(0, new.shape[1], chunk_size or new.shape[1]):
-        chunk = slice(begin, begin + (chunk_size or new.shape[1]))
-        arguments = {name: new[:, chunk].to(positions.device), architecture.cache_argument: cache, "use_cache": True}
-        if architecture.takes_position_ids:
-            arguments["position_ids"] = positions[:, chunk]
-        try:
-            with architecture.under_way():
-                logits = model(**arguments, **limits).logits[0, -keep:]
-        except IndexError as error:  # a table of learned positions is at its end
-            if length <= context:
-                raise
-            raise ValueError(f"the prompt has {length} tokens, the model's context is {context}: shorten it") from error
-    cache.lengths = [length]
-    return logits

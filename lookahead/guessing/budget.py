@@ -1,4 +1,4 @@
-"""How many guesses a step verifies, and whether a Jacobi window pays: what gains the most tokens per second.
+"""How many guesses a step verifies, and whether a source or a window pays: what gains the most tokens per second.
 
 A step that verifies the n likeliest guesses yields 1 + p1 + ... + pn tokens on average and costs c(1 + n). Over a text,
 tokens per second are greatest if every step maximises its tokens less its cost times the rate that is reached overall:
@@ -8,6 +8,7 @@ programming").
 
 import numpy as np
 
+from lookahead.guessing.source import Outcome
 from lookahead.passes.costs import StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
@@ -31,7 +32,6 @@ class Pace:
         self.reach = 16
         """Guesses that are worth looking for: about twice as many as were worth verifying lately."""
 
-    @property
     def rate(self) -> float:
         """Tokens per second, lately."""
         return self._tokens / self._seconds
@@ -45,7 +45,7 @@ class Pace:
         for tree in trees:
             gains[1 : len(tree) + 1] += tree.probabilities[tree.ranking]
         rows = len(trees) * (1 + window_rows + np.arange(len(gains)))
-        chosen = int(np.argmax(np.cumsum(gains) - self.rate * self.costs(rows, length)))
+        chosen = int(np.argmax(np.cumsum(gains) - self.rate() * self.costs(rows, length)))
         self.reach = min(max(self.reach - 1, 2 * chosen + 8), MOST)
         return chosen
 
@@ -53,7 +53,7 @@ class Pace:
         """Tokens that could be had in the time by which a step of ``rows`` takes longer than one of ``fewer``."""
         if rows == fewer:
             return 0.0
-        return self.rate * float(self.costs(rows, length) - self.costs(fewer, length))
+        return self.rate() * float(self.costs(rows, length) - self.costs(fewer, length))
 
     def count(self, tokens: int, rows: int, length: int) -> None:
         """Take in what a step has yielded: ``tokens``, of ``rows``, over all sequences."""
@@ -84,29 +84,64 @@ class Pace:
         return self.costs(rows, length) + self.costs.overhead
 
 
-class WindowTrials:
-    """Which Jacobi window pays, found out by trying: what its n-grams earn against what its rows cost.
+class Budget:
+    """How many guesses the steps of a call look for, and how many of those they verify."""
 
-    A window is tried for TRIAL steps. If it pays, the next larger one is tried, too; if not, the one before it, or
-    none, is kept for a while, which is longer from time to time. Lives as long as the wrap.
+    def __init__(self, guesses: int | None, pace: Pace | None, stats: Stats):
+        """guesses: of all sequences together; None: as many as gain the most tokens per second, by ``pace``.
+
+        pace: what goes by costs follows; None where nothing does. stats: where regret is counted.
+        """
+        self._guesses = guesses
+        self.pace = pace
+        self._stats = stats
+
+    @property
+    def most(self) -> int:
+        """Guesses of one sequence in a step, at most."""
+        return MOST if self._guesses is None else self._guesses
+
+    def limit(self, sequences: int) -> int:
+        """Guesses to look for, for each sequence of a batch."""
+        return self.pace.reach if self._guesses is None else -(-self._guesses // sequences)
+
+    def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> list[GuessTree]:
+        """The parts of the trees that are verified.
+
+        length: positions that the longest sequence holds. window_rows: of each sequence's window.
+        """
+        most = self.pace.choose(trees, length, window_rows) if self._guesses is None else self.limit(len(trees))
+        return [tree.likeliest(most) for tree in trees]
+
+    def count(self, trees: list[GuessTree], chosen: list[GuessTree], outcome: Outcome, length: int) -> None:
+        """Take in what a step has earned. trees: all that was guessed; chosen: what was verified."""
+        if self.pace is None:
+            return
+        if self._guesses is None:
+            for tree, part, path in zip(trees, chosen, outcome.paths, strict=True):
+                self.pace.count_regret(self._stats, tree, part, path, length)
+        self.pace.count(sum(map(len, outcome.paths)), outcome.rows, length)
+
+
+class Trials:
+    """Whether something pays, and how much of it: found out by trying, what it earns against what it costs.
+
+    A level is tried for TRIAL steps. If it pays, the next one is tried, too; if not, the one before it is kept for a
+    while, which is longer from time to time. Lives as long as the wrap.
     """
 
-    def __init__(self, ngram_size: int | None = None):
-        """ngram_size: N of all windows, if it is given."""
-        self._sizes = [None, *((size, ngram_size or n) for size, n in WINDOWS)]
-        self._on = 0
-        self._while = self._left = FIRST_TRIAL
-        self._on_trial = False
+    def __init__(self, levels: int, first: int = 0):
+        """levels: the highest one; 0 is without. first: the level to begin with, on trial unless it is 0."""
+        self._levels = levels
+        self.level = first
+        self._while = FIRST_TRIAL
+        self._left = TRIAL if first else FIRST_TRIAL
+        self._on_trial = first > 0
         self._earned = self._cost = 0.0
         self._lock = Lock()
 
-    @property
-    def size(self) -> tuple[int, int] | None:
-        """W and N of the window that is on; None: off."""
-        return self._sizes[self._on]
-
-    def count(self, tokens: int, cost: float) -> None:
-        """Take in a step: tokens accepted of the window's n-grams, and those that its rows cost at the rate reached."""
+    def count(self, tokens: float, cost: float) -> None:
+        """Take in a step: tokens that it owes to the level, and those that its cost is worth at the rate reached."""
         with self._lock:
             self._earned += tokens
             self._cost += cost
@@ -116,14 +151,32 @@ class WindowTrials:
 
     def _decide(self) -> None:
         """What is on from now on, at the end of a trial or a pause."""
-        pays = self._on == 0 or self._earned > self._cost
-        if pays and self._on + 1 < len(self._sizes):
-            self._on, self._on_trial = self._on + 1, True
+        pays = self.level == 0 or self._earned > self._cost
+        if pays and self.level < self._levels:
+            self.level, self._on_trial = self.level + 1, True
             self._left = TRIAL
         else:
             if not pays:
-                self._on -= 1
+                self.level -= 1
                 self._while *= LONGER if self._on_trial else 1
             self._on_trial = False
             self._left = self._while
         self._earned = self._cost = 0.0
+
+
+class WindowTrials(Trials):
+    """Which Jacobi window pays: what its n-grams earn against what its rows cost."""
+
+    def __init__(self, ngram_size: int | None = None):
+        """ngram_size: N of all windows, if it is given."""
+        super().__init__(len(WINDOWS))
+        self._sizes = [None, *((size, ngram_size or n) for size, n in WINDOWS)]
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """W and N of the window that is on; None: off."""
+        return self._sizes[self.level]
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        return self._sizes[-1]

@@ -1,4 +1,6 @@
-"""The Jacobi window (lookahead branch).
+"""Jacobi iteration: the window of lookahead decoding, which feeds the pool, and plain Jacobi decoding.
+
+The window (lookahead branch):
 
     row 0   column 0 .. W-1   oldest iterate, a chain of guesses for the positions after the root
     row r                     column c of it was the model's output at column c of row r-1
@@ -8,6 +10,10 @@ column, and the oldest row goes (Fu et al. 2024, arXiv 2402.02057, section 3).
 """
 
 import numpy as np
+
+from lookahead.guessing.budget import WindowTrials
+from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome
+from ngram_pool import GuessTree, NgramPool, Source
 
 
 class JacobiWindow:
@@ -44,3 +50,90 @@ class JacobiWindow:
 
     def _draw(self, count: int) -> np.ndarray:
         return self._random.choice(self._seed_tokens, count)
+
+
+class WindowSource(GuessSource):
+    """Keeps a Jacobi window for each sequence. It proposes nothing itself: its n-grams go into the wrap's pool."""
+
+    is_free = True
+
+    def __init__(self, size: int, ngram_size: int, trials: WindowTrials | None = None):
+        """size, ngram_size: W and N of all windows, unless ``trials`` say which pay."""
+        self._given = (size, ngram_size) if size else None
+        self.trials = trials
+        self._windows: list[JacobiWindow | None] = []
+
+    @property
+    def most_rows(self) -> int:
+        """Of a window."""
+        size, ngram_size = (self.trials.largest if self.trials else self._given) or (0, 1)
+        return size * (ngram_size - 1)
+
+    def start(self, batch: Batch) -> None:
+        self._pool: NgramPool = batch.pool
+        self._open(batch.texts)
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        return [GuessTree.empty() for _ in texts]
+
+    def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
+        return [
+            window.rows if window and depth and not limits.is_chain else []
+            for window, depth in zip(self._windows, limits.depths, strict=True)
+        ]
+
+    def observe(self, outcome: Outcome) -> None:
+        for b, (step, new) in enumerate(zip(outcome.steps, outcome.emitted, strict=True)):
+            window = self._windows[b]
+            if window and len(step) > 1 + step.guesses:
+                newest = outcome.logits[b, len(step) - window.size : len(step)].argmax(-1).cpu().numpy()
+                ngrams = window.advance(newest, len(new))
+                if len(ngrams):
+                    self._pool.learn_ngrams(ngrams)
+        if self.trials and self.trials.size != self._size:
+            self._open(outcome.texts)
+
+    def keep(self, sequences: list[int]) -> None:
+        self._windows = [self._windows[b] for b in sequences]
+
+    def _open(self, texts: list[list[int]]) -> None:
+        self._size = self.trials.size if self.trials else self._given
+        self._windows = [JacobiWindow(*self._size, text) if self._size and text else None for text in texts]
+
+
+class JacobiSource(GuessSource):
+    """Plain Jacobi decoding: a block of positions is guessed to be what the model last said of them.
+
+    Every step verifies the block as a chain; what follows the accepted part is iterated once more
+    (Santilli et al. 2023, arXiv 2305.10427, algorithm 1).
+    """
+
+    is_free = True
+    is_calibrated = True
+
+    def __init__(self, size: int):
+        """size: positions of the block."""
+        self.size = size
+        self._blocks: list[np.ndarray] = []
+
+    def start(self, batch: Batch) -> None:
+        self._blocks = [np.full(self.size, text[-1] if text else 0, np.int64) for text in batch.texts]
+        self._accepted, self._observed = 1.0, 2.0  # guesses whose parent was accepted, and how many of them were
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        chances = (self._accepted / self._observed) ** np.arange(1, self.size + 1)
+        return [
+            GuessTree.chain(block[:depth], Source.JACOBI, chances[:depth])
+            for block, depth in zip(self._blocks, limits.depths, strict=True)
+        ]
+
+    def observe(self, outcome: Outcome) -> None:
+        said = outcome.logits.argmax(-1).cpu().numpy()
+        for b, (step, new) in enumerate(zip(outcome.steps, outcome.emitted, strict=True)):
+            following = said[b, len(new) : len(step)]  # row i speaks of the position after the i-th guess
+            self._blocks[b] = np.concatenate([following, np.full(self.size, new[-1])])[: self.size]
+            self._accepted += len(new) - 1
+            self._observed += min(len(new), step.guesses)
+
+    def keep(self, sequences: list[int]) -> None:
+        self._blocks = [self._blocks[b] for b in sequences]

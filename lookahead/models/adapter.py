@@ -1,7 +1,7 @@
-"""What a model's layers can do, and how a pass of them is run: masks, positions, cache."""
+"""What a model's layers can do, and what a pass has to give them: masks, positions, a cache."""
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
-from lookahead.passes import compiled
-from lookahead.step import Step, Visibility, lay_out, mask, pad
-from ngram_pool import GuessTree
+from lookahead.step import Visibility, mask
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 
@@ -30,15 +28,15 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """How to drive one model. Found by `inspect_model`."""
+class ModelAdapter:
+    """How to drive one model. Found by `passes.probe.inspect_model`."""
 
     config: PreTrainedConfig
     """Of the text part."""
     layers: tuple[Visibility | None, ...]
     """One a layer; None for a layer that caches no keys and values here: none at all, or a state."""
     mask_of: dict[str, Visibility] | None
-    """Layer type to visibility where a model mixes types and takes a dict of masks; None where one mask serves all."""
+    """Visibility by type of layer, where a model mixes types and takes a dict of masks; None where one serves all."""
     takes_position_ids: bool
     cache_argument: str = "past_key_values"
     """What the model's forward calls its cache."""
@@ -49,15 +47,14 @@ class Architecture:
     in_inference_mode: bool = False
     """A pass leaves nothing behind but in our cache, so that it may take torch's cheaper way to call an operation: what
     is made in inference mode can be neither written to nor trained with afterwards."""
-    two_part: bool = False
-    """Whether attention that the model looks up as "sdpa" is `attention.attend` in a pass, which it has to honour."""
+    splits_attention: bool = False
+    """Whether attention that the model looks up as "sdpa" is `attention.attend` in a pass, which attends to the cache
+    without a mask and to the step with one."""
     uses_kernels: bool = True
     """Whether kernels of our own may be used on a CPU (`products`, `tree_attention`)."""
     row_dependence: float = 0.0
     """Largest error, relative to the spread of a row of logits, that the other rows of a pass make in it; 0 where it is
     no more than rounding."""
-    is_compiled: bool = False
-    """The steps of single sequences run as `compiled` does."""
     given_up: tuple[str, ...] = ()
     """Faster ways that were tried, and why they do not serve."""
 
@@ -100,17 +97,6 @@ class Architecture:
             layers.append(mine)
         return LookaheadCache(layers, [cache.get_seq_length()])
 
-    def hand_over(
-        self, model: PreTrainedModel, caches: list[LookaheadCache], paddings: list[int], cache: Cache
-    ) -> None:
-        """Put what the sequences' caches hold into ``cache``, each after its columns of padding."""
-        whole = caches[0]
-        if len(caches) > 1 or paddings[0]:
-            whole = self.make_cache()
-            whole.stack(caches, paddings)
-        self._settle(model, whole)
-        cache.layers = whole.layers
-
     def masks(
         self,
         ancestors: np.ndarray,
@@ -125,7 +111,7 @@ class Architecture:
         def mask_for(visibility: Visibility) -> torch.Tensor:
             layer = next(l for l, v in zip(cache.layers, self.layers, strict=True) if v == visibility)
             cached = layer.positions_shown()
-            if self.two_part and not visibility.hides_any(cached, last):
+            if self.splits_attention and not visibility.hides_any(cached, last):
                 cached = cached[:, :0]
             return mask(ancestors, positions, cached, visibility, dtype, device)
 
@@ -133,53 +119,15 @@ class Architecture:
             return mask_for(next(v for v in self.layers if v is not None))
         return {name: mask_for(visibility) for name, visibility in self.mask_of.items()}
 
-    def forward(
-        self, model: PreTrainedModel, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None
-    ) -> torch.Tensor:
-        """One pass over a step of each sequence; logits [batch, T, vocabulary] on the model's device, in its dtype.
+    def in_pass(self) -> AbstractContextManager[None]:
+        """What each call of the model has to run in."""
+        return decoding_pass(self.splits_attention, self.uses_kernels)
 
-        T is the length of the longest step; what shorter ones are padded with says nothing.
-        last: for each sequence, the position beyond which no window token is placed (`Step.positions`).
-        """
-        if cache.graphs is not None:
-            return cache.graphs.forward(steps[0], cache, last[0] if last else None)
-        device = device_of(model)
-        compiles = self.is_compiled and len(steps) == 1 and len(steps[0]) <= compiled.MOST_ROWS
-        compiles = compiles and not torch.is_autocast_enabled(device.type)
-        ids, positions, ancestors = pad(steps, cache.lengths, last, compiled.LEAST_ROWS if compiles else 0)
-        again = len(cache.replay)
-        if again:
-            ids = np.concatenate([[cache.replay], ids], axis=1)
-            positions = np.concatenate([np.arange(cache.lengths[0] - again, cache.lengths[0])[None], positions], axis=1)
-        tokens = torch.from_numpy(np.stack([ids, positions])).to(device)
-        mode = torch.inference_mode() if self.in_inference_mode else nullcontext()
-        cache.begin(tokens.shape[2])
-        if compiles:
-            with self.under_way(), mode:
-                masks = self.masks(ancestors, positions, cache, model.dtype, device)
-                logits = compiled.run(model, self.cache_argument, tokens[:, 0], cache, masks)
-            return logits[:, : len(steps[0])]
-        inputs = {self.cache_argument: cache, "use_cache": True}
-        if self.takes_position_ids:
-            inputs["position_ids"] = tokens[1]
-        # Where chains are all that there is, the model's own mask serves, which the probe has found to be causal.
-        if len(steps) > 1 or (self.can_branch and len(steps[0]) > 1):
-            inputs["attention_mask"] = self.masks(ancestors, positions, cache, model.dtype, device)
-        with self.under_way(), mode:
-            return model(input_ids=tokens[0], **inputs).logits[:, again:]
-
-    def under_way(self) -> AbstractContextManager[None]:
-        """What calls of the model have to run in."""
-        return decoding_pass(self.two_part, self.uses_kernels)
-
-    def _settle(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
-        """Compute what the cache has to compute again, so that it holds all that was accepted."""
-        if cache.replay:
-            last = cache.replay.pop()
-            cache.lengths[0] -= 1
-            step = lay_out(last, GuessTree.empty())
-            self.forward(model, [step], cache)
-            cache.commit([step], [[0]])
+    def mask_of_layers(self, masks: torch.Tensor | dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """`masks`, one for each layer."""
+        if isinstance(masks, torch.Tensor):
+            return [masks] * len(self.layers)
+        return [masks.get(kind) for kind in self.config.layer_types]
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -203,3 +151,8 @@ def context_length(model: PreTrainedModel) -> int:
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in POSITION_LIMITS]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=2**62)
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Tokens that the model knows."""
+    return model.get_input_embeddings().weight.shape[0]

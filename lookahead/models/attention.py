@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookahead.cpu import tree_attention
-from lookahead.decoding_pass import current_pass
+from lookahead.decoding_pass import current_pass, is_traced
 
 SHORT = 1024  # keys up to which one part with a mask over all of them is quicker than two
 MOST_QUERIES = 512  # of a key head that are packed; prefills are longer
@@ -35,23 +35,26 @@ def attend(
 
     query: [batch, heads, T, head_dim]; key, value: [batch, key heads, L + T, head_dim].
     attention_mask: [batch or 1, 1, T, L + T], additive or True where seen; or additive [batch or 1, 1, T, T], of the
-    step's own keys, the L before them being seen by all; or None. In a compiled pass (`compiled`) it is empty,
-    [1, 1, 0, number of the kind of layer], and key and value are those of the step alone.
+    step's own keys, the L before them being seen by all; or None. While a pass is traced for `passes.compiled`, nobody
+    reads it, and key and value are those of the step alone.
     Returns [batch, T, heads, head_dim].
     """
-    is_compiled_pass = attention_mask is not None and attention_mask.shape[-2] == 0
-    if not is_compiled_pass:
-        under_way = None if torch.compiler.is_compiling() else current_pass()
-        if under_way is None or not under_way.attends_in_parts:
-            return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling:
+        is_ours = is_traced()
+    else:
+        under_way = current_pass()
+        is_ours = under_way is not None and under_way.splits_attention
+    if not is_ours:
+        return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     unusual = dropout or torch.is_autocast_enabled(query.device.type)
     unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # a bias of each head
     unusual = unusual or key.shape[-1] != value.shape[-1] or not _has_kernel(query)
-    if is_compiled_pass:
+    if is_compiling:
         if unusual:
             raise NotImplementedError("this attention is none that compiled passes know")
-        return torch.ops.lookahead.attend(query, key, value, module.layer_idx, attention_mask.shape[-1], scaling), None
+        return torch.ops.lookahead.attend(query, key, value, module.layer_idx, scaling), None
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     is_prefill = (attention_mask is None and new > 1) or groups * new > MOST_QUERIES

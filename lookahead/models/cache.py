@@ -297,10 +297,6 @@ class LookaheadCache(Cache):
         """Positions accepted, the place of the next step's root."""
         self.replay: list[int] = []
         """Tokens of the last of these positions, which the layers do not hold and the next pass computes again."""
-        self.graphs = None
-        """The `StepGraphs` whose buffers this cache is in, if it is, and which then runs its steps."""
-        self.program = None
-        """The `compiled.Program` of its steps, once a pass has shown which it is."""
         self._in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
         self._with_state = [x for x in layers if not isinstance(x, InPlaceLayer) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []

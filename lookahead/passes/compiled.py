@@ -11,27 +11,30 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lookahead.cpu import products
+from lookahead.decoding_pass import decoding_pass
 from lookahead.models import attention
+from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import LookaheadCache
+from lookahead.passes.runner import EagerRunner, Output
+from lookahead.step import Step, pad
 from ngram_pool.waiting import told_if_long
 
 LEAST_ROWS = 4  # fewer are padded: one row would need a program of its own, and four take no longer
 MOST_ROWS = 128
 
 _ASSIGNMENTS = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
-
-Masks = torch.Tensor | dict[str, torch.Tensor]
 
 _under_way = threading.local()  # of the pass that this thread is at: cache and masks, and the program that has run
 _compiled: WeakKeyDictionary[PreTrainedModel, Callable] = WeakKeyDictionary()
@@ -49,11 +52,13 @@ class _OwnKeys(Cache):
         return key_states, value_states
 
 
-def _pass(model: PreTrainedModel, cache_argument: str, tokens: torch.Tensor, kinds: tuple[str, ...]) -> torch.Tensor:
-    ids, positions = tokens[:1], tokens[1:]
-    masks = {kind: ids.new_empty(1, 1, 0, number) for number, kind in enumerate(kinds)}  # as `attention.attend` says
-    inputs = {cache_argument: _OwnKeys(), "attention_mask": masks or ids.new_empty(1, 1, 0, 0), "use_cache": True}
-    return model(input_ids=ids, position_ids=positions, **inputs).logits
+def _pass(
+    model: PreTrainedModel, cache_argument: str, tokens: torch.Tensor, layer_types: tuple[str, ...]
+) -> torch.Tensor:
+    """What is traced. The masks that the model is given are read by nobody: the opaque attention has the true ones."""
+    nothing = tokens.new_empty(1, 1, 0, 0)
+    inputs = {cache_argument: _OwnKeys(), "attention_mask": dict.fromkeys(layer_types, nothing) or nothing}
+    return model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=True, **inputs).logits
 
 
 def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -118,37 +123,6 @@ def _compiled_pass(model: PreTrainedModel) -> Callable:
     return _compiled[model]
 
 
-def run(
-    model: PreTrainedModel, cache_argument: str, tokens: torch.Tensor, cache: LookaheadCache, masks: Masks
-) -> torch.Tensor:
-    """Logits [1, T, vocabulary] of one sequence's step; its keys and values are appended to ``cache``.
-
-    tokens: int64 [2, T], ids and positions, T of at least LEAST_ROWS.
-    masks: for all layers, or for each kind of layer by its name, as `attention.attend` takes them.
-    Whether the model is still what was compiled is looked at in the first pass with a cache, and whether the program
-    serves steps of T rows, in the first of them. A model that does not compile, or changes too often, runs as it is,
-    with one warning.
-    """
-    kinds = tuple(masks) if isinstance(masks, dict) else ()
-    with _at_pass(cache, list(masks.values()) if kinds else [masks]):
-        if cache.program is not None and cache.program.serves(tokens.shape[1]):
-            return cache.program(tokens)
-        if model not in _given_up:
-            dynamo = torch._dynamo.config
-            before, dynamo.skip_nnmodule_hook_guards = dynamo.skip_nnmodule_hook_guards, False  # hooks may come later
-            torch._dynamo.mark_dynamic(tokens, 1)
-            try:
-                with told_if_long("compiling passes"):
-                    logits = _compiled_pass(model)(model, cache_argument, tokens, kinds)
-                cache.program = Program.that_gave(logits, tokens)
-                return logits
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-                give_up(model, f"torch.compile fails with {error!r}")
-            finally:
-                dynamo.skip_nnmodule_hook_guards = before
-        return _pass(model, cache_argument, tokens, kinds)
-
-
 @dataclass(frozen=True)
 class Program:
     """What was compiled, without what torch.compile does around it."""
@@ -179,6 +153,65 @@ class Program:
         return self._program(*arguments)[0]
 
 
+class CompiledRunner(EagerRunner):
+    """Runs steps of single sequences as one compiled program; everything else runs eagerly.
+
+    Whether the model is still what was compiled is looked at in the first step, and whether the program serves steps of
+    T rows, in the first of them. A model that does not compile, or changes too often, runs as it is, with one warning.
+    """
+
+    name = "compiled"
+
+    def __init__(self, model: PreTrainedModel, adapter: ModelAdapter):
+        super().__init__(model, adapter)
+        self._program: Program | None = None
+
+    def end(self) -> None:
+        self._program = None  # which holds on to the weights
+
+    def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
+        device = device_of(self.model)
+        serves = len(steps) == 1 and len(steps[0]) <= MOST_ROWS and not torch.is_autocast_enabled(device.type)
+        if not serves or self.model in _given_up:
+            return super().run(steps, cache, last)
+        ids, positions, ancestors = pad(steps, cache.lengths, last, LEAST_ROWS)
+        tokens = torch.from_numpy(np.concatenate([ids, positions])).to(device)
+        cache.begin(tokens.shape[1])
+        try:
+            with torch.inference_mode() if self.adapter.in_inference_mode else nullcontext():
+                masks = self.adapter.masks(ancestors, positions, cache, self.model.dtype, device)
+                logits = self._run(tokens, cache, self.adapter.mask_of_layers(masks))
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            give_up(self.model, f"torch.compile fails with {error!r}")
+            return super().run(steps, cache, last)
+        return Output(logits[:, : len(steps[0])])
+
+    def _run(self, tokens: torch.Tensor, cache: LookaheadCache, masks: list[torch.Tensor]) -> torch.Tensor:
+        """Logits [1, T, vocabulary]; keys and values of the step are appended to ``cache``.
+
+        tokens: int64 [2, T], ids and positions, T of at least LEAST_ROWS. masks: of each layer.
+        """
+        adapter = self.adapter
+        is_known = self._program is not None and self._program.serves(tokens.shape[1])
+        with (
+            decoding_pass(adapter.splits_attention, adapter.uses_kernels, is_traced=not is_known),
+            _at_pass(cache, masks),
+        ):
+            if is_known:
+                return self._program(tokens)
+            dynamo = torch._dynamo.config
+            before, dynamo.skip_nnmodule_hook_guards = dynamo.skip_nnmodule_hook_guards, False  # hooks may come later
+            torch._dynamo.mark_dynamic(tokens, 1)
+            try:
+                with told_if_long("compiling passes"):
+                    kinds = tuple(adapter.mask_of or ())
+                    logits = _compiled_pass(self.model)(self.model, adapter.cache_argument, tokens, kinds)
+            finally:
+                dynamo.skip_nnmodule_hook_guards = before
+            self._program = Program.that_gave(logits, tokens)
+            return logits
+
+
 def give_up(model: PreTrainedModel, reason: str) -> None:
     """Run this model's passes as they are from now on."""
     first_line = _given_up[model] = reason.strip().splitlines()[0]
@@ -200,20 +233,20 @@ def _at_pass(cache: LookaheadCache, masks: list[torch.Tensor]) -> Iterator[None]
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, kind: int, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float | None
 ) -> torch.Tensor:
     cache, masks = _under_way.now
     key, value = cache.update(key, value, layer)
-    return attention.attend_grouped(query, key, value, masks[kind], scaling)
+    return attention.attend_grouped(query, key, value, masks[layer], scaling)
 
 
-def _shape_of_attended(query, key, value, layer, kind, scaling) -> torch.Tensor:
+def _shape_of_attended(query, key, value, layer, scaling) -> torch.Tensor:
     batch, heads, rows, size = query.shape
     return query.new_empty(batch, rows, heads, size)
 
 
 # Plain definitions: what torch.library.custom_op wraps around each call takes as long as a small layer.
 _library = torch.library.Library("lookahead", "FRAGMENT")
-_library.define("attend(Tensor query, Tensor key, Tensor value, int layer, int kind, float? scaling) -> Tensor")
+_library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float? scaling) -> Tensor")
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
 _library.impl("attend", _shape_of_attended, "Meta")

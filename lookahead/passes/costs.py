@@ -25,10 +25,11 @@ import xxhash
 from transformers import PreTrainedModel
 
 from lookahead.cpu import products
-from lookahead.models.adapter import Architecture, context_length, device_of
+from lookahead.models.adapter import context_length, device_of
 from lookahead.models.cache import LookaheadCache
+from lookahead.passes.environment import environment
+from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
-from lookahead.tools.prompts import environment
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
 
@@ -111,8 +112,7 @@ class StepCosts:
 
 
 def measure(
-    model: PreTrainedModel,
-    architecture: Architecture,
+    runner: EagerRunner,
     seconds: float = SECONDS,
     progress: Callable[[float], None] = lambda done: None,
 ) -> StepCosts:
@@ -120,12 +120,12 @@ def measure(
 
     No pass goes beyond the model's positions. Raises ValueError where these are too few to measure anything.
     """
-    context = context_length(model)
+    context = context_length(runner.model)
     long = min(LONG, context - AT_LENGTH[-1])
     if long <= 0:
         raise ValueError(f"the model has {context} positions, measuring takes more than {AT_LENGTH[-1]}")
     plan = [(rows, 0) for rows in RUNGS if rows <= context] + [(rows, long) for rows in AT_LENGTH]
-    times = time_passes(model, architecture, plan, seconds, progress)
+    times = time_passes(runner, plan, seconds, progress)
     known = [rows for rows in RUNGS if (rows, 0) in times]
     base = np.array([times[rows, 0] for rows in known])
     slope = max((base[-1] - base[-2]) / (known[-1] - known[-2]), 0.0)
@@ -136,8 +136,7 @@ def measure(
 
 
 def time_passes(
-    model: PreTrainedModel,
-    architecture: Architecture,
+    runner: EagerRunner,
     plan: list[tuple[int, int]],
     seconds: float,
     progress: Callable[[float], None] = lambda done: None,
@@ -149,12 +148,13 @@ def time_passes(
     """
     plan = list(plan)
     most = max(rows for rows, _ in plan)
-    tokens = np.random.default_rng(0).integers(0, model.config.get_text_config(decoder=True).vocab_size, most + 1)
-    caches = {length: architecture.make_cache(length + most) for _, length in plan}
+    vocabulary = runner.model.config.get_text_config(decoder=True).vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocabulary, most + 1)
+    caches = {length: runner.adapter.make_cache(length + most) for _, length in plan}
     best = dict.fromkeys(plan, np.inf)
     with torch.no_grad():
         for length, cache in caches.items():
-            _pass(model, architecture, cache, tokens[:2])
+            _pass(runner, cache, tokens[:2])
             cache.skip(length)
         start, rounds, left = time.perf_counter(), 0, True
         while left:
@@ -163,7 +163,7 @@ def time_passes(
                 if began + seconds < time.perf_counter() and rows > AT_LENGTH[-1]:
                     plan.remove((rows, length))
                     continue
-                taken = _pass(model, architecture, caches[length], tokens[:rows])
+                taken = _pass(runner, caches[length], tokens[:rows])
                 best[rows, length] = min(best[rows, length], taken if rounds else np.inf)
                 progress(min((time.perf_counter() - start) / seconds, 1.0))
             rounds += 1  # the first warms up
@@ -171,12 +171,12 @@ def time_passes(
     return {of: best[of] for of in plan}
 
 
-def _pass(model: PreTrainedModel, architecture: Architecture, cache: LookaheadCache, tokens: np.ndarray) -> float:
+def _pass(runner: EagerRunner, cache: LookaheadCache, tokens: np.ndarray) -> float:
     """Seconds of one pass, which leaves the cache as it was."""
     step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Source.TEXT))
     start = time.perf_counter()
-    architecture.forward(model, [step], cache)
-    synchronize(device_of(model))
+    runner.run([step], cache)
+    synchronize(device_of(runner.model))
     taken = time.perf_counter() - start
     cache.commit([step], [[]])
     return taken
@@ -191,22 +191,20 @@ def synchronize(device: torch.device) -> None:
 _known: WeakKeyDictionary[PreTrainedModel, dict[tuple, StepCosts]] = WeakKeyDictionary()
 
 
-def step_costs(
-    model: PreTrainedModel, architecture: Architecture, anew: float | None = None, replayed: bool = False
-) -> StepCosts:
-    """The costs of this model as it is now: known from before, read from the cache directory, or measured.
+def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
+    """The costs of the runner's passes: known from before, read from the cache directory, or measured.
 
     Where they cannot be measured, a table stands in, with a warning, for they decide nothing but how long a text takes.
+    Steps that are replayed as CUDA graphs begin with the costs of others, and are brought along.
 
     anew: measure them in any case, for so many seconds; what goes wrong then is raised.
-    replayed: of steps that are replayed as CUDA graphs, which begin as those of others and are brought along.
     """
+    model, adapter = runner.model, runner.adapter
     now = (
         model.config._attn_implementation,
-        architecture.two_part,
-        architecture.is_compiled,
-        replayed,
-        architecture.uses_kernels,
+        adapter.splits_attention,
+        runner.name,
+        adapter.uses_kernels,
         products.are_installed(model),
         model.dtype,
         device_of(model),
@@ -218,12 +216,12 @@ def step_costs(
         costs = None if anew else _read(path)
         if costs is None:
             try:
-                costs = _measured(model, architecture, anew or SECONDS)
+                costs = _measured(runner, anew or SECONDS)
             except Exception as error:  # whatever a model raises at lengths that the caller did not ask for
                 if anew:
                     raise
                 warnings.warn(f"step costs could not be measured, budgets go by assumed ones: {error!r}", stacklevel=2)
-                known[now] = _assumed(model, architecture)
+                known[now] = _assumed(runner)
                 return known[now]
         costs.path = path
         costs.keep()
@@ -231,19 +229,19 @@ def step_costs(
     return known[now]
 
 
-def _assumed(model: PreTrainedModel, architecture: Architecture) -> StepCosts:
+def _assumed(runner: EagerRunner) -> StepCosts:
     """Costs in the usual proportions (ASSUMED), of which one pass says the scale, if the model makes one."""
     try:
-        taken = time_passes(model, architecture, [(1, 0)], SECONDS / 100)[1, 0]
+        taken = time_passes(runner, [(1, 0)], SECONDS / 100)[1, 0]
     except Exception:
         taken = 10e-3
     seconds, per_position = ASSUMED
     return StepCosts(taken * seconds / seconds[0], taken * per_position)
 
 
-def _measured(model: PreTrainedModel, architecture: Architecture, seconds: float) -> StepCosts:
+def _measured(runner: EagerRunner, seconds: float) -> StepCosts:
     with progress_bar("measuring step costs") as progress:
-        return measure(model, architecture, seconds, progress)
+        return measure(runner, seconds, progress)
 
 
 @contextmanager

@@ -29,9 +29,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from lookahead.models.adapter import Architecture, device_of
+from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import Accepted, InPlaceLayer, LookaheadCache
-from lookahead.passes.probe import FULL_PRECISION_ROUNDING, ROUNDING, inspect_model, relative_error
+from lookahead.passes.rounding import relative_error, tolerance
+from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, Visibility, lay_out
 from ngram_pool import GuessTree
 
@@ -86,11 +87,11 @@ class _CudaReplay:
         return self._logits
 
 
-def why_eager(model: PreTrainedModel, architecture: Architecture) -> str | None:
+def why_eager(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
     """What about the model does not go into a graph, wherever it runs, or None."""
-    if not architecture.can_branch or not architecture.takes_position_ids:
+    if not adapter.can_branch or not adapter.takes_position_ids:
         return "its steps are not told apart by mask and position_ids alone"
-    if architecture.mask_of is not None or any(visibility != Visibility() for visibility in architecture.layers):
+    if adapter.mask_of is not None or any(visibility != Visibility() for visibility in adapter.layers):
         return "not all of its layers attend to everything"
     if model._compiled_call_impl is not None:
         return "it is compiled"
@@ -114,8 +115,8 @@ def why_eager(model: PreTrainedModel, architecture: Architecture) -> str | None:
 class StepGraphs:
     """The graphs of one model and the buffers that they work on.
 
-    A call borrows the buffers with `lend`, runs its steps through `Architecture.forward` as ever, and returns them with
-    `take_back`. Only one call at a time has them: another one, in another thread or nested, goes without graphs.
+    A call's `GraphRunner` borrows the buffers with `lend` and returns them with `take_back`. Only one call at a time
+    has them: another one, in another thread or nested, goes without graphs.
     """
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = capture_cuda):
@@ -134,18 +135,17 @@ class StepGraphs:
     def __setstate__(self, state: dict) -> None:
         self.__init__(**state)
 
-    def lend(self, cache: LookaheadCache) -> LookaheadCache:
+    def lend(self, cache: LookaheadCache, adapter: ModelAdapter) -> LookaheadCache:
         """A cache in the buffers that holds what ``cache`` does, for `take_back`; or ``cache`` itself, without graphs.
 
-        cache: of a call, after its prompts were computed. It is not changed.
+        cache: of a call, after its prompts were computed. It is not changed. adapter: of the model.
         Until it is taken back, the logits of a step are valid until the next step only, and what is to outlive the call
         has to be asked for by `LookaheadCache.sequence`.
         """
         if self._given_up:
             return cache
         device = device_of(self._model).type
-        architecture = inspect_model(self._model)
-        reason = why_eager(self._model, architecture)
+        reason = why_eager(self._model, adapter)
         if self._capture is capture_cuda and device != "cuda":
             reason = f"it is on a device of type {device}"
         if reason is not None:
@@ -163,8 +163,8 @@ class StepGraphs:
                 self._made_for = made_for
             if self._buffers.load(cache.layers):
                 self._replays.clear()
-            self._lent = StaticCache(self, self._buffers, len(cache.layers), cache.lengths)
-            self._cache_argument = architecture.cache_argument
+            self._lent = StaticCache(self._buffers, len(cache.layers), cache.lengths)
+            self._cache_argument = adapter.cache_argument
             self._are_proven = not self._replays
             self.why_not = None
         except BaseException as error:
@@ -185,7 +185,7 @@ class StepGraphs:
             self._free.release()
 
     def forward(self, step: Step, cache: "StaticCache", last: int | None = None) -> torch.Tensor:
-        """One pass over a step; logits [1, T, vocabulary], valid until the next one. For `Architecture.forward`."""
+        """One pass over a step; logits [1, T, vocabulary], valid until the next one."""
         if cache is not self._lent:
             raise RuntimeError("this cache was taken back by the model's StepGraphs when its call ended")
         buffers = self._buffers
@@ -300,15 +300,38 @@ class StepGraphs:
         self._replays.clear()
 
     def _agree(self, replayed: torch.Tensor, direct: torch.Tensor) -> bool:
-        return relative_error(replayed[0], direct[0]) <= ROUNDING.get(self._model.dtype, FULL_PRECISION_ROUNDING)
+        return relative_error(replayed[0], direct[0]) <= tolerance(self._model.dtype)
+
+
+class GraphRunner(EagerRunner):
+    """Replays the steps of a call whose cache is in the buffers; runs others as another runner does."""
+
+    name = "CUDA graphs"
+
+    def __init__(self, graphs: StepGraphs, other: EagerRunner):
+        super().__init__(other.model, other.adapter)
+        self._graphs, self._other = graphs, other
+        self._cache: LookaheadCache | None = None
+
+    def begin(self, cache: LookaheadCache) -> LookaheadCache:
+        self._cache = self._graphs.lend(cache, self.adapter)
+        return self._cache
+
+    def end(self) -> None:
+        if self._cache is not None:
+            self._graphs.take_back(self._cache)
+
+    def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
+        if isinstance(cache, StaticCache):
+            return Output(self._graphs.forward(steps[0], cache, last[0] if last else None))
+        return self._other.run(steps, cache, last)
 
 
 class StaticCache(LookaheadCache):
     """One sequence in the buffers of a `StepGraphs`, for as long as it is lent."""
 
-    def __init__(self, graphs: StepGraphs, buffers: "_Buffers", layers: int, lengths: list[int]):
+    def __init__(self, buffers: "_Buffers", layers: int, lengths: list[int]):
         super().__init__([_Part(buffers, index) for index in range(layers)], list(lengths))
-        self.graphs = graphs
         self._in_place, self._with_state = [buffers], []
 
     def sequence(self, b: int) -> LookaheadCache:

@@ -17,14 +17,14 @@ from lookahead.config import LookaheadConfig
 from lookahead.engine.loop import Lookahead
 from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.passes.costs import RUNGS, progress_bar, step_costs
-from lookahead.passes.probe import inspect_model
+from lookahead.passes.environment import environment
 from lookahead.streaming import render
 from lookahead.tools.audit import audit as audit_prompts
 from lookahead.tools.audit import first_difference, markdown
 from lookahead.tools.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
 from lookahead.tools.loading import load
 from lookahead.tools.pool_commands import load_pool
-from lookahead.tools.prompts import environment, read_prompts, readable, source_prompts
+from lookahead.tools.prompts import read_prompts, readable, source_prompts
 from lookahead.tools.terminal import AnswerStreamer, StepStreamer
 from lookahead.tools.tuning import time_steps
 from lookahead.vocabulary import vocabulary_fingerprint
@@ -52,9 +52,9 @@ def generate(
     streaming = stream and not as_json
     plain = None
     with _decoding():
-        if compare and engine and engine.config.goes_by_costs:
+        if compare and engine and engine.goes_by_costs:
             start = time.perf_counter()
-            step_costs(model, inspect_model(model, engine.config.compile_passes, engine.config.cpu_kernels))
+            step_costs(engine.find_runner(model))
             click.echo(f"made ready in {time.perf_counter() - start:.1f} s, which is no part of the times", err=True)
         ids, seconds = decode(StepStreamer(tokenizer, _step_of(engine)) if streaming else None)
         if compare:
@@ -177,8 +177,7 @@ def tune(model_name, dtype, device, contexts, seconds, threads, cpu_kernels, com
         )
     with _decoding():
         config = LookaheadConfig(cpu_kernels=cpu_kernels, compile_passes=compile_passes)
-        wrap(model, config)
-        costs = step_costs(model, inspect_model(model, compile_passes, cpu_kernels), anew=seconds / 3)
+        costs = step_costs(wrap(model, config).lookahead.find_runner(model), anew=seconds / 3)
         with progress_bar("measuring passes") as progress:
             times = time_steps(model, fitting, 2 * seconds / 3, progress, config)
     where = environment(model)

@@ -1,18 +1,12 @@
-"""What every measurement needs: prompts to measure with, and the environment that its figures hold in."""
+"""Prompts to measure with."""
 
 import json
-import platform
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import click
-import torch
-import transformers
-from transformers import PreTrainedModel
-
-from lookahead import __version__
 
 PROMPT_LINES = 24  # of a source file that make a prompt
 LEAST_SOURCE = 10_000  # bytes of a source file that prompts are taken from
@@ -86,27 +80,3 @@ def up_to_its_end(text: list[int], eos_token_id: int | list[int] | None) -> list
     """``text`` up to and with its first end token; the rest is a batch's padding."""
     ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     return text[: next((i + 1 for i, token in enumerate(text) if token in ends), len(text))]
-
-
-def environment(model: PreTrainedModel) -> dict[str, str | int]:
-    """What a figure depends on beside the model and the command."""
-    return {
-        "processor": processor(model.device),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "lookahead": __version__,
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
-
-
-def processor(device: torch.device) -> str:
-    """Name of the processor or of the GPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

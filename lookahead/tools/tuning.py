@@ -7,8 +7,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
+from lookahead.passes.compiled import CompiledRunner
 from lookahead.passes.costs import RUNGS, time_passes
-from lookahead.passes.probe import inspect_model
+from lookahead.passes.inspection import inspect_model, why_not_compiled
+from lookahead.passes.runner import EagerRunner
 
 COMPILED, IN_PARTS, DENSE = "compiled", "two parts", "dense mask"
 LINES = {COMPILED: "-", IN_PARTS: "--", DENSE: ":"}
@@ -71,18 +73,17 @@ def time_steps(
     config: LookaheadConfig,
 ) -> StepTimes:
     """Time passes of up to 128 rows at these contexts, by the ways of attending that the model has, in turn."""
-    architecture = inspect_model(model, cpu_kernels=config.cpu_kernels)
-    with_compiled = inspect_model(model, config.compile_passes, config.cpu_kernels)
-    ways = {COMPILED: with_compiled} if with_compiled.is_compiled else {}
-    if architecture.two_part:
-        ways[IN_PARTS] = architecture
-    ways[DENSE] = replace(architecture, two_part=False)
+    adapter = inspect_model(model, config.cpu_kernels)
+    ways: dict[str, EagerRunner] = {}
+    if config.compile_passes and why_not_compiled(model, adapter) is None:
+        ways[COMPILED] = CompiledRunner(model, adapter)
+    if adapter.splits_attention:
+        ways[IN_PARTS] = EagerRunner(model, adapter)
+    ways[DENSE] = EagerRunner(model, replace(adapter, splits_attention=False))
     plan = [(rows, context) for context in contexts for rows in RUNGS]
     found: dict[str, dict[int, dict[int, float]]] = {}
-    for number, (way, driven) in enumerate(ways.items()):
+    for number, (way, runner) in enumerate(ways.items()):
         done, share = number / len(ways), 1 / len(ways)
-        times = time_passes(
-            model, driven, plan, seconds * share, lambda x, done=done, share=share: progress(done + x * share)
-        )
+        times = time_passes(runner, plan, seconds * share, lambda x, done=done, share=share: progress(done + x * share))
         found[way] = {c: {n: times[n, c] for n in RUNGS if (n, c) in times} for c in contexts}
     return StepTimes(found)

@@ -1,0 +1,189 @@
+"""What a wrapped model carries: settings, evidence, what was found out, and what was counted."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from lookahead.config import AUTO, LookaheadConfig
+from lookahead.cpu import native
+from lookahead.engine.fallback import warn_plain
+from lookahead.guessing.budget import Pace, WindowTrials
+from lookahead.guessing.combine import Ledger
+from lookahead.guessing.jacobi import JacobiSource, WindowSource
+from lookahead.guessing.pool import PoolSource
+from lookahead.guessing.source import GuessSource, Needs
+from lookahead.passes import compiled
+from lookahead.passes.compiled import CompiledRunner
+from lookahead.passes.costs import step_costs
+from lookahead.passes.graphs import GraphRunner, StepGraphs
+from lookahead.passes.inspection import inspect_model, why_not_compiled
+from lookahead.passes.runner import EagerRunner
+from lookahead.stats import Stats
+from ngram_pool import NgramPool
+from ngram_pool.forks import Lock
+
+JACOBI_SIZE = 16  # positions iterated on
+GREEDY_TEMPERATURE = 0.5  # at which logits are learned where the next token is their argmax
+
+
+def default_sources(config: LookaheadConfig) -> list[GuessSource]:
+    """What guesses where no source is given."""
+    if config.strategy == "jacobi":
+        return [JacobiSource(JACOBI_SIZE if config.budget == AUTO else config.budget)]
+    if config.window_size == AUTO:
+        trials = WindowTrials(None if config.ngram_size == AUTO else config.ngram_size)
+        return [PoolSource(), WindowSource(0, 0, trials)]
+    return [PoolSource(), WindowSource(config.window_size, config.given_ngram_size)]
+
+
+@dataclass
+class Lookahead:
+    """What a wrapped model carries as ``model.lookahead``."""
+
+    config: LookaheadConfig
+    pool: NgramPool
+    """Evidence, kept for the life of the wrap."""
+    source: GuessSource | Sequence[GuessSource] | None = None
+    """What guesses, one or several; None: what the settings say (`default_sources`)."""
+    stats: Stats = field(default_factory=Stats)
+    """All calls together."""
+    last: Stats = field(default_factory=Stats)
+    """The call that was begun last, in whatever thread, also while it runs."""
+    pace: Pace | None = None
+    """What budgets are chosen by, if they are."""
+    graphs: StepGraphs | None = None
+    """CUDA graphs of the model, if they are asked for."""
+    runner: EagerRunner | None = None
+    """How passes are run, as the last call, or the wrap, found out."""
+    lock: Lock = field(default_factory=Lock, repr=False)
+    """Of all that calls in several threads write to here."""
+    _running: int = 0  # calls
+
+    def __post_init__(self):
+        given = default_sources(self.config) if self.source is None else self.source
+        self.sources: list[GuessSource] = [given] if isinstance(given, GuessSource) else list(given)
+        for source in self.sources:
+            if not isinstance(source, GuessSource):
+                raise TypeError(
+                    f"source={source!r} is no source of guesses: derive it from lookahead.GuessSource and define "
+                    "propose(texts, limits)"
+                )
+        if not self.sources:
+            raise ValueError("source=[] holds no source of guesses: leave it out for the n-gram pool")
+        self.ledger = Ledger(self.sources)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call is under way in this block."""
+        with self.lock:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._running -= 1
+
+    @contextmanager
+    def while_idle(self, what: str) -> Iterator[None]:
+        """Keep calls from beginning in this block. Raises RuntimeError, saying ``what`` cannot be done, if one runs."""
+        with self.lock:
+            if self._running:
+                raise RuntimeError(f"a model cannot be {what} while it decodes: wait until generate() has ended")
+            yield
+
+    def decode_plainly(self, model: PreTrainedModel, reason: str) -> None:
+        """Say that the model's own decoding takes a call over, and why."""
+        self.last = Stats(plain=reason)
+        warn_plain(model, reason)
+
+    def report(self) -> str:
+        """How passes are made, by what the last call or the wrap found out, and what kept faster ways away."""
+        if self.last.plain:
+            return f"the model's own decoding: lookahead does not decode {self.last.plain}"
+        if self.runner is None:
+            return "nothing has been decoded yet"
+        adapter = self.runner.adapter
+        missing = {name: native.why_missing(name) for name in native.KERNELS} if adapter.uses_kernels else {}
+        served = [name for name, reason in missing.items() if reason is None]
+        lines = [
+            f"passes: {self.runner.name}",
+            f"attention: {adapter.config._attn_implementation}, "
+            + ("in two parts" if adapter.splits_attention else "with a dense mask"),
+            f"kernels: of our own on a CPU: {', '.join(served)}" if served else "kernels: torch's",
+            f"guesses: {'trees' if adapter.can_branch else 'single chains'}",
+        ]
+        reasons = list(adapter.given_up)
+        if self.config.compile_passes and (reason := compiled.why_not(self.runner.model)):
+            reasons.append(f"compiled passes: {reason}")
+        reasons += [f"kernel {name}: {reason}" for name, reason in missing.items() if reason is not None]
+        if self.graphs is not None and self.graphs.why_not is not None:
+            reasons.append(f"CUDA graphs: {self.graphs.why_not}")
+        if self.needs.hidden_states and (self.config.compile_passes or self.config.cuda_graphs):
+            reasons.append("compiled passes and CUDA graphs: a source of guesses wants hidden states")
+        lines += [f"given up: {reason}" for reason in reasons]
+        for setting, gain in (("compile_passes", "compiled passes"), ("cpu_kernels", "kernels of our own on a CPU")):
+            if not getattr(self.config, setting):
+                lines.append(f"not asked for: {gain} ({setting}=True)")
+        return "\n".join(lines)
+
+    @property
+    def needs(self) -> Needs:
+        """What the sources want to see, all together."""
+        layers = {layer for source in self.sources for layer in source.needs.hidden_states}
+        return Needs(max(source.needs.prompt_logits for source in self.sources), tuple(sorted(layers)))
+
+    def find_runner(self, model: PreTrainedModel) -> EagerRunner:
+        """What runs the passes of a call: the fastest way that is asked for and serves."""
+        adapter, layers = inspect_model(model, self.config.cpu_kernels), self.needs.hidden_states
+        runner = EagerRunner(model, adapter, layers)
+        if not layers:
+            if self.config.compile_passes and why_not_compiled(model, adapter) is None:
+                runner = CompiledRunner(model, adapter)
+            if self.config.cuda_graphs:
+                with self.lock:
+                    self.graphs = self.graphs or StepGraphs(model)
+                runner = GraphRunner(self.graphs, runner)
+        self.runner = runner
+        return runner
+
+    @property
+    def windows(self) -> WindowSource | None:
+        """The source of Jacobi windows, if there is one."""
+        return next((source for source in self.sources if isinstance(source, WindowSource)), None)
+
+    def most_guesses(self, sequences: int) -> int | None:
+        """Guesses that a step over so many sequences verifies; None: as many as pay."""
+        if self._is_plain_jacobi:
+            return sequences * self.sources[0].size
+        return None if self.config.budget == AUTO else self.config.budget
+
+    @property
+    def goes_by_costs(self) -> bool:
+        """Whether step costs decide on something, and so have to be measured (`costs.step_costs`)."""
+        chooses = self.config.budget == AUTO and not self._is_plain_jacobi
+        return chooses or (self.windows is not None and self.windows.trials is not None)
+
+    @property
+    def _is_plain_jacobi(self) -> bool:
+        return self.config.strategy == "jacobi" and self.source is None
+
+    @staticmethod
+    def temperature(generation: GenerationConfig) -> float:
+        """Of the distribution that guesses have to meet."""
+        return (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
+
+    def find_pace(self, runner: EagerRunner) -> Pace | None:
+        """What budgets and windows are chosen by, if they are."""
+        if not self.goes_by_costs:
+            return None
+        costs = step_costs(runner)
+        fresh = Pace(costs)
+        with self.lock:
+            if self.pace is None or self.pace.costs is not costs:
+                self.pace = fresh
+            return self.pace
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"_running": 0, "runner": None}

@@ -1,0 +1,61 @@
+"""What goes into the next pass: guesses, as many as pay, and the rows of a Jacobi window."""
+
+import numpy as np
+
+from lookahead.guessing.budget import Budget
+from lookahead.guessing.jacobi import WindowSource
+from lookahead.guessing.source import GuessSource, Limits, Outcome
+from lookahead.models.adapter import ModelAdapter
+from lookahead.step import Step, lay_out
+from ngram_pool import GuessTree, Source
+
+MIN_PROBABILITY = 0.002  # a guess below it is not worth a row of the pass
+# The same where a rejection makes the accepted tokens be computed again: a chain must be likely to be accepted whole.
+MIN_PROBABILITY_WITH_STATE = 0.2
+
+
+class StepPlanner:
+    """Asks the source of a call for guesses, lays out the steps, and counts what they have earned."""
+
+    def __init__(self, source: GuessSource, budget: Budget, windows: WindowSource | None, adapter: ModelAdapter):
+        """windows: that of the sources, if one is, which has Jacobi windows."""
+        self._source = source
+        self._budget = budget
+        has_windows = windows is not None and adapter.can_branch
+        self._trials = windows.trials if has_windows else None
+        self.most_rows = 1 + budget.most + (windows.most_rows if has_windows else 0)
+        """Of one sequence in a step."""
+        self._is_chain = not adapter.can_branch
+        self._least = MIN_PROBABILITY_WITH_STATE if adapter.has_state else MIN_PROBABILITY
+        self._guessed: list[GuessTree] = []  # of which the steps verify the likeliest part
+        self._chosen: list[GuessTree] = []
+
+    def plan(self, texts: list[list[int]], depths: list[int]) -> tuple[list[Step], list[GuessTree]]:
+        """For each sequence its next step, and the tree of the guesses in it.
+
+        depths: how many guesses in a row each has room for.
+        """
+        limits = Limits(depths, self._budget.limit(len(texts)), self._least, self._is_chain)
+        self._guessed = self._source.propose(texts, limits)
+        windows = self._source.look_ahead(limits)
+        window_rows = max(sum(map(len, rows)) for rows in windows)
+        self._chosen = self._budget.choose(self._guessed, max(map(len, texts)), window_rows)
+        planned = zip(texts, self._chosen, windows, strict=True)
+        return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], self._chosen
+
+    def learn(self, outcome: Outcome) -> None:
+        """Show the source what the planned step has shown, and count what it has earned."""
+        length = max(map(len, outcome.texts))
+        self._budget.count(self._guessed, self._chosen, outcome, length)
+        if self._trials:
+            fewer = len(outcome.steps) * max(1 + step.guesses for step in outcome.steps)
+            earned = sum(
+                np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Source.JACOBI)
+                for tree, path in zip(self._chosen, outcome.paths, strict=True)
+            )
+            self._trials.count(earned, self._budget.pace.price(outcome.rows, fewer, length))
+        self._source.observe(outcome)
+
+    def keep(self, sequences: list[int]) -> None:
+        """The batch shrinks to these of its sequences."""
+        self._source.keep(sequences)

@@ -1,0 +1,136 @@
+"""The next token, chosen as `generate` chooses it."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria
+
+# Callbacks that treat each sequence of a batch by itself, whichever place in it and whatever others it has. Versions of
+# transformers differ in which of them they have.
+_PROCESSORS = (
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "MinPLogitsWarper",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+    "WatermarkLogitsProcessor",
+)
+_CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria")
+BY_SEQUENCE = {
+    getattr(module, name)
+    for module, names in ((logits_process, _PROCESSORS), (stopping_criteria, _CRITERIA))
+    for name in names
+    if hasattr(module, name)
+}
+
+
+def for_sequence(processor: LogitsProcessor, b: int) -> LogitsProcessor:
+    """What a processor that treats each sequence by itself does to sequence ``b`` of the batch, alone."""
+    ignored = getattr(processor, "prompt_ignore_length", None)  # of a repetition penalty: the padding of each sequence
+    if isinstance(ignored, torch.Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = ignored[b : b + 1]
+    return processor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call of generate() asks of all its rules."""
+
+    do_sample: bool
+    pad_token: int | None = None
+    """What sequences that have ended go on with until the others have; None where plain decoding does not pad, that is
+    without an end-of-sequence criterion: then they go on with tokens of their own."""
+    keep_scores: bool = False
+    keep_logits: bool = False
+    streamer: Any = None
+
+
+class NextTokenRule:
+    """Chooses tokens as `GenerationMixin._sample` does, one for each of its sequences at a time, and says when to stop.
+
+    The processors, the random generator, the stopping criteria and the streamer see every emitted token once, in
+    order, on the true prefix: exactly what plain decoding of the same sequences shows them.
+    """
+
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        settings: Settings,
+        generator: torch.Generator | None = None,
+    ):
+        """ids: int64 [sequences, n], the prompts. generator: what to draw from; torch's own by default."""
+        self.ids = ids
+        self.scores: tuple[torch.Tensor, ...] | None = () if settings.keep_scores else None
+        self.logits: tuple[torch.Tensor, ...] | None = () if settings.keep_logits else None
+        self._unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        self.live = list(range(len(ids)))
+        """Sequences that want tokens still."""
+        self._processors = processors
+        self._criteria = criteria
+        self._settings = settings
+        self._generator = generator
+
+    def emit(self, logits: torch.Tensor) -> list[int]:
+        """Choose, record and stream the next token of every live sequence, in their order.
+
+        logits: the model's, after `ids`, [live, vocabulary].
+        Raises FloatingPointError if the logits leave no choice.
+        """
+        raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
+        if len(self.live) < len(self.ids):  # what has ended is padded, whatever it would say
+            raw = raw.new_zeros(len(self.ids), raw.shape[1]).index_copy_(0, raw.new_tensor(self.live).long(), raw)
+        scores = raw
+        for processor in self._processors:  # as LogitsProcessorList does, less its inspection of every signature
+            scores = processor(self.ids, scores)
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (raw,)
+        if self._settings.do_sample:
+            probabilities = torch.nn.functional.softmax(scores, dim=-1)
+            if probabilities[:, 0].isnan().any():  # one NaN in a row, or nothing but -inf, makes all of it NaN
+                raise FloatingPointError(self._no_choice())
+            chosen = torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
+        else:
+            chosen = torch.argmax(scores, dim=-1)
+            if scores.gather(1, chosen[:, None]).isnan().any():  # argmax ranks NaN highest
+                raise FloatingPointError(self._no_choice())
+        if len(self.live) < len(self.ids):
+            chosen = chosen.where(self._unfinished, self._settings.pad_token)
+        self.ids = torch.cat([self.ids, chosen[:, None]], dim=-1)
+        emitted = chosen.tolist()
+        emitted = [emitted[sequence] for sequence in self.live]
+        self._unfinished = self._unfinished & ~self._criteria(self.ids, self.scores)
+        unfinished = self._unfinished.tolist()
+        if self._settings.pad_token is not None or not any(unfinished):
+            self.live = [sequence for sequence in self.live if unfinished[sequence]]
+        if self._settings.streamer is not None:
+            self._settings.streamer.put(chosen.cpu())
+        return emitted
+
+    def _no_choice(self) -> str:
+        return (
+            f"the scores of the token at position {self.ids.shape[1]} are NaN, or all -inf: the model's weights or a "
+            "logits processor are at fault, or the dtype is too narrow"
+        )

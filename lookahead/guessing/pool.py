@@ -1,0 +1,61 @@
+"""Guesses from the n-gram pool, which learns from texts and logits."""
+
+import numpy as np
+import torch
+
+from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, likeliest
+from ngram_pool import GuessTree, NgramPool, Source, contexts_of
+from ngram_pool.kernels import LONGEST
+
+TOP_K = 8  # next tokens learned from each row of logits
+
+
+class PoolSource(GuessSource):
+    """The likeliest continuations that a pool knows."""
+
+    needs = Needs(prompt_logits=256)
+    is_free = True
+    is_calibrated = True  # the pool corrects its probabilities in each step, by all rows
+
+    def __init__(self, pool: NgramPool | None = None):
+        """pool: that of the wrap by default."""
+        self._pool = pool
+
+    def start(self, batch: Batch) -> None:
+        self._pool = self._pool or batch.pool
+        self._temperature = batch.temperature
+        if self._pool.largest_token >= batch.vocabulary:
+            raise ValueError(
+                f"the pool holds token {self._pool.largest_token}, the model knows {batch.vocabulary} tokens: the pool "
+                "was learned with another vocabulary; give one that was learned with this model's tokenizer"
+            )
+
+    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+        if text:  # a prompt of embeddings has none
+            self._pool.learn(text, Source.PROMPT)
+            logits = logits[-len(text) :]
+            self._learn_next(contexts_of(text, len(logits)), *likeliest(logits, self._temperature, TOP_K))
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        return [
+            self._pool.guess(text, limits.guesses, limits.least_probability, depth, chain=limits.is_chain)
+            for text, depth in zip(texts, limits.depths, strict=True)
+        ]
+
+    def observe(self, outcome: Outcome) -> None:
+        contexts = [step.contexts(text[:-1], LONGEST) for step, text in zip(outcome.steps, outcome.texts, strict=True)]
+        rows = [len(some) for some in contexts]
+        said = likeliest(outcome.logits[:, : max(rows)], self._temperature, TOP_K)
+        tokens, probabilities = (np.concatenate([x[b, :n] for b, n in enumerate(rows)]) for x in said)
+        contexts = np.concatenate(contexts)
+        begins = np.cumsum([0, *rows[:-1]])
+        taken = [begin + np.array(path, np.int64) for begin, path in zip(begins, outcome.paths, strict=True)]
+        taken = np.concatenate(taken)
+        self._pool.calibrate(contexts[taken], tokens[taken], probabilities[taken])
+        self._learn_next(contexts, tokens, probabilities)
+        for text, new in zip(outcome.texts, outcome.emitted, strict=True):
+            recent = text[-LONGEST:]
+            self._pool.learn(recent + new, Source.TEXT, start=len(recent))
+
+    def _learn_next(self, contexts: np.ndarray, tokens: np.ndarray, probabilities: np.ndarray) -> None:
+        self._pool.learn_next(contexts, tokens, probabilities, Source.LOGITS)

@@ -1,0 +1,104 @@
+"""Which layers a model has, as its configuration and its classes tell."""
+
+import inspect
+
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from lookahead.models.adapter import CACHE_ARGUMENTS, ModelAdapter, UnsupportedModelError
+from lookahead.models.cache import InPlaceLayer
+from lookahead.step import Visibility
+
+
+def read_config(model: PreTrainedModel) -> ModelAdapter:
+    """Kinds of layers, as the cache that transformers would make for this model tells them."""
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None)
+    arguments = inspect.signature(model.forward).parameters
+    cache_argument = next((argument for argument in CACHE_ARGUMENTS if argument in arguments), None)
+    try:
+        theirs = DynamicCache(config=config).layers
+    except Exception as error:  # configurations that transformers' own cache does not know either
+        raise UnsupportedModelError(
+            f"{name} does not say what its layers cache: {error!r}. Its own generate() still works."
+        ) from error
+    if cache_argument is None or not theirs:
+        raise UnsupportedModelError(
+            f"{name} keeps what its {config.model_type} layers remember in a cache of its own, which cannot be "
+            "taken back to an accepted prefix, so no guess can be verified. Its own generate() still works."
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    layers: list[Visibility | None] = []
+    for index, layer in enumerate(theirs):
+        kind = types[index] if types else "full_attention"
+        if type(layer) is DynamicLayer:
+            layers.append(Visibility())
+        elif type(layer) is DynamicSlidingWindowLayer:
+            is_chunk = kind == "chunked_attention" or (not types and layer.sliding_window == chunk)
+            layers.append(Visibility(chunk=chunk) if is_chunk else Visibility(window=layer.sliding_window))
+        else:
+            layers.append(None)
+    has_state = any(
+        visibility is None and type(layer).__name__ != "DummyLayer"
+        for visibility, layer in zip(layers, theirs, strict=True)
+    )
+    mask_of = None
+    if types and len({v for v in layers if v is not None}) > 1:
+        mask_of = {kind: v for kind, v in zip(types, layers, strict=False) if v is not None}
+    return ModelAdapter(
+        config,
+        tuple(layers),
+        mask_of,
+        takes_position_ids="position_ids" in arguments,
+        cache_argument=cache_argument,
+        has_state=has_state,
+        in_inference_mode=not has_state and not _changes_rope(config),
+        can_branch=(
+            model.config._attn_implementation in ("sdpa", "eager") and not _goes_by_columns(config) and not has_state
+        ),
+    )
+
+
+def _changes_rope(config: PreTrainedConfig) -> bool:
+    """Whether a pass may give the model other rotary frequencies, which it then keeps."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
+
+
+def is_compiled_by_user(model: PreTrainedModel) -> bool:
+    """Whether somebody has compiled the model, or a part of it. What is compiled does not see that a pass is ours."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def looks_up_sdpa(model: PreTrainedModel) -> bool:
+    """Whether modules of the model look up their attention with transformers, by the name "sdpa"."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    has_sdpa = any(getattr(config, "_attn_implementation", None) == "sdpa" for config in configs)
+    return model._supports_attention_backend and has_sdpa
+
+
+def _goes_by_columns(config) -> bool:
+    """Whether attention depends on a key's column in the cache, which for a tree is not its position.
+
+    The probe would see a bias by distance (ALiBi), but not a window that is longer than its few tokens.
+    """
+    attention = getattr(config, "attn_config", None)
+    return bool(
+        config.model_type in ("bloom", "mpt")
+        or getattr(config, "alibi", False)
+        or getattr(attention, "alibi", False)
+        or getattr(config, "position_embedding_type", None) == "alibi"
+        or (config.model_type == "gpt_neo" and "local" in config.attention_layers)
+    )
+
+
+def state_layers(adapter: ModelAdapter) -> str:
+    """Indices, type and class of the layers that keep a state."""
+    types = getattr(adapter.config, "layer_types", None) or [adapter.config.model_type] * 2**10
+    kinds: dict[str, list[str]] = {}
+    for index, layer in enumerate(adapter.make_cache().layers):
+        if not isinstance(layer, InPlaceLayer):
+            kinds.setdefault(f"{types[index]}, {type(layer).__name__}", []).append(str(index))
+    return "; ".join(f"{', '.join(indices)} ({kind})" for kind, indices in kinds.items())
