@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lookahead.compat import version_of
+
 
 @dataclass
 class DecodingPass:
@@ -28,18 +30,13 @@ class DecodingPass:
 
     def keep(self, input: torch.Tensor, products: dict[int, torch.Tensor]) -> None:
         """Keep products of one input until their layers, known by their ids, ask for them."""
-        self._input, self._version, self._products = input, _version_of(input), products
+        self._input, self._version, self._products = input, version_of(input), products
 
     def product(self, layer: int, input: torch.Tensor) -> torch.Tensor | None:
         """The product kept for a layer, if it is of this input, not written to since."""
-        if self._input is not input or self._version != _version_of(input):
+        if self._input is not input or self._version != version_of(input):
             return None
         return self._products.pop(layer, None)
-
-
-def _version_of(input: torch.Tensor) -> int | None:
-    """How often it was written to; tensors made in inference mode do not tell."""
-    return None if input.is_inference() else input._version
 
 
 _thread = threading.local()

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-from torch._dynamo.eval_frame import OptimizedModule
 from transformers import GenerationMixin, PreTrainedModel
 
+from lookahead.compat import is_compiled_wrapper
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.engine import loop
@@ -95,7 +95,7 @@ def wrap(
     if hasattr(model, "get_base_model"):
         wrap(model.get_base_model(), config, pool, source)
         return model
-    if isinstance(model, OptimizedModule):
+    if is_compiled_wrapper(model):
         raise TypeError(
             "lookahead.wrap takes no model that torch.compile(model) returns, whose generate() is that of the model "
             "inside: wrap the model itself, and compile it in place by model.compile()"

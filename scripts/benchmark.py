@@ -44,9 +44,9 @@ from transformers import (
 import lookahead
 from lookahead import Lookahead, LookaheadConfig, NgramPool
 from lookahead.passes.costs import synchronize
+from lookahead.passes.environment import environment
 from lookahead.tools.audit import choice_scores, first_difference, next_logits
 from lookahead.tools.loading import load
-from lookahead.passes.environment import environment
 from lookahead.tools.prompts import read_prompts
 
 DTYPES = ("float32", "bfloat16")

@@ -18,9 +18,9 @@ from results import write_results
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
+from lookahead.passes.environment import environment
 from lookahead.tools.cli import AutoOr
 from lookahead.tools.loading import load
-from lookahead.passes.environment import environment
 from lookahead.tools.prompts import read_prompts, up_to_its_end
 
 METHODS = ("plain", "fresh pool", "shared pool")

@@ -13,13 +13,14 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import platformdirs
 import torch
 
+from lookahead.compat import cpu_capability
 from lookahead.cpu import private, toolchain
 from ngram_pool.waiting import told_if_long
 
@@ -34,23 +35,8 @@ DAY = 24 * 60 * 60
 _DIGEST = hashlib.sha256().digest_size
 
 
-def _asked(question: Callable[[], str | bool]) -> str | bool:
-    """What torch says of the processor; False where this torch cannot tell."""
-    try:
-        return question()
-    except (AttributeError, RuntimeError):
-        return False
-
-
-def _capability() -> str:
-    """The key of `toolchain.INSTRUCTIONS` for what torch uses of this processor; ATEN_CPU_CAPABILITY can lower it."""
-    capability = _asked(lambda: torch.backends.cpu.get_cpu_capability())
-    if capability == "AVX512" and _asked(lambda: torch.cpu._is_avx512_bf16_supported()):
-        return "AVX512_BF16"
-    return capability if capability in toolchain.INSTRUCTIONS else "DEFAULT"
-
-
-CAPABILITY = _capability()
+CAPABILITY = cpu_capability() if cpu_capability() in toolchain.INSTRUCTIONS else "DEFAULT"
+"""The key of `toolchain.INSTRUCTIONS` for what torch uses of this processor; ATEN_CPU_CAPABILITY can lower it."""
 HAS_BF16 = CAPABILITY == "AVX512_BF16"
 
 

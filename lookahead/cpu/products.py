@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from lookahead.compat import pre_hooks
 from lookahead.cpu import native
 from lookahead.decoding_pass import DecodingPass, current_pass
 
@@ -56,8 +57,9 @@ class DecodingLinear(nn.Linear):
 def install(model: nn.Module) -> None:
     """Let the plain linear layers that are worth it be `DecodingLinear`. Parameters and hooks stay as they are."""
     for module in model.modules():
+        children = dict(module.named_children())
         for names in GIVEN_THE_SAME:
-            layers = tuple(layer for name in names if type(layer := module._modules.get(name)) is nn.Linear)
+            layers = tuple(layer for name in names if type(layer := children.get(name)) is nn.Linear)
             if len(set(layers)) > 1 and sum(layer.weight.numel() for layer in layers) >= LEAST_WEIGHTS:
                 for layer in layers:
                     layer.__class__, layer.siblings = DecodingLinear, layers
@@ -118,7 +120,7 @@ def kernels() -> dict[torch.dtype, "ctypes._CFuncPtr"]:
 
 def _is_as_plain(layer: nn.Linear, input: torch.Tensor) -> bool:
     """Whether a layer's product can be computed before it is called, with the same input. Hooks may write to that."""
-    has_hooks = layer._forward_pre_hooks or "forward" in vars(layer)
+    has_hooks = pre_hooks(layer) or "forward" in vars(layer)
     return type(layer) is DecodingLinear and not has_hooks and _serves(input, layer.weight, layer.bias)
 
 

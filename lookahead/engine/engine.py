@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from lookahead.compat import attention_implementation
 from lookahead.config import AUTO, LookaheadConfig
 from lookahead.cpu import native
 from lookahead.engine.fallback import warn_plain
@@ -109,7 +110,7 @@ class Lookahead:
         served = [name for name, reason in missing.items() if reason is None]
         lines = [
             f"passes: {self.runner.name}",
-            f"attention: {adapter.config._attn_implementation}, "
+            f"attention: {attention_implementation(adapter.config)}, "
             + ("in two parts" if adapter.splits_attention else "with a dense mask"),
             f"kernels: of our own on a CPU: {', '.join(served)}" if served else "kernels: torch's",
             f"guesses: {'trees' if adapter.can_branch else 'single chains'}",

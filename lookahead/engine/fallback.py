@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import CACHE_ARGUMENTS, context_length
@@ -73,7 +74,7 @@ def why_plain(
     embeds = model_kwargs.get("inputs_embeds")
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
-    if adapter.cache_argument == "cache_params" and getattr(cache, "_is_user_defined", False):
+    if adapter.cache_argument == "cache_params" and compat.is_callers_own(cache):
         return "on a cache of states alone, which do not say how much of the prompt they hold"
     if cache is not None and (type(cache) is not DynamicCache or (held and not adapter.knows(cache))):
         return f"on past_key_values of type {type(cache).__name__} with these layers"
@@ -83,7 +84,7 @@ def why_plain(
     if held >= new and whole:
         return "on past_key_values that hold all of the prompt"
     # generate() drops a mask of ones, and says how long it was.
-    covered = (len(ids), getattr(generation, "_mask_length", None)) if mask is None else tuple(mask.shape)
+    covered = (len(ids), compat.dropped_mask_length(generation)) if mask is None else tuple(mask.shape)
     if covered[1:] != (None,) and covered != (len(ids), new if whole else held + new):
         return "with an attention_mask that is not of the prompt's shape"
     if mask is not None:

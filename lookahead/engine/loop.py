@@ -8,6 +8,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
+from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
@@ -59,7 +60,7 @@ def decode(
     config = lookahead_config or LookaheadConfig()
     engine = Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb), source)
     return run(
-        engine, type(model)._sample, model, input_ids, logits_processor, stopping_criteria, generation_config,
+        engine, compat.sampling_loop(model), model, input_ids, logits_processor, stopping_criteria, generation_config,
         **model_kwargs,
     )  # fmt: skip
 
@@ -143,7 +144,7 @@ def _rules(
         and all(type(callback) in BY_SEQUENCE for callback in (*processors, *criteria))
         and (pads or all(type(criterion) is MaxLengthCriteria for criterion in criteria))
     )
-    pad_token = int(generation._pad_token_tensor) if pads else None
+    pad_token = compat.pad_token(generation) if pads else None
     settings = Settings(generation.do_sample, pad_token, keep_scores, keep_logits, streamer)
     if not at_own_pace:
         return [NextTokenRule(ids, processors, criteria, settings)]
@@ -159,7 +160,7 @@ def _padded(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tens
     longest = max(group.shape[1] for group in ids)
     if all(group.shape[1] == longest for group in ids):
         return torch.cat(ids)
-    pad = int(generation._pad_token_tensor)
+    pad = compat.pad_token(generation)
     return torch.cat([torch.nn.functional.pad(group, (0, longest - group.shape[1]), value=pad) for group in ids])
 
 
@@ -200,7 +201,7 @@ class _Call:
         theirs = self.cache_passed_in
         held = positions_in(theirs)
         taken_over = self._runner.adapter.take_over(theirs) if held else None
-        is_kept = self._generation.return_dict_in_generate or getattr(theirs, "_is_user_defined", False)
+        is_kept = self._generation.return_dict_in_generate or compat.is_callers_own(theirs)
         ended: dict[int, LookaheadCache] | None = {} if theirs is not None and is_kept else None
         try:
             self._prefill(rules, taken_over)

@@ -6,6 +6,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
+from lookahead.compat import dropped_mask_length
 from lookahead.guessing.source import GuessSource
 from lookahead.models.adapter import CACHE_ARGUMENTS
 from lookahead.models.cache import LookaheadCache
@@ -41,7 +42,7 @@ def repeats_what_is_cached(ids: torch.Tensor, generation: GenerationConfig, mode
     """Whether the prompt begins with what a cache that is passed in holds, or follows it: the mask covers both."""
     mask = model_kwargs.get("attention_mask")
     # A mask that hides nothing may have been dropped.
-    covered = getattr(generation, "_mask_length", None) if mask is None else mask.shape[-1]
+    covered = dropped_mask_length(generation) if mask is None else mask.shape[-1]
     return model_kwargs.get("inputs_embeds") is not None or covered == ids.shape[1]
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from lookahead.compat import execution_device
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.step import Visibility, mask
@@ -132,17 +133,10 @@ class ModelAdapter:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Where the model's inputs belong; parameters that accelerate keeps elsewhere do not tell."""
-    device = _execution_device(model)
+    device = execution_device(model)
     if device is None and model.device.type == "meta":  # offloaded part by part
-        device = _execution_device(model.get_input_embeddings())
+        device = execution_device(model.get_input_embeddings())
     return torch.device(device) if device is not None else model.device
-
-
-def _execution_device(module: torch.nn.Module) -> torch.device | int | str | None:
-    """Where accelerate's hook on a module brings its weights and inputs, if there is one that does."""
-    hook = getattr(module, "_hf_hook", None)
-    devices = [getattr(one, "execution_device", None) for one in getattr(hook, "hooks", [hook])]
-    return next((device for device in devices if device is not None), None)
 
 
 def context_length(model: PreTrainedModel) -> int:

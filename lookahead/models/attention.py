@@ -4,7 +4,7 @@
                          x  keys of the step    ancestors alone, [T, T]
 
 A kernel of ours takes a single sequence on a CPU (`tree_attention`). Elsewhere, the two parts are joined by their
-log-sum-exp, as in flash decoding, and query heads that share a key head are packed as further queries of it, so keys
+log-sum-exp, as in flash decoding, and query heads that share a key head are taken as further queries of it, so keys
 and values are never repeated. The function is registered with transformers in the place of "sdpa". Outside of passes of
 the decoding loop (`decoding_pass`), and for anything but a step or a prompt, it is "sdpa".
 """
@@ -12,13 +12,13 @@ the decoding loop (`decoding_pass`), and for anything but a step or a prompt, it
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lookahead.compat import flash_attention, registered_attention
 from lookahead.cpu import tree_attention
 from lookahead.decoding_pass import current_pass, is_traced
 
 SHORT = 1024  # keys up to which one part with a mask over all of them is quicker than two
-MOST_QUERIES = 512  # of a key head that are packed; prefills are longer
+MOST_QUERIES = 512  # of a key head; prefills are longer
 
 
 def attend(
@@ -77,17 +77,17 @@ def attend_grouped(
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     of_step = mask is not None and held > 0 and mask.shape[-1] == new
-    packed = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
+    grouped = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
     in_one = of_step and query.device.type == "cpu" and held <= SHORT
     if mask is not None:
-        mask = _packed_mask(mask, groups, held if in_one else 0, query.dtype)
+        mask = _repeated_mask(mask, groups, held if in_one else 0, query.dtype)
     if of_step and not in_one:
         out = _joined(
-            *_part(packed, key[:, :, :held], value[:, :, :held], None, scaling),
-            *_part(packed, key[:, :, held:], value[:, :, held:], mask, scaling),
+            *_part(grouped, key[:, :, :held], value[:, :, :held], None, scaling),
+            *_part(grouped, key[:, :, held:], value[:, :, held:], mask, scaling),
         )
     else:
-        out, _ = _part(packed, key, value, mask, scaling)
+        out, _ = _part(grouped, key, value, mask, scaling)
     return out.reshape(query.shape).transpose(1, 2).contiguous()
 
 
@@ -96,20 +96,19 @@ def _kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     return under_way is not None and under_way.uses_kernels and tree_attention.serves(query, key, value, mask)
 
 
-def _packed_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mask for ``groups`` packed queries each, additive, of this dtype, with ``held`` visible keys put before it.
-
-    Kept with the mask, for all layers of a kind ask for the same.
+def _repeated_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask, additive and of this dtype, for ``groups`` query heads that share a key head, behind ``held`` keys that
+    all see. Kept with the mask, for all layers of a kind ask for the same.
     """
     wanted = groups, held, dtype
-    made_for, packed = getattr(mask, "_packed", (None, None))
+    made_for, repeated = getattr(mask, "_repeated", (None, None))
     if made_for != wanted:
-        packed = mask
+        repeated = mask
         if mask.dtype == torch.bool:
-            packed = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
-        packed = nn.functional.pad(packed.to(dtype).repeat(1, 1, groups, 1), (held, 0))
-        mask._packed = wanted, packed
-    return packed
+            repeated = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+        repeated = nn.functional.pad(repeated.to(dtype).repeat(1, 1, groups, 1), (held, 0))
+        mask._repeated = wanted, repeated
+    return repeated
 
 
 def _is_causal(module: nn.Module, kwargs: dict) -> bool:
@@ -129,12 +128,8 @@ def _part(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to some of the keys, in the inputs' dtype, and its log-sum-exp, float32 [batch, key heads, queries]."""
-    if query.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=mask, scale=scaling
-        )
-    if mask is None:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scaling)[:2]
+    if mask is None or query.device.type == "cpu":
+        return flash_attention(query, key, value, mask, scaling)
     scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling) + mask
     log_sum = scores.logsumexp(-1)
     return (scores - log_sum[..., None]).exp().to(value.dtype) @ value, log_sum
@@ -148,5 +143,5 @@ def _joined(
     return torch.lerp(first.float(), second.float(), share).to(first.dtype)
 
 
-sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+sdpa = registered_attention("sdpa")
 AttentionInterface.register("sdpa", attend)

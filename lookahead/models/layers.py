@@ -5,6 +5,7 @@ import inspect
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from lookahead.compat import attention_implementation, is_compiled, looks_up_attention
 from lookahead.models.adapter import CACHE_ARGUMENTS, ModelAdapter, UnsupportedModelError
 from lookahead.models.cache import InPlaceLayer
 from lookahead.step import Visibility
@@ -55,7 +56,9 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
         has_state=has_state,
         in_inference_mode=not has_state and not _changes_rope(config),
         can_branch=(
-            model.config._attn_implementation in ("sdpa", "eager") and not _goes_by_columns(config) and not has_state
+            attention_implementation(model.config) in ("sdpa", "eager")
+            and not _goes_by_columns(config)
+            and not has_state
         ),
     )
 
@@ -69,14 +72,14 @@ def _changes_rope(config: PreTrainedConfig) -> bool:
 
 def is_compiled_by_user(model: PreTrainedModel) -> bool:
     """Whether somebody has compiled the model, or a part of it. What is compiled does not see that a pass is ours."""
-    return any(module._compiled_call_impl is not None for module in model.modules())
+    return any(is_compiled(module) for module in model.modules())
 
 
 def looks_up_sdpa(model: PreTrainedModel) -> bool:
     """Whether modules of the model look up their attention with transformers, by the name "sdpa"."""
     configs = (getattr(module, "config", None) for module in model.modules())
-    has_sdpa = any(getattr(config, "_attn_implementation", None) == "sdpa" for config in configs)
-    return model._supports_attention_backend and has_sdpa
+    has_sdpa = any(attention_implementation(config) == "sdpa" for config in configs)
+    return looks_up_attention(model) and has_sdpa
 
 
 def _goes_by_columns(config) -> bool:

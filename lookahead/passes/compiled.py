@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from lookahead import compat
 from lookahead.cpu import products
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models import attention
@@ -65,8 +65,7 @@ def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     """What torch.compile does with what it has traced, after linear layers have become products by our kernel."""
     _use_products(graph.graph)
     graph.recompile()
-    # Rounding to the model's dtype wherever its own code does: what is nearer to the exact sum may be another token.
-    program = torch._inductor.compile(graph, inputs, options={"emulate_precision_casts": True})
+    program = compat.compile_graph(graph, inputs)  # what rounds less may write another token
     checked: set[int] = set()
 
     def run(*arguments):
@@ -83,7 +82,7 @@ def _use_products(graph: torch.fx.Graph) -> None:
     writes = 0  # after which an input may be another one
     for node in graph.nodes:
         writes += _may_write(node)
-        if node.target is torch._C._nn.linear and _is_ours(node):
+        if node.target is compat.TRACED_LINEAR and _is_ours(node):
             groups.setdefault((node.args[0], writes), []).append(node)
     for (given, _), group in groups.items():
         weights, biases = [node.args[1] for node in group], [(*node.args, None)[2] for node in group]
@@ -181,7 +180,7 @@ class CompiledRunner(EagerRunner):
             with torch.inference_mode() if self.adapter.in_inference_mode else nullcontext():
                 masks = self.adapter.masks(ancestors, positions, cache, self.model.dtype, device)
                 logits = self._run(tokens, cache, self.adapter.mask_of_layers(masks))
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        except compat.COMPILE_ERRORS as error:
             give_up(self.model, f"torch.compile fails with {error!r}")
             return super().run(steps, cache, last)
         return Output(logits[:, : len(steps[0])])
@@ -199,15 +198,10 @@ class CompiledRunner(EagerRunner):
         ):
             if is_known:
                 return self._program(tokens)
-            dynamo = torch._dynamo.config
-            before, dynamo.skip_nnmodule_hook_guards = dynamo.skip_nnmodule_hook_guards, False  # hooks may come later
-            torch._dynamo.mark_dynamic(tokens, 1)
-            try:
-                with told_if_long("compiling passes"):
-                    kinds = tuple(adapter.mask_of or ())
-                    logits = _compiled_pass(self.model)(self.model, adapter.cache_argument, tokens, kinds)
-            finally:
-                dynamo.skip_nnmodule_hook_guards = before
+            compat.mark_dynamic(tokens, 1)
+            with compat.guarded_hooks(), told_if_long("compiling passes"):
+                kinds = tuple(adapter.mask_of or ())
+                logits = _compiled_pass(self.model)(self.model, adapter.cache_argument, tokens, kinds)
             self._program = Program.that_gave(logits, tokens)
             return logits
 

@@ -24,6 +24,7 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
+from lookahead.compat import attention_implementation, settings_of
 from lookahead.cpu import products
 from lookahead.models.adapter import context_length, device_of
 from lookahead.models.cache import LookaheadCache
@@ -201,7 +202,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
     """
     model, adapter = runner.model, runner.adapter
     now = (
-        model.config._attn_implementation,
+        attention_implementation(model.config),
         adapter.splits_attention,
         runner.name,
         adapter.uses_kernels,
@@ -253,8 +254,7 @@ def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
 
 def _path(model: PreTrainedModel, now: tuple) -> Path:
     """The file of all that step costs depend on. now: what of it can change while the model lives."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    depends_on = [type(model).__name__, config, environment(model), *now]
+    depends_on = [type(model).__name__, settings_of(model.config), environment(model), *now]
     text = json.dumps(depends_on, sort_keys=True, default=str)
     return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(text.encode())}.json"
 

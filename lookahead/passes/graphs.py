@@ -25,10 +25,10 @@ from itertools import chain
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from lookahead import compat
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import Accepted, InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import relative_error, tolerance
@@ -93,19 +93,17 @@ def why_eager(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
         return "its steps are not told apart by mask and position_ids alone"
     if adapter.mask_of is not None or any(visibility != Visibility() for visibility in adapter.layers):
         return "not all of its layers attend to everything"
-    if model._compiled_call_impl is not None:
+    if compat.is_compiled(model):
         return "it is compiled"
     for module in model.modules():
-        if hasattr(module, "_hf_hook"):
+        if compat.has_accelerate_hook(module):
             return "accelerate moves its weights or inputs"
         if type(module).__module__.startswith("peft."):
             return "adapters can be switched between calls"
-        hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
-        # transformers' own only act when outputs are asked for that lookahead does not give
-        if any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks):
+        if compat.hooks_of_users(module):
             return f"a hook on {type(module).__name__} would not be called"
     weights = list(_weights(model))
-    if any(is_traceable_wrapper_subclass(weight) for weight in weights):
+    if not all(compat.is_plain(weight) for weight in weights):
         return "some of its weights are no plain tensors"
     if len({weight.device for weight in weights}) > 1:
         return "it is spread over several devices"
@@ -156,7 +154,7 @@ class StepGraphs:
         if not self._free.acquire(blocking=False):
             return cache
         try:
-            implementation, dtype = self._model.config._attn_implementation, cache.layers[0].dtype
+            implementation, dtype = compat.attention_implementation(self._model.config), cache.layers[0].dtype
             made_for = implementation, dtype, *map(_address, _weights(self._model))
             if made_for != self._made_for:
                 self._forget()

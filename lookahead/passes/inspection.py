@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from lookahead.compat import attention_implementation
 from lookahead.cpu import products
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError
 from lookahead.models.layers import is_compiled_by_user, looks_up_sdpa, read_config, state_layers
@@ -57,7 +58,7 @@ def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | Non
 def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     """Whether sequences of several lengths can share a pass, probed once for each attention implementation."""
     known = _batches.setdefault(model, {})
-    way = model.config._attn_implementation, adapter.uses_kernels
+    way = attention_implementation(model.config), adapter.uses_kernels
     if way not in known:
         runner = EagerRunner(model, adapter)
         known[way] = adapter.can_branch and probe.compare_with_plain(runner, sequences=2) is None
@@ -68,7 +69,7 @@ def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     """Whether plain passes over all of a text say what plain decoding on a cache does, probed once for each attention
     implementation. They do not where attention is not causal."""
     known = _without_cache.setdefault(model, {})
-    implementation = model.config._attn_implementation
+    implementation = attention_implementation(model.config)
     if implementation not in known:
         known[implementation] = probe.is_same_without_cache(model, adapter)
     return known[implementation]
@@ -77,7 +78,7 @@ def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
 def _way(model: PreTrainedModel, cpu_kernels: bool) -> tuple:
     """All that can change how a model computes while it lives."""
     has_products = cpu_kernels and products.are_installed(model)
-    return model.config._attn_implementation, cpu_kernels, has_products, is_compiled_by_user(model)
+    return attention_implementation(model.config), cpu_kernels, has_products, is_compiled_by_user(model)
 
 
 def _inspect(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
@@ -106,7 +107,7 @@ def _inspect(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         if reason is None:
             return replace(way, given_up=tuple(given_up))
         given_up.append(f"{what}: {reason}")
-    implementation = model.config._attn_implementation
+    implementation = attention_implementation(model.config)
     if not probe.is_causal(model, adapter):
         reason = "later tokens change the logits of earlier ones"
         remedy = "Loading it with is_decoder=True may make its attention causal"

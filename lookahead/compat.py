@@ -1,0 +1,163 @@
+"""Names of torch, transformers and accelerate that are private, or move from version to version: a function each.
+
+Nothing else in the package uses them. tests/test_compat.py says which one an upgrade has moved.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# -- generate() -------------------------------------------------------------------------------------------------------
+
+LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
+"""Methods of a model that generate() calls by name, with inputs prepared, to decode: `wrapping` overrides them."""
+
+
+def sampling_loop(model: PreTrainedModel) -> Callable:
+    """The model's own loop of greedy decoding and sampling, a function of the model."""
+    return type(model)._sample
+
+
+def pad_token(generation: GenerationConfig) -> int:
+    """What generate() pads sequences with that end early."""
+    return int(generation._pad_token_tensor)
+
+
+def dropped_mask_length(generation: GenerationConfig) -> int | None:
+    """Columns of an attention mask that generate() has dropped, because it hid nothing."""
+    return getattr(generation, "_mask_length", None)
+
+
+def is_callers_own(cache: Cache | None) -> bool:
+    """Whether a cache was passed to generate() by its caller, who may go on with it."""
+    return getattr(cache, "_is_user_defined", False)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def attention_implementation(config: PretrainedConfig) -> str | None:
+    """The attention that a configuration has chosen, such as "sdpa"."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def looks_up_attention(model: PreTrainedModel) -> bool:
+    """Whether the model's layers take whatever attention is registered under the name that is chosen."""
+    return model._supports_attention_backend
+
+
+def registered_attention(name: str) -> Callable:
+    """The attention function registered with transformers under a name."""
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def settings_of(config: PretrainedConfig) -> dict:
+    """All that a configuration says of the model itself, not of where it came from."""
+    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+
+
+def execution_device(module: nn.Module) -> torch.device | int | str | None:
+    """Where accelerate's hook on a module brings its weights and inputs, if there is one that does."""
+    hook = getattr(module, "_hf_hook", None)
+    devices = [getattr(one, "execution_device", None) for one in getattr(hook, "hooks", [hook])]
+    return next((device for device in devices if device is not None), None)
+
+
+def has_accelerate_hook(module: nn.Module) -> bool:
+    return hasattr(module, "_hf_hook")
+
+
+# -- modules and tensors ----------------------------------------------------------------------------------------------
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def is_compiled_wrapper(model: object) -> bool:
+    """Whether this is what ``torch.compile(model)`` returned."""
+    return isinstance(model, OptimizedModule)
+
+
+def pre_hooks(module: nn.Module) -> list[Callable]:
+    """What is called before the module is."""
+    return list(module._forward_pre_hooks.values())
+
+
+def hooks_of_users(module: nn.Module) -> list[Callable]:
+    """What is called before or after the module is, less transformers' own, which act where outputs are asked for."""
+    hooks = chain(module._forward_hooks.values(), pre_hooks(module))
+    return [hook for hook in hooks if getattr(hook, "__module__", None) != "transformers.utils.output_capturing"]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """False for a tensor that stands for others, such as a quantized weight."""
+    return not is_traceable_wrapper_subclass(tensor)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written to; those made in inference mode do not tell."""
+    return None if tensor.is_inference() else tensor._version
+
+
+# -- processors and kernels -------------------------------------------------------------------------------------------
+
+
+def cpu_capability() -> str:
+    """What torch uses of this processor: DEFAULT, AVX2, AVX512, or AVX512_BF16. DEFAULT where it does not tell."""
+    capability = "DEFAULT"
+    with suppress(AttributeError, RuntimeError):
+        capability = torch.backends.cpu.get_cpu_capability()
+        if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
+            capability = "AVX512_BF16"
+    return capability
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and the log-sum-exp of its scores, float32 [batch, heads, queries]. On a GPU, without a mask only."""
+    if query.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, attn_mask=mask, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[:2]
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+"""What torch.compile raises where it cannot compile."""
+
+TRACED_LINEAR = torch._C._nn.linear
+"""What a linear layer is in a traced graph."""
+
+
+def compile_graph(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+    """The program of a traced graph, which rounds to the tensors' dtype wherever the traced code does."""
+    return torch._inductor.compile(graph, inputs, options={"emulate_precision_casts": True})
+
+
+def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
+    """Leave a dimension open in the program that is traced with this tensor."""
+    torch._dynamo.mark_dynamic(tensor, dimension)
+
+
+@contextmanager
+def guarded_hooks() -> Iterator[None]:
+    """Let programs that are compiled in this block notice hooks that come later."""
+    config = torch._dynamo.config
+    before, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
+    try:
+        yield
+    finally:
+        config.skip_nnmodule_hook_guards = before

@@ -1,0 +1,238 @@
+"""What the package uses of other libraries that they may move: each test names the version in which one did."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, LlamaConfig
+from zoo import tiny_model
+
+from lookahead import compat, wrapping
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+def moved(name: str, library: str) -> str:
+    return f"{library} {version(library)} has moved {name}: lookahead/compat.py has to follow"
+
+
+@pytest.fixture
+def model():
+    return tiny_model("llama")
+
+
+def seen_in_loop(model, monkeypatch, **options) -> dict:
+    """What generate() hands to its sampling loop."""
+    seen = {}
+
+    def loop(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        seen.update(kwargs, generation=generation_config)
+        return input_ids
+
+    monkeypatch.setattr(type(model), "_sample", loop)
+    model.generate(IDS, max_new_tokens=2, **options)
+    return seen
+
+
+@pytest.mark.parametrize("name", compat.LOOPS)
+def test_loops(name):
+    assert callable(getattr(GenerationMixin, name, None)), moved(f"GenerationMixin.{name}", "transformers")
+    arguments = ["self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"]
+    assert list(inspect.signature(getattr(GenerationMixin, name)).parameters)[:5] == arguments, moved(
+        f"arguments of GenerationMixin.{name}", "transformers"
+    )
+    assert name in vars(wrapping.LookaheadMixin)
+
+
+def test_generate_calls_its_loop_by_name(model, monkeypatch):
+    assert compat.sampling_loop(model) is type(model)._sample
+    assert "generation" in seen_in_loop(model, monkeypatch), moved(
+        "the call of GenerationMixin._sample", "transformers"
+    )
+
+
+def test_pad_token(model, monkeypatch):
+    generation = seen_in_loop(model, monkeypatch, pad_token_id=3, eos_token_id=4)["generation"]
+    assert compat.pad_token(generation) == 3, moved("GenerationConfig._pad_token_tensor", "transformers")
+
+
+def test_length_of_a_mask_that_was_dropped(model, monkeypatch):
+    seen = seen_in_loop(model, monkeypatch, attention_mask=torch.ones_like(IDS))
+    length = compat.dropped_mask_length(seen["generation"])
+    is_told = length == 4 or seen.get("attention_mask") is not None
+    assert is_told, moved("GenerationConfig._mask_length", "transformers")
+    assert compat.dropped_mask_length(GenerationConfig()) is None
+
+
+def test_caches_of_callers(model, monkeypatch):
+    cache = model(IDS, use_cache=True).past_key_values
+    seen = seen_in_loop(model, monkeypatch, past_key_values=cache)
+    assert compat.is_callers_own(seen["past_key_values"]), moved("Cache._is_user_defined", "transformers")
+    assert not compat.is_callers_own(seen_in_loop(model, monkeypatch).get("past_key_values"))
+    assert not compat.is_callers_own(None)
+
+
+def test_attention(model):
+    assert compat.attention_implementation(model.config) == "sdpa", moved("config._attn_implementation", "transformers")
+    model.set_attn_implementation("eager")
+    assert compat.attention_implementation(model.config) == "eager"
+    assert compat.looks_up_attention(model), moved("PreTrainedModel._supports_attention_backend", "transformers")
+    assert not compat.looks_up_attention(tiny_model("bloom"))
+
+
+def test_registered_attention():
+    """In a process of its own, where nothing has been registered."""
+    code = "from lookahead.compat import registered_attention; print(registered_attention('sdpa').__name__)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout.strip() == "sdpa_attention_forward", moved("ALL_ATTENTION_FUNCTIONS", "transformers")
+
+
+def test_settings():
+    one, other = LlamaConfig(hidden_size=64), LlamaConfig(hidden_size=64)
+    one._name_or_path, other._name_or_path = "here", "there"
+    assert compat.settings_of(one) == compat.settings_of(other), moved("config._name_or_path", "transformers")
+    assert compat.settings_of(one) != compat.settings_of(LlamaConfig(hidden_size=128))
+
+
+def test_hooks_of_accelerate(model):
+    assert compat.execution_device(model.lm_head) is None
+    assert not compat.has_accelerate_hook(model.lm_head)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert compat.has_accelerate_hook(model.lm_head), moved("module._hf_hook", "accelerate")
+    assert torch.device(compat.execution_device(model.lm_head)).type == "cpu", moved("execution_device", "accelerate")
+
+
+def test_compiled_modules():
+    layer = nn.Linear(2, 2)
+    assert not compat.is_compiled(layer)
+    layer.compile()
+    assert compat.is_compiled(layer), moved("Module._compiled_call_impl", "torch")
+    assert compat.is_compiled_wrapper(torch.compile(nn.Linear(2, 2))), moved("OptimizedModule", "torch")
+    assert not compat.is_compiled_wrapper(layer)
+
+
+def test_hooks(model):
+    model(IDS, output_hidden_states=True)  # transformers adds hooks of its own
+    assert not any(compat.hooks_of_users(module) for module in model.modules()), moved(
+        "utils.output_capturing", "transformers"
+    )
+    layer = nn.Linear(2, 2)
+    before = layer.register_forward_pre_hook(lambda *_: None)
+    assert len(compat.pre_hooks(layer)) == len(compat.hooks_of_users(layer)) == 1, moved("_forward_pre_hooks", "torch")
+    before.remove()
+    layer.register_forward_hook(lambda *_: None)
+    assert not compat.pre_hooks(layer)
+    assert len(compat.hooks_of_users(layer)) == 1, moved("Module._forward_hooks", "torch")
+
+
+def test_plain_tensors():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = nn.Linear(32, 32)
+    assert compat.is_plain(layer.weight)
+    quantize_(layer, Int8WeightOnlyConfig())
+    assert not compat.is_plain(layer.weight), moved("is_traceable_wrapper_subclass", "torch")
+
+
+def test_versions_of_tensors():
+    tensor = torch.zeros(2)
+    before = compat.version_of(tensor)
+    tensor.add_(1)
+    assert compat.version_of(tensor) > before, moved("Tensor._version", "torch")
+    with torch.inference_mode():
+        assert compat.version_of(torch.zeros(2)) is None
+
+
+def test_cpu_capability(monkeypatch):
+    known = {"DEFAULT", "AVX2", "AVX512", "AVX512_BF16"}
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert hasattr(torch.cpu, "_is_avx512_bf16_supported"), moved("torch.cpu._is_avx512_bf16_supported", "torch")
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+        assert compat.cpu_capability() == "AVX512_BF16"
+        monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+        assert compat.cpu_capability() == "AVX512"
+    assert compat.cpu_capability() in known | {torch.backends.cpu.get_cpu_capability()}
+    monkeypatch.delattr(torch.backends.cpu, "get_cpu_capability")
+    assert compat.cpu_capability() == "DEFAULT"
+
+
+def test_flash_attention():
+    query, key, value = (torch.randn(1, 2, n, 8) for n in (3, 5, 5))
+    mask = torch.randn(1, 1, 3, 5)
+    out, log_sum = compat.flash_attention(query, key, value, mask, 0.5)
+    scores = query @ key.transpose(-1, -2) * 0.5 + mask
+    torch.testing.assert_close(out, scores.softmax(-1) @ value, msg=lambda m: moved("flash attention", "torch") + m)
+    torch.testing.assert_close(log_sum, scores.logsumexp(-1), msg=lambda m: moved("its log-sum-exp", "torch") + m)
+
+
+def test_compiling():
+    """A graph as torch.compile traces it: a linear layer, rounded where its own code rounds, with an open dimension."""
+    layer, targets, sizes = nn.Linear(8, 8).bfloat16(), set(), set()
+
+    def backend(graph, inputs):
+        targets.update(node.target for node in graph.graph.nodes)
+        program = compat.compile_graph(graph, inputs)
+
+        def run(*arguments):
+            sizes.add(len(targets))
+            return program(*arguments)
+
+        return run
+
+    def function(x):
+        return layer(x) + x
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    with torch.no_grad(), compat.guarded_hooks():
+        for rows in (3, 4, 5):
+            x = torch.randn(rows, 8, dtype=torch.bfloat16)
+            compat.mark_dynamic(x, 0)
+            assert torch.equal(compiled(x), function(x)), moved("emulate_precision_casts", "torch")
+    assert compat.TRACED_LINEAR in targets, moved("torch._C._nn.linear", "torch")
+    assert len(sizes) == 1, moved("mark_dynamic", "torch")  # one program for all
+
+
+def test_what_does_not_compile():
+    def function(x):
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(compat.COMPILE_ERRORS):
+        torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(2))
+
+
+def test_hooks_are_noticed_by_what_is_compiled():
+    config = torch._dynamo.config
+    assert config.skip_nnmodule_hook_guards in (True, False), moved("skip_nnmodule_hook_guards", "torch")
+    before, during = config.skip_nnmodule_hook_guards, []
+    with suppress(KeyboardInterrupt), compat.guarded_hooks():
+        during.append(config.skip_nnmodule_hook_guards)
+        raise KeyboardInterrupt
+    assert during == [False]
+    assert config.skip_nnmodule_hook_guards == before
+
+
+def test_nothing_else_uses_private_names_of_libraries():
+    trees = {path: ast.parse(path.read_text()) for path in Path(compat.__file__).parent.rglob("*.py")}
+    del trees[Path(compat.__file__)]
+    used, ours = {}, set(compat.LOOPS)
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and re.fullmatch("_[a-z].*", node.attr):
+                if isinstance(node.ctx, ast.Store):
+                    ours.add(node.attr)
+                else:
+                    used.setdefault(node.attr, f"{path.name}, line {node.lineno}")
+            elif isinstance(node, (ast.FunctionDef, ast.Name)):
+                ours.add(getattr(node, "name", None) or node.id)
+    foreign = {name: place for name, place in used.items() if name not in ours}
+    assert not foreign, "private names of other libraries belong into lookahead/compat.py"
