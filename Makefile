@@ -8,14 +8,19 @@ INSTALLED := $(VENV)/installed
 WITH_TESTS := $(VENV)/installed-with-tests
 VLLM := .peers/vllm
 
-.PHONY: demo test test-versions test-vllm test-clients format clean
+.PHONY: demo lint test test-versions test-vllm test-clients format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/lookahead generate --prompt-file demo_prompt.txt --temperature 0.6 --seed 1 --max-new-tokens 256 --compare
 
-test: $(WITH_TESTS)
+# Style, imports that run one way, types.
+lint: $(WITH_TESTS)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/mypy
+
+test: lint
 	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # The core tests with the oldest and the newest transformers that pyproject.toml admits.

@@ -1,0 +1,45 @@
+"""What the pages under docs/ show is what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from draw_design import rooms, step
+
+import lookahead
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.mark.parametrize("draw", [rooms, step])
+def test_drawings_are_those_of_the_code(draw):
+    drawn = (DOCS / f"{draw.__name__}.svg").read_text(encoding="utf-8")
+    assert drawn == draw(), "it has changed: python scripts/draw_design.py --out docs"
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """What the example of a source leaves behind, run on a corpus that holds the text to come."""
+    source, use = re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)
+    assert len(source.splitlines()) <= 40
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(source, names)
+    model = names["AutoModelForCausalLM"].from_pretrained(lookahead.DEMO_MODEL)
+    tokenizer = names["AutoTokenizer"].from_pretrained(lookahead.DEMO_MODEL)
+    inputs = tokenizer("def read_lines(path):", return_tensors="pt")
+    text = model.generate(**inputs, max_new_tokens=60)[0]
+    Path("corpus.txt").write_text("import os\n\n" + tokenizer.decode(text, skip_special_tokens=True))
+    exec(use, names)
+    return names, inputs, text
+
+
+def test_the_example_of_a_source(example, capsys):
+    names, inputs, text = example
+    model = names["model"]
+    assert torch.equal(model.generate(**inputs, max_new_tokens=60)[0], text)
+    lookahead.wrap(model, source=names["file"])
+    assert torch.equal(model.generate(**inputs, max_new_tokens=60)[0], text)
+    assert model.lookahead.last.accepted["SuffixArray"] > 30
+    assert model.lookahead.last.tokens_per_step > 2
