@@ -34,6 +34,8 @@ import numpy as np
 import xxhash
 from transformers import AutoTokenizer
 
+from lookahead.guessing.pool import PoolSource
+from lookahead.guessing.source import Limits
 from lookahead.vocabulary import vocabulary_fingerprint
 from ngram_pool import NgramPool, Source
 from ngram_pool.kernels import LONGEST
@@ -207,11 +209,12 @@ class PoolProposer:
         texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in range(len(written))]
         self._learn(texts, written)
         threshold = self._threshold(sum(new > 0 for new in written), sum(written))
-        drafts: list[list[int]] = []
-        for text, new in zip(texts, written, strict=True):
-            # The step that verifies a draft writes a token more.
-            room = min(self._most, self._model.max_model_len - len(text) - 1) if new else 0
-            drafts.append(self.pool.guess(text, room, threshold, chain=True).tokens.tolist())
+        # The step that verifies a draft writes a token more.
+        rooms = [
+            self._model.max_model_len - len(text) - 1 if new else 0 for text, new in zip(texts, written, strict=True)
+        ]
+        limits = Limits(rooms, self._most, threshold, is_chain=True)
+        drafts = [tree.tokens.tolist() for tree in PoolSource(self.pool).propose(texts, limits)]
         self._drafted = sum(map(len, drafts))
         return drafts
 
@@ -230,13 +233,13 @@ class PoolProposer:
         hashes = []
         for text, new in zip(texts, written, strict=True):
             known = len(text) - new
-            hash_ = xxhash.xxh3_128(text[:known])
+            hash_ = xxhash.xxh3_128(text[:known].data)
             if not self._texts.take(hash_.digest()):
                 self.pool.learn(text[:known], Source.PROMPT)
             if new:
                 recent = min(known, LONGEST)
                 self.pool.follow(text[known - recent :], start=recent)
-                hash_.update(text[known:])
+                hash_.update(text[known:].data)
             hashes.append(hash_.digest())
         for digest in hashes:  # only now, for no request may be taken for another one of this call
             self._texts.keep(digest)
