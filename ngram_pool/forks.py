@@ -20,7 +20,7 @@ class Lock:
     No thread that holds one may wait for another, or two forks could lock each other.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         with _forking:
             self._lock = threading.RLock()
             _locks.add(self)
@@ -28,7 +28,7 @@ class Lock:
     def __enter__(self) -> None:
         self._lock.acquire()
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lock.release()
 
     def __reduce__(self) -> tuple:

@@ -7,6 +7,7 @@ code by the file that it comes from.
 import heapq
 import math
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -124,7 +125,7 @@ def prior_credence() -> Credence:
     return Credence(belief, np.zeros((len(KINDS), AMOUNTS, CLASSES)))
 
 
-def _compiled(loop):
+def _compiled(loop: Callable) -> Callable:
     """What Python calls returns no array: numba runs Python to make one, where an interrupt becomes a SystemError."""
     try:
         return njit(cache=True, nogil=True)(loop)

@@ -14,11 +14,12 @@ import operator
 import os
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from ngram_pool import kernels, storage
 from ngram_pool.forks import Lock
 from ngram_pool.kernels import KINDS, LONGEST, NO_TOKEN, WAYS, Credence, Table
-from ngram_pool.tree import GuessTree, Source
+from ngram_pool.tree import GuessTree, Ints, Source
 
 CHUNK = 16_384  # tokens of text learned under one hold of the lock, some 15 ms
 LISTED = 3  # tokens of the contexts that `most_confident` shows
@@ -28,7 +29,8 @@ _TICKS = 2**32  # after so many positions a pool's clock begins again
 _MOST = 2**63 - 1  # observations that are counted, and what the clock of an older file may say
 # Least and most of a pool's counters, which are kept in its file's header.
 _COUNTERS = {"clock": (0, _MOST), "observations": (0, _MOST), "largest": (-1, 2**31 - 1)}
-_NOTHING = {"_table": kernels.empty_table(WAYS), "_clock": 0, "_observations": 0}  # of a pool's state, before it learns
+# Of a pool's state, before it learns.
+_NOTHING: dict = {"_table": kernels.empty_table(WAYS), "_clock": 0, "_observations": 0}
 
 
 class NgramPool:
@@ -96,7 +98,7 @@ class NgramPool:
 
     # Learning
 
-    def learn(self, tokens, source: Source = Source.TEXT, start: int = 0) -> None:
+    def learn(self, tokens: Ints, source: Source = Source.TEXT, start: int = 0) -> None:
         """Learn every (context, next token) of ``tokens`` whose next token stands at index ``start`` or later.
 
         tokens: sequence of ids; ``tokens[:start]`` serves as context only.
@@ -104,7 +106,13 @@ class NgramPool:
         """
         self._learn_text(_text(tokens), int(Source(source)), start)
 
-    def learn_next(self, contexts, tokens, probabilities, source: Source | np.ndarray = Source.LOGITS) -> None:
+    def learn_next(
+        self,
+        contexts: ArrayLike,
+        tokens: ArrayLike,
+        probabilities: ArrayLike,
+        source: Source | np.ndarray = Source.LOGITS,
+    ) -> None:
         """Learn distributions over the next token.
 
         contexts: int [n, c], the tokens before, newest last; a negative id stands where there is none.
@@ -121,7 +129,7 @@ class NgramPool:
             kernels.learn_rows(self._table, contexts, tokens, probabilities, sources.astype(np.int64), self._clock)
             self._count(len(contexts), len(contexts))
 
-    def learn_ngrams(self, ngrams, source: Source = Source.JACOBI) -> None:
+    def learn_ngrams(self, ngrams: ArrayLike, source: Source = Source.JACOBI) -> None:
         """Learn each n-gram (int [m, n], n >= 2) as text of its own: its first token predicts the second, and so on."""
         ngrams = _ids(ngrams)
         if ngrams.ndim != 2 or ngrams.shape[1] < 2:
@@ -143,7 +151,7 @@ class NgramPool:
         self._clock = (self._clock + positions) % _TICKS
         self._observations = min(self._observations + learned, _MOST)
 
-    def calibrate(self, contexts, tokens, probabilities) -> None:
+    def calibrate(self, contexts: ArrayLike, tokens: ArrayLike, probabilities: ArrayLike) -> None:
         """Adjust how far each kind of context is believed, given what followed contexts that came up.
 
         Arguments and errors as for `learn_next`: what the model said of the next token, or simply the token itself
@@ -153,7 +161,7 @@ class NgramPool:
         with self._lock:
             kernels.calibrate(self._table, self._credence, contexts, tokens, probabilities)
 
-    def follow(self, tokens, source: Source = Source.TEXT, start: int = 0) -> None:
+    def follow(self, tokens: Ints, source: Source = Source.TEXT, start: int = 0) -> None:
         """`calibrate` by every next token of ``tokens`` that stands at index ``start`` or later, then `learn` them: to
         be called with each piece of a text as it is written.
 
@@ -164,7 +172,12 @@ class NgramPool:
     # Guessing
 
     def guess(
-        self, context, budget: int, min_probability: float = 0.0, max_depth: int | None = None, chain: bool = False
+        self,
+        context: Ints,
+        budget: int,
+        min_probability: float = 0.0,
+        max_depth: int | None = None,
+        chain: bool = False,
     ) -> GuessTree:
         """The likeliest continuations of ``context`` as one tree, grown best-first; deterministic.
 
@@ -238,7 +251,9 @@ class NgramPool:
         """
         header, arrays = storage.read(path)
         kernels.compile_loops()
-        table, credence = (kind(*(arrays.get(name) for name in kind._fields)) for kind in (Table, Credence))
+        lacking = np.empty(0)
+        table = Table(*(arrays.get(name, lacking) for name in Table._fields))
+        credence = Credence(*(arrays.get(name, lacking) for name in Credence._fields))
         flaw = _flaw(header, table, credence)
         if flaw:
             raise storage.PoolFileError(
@@ -307,13 +322,13 @@ class NgramPool:
             raise AssertionError(flaw)
 
 
-def contexts_of(text, count: int) -> np.ndarray:
+def contexts_of(text: Ints, count: int) -> np.ndarray:
     """Int64 [count, LONGEST]: the contexts that the last ``count`` tokens of a text close, for `learn_next`."""
     padded = np.concatenate([np.full(LONGEST, NO_TOKEN), text])
     return np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[len(text) + 1 - count :]
 
 
-def _ids(tokens) -> np.ndarray:
+def _ids(tokens: ArrayLike) -> np.ndarray:
     tokens = np.asarray(tokens)
     if tokens.size == 0:
         return tokens.astype(np.int64)
@@ -325,20 +340,22 @@ def _ids(tokens) -> np.ndarray:
     return ids
 
 
-def _text(tokens) -> np.ndarray:
+def _text(tokens: Ints) -> np.ndarray:
     tokens = _ids(tokens)
     if tokens.ndim != 1:
         raise ValueError(f"tokens must be one sequence of ids, not of shape {tokens.shape}")
     return tokens
 
 
-def _for_loops(array: np.ndarray, dtype) -> np.ndarray:
+def _for_loops(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
     """As the compiled loops take it; for arrays that are read-only or not contiguous numba would compile them anew."""
     array = array.astype(dtype, order="C", copy=False)
     return array if array.flags.writeable else array.copy()
 
 
-def _rows(contexts, tokens, probabilities) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _rows(
+    contexts: ArrayLike, tokens: ArrayLike, probabilities: ArrayLike
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The arguments of `NgramPool.learn_next`, checked: int64, int64, float64."""
     contexts, tokens, probabilities = np.asarray(contexts), _ids(tokens), np.asarray(probabilities, float)
     if contexts.ndim != 2 or tokens.ndim != 2 or tokens.shape != probabilities.shape:
@@ -359,20 +376,20 @@ def _rows(contexts, tokens, probabilities) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def _flaw(header: dict, table: Table, credence: Credence) -> str:
-    """What keeps a file's content, None for an array that it lacks, from being a pool's; "" if nothing does."""
+    """What keeps a file's content, an empty array where it lacks one, from being a pool's; "" if nothing does."""
     for name, (least, most) in _COUNTERS.items():
         if type(header.get(name)) is not int or not least <= header[name] <= most:
             return f"{name} is not a whole number in {least}..{most}"
     if not _is_name(header.get("vocabulary", 0)):
         return "the vocabulary's name cannot be printed"
-    entries = 0 if table.keys is None else table.keys.size
+    entries = table.keys.size
     if not WAYS <= entries <= MOST_MEMORY_MB * 2**20 // kernels.ENTRY_BYTES or entries % WAYS:
         return "keys fill no buckets"
     table_like, credence_like = kernels.empty_table(WAYS), kernels.prior_credence()
     shapes = [*((entries, *like.shape[1:]) for like in table_like), *(like.shape for like in credence_like)]
     names, likes = (*Table._fields, *Credence._fields), (*table_like, *credence_like)
     for name, array, like, shape in zip(names, (*table, *credence), likes, shapes, strict=True):
-        if array is None or array.dtype != like.dtype or array.shape != shape:
+        if array.dtype != like.dtype or array.shape != shape:
             return f"{name} is missing, or not {like.dtype} of shape {shape}"
     return _flaw_in(table, credence, header["largest"])
 
@@ -386,7 +403,7 @@ def _flaw_in(table: Table, credence: Credence, largest: int) -> str:
     return kernels.flaw(table, largest, len(Source))
 
 
-def _is_name(vocabulary) -> bool:
+def _is_name(vocabulary: object) -> bool:
     return vocabulary is None or (isinstance(vocabulary, str) and vocabulary.isprintable())
 
 

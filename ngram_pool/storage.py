@@ -29,7 +29,7 @@ from ngram_pool.memory import check_fits
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]  # not a module there
 
 MAGIC = b"NGRMPOOL"
 VERSION = 2  # to be raised with any change of the arrays, of the hashing or of the kinds of contexts
@@ -57,7 +57,8 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
     head = json.dumps({**header, "arrays": described}).encode()
     if len(head) > _LONGEST_HEADER:
         raise ValueError(f"a header of {len(head)} bytes, above {_LONGEST_HEADER}: shorten the vocabulary's name")
-    parts = [head, *(np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values())]
+    parts: list[bytes | memoryview] = [head]
+    parts += (np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays.values())
     size = _PREAMBLE + sum(len(part) for part in parts)
     fields = _FIELDS.pack(MAGIC, VERSION, len(head), size)
     digest = xxhash.xxh3_128(fields)
@@ -121,11 +122,11 @@ def _remove_leftovers(path: Path) -> None:
     """Remove what killed saves to ``path`` have left beside it. Files that cannot be locked are left alone."""
     if fcntl is None:
         return
-    name = re.compile(re.escape(_prefix(path)) + r"[0-9a-f]{16}\.tmp")
+    leftovers = re.compile(re.escape(_prefix(path)) + r"[0-9a-f]{16}\.tmp")
     with suppress(OSError):
-        for leftover in filter(name.fullmatch, os.listdir(path.parent)):
+        for name in filter(leftovers.fullmatch, os.listdir(path.parent)):
             with suppress(OSError):
-                leftover = path.with_name(leftover)
+                leftover = path.with_name(name)
                 file = os.open(leftover, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
                     if _lock(file):
@@ -188,7 +189,7 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
         except (ValueError, RecursionError, MemoryError) as error:
             raise PoolFileError(f"{path} is corrupted or not of this format: {error}") from error
         for array in arrays.values():
-            content = array.reshape(-1).view(np.uint8)
+            content = array.reshape(-1).view(np.uint8).data
             file.readinto(content)  # less, if someone shortens the file just now; the checksum tells
             digest.update(content)
     if digest.digest() != preamble[_FIELDS.size :]:

@@ -1,10 +1,15 @@
 """The guess tree: candidate continuations merged by shared prefix."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import ArrayLike
+
+Ints = Sequence[int] | np.ndarray
+"""A sequence of them: ids of tokens, places in a tree."""
 
 
 class Source(IntEnum):
@@ -39,7 +44,7 @@ class GuessTree:
     probabilities: np.ndarray
     sources: np.ndarray
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         n = len(self.tokens)
         if not n:
             return
@@ -75,7 +80,7 @@ class GuessTree:
         return cls(nothing, nothing, nothing, np.empty(0), nothing)
 
     @classmethod
-    def of(cls, tokens, parents, source=-1, probabilities=1.0) -> "GuessTree":
+    def of(cls, tokens: Ints, parents: Ints, source: ArrayLike = -1, probabilities: ArrayLike = 1.0) -> "GuessTree":
         """Given guesses, parents first. source, probabilities: of all nodes, or of each."""
         parents = np.asarray(parents, np.int64)
         depths = np.ones(len(parents), np.int64)
@@ -87,7 +92,7 @@ class GuessTree:
         return cls(tokens, parents, depths, _of_all(probabilities, n), _of_all(sources, n))
 
     @classmethod
-    def chain(cls, tokens, source=-1, probabilities=1.0) -> "GuessTree":
+    def chain(cls, tokens: Ints, source: ArrayLike = -1, probabilities: ArrayLike = 1.0) -> "GuessTree":
         """A single branch of given guesses."""
         return cls.of(tokens, np.arange(-1, len(tokens) - 1), source, probabilities)
 
