@@ -24,12 +24,12 @@ LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
 
 def sampling_loop(model: PreTrainedModel) -> Callable:
     """The model's own loop of greedy decoding and sampling, a function of the model."""
-    return type(model)._sample
+    return type(model)._sample  # type: ignore[attr-defined]  # of GenerationMixin
 
 
 def pad_token(generation: GenerationConfig) -> int:
     """What generate() pads sequences with that end early."""
-    return int(generation._pad_token_tensor)
+    return int(generation._pad_token_tensor)  # type: ignore[arg-type]  # generate() has set it
 
 
 def dropped_mask_length(generation: GenerationConfig) -> int | None:
@@ -45,7 +45,7 @@ def is_callers_own(cache: Cache | None) -> bool:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def attention_implementation(config: PretrainedConfig) -> str | None:
+def attention_implementation(config: PretrainedConfig | None) -> str | None:
     """The attention that a configuration has chosen, such as "sdpa"."""
     return getattr(config, "_attn_implementation", None)
 

@@ -1,9 +1,9 @@
 """How to look ahead: the few settings of a wrap."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-AUTO = "auto"
+AUTO: Final = "auto"
 MOST_ROWS = 1024  # of one sequence in a pass; beyond, rows cost as much as tokens, and logits take gigabytes
 MOST_NGRAM_SIZE = 32
 NGRAM_SIZE = 3  # of a window of a given size
@@ -55,7 +55,7 @@ class LookaheadConfig:
     Off by default. For single sequences, and models on one GPU all of whose layers attend to everything; others go
     without. Keeps a KV cache on the GPU from call to call, as long as the longest text so far."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}")
         bounds = {"budget": (0, MOST_ROWS - 1), "window_size": (0, MOST_ROWS - 1), "ngram_size": (2, MOST_NGRAM_SIZE)}

@@ -118,7 +118,7 @@ class Stats:
         try:
             yield
         finally:
-            self.seconds[stage] += time.perf_counter() - start
+            self.seconds[stage] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
 
     def count(self, step: Step, tree: GuessTree, path: list[int], names: Sequence[str]) -> None:
         """Count one sequence's step, whose ``path`` (its rows, from the root's 0 on) emitted a token a row.

@@ -147,8 +147,8 @@ def mask(
     out_of_sight = visibility.hides(positions, np.concatenate([cached, positions], axis=1))
     if out_of_sight is not None:
         hidden = hidden | out_of_sight
-    hidden = torch.from_numpy(hidden).to(device)
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+    unseen = torch.from_numpy(hidden).to(device)
+    return torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, torch.finfo(dtype).min)[:, None]
 
 
 @lru_cache(maxsize=64)

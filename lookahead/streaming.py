@@ -4,6 +4,7 @@ import re
 import threading
 from collections.abc import Callable, Generator, Mapping
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
@@ -16,7 +17,7 @@ LONGEST_CLEANED = 3  # characters, from a space on, that a tokenizer's clean-up 
 
 
 def stream(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mapping, **options
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mapping, **options: Any
 ) -> Generator[str, None, None]:
     """The text that ``model.generate`` writes after ``prompt``, in pieces (str) that come as it writes them.
 
@@ -67,7 +68,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> Mapping:
     Raises ValueError if the tokenizer has no chat template, jinja2.TemplateError if the template refuses the messages.
     """
     continues = messages[-1].get("role") == "assistant"
-    return tokenizer.apply_chat_template(
+    return tokenizer.apply_chat_template(  # type: ignore[return-value]  # as it is asked to
         messages,
         add_generation_prompt=not continues,
         continue_final_message=continues,
@@ -88,7 +89,9 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: di
     def generate() -> None:
         try:
             with autocast:
-                model.generate(**options, stopping_criteria=criteria, streamer=PieceStreamer(tokenizer, queue.put))
+                model.generate(  # type: ignore[operator]  # a method
+                    **options, stopping_criteria=criteria, streamer=PieceStreamer(tokenizer, queue.put)
+                )
             queue.put(None)
         except BaseException as error:  # the consumer's, whatever it is
             queue.put(error)
@@ -109,10 +112,10 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: di
 class StopWhenAsked(StoppingCriteria):
     """Ends generate() at its next token once ``asked`` is true, and when the process ends."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.asked = False
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         stop = self.asked or not threading.main_thread().is_alive()
         return torch.full((len(input_ids),), stop, dtype=torch.bool, device=input_ids.device)
 
@@ -151,14 +154,14 @@ class TextPieces:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[return-value]  # one text
 
     def _certain(self, text: str) -> int:
         """Characters of ``text`` that no further token can change."""
         if text.endswith(UNDECODED):  # the first bytes of a character
             return self._written
         last = self._tokenizer.convert_ids_to_tokens(self._ids[-1]) if self._ids else None
-        if last is not None and BYTE_TOKEN.fullmatch(last):  # a run of such tokens is decoded whole or not at all
+        if isinstance(last, str) and BYTE_TOKEN.fullmatch(last):  # a run of such tokens is decoded whole or not at all
             return self._written
         if getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
             space = text.find(" ", max(len(text) - LONGEST_CLEANED, 0))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any, SupportsIndex
 
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -24,30 +25,38 @@ class LookaheadMixin:
     that was asked for by name on the class.
     """
 
-    def _sample(self, *args, **kwargs):
+    lookahead: Lookahead
+
+    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
         engine, own = _engine(self), _own_method(self, "_sample")
         if engine is None:
             return own(self, *args, **kwargs)
         return loop.run(engine, own, self, *args, **kwargs)
 
-    def _beam_search(self, *args, **kwargs):
+    def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
         if engine := _engine(self):
             engine.decode_plainly(self, "beam search")
         return _own_method(self, "_beam_search")(self, *args, **kwargs)
 
-    def _assisted_decoding(self, *args, **kwargs):
+    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
         if engine := _engine(self):
             engine.decode_plainly(self, "with an assistant model or prompt lookup")
         return _own_method(self, "_assisted_decoding")(self, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol):
-        _, (cls, *arguments), *rest = super().__reduce_ex__(protocol)
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
+        reduced: tuple = super().__reduce_ex__(protocol)  # type: ignore[assignment]  # no name
+        _, (cls, *arguments), *rest = reduced
         return _new_wrapped, (cls.__mro__[2], *arguments), *rest  # no module knows a wrapped class by its name
 
 
 def _engine(model: PreTrainedModel) -> Lookahead | None:
     """What a wrapped model carries; None if it was unwrapped since this call of generate() began."""
     return vars(model).get("lookahead")
+
+
+def engine_of(model: PreTrainedModel) -> Lookahead:
+    """What a wrapped model carries."""
+    return model.lookahead  # type: ignore[return-value]  # no Tensor and no module
 
 
 def _own_method(model: PreTrainedModel, name: str) -> Callable:
@@ -57,7 +66,7 @@ def _own_method(model: PreTrainedModel, name: str) -> Callable:
 
 
 @cache
-def _wrapped_class(cls: type) -> type:
+def _wrapped_class(cls: type) -> type[LookaheadMixin]:
     """Subclass of ``cls`` under the same name, so that saving, pipelines and registries still know the model."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (LookaheadMixin, cls), names)
@@ -93,7 +102,7 @@ def wrap(
     give the model's own text; RuntimeError while a wrapped model decodes, in whatever thread.
     """
     if hasattr(model, "get_base_model"):
-        wrap(model.get_base_model(), config, pool, source)
+        wrap(model.get_base_model(), config, pool, source)  # type: ignore[operator]  # a method
         return model
     if is_compiled_wrapper(model):
         raise TypeError(
@@ -117,7 +126,7 @@ def wrap(
         return model
     config = config or LookaheadConfig()
     _prepare(model, Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb), source))
-    model.__class__ = _wrapped_class(type(model))
+    model.__class__ = _wrapped_class(type(model))  # type: ignore[assignment, arg-type]  # of both classes
     return model
 
 
@@ -131,7 +140,7 @@ def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
         if not isinstance(model, LookaheadMixin):
             products.remove(model)
         raise
-    model.lookahead = engine
+    model.lookahead = engine  # type: ignore[assignment]  # no Tensor and no module
 
 
 def unwrap(model: PreTrainedModel) -> PreTrainedModel:
@@ -140,7 +149,7 @@ def unwrap(model: PreTrainedModel) -> PreTrainedModel:
     Raises RuntimeError while the model decodes, in whatever thread.
     """
     if hasattr(model, "get_base_model"):
-        unwrap(model.get_base_model())
+        unwrap(model.get_base_model())  # type: ignore[operator]  # a method
     if isinstance(model, LookaheadMixin):
         with model.lookahead.while_idle("unwrapped"):
             model.__class__ = type(model).__mro__[2]

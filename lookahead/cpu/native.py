@@ -13,7 +13,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -34,15 +34,16 @@ KERNELS = "products", "tree_attention"
 DAY = 24 * 60 * 60
 _DIGEST = hashlib.sha256().digest_size
 
+Kernels = Mapping[torch.dtype, Callable[..., None]]
+"""One function of a library, by the dtype that it takes."""
+
 
 CAPABILITY = cpu_capability() if cpu_capability() in toolchain.INSTRUCTIONS else "DEFAULT"
 """The key of `toolchain.INSTRUCTIONS` for what torch uses of this processor; ATEN_CPU_CAPABILITY can lower it."""
 HAS_BF16 = CAPABILITY == "AVX512_BF16"
 
 
-def kernels(
-    name: str, function: str, dtypes: Iterable[torch.dtype], arguments: list[type]
-) -> dict[torch.dtype, "ctypes._CFuncPtr"]:
+def kernels(name: str, function: str, dtypes: Iterable[torch.dtype], arguments: Sequence[type]) -> Kernels:
     """What ``name``.cpp defines as ``function``, by dtype; without those that it lacks, all where it is missing."""
     library = _library(name)
     if isinstance(library, str):

@@ -50,8 +50,10 @@ class DecodingLinear(nn.Linear):
             return multiply(input, [weight], [bias])[0]
         layers = [layer for layer in self.siblings if layer is self or _is_as_plain(layer, input)]
         products = multiply(input, [layer.weight for layer in layers], [layer.bias for layer in layers])
-        under_way.keep(input, {id(layer): product for layer, product in zip(layers, products, strict=True)})
-        return under_way.product(id(self), input)
+        by_layer = dict(zip(map(id, layers), products, strict=True))
+        own = by_layer.pop(id(self))
+        under_way.keep(input, by_layer)
+        return own
 
 
 def install(model: nn.Module) -> None:
@@ -62,7 +64,8 @@ def install(model: nn.Module) -> None:
             layers = tuple(layer for name in names if type(layer := children.get(name)) is nn.Linear)
             if len(set(layers)) > 1 and sum(layer.weight.numel() for layer in layers) >= LEAST_WEIGHTS:
                 for layer in layers:
-                    layer.__class__, layer.siblings = DecodingLinear, layers
+                    layer.__class__ = DecodingLinear
+                    vars(layer)["siblings"] = layers
         if type(module) is nn.Linear and module.weight.numel() >= LEAST_WEIGHTS:
             module.__class__ = DecodingLinear
 
@@ -76,7 +79,7 @@ def remove(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is DecodingLinear:
             vars(module).pop("siblings", None)
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # type: ignore[assignment]  # as it was
 
 
 def can_multiply(weight: torch.Tensor) -> bool:
@@ -98,7 +101,8 @@ def multiply(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torc
     input = input.contiguous()
     *shape, inputs = input.shape
     rows = math.prod(shape)
-    matrices, outs = [], []  # each a Matrix of the source
+    matrices: list[int] = []  # for each a Matrix of the source
+    outs: list[torch.Tensor] = []
     for weight, bias in zip(weights, biases, strict=True):
         out = input.new_empty((*shape, weight.shape[0]))
         matrices += weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), weight.shape[0]
@@ -113,7 +117,7 @@ def multiply(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torc
 
 
 @cache
-def kernels() -> dict[torch.dtype, "ctypes._CFuncPtr"]:
+def kernels() -> native.Kernels:
     """What multiplies, by dtype; nothing where it cannot be built."""
     return native.kernels("products", "multiply", tuple(STRIDE), _ARGUMENTS)
 

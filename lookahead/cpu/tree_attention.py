@@ -55,6 +55,6 @@ def attend(
 
 
 @cache
-def _kernels() -> dict[torch.dtype, "ctypes._CFuncPtr"]:
+def _kernels() -> native.Kernels:
     """What attends, by dtype; nothing where it cannot be built."""
     return native.kernels("tree_attention", "attend", (torch.float32, torch.bfloat16), _ARGUMENTS)

@@ -62,7 +62,7 @@ class Lookahead:
     """Of all that calls in several threads write to here."""
     _running: int = 0  # calls
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         given = default_sources(self.config) if self.source is None else self.source
         self.sources: list[GuessSource] = [given] if isinstance(given, GuessSource) else list(given)
         for source in self.sources:
@@ -156,19 +156,21 @@ class Lookahead:
 
     def most_guesses(self, sequences: int) -> int | None:
         """Guesses that a step over so many sequences verifies; None: as many as pay."""
-        if self._is_plain_jacobi:
-            return sequences * self.sources[0].size
+        if (jacobi := self._plain_jacobi) is not None:
+            return sequences * jacobi.size
         return None if self.config.budget == AUTO else self.config.budget
 
     @property
     def goes_by_costs(self) -> bool:
         """Whether step costs decide on something, and so have to be measured (`costs.step_costs`)."""
-        chooses = self.config.budget == AUTO and not self._is_plain_jacobi
+        chooses = self.config.budget == AUTO and self._plain_jacobi is None
         return chooses or (self.windows is not None and self.windows.trials is not None)
 
     @property
-    def _is_plain_jacobi(self) -> bool:
-        return self.config.strategy == "jacobi" and self.source is None
+    def _plain_jacobi(self) -> JacobiSource | None:
+        """What guesses where the settings ask for plain Jacobi decoding."""
+        first = self.sources[0]
+        return first if isinstance(first, JacobiSource) and self.source is None else None
 
     @staticmethod
     def temperature(generation: GenerationConfig) -> float:

@@ -1,6 +1,7 @@
 """What is left to the model's own decoding, and why."""
 
 import warnings
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -111,7 +112,7 @@ def why_plain(
     return None
 
 
-def _described(name: str, value: object) -> str:
+def _described(name: str, value: Any) -> str:
     """What an input of the model is, in words."""
     if name == "mm_encoder_outputs":  # what generate() makes of images and videos, by kind
         return " and ".join(f"{kind}s" for kind in value)

@@ -1,11 +1,13 @@
 """The decoding loop: guess, lay out, run, verify, commit, learn."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.cache_utils import Cache
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from lookahead import compat
@@ -38,7 +40,7 @@ def decode(
     lookahead_config: LookaheadConfig | None = None,
     pool: NgramPool | None = None,
     source: GuessSource | Sequence[GuessSource] | None = None,
-    **model_kwargs,
+    **model_kwargs: Any,
 ) -> torch.Tensor | ModelOutput:
     """Decode one call by lookahead: ``model.generate(**inputs, custom_generate=lookahead.decode)``.
 
@@ -67,15 +69,15 @@ def decode(
 
 def run(
     engine: Lookahead,
-    plain,
+    plain: Callable,
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
-    streamer=None,
-    **model_kwargs,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
 ) -> torch.Tensor | ModelOutput:
     """Decode by lookahead, or by ``plain``, the model's own method of the same signature, with one warning why."""
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
@@ -102,7 +104,7 @@ def _run(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    streamer,
+    streamer: BaseStreamer | None,
     model_kwargs: dict,
 ) -> torch.Tensor | ModelOutput:
     """A call that lookahead decodes."""
@@ -121,7 +123,12 @@ def _run(
     if not wants_dict:
         return ids
     scores, logits = rules[0].scores, rules[0].logits  # where they are asked for, one rule emits all sequences
-    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits, past_key_values=call.cache_passed_in)
+    return GenerateDecoderOnlyOutput(
+        sequences=ids,  # type: ignore[arg-type]  # its fields are annotated as LongTensor and tuples of one tensor
+        scores=scores,  # type: ignore[arg-type]
+        logits=logits,  # type: ignore[arg-type]
+        past_key_values=call.cache_passed_in,
+    )
 
 
 def _rules(
@@ -131,7 +138,7 @@ def _rules(
     generation: GenerationConfig,
     keep_scores: bool,
     keep_logits: bool,
-    streamer,
+    streamer: BaseStreamer | None,
 ) -> list[NextTokenRule]:
     """One rule for each sequence, which then goes at its own pace; or one for all of them, which then go in step.
 
@@ -150,8 +157,10 @@ def _rules(
         return [NextTokenRule(ids, processors, criteria, settings)]
     own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
     # A generator for each: what a sequence draws must not depend on how far the others get in a step.
-    seeds = torch.randint(2**62, (len(ids),)).tolist() if generation.do_sample else []
-    generators = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds] or [None] * len(ids)
+    generators: list[torch.Generator | None] = [None] * len(ids)
+    if generation.do_sample:
+        seeds = torch.randint(2**62, (len(ids),)).tolist()
+        generators = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds]
     return [NextTokenRule(ids[b : b + 1], own[b], criteria, settings, generators[b]) for b in range(len(ids))]
 
 
@@ -185,7 +194,7 @@ class _Call:
         self._names = engine.ledger.names
         self._runner = engine.find_runner(model)
         self._pace = engine.find_pace(self._runner)
-        self._source = Combined(engine.sources, engine.ledger, self._pace and self._pace.rate)
+        self._source = Combined(engine.sources, engine.ledger, self._pace.rate if self._pace else None)
         budget = Budget(engine.most_guesses(len(ids)), self._pace, self.stats)
         self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
         self._batch = Batch(self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool)
@@ -200,16 +209,16 @@ class _Call:
         """
         theirs = self.cache_passed_in
         held = positions_in(theirs)
-        taken_over = self._runner.adapter.take_over(theirs) if held else None
-        is_kept = self._generation.return_dict_in_generate or compat.is_callers_own(theirs)
-        ended: dict[int, LookaheadCache] | None = {} if theirs is not None and is_kept else None
+        taken_over = self._runner.adapter.take_over(theirs) if theirs is not None and held else None
+        outlives = theirs if self._generation.return_dict_in_generate or compat.is_callers_own(theirs) else None
+        ended: dict[int, LookaheadCache] = {}  # by sequence, where the cache outlives the call
         try:
             self._prefill(rules, taken_over)
             active = list(range(len(self._texts)))  # sequences that the cache holds
             while live := [number + sequence for number, rule in enumerate(rules) for sequence in rule.live]:
                 if live != active:
                     kept = [active.index(b) for b in live]
-                    if ended is not None:
+                    if outlives is not None:
                         ended |= {b: self._cache.sequence(i) for i, b in enumerate(active) if b not in live}
                     self._cache.select(kept)
                     self._planner.keep(kept)
@@ -218,9 +227,9 @@ class _Call:
             if self._pace:
                 self._pace.costs.keep()
             ids = _padded([rule.ids for rule in rules], self._generation)
-            if ended is not None:
+            if outlives is not None:
                 ended |= {b: self._cache.sequence(i) for i, b in enumerate(active)}
-                self._hand_over([ended[b] for b in range(len(self._texts))], ids)
+                self._hand_over([ended[b] for b in range(len(self._texts))], ids, outlives)
             return ids
         except BaseException:
             if taken_over is not None:
@@ -282,7 +291,7 @@ class _Call:
             rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
             self._pace.costs.follow(rows, length, waited, time.perf_counter() - began - waited)
 
-    def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor) -> None:
+    def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor, theirs: Cache) -> None:
         """Put what the sequences' caches hold into the one that was passed in, each behind its columns of padding."""
         for cache, begin, new in zip(caches, self._begins, ids[:, self._width :], strict=True):
             lacks = len(new) - 1 - (cache.lengths[0] - begin)  # what ended early, its end and the padding behind it
@@ -294,4 +303,4 @@ class _Call:
             whole = self._runner.adapter.make_cache()
             whole.stack(caches, paddings)
         self._runner.settle(whole)
-        self.cache_passed_in.layers = whole.layers
+        theirs.layers = whole.layers

@@ -21,9 +21,10 @@ class StepPlanner:
         """windows: that of the sources, if one is, which has Jacobi windows."""
         self._source = source
         self._budget = budget
-        has_windows = windows is not None and adapter.can_branch
-        self._trials = windows.trials if has_windows else None
-        self.most_rows = 1 + budget.most + (windows.most_rows if has_windows else 0)
+        if not adapter.can_branch:
+            windows = None
+        self._trials = windows.trials if windows else None
+        self.most_rows = 1 + budget.most + (windows.most_rows if windows else 0)
         """Of one sequence in a step."""
         self._is_chain = not adapter.can_branch
         self._least = MIN_PROBABILITY_WITH_STATE if adapter.has_state else MIN_PROBABILITY
@@ -47,13 +48,14 @@ class StepPlanner:
         """Show the source what the planned step has shown, and count what it has earned."""
         length = max(map(len, outcome.texts))
         self._budget.count(self._guessed, self._chosen, outcome, length)
-        if self._trials:
+        pace = self._budget.pace
+        if self._trials and pace:
             fewer = len(outcome.steps) * max(1 + step.guesses for step in outcome.steps)
             earned = sum(
-                np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Source.JACOBI)
+                int(np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Source.JACOBI))
                 for tree, path in zip(self._chosen, outcome.paths, strict=True)
             )
-            self._trials.count(earned, self._budget.pace.price(outcome.rows, fewer, length))
+            self._trials.count(earned, pace.price(outcome.rows, fewer, length))
         self._source.observe(outcome)
 
     def keep(self, sequences: list[int]) -> None:

@@ -2,11 +2,10 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process, stopping_criteria
+from transformers.generation import BaseStreamer, logits_process, stopping_criteria
 
 # Callbacks that treat each sequence of a batch by itself, whichever place in it and whatever others it has. Versions of
 # transformers differ in which of them they have.
@@ -47,7 +46,7 @@ def for_sequence(processor: LogitsProcessor, b: int) -> LogitsProcessor:
     ignored = getattr(processor, "prompt_ignore_length", None)  # of a repetition penalty: the padding of each sequence
     if isinstance(ignored, torch.Tensor):
         processor = copy.copy(processor)
-        processor.prompt_ignore_length = ignored[b : b + 1]
+        processor.prompt_ignore_length = ignored[b : b + 1]  # type: ignore[attr-defined]  # it has one
     return processor
 
 
@@ -61,7 +60,7 @@ class Settings:
     without an end-of-sequence criterion: then they go on with tokens of their own."""
     keep_scores: bool = False
     keep_logits: bool = False
-    streamer: Any = None
+    streamer: BaseStreamer | None = None
 
 
 class NextTokenRule:
@@ -116,7 +115,7 @@ class NextTokenRule:
             chosen = torch.argmax(scores, dim=-1)
             if scores.gather(1, chosen[:, None]).isnan().any():  # argmax ranks NaN highest
                 raise FloatingPointError(self._no_choice())
-        if len(self.live) < len(self.ids):
+        if self._settings.pad_token is not None and len(self.live) < len(self.ids):
             chosen = chosen.where(self._unfinished, self._settings.pad_token)
         self.ids = torch.cat([self.ids, chosen[:, None]], dim=-1)
         emitted = chosen.tolist()

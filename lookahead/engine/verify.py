@@ -26,16 +26,16 @@ def walk(
     for rule in rules:
         index = {sequence: begin + i for i, sequence in enumerate(rule.live)}
         begin += len(index)
-        rows: list[int | None] = list(index)
-        while rows and None not in rows:
+        rows = list(index)  # from here on, of the guesses that the tokens are; -1 where none is
+        while rows and -1 not in rows:
             at = [index[sequence] for sequence in rule.live]
             row = paths[at[0]][-1]  # the usual case of one sequence is spared an index
             here = logits[at[0], row : row + 1] if len(at) == 1 else logits[at, [paths[i][-1] for i in at]]
             for i, token in zip(at, rule.emit(here), strict=True):
                 tokens[i].append(token)
             at = [index[sequence] for sequence in rule.live]
-            rows = [children[i].get((paths[i][-1], tokens[i][-1])) for i in at]
-            if None not in rows:
+            rows = [children[i].get((paths[i][-1], tokens[i][-1]), -1) for i in at]
+            if -1 not in rows:
                 for i, row in zip(at, rows, strict=True):
                     paths[i].append(row)
     return paths, tokens

@@ -28,7 +28,7 @@ class Pace:
     def __init__(self, costs: StepCosts):
         self.costs = costs
         self._lock = Lock()
-        self._tokens, self._seconds = 1.0, self._cost(1, 0)  # as plain decoding
+        self._tokens, self._seconds = 1.0, float(self._cost(1, 0))  # as plain decoding
         self.reach = 16
         """Guesses that are worth looking for: about twice as many as were worth verifying lately."""
 
@@ -59,7 +59,7 @@ class Pace:
         """Take in what a step has yielded: ``tokens``, of ``rows``, over all sequences."""
         with self._lock:
             self._tokens = FADE * self._tokens + tokens
-            self._seconds = FADE * self._seconds + self._cost(rows, length)
+            self._seconds = FADE * self._seconds + float(self._cost(rows, length))
 
     def count_regret(self, stats: Stats, tree: GuessTree, chosen: GuessTree, path: list[int], length: int) -> None:
         """Add to ``stats`` what a sequence's step yielded, and what it would have with each of the fixed budgets.
@@ -92,34 +92,31 @@ class Budget:
 
         pace: what goes by costs follows; None where nothing does. stats: where regret is counted.
         """
-        self._guesses = guesses
-        self.pace = pace
-        self._stats = stats
-
-    @property
-    def most(self) -> int:
+        self.most = MOST if guesses is None else guesses
         """Guesses of one sequence in a step, at most."""
-        return MOST if self._guesses is None else self._guesses
+        self.pace = pace
+        self._chooser = pace if guesses is None else None
+        self._stats = stats
 
     def limit(self, sequences: int) -> int:
         """Guesses to look for, for each sequence of a batch."""
-        return self.pace.reach if self._guesses is None else -(-self._guesses // sequences)
+        return self._chooser.reach if self._chooser else -(-self.most // sequences)
 
     def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> list[GuessTree]:
         """The parts of the trees that are verified.
 
         length: positions that the longest sequence holds. window_rows: of each sequence's window.
         """
-        most = self.pace.choose(trees, length, window_rows) if self._guesses is None else self.limit(len(trees))
+        most = self._chooser.choose(trees, length, window_rows) if self._chooser else self.limit(len(trees))
         return [tree.likeliest(most) for tree in trees]
 
     def count(self, trees: list[GuessTree], chosen: list[GuessTree], outcome: Outcome, length: int) -> None:
         """Take in what a step has earned. trees: all that was guessed; chosen: what was verified."""
         if self.pace is None:
             return
-        if self._guesses is None:
+        if self._chooser:
             for tree, part, path in zip(trees, chosen, outcome.paths, strict=True):
-                self.pace.count_regret(self._stats, tree, part, path, length)
+                self._chooser.count_regret(self._stats, tree, part, path, length)
         self.pace.count(sum(map(len, outcome.paths)), outcome.rows, length)
 
 
@@ -170,12 +167,12 @@ class WindowTrials(Trials):
     def __init__(self, ngram_size: int | None = None):
         """ngram_size: N of all windows, if it is given."""
         super().__init__(len(WINDOWS))
-        self._sizes = [None, *((size, ngram_size or n) for size, n in WINDOWS)]
+        self._sizes = [(size, ngram_size or n) for size, n in WINDOWS]  # of the levels from 1 on
 
     @property
     def size(self) -> tuple[int, int] | None:
         """W and N of the window that is on; None: off."""
-        return self._sizes[self.level]
+        return self._sizes[self.level - 1] if self.level else None
 
     @property
     def largest(self) -> tuple[int, int]:

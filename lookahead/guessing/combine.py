@@ -22,7 +22,7 @@ FADE = 0.995  # of what a bin has counted, each time that it counts another gues
 class Calibration:
     """How often claims of a probability come true: that a guess is accepted once its parent is."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         middles = (np.arange(BINS) + 0.5) / BINS
         self._claimed, self._accepted = PRIOR * middles, PRIOR * middles
         self._lock = Lock()

@@ -1,11 +1,14 @@
 """Guesses from the n-gram pool, which learns from texts and logits."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, likeliest
 from ngram_pool import GuessTree, NgramPool, Source, contexts_of
 from ngram_pool.kernels import LONGEST
+from ngram_pool.tree import Ints
 
 TOP_K = 8  # next tokens learned from each row of logits
 
@@ -19,10 +22,12 @@ class PoolSource(GuessSource):
 
     def __init__(self, pool: NgramPool | None = None):
         """pool: that of the wrap by default."""
-        self._pool = pool
+        self._given = pool
+        if pool is not None:
+            self._pool = pool
 
     def start(self, batch: Batch) -> None:
-        self._pool = self._pool or batch.pool
+        self._pool = self._given or batch.pool
         self._temperature = batch.temperature
         if self._pool.largest_token >= batch.vocabulary:
             raise ValueError(
@@ -36,21 +41,24 @@ class PoolSource(GuessSource):
             logits = logits[-len(text) :]
             self._learn_next(contexts_of(text, len(logits)), *likeliest(logits, self._temperature, TOP_K))
 
-    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+    def propose(self, texts: Sequence[Ints], limits: Limits) -> list[GuessTree]:
         return [
             self._pool.guess(text, limits.guesses, limits.least_probability, depth, chain=limits.is_chain)
             for text, depth in zip(texts, limits.depths, strict=True)
         ]
 
     def observe(self, outcome: Outcome) -> None:
-        contexts = [step.contexts(text[:-1], LONGEST) for step, text in zip(outcome.steps, outcome.texts, strict=True)]
-        rows = [len(some) for some in contexts]
+        by_sequence = [
+            step.contexts(text[:-1], LONGEST) for step, text in zip(outcome.steps, outcome.texts, strict=True)
+        ]
+        rows = [len(contexts) for contexts in by_sequence]
         said = likeliest(outcome.logits[:, : max(rows)], self._temperature, TOP_K)
         tokens, probabilities = (np.concatenate([x[b, :n] for b, n in enumerate(rows)]) for x in said)
-        contexts = np.concatenate(contexts)
+        contexts = np.concatenate(by_sequence)
         begins = np.cumsum([0, *rows[:-1]])
-        taken = [begin + np.array(path, np.int64) for begin, path in zip(begins, outcome.paths, strict=True)]
-        taken = np.concatenate(taken)
+        taken = np.concatenate(
+            [begin + np.array(path, np.int64) for begin, path in zip(begins, outcome.paths, strict=True)]
+        )
         self._pool.calibrate(contexts[taken], tokens[taken], probabilities[taken])
         self._learn_next(contexts, tokens, probabilities)
         for text, new in zip(outcome.texts, outcome.emitted, strict=True):

@@ -89,10 +89,12 @@ class GuessSource(Protocol):
 
     def start(self, batch: Batch) -> None:
         """A call begins."""
+        return
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         """A prompt was computed, once for all sequences that have it. The last ``needs.prompt_logits`` rows of logits
         [k, vocabulary] at least; hidden states [n, hidden] by layer, of the positions that were not cached before."""
+        return
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         """For each sequence of the batch, a tree of guesses to follow its text, and how likely each is."""
@@ -104,9 +106,11 @@ class GuessSource(Protocol):
 
     def observe(self, outcome: Outcome) -> None:
         """A step was verified."""
+        return
 
     def keep(self, sequences: list[int]) -> None:
         """The batch shrinks to these of its sequences."""
+        return
 
 
 def likeliest(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -92,8 +92,8 @@ class ModelAdapter:
                 mine = theirs
             elif type(theirs) is type(mine):
                 mine = copy.deepcopy(theirs)
-            elif theirs.is_initialized:
-                mine.update(theirs.keys, theirs.values)
+            elif isinstance(mine, InPlaceLayer) and isinstance(theirs, DynamicLayer) and theirs.is_initialized:
+                mine.update(theirs.keys, theirs.values)  # type: ignore[arg-type]  # tensors by now
                 mine.starts = np.array([theirs.get_seq_length() - mine.columns])
             layers.append(mine)
         return LookaheadCache(layers, [cache.get_seq_length()])
@@ -110,8 +110,8 @@ class ModelAdapter:
         last = max(cache.lengths) + positions.shape[1]
 
         def mask_for(visibility: Visibility) -> torch.Tensor:
-            layer = next(l for l, v in zip(cache.layers, self.layers, strict=True) if v == visibility)
-            cached = layer.positions_shown()
+            layers = zip(cache.layers, self.layers, strict=True)
+            cached = next(l for l, v in layers if v == visibility and isinstance(l, InPlaceLayer)).positions_shown()
             if self.splits_attention and not visibility.hides_any(cached, last):
                 cached = cached[:, :0]
             return mask(ancestors, positions, cached, visibility, dtype, device)
@@ -124,8 +124,8 @@ class ModelAdapter:
         """What each call of the model has to run in."""
         return decoding_pass(self.splits_attention, self.uses_kernels)
 
-    def mask_of_layers(self, masks: torch.Tensor | dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """`masks`, one for each layer."""
+    def mask_of_layers(self, masks: torch.Tensor | dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+        """`masks`, one for each layer; None for one that takes none."""
         if isinstance(masks, torch.Tensor):
             return [masks] * len(self.layers)
         return [masks.get(kind) for kind in self.config.layer_types]
@@ -149,4 +149,4 @@ def context_length(model: PreTrainedModel) -> int:
 
 def vocabulary_of(model: PreTrainedModel) -> int:
     """Tokens that the model knows."""
-    return model.get_input_embeddings().weight.shape[0]
+    return model.get_input_embeddings().weight.shape[0]  # type: ignore[index, return-value]  # of a tensor

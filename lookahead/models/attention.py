@@ -9,6 +9,8 @@ and values are never repeated. The function is registered with transformers in t
 the decoding loop (`decoding_pass`), and for anything but a step or a prompt, it is "sdpa".
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import AttentionInterface
@@ -29,7 +31,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls an attention function.
 
@@ -101,13 +103,13 @@ def _repeated_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtyp
     all see. Kept with the mask, for all layers of a kind ask for the same.
     """
     wanted = groups, held, dtype
-    made_for, repeated = getattr(mask, "_repeated", (None, None))
+    made_for, repeated = getattr(mask, "_repeated", (None, mask))
     if made_for != wanted:
         repeated = mask
         if mask.dtype == torch.bool:
             repeated = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
         repeated = nn.functional.pad(repeated.to(dtype).repeat(1, 1, groups, 1), (held, 0))
-        mask._repeated = wanted, repeated
+        mask._repeated = wanted, repeated  # type: ignore[attr-defined]  # of our own
     return repeated
 
 

@@ -20,6 +20,7 @@ ahead of the next step's.
 
 import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,6 +77,8 @@ class InPlaceLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    _keys: torch.Tensor
+    _values: torch.Tensor
 
     def __init__(self, expected_length: int = 0):
         """expected_length: positions that will be held if all goes as asked; saves growing."""
@@ -84,7 +87,7 @@ class InPlaceLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.is_initialized = False
-        self._keys = self._values = None
+        self._keys = self._values = None  # type: ignore[assignment]  # nobody reads them until is_initialized
         self.columns = 0  # in use, those of the last step included until it is committed
         self.base = 0  # in use before the last update
         self.gaps = np.zeros(1, np.int64)  # [batch], or [1] while all sequences are alike
@@ -101,7 +104,7 @@ class InPlaceLayer(CacheLayerMixin):
             return [states.new_empty((*states.shape[:2], capacity, states.shape[3])) for states in like]
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [batch, heads, T, head_dim] and return views of all keys and values that the layer shows."""
         if not self.is_initialized:
@@ -233,13 +236,17 @@ class InPlaceLayer(CacheLayerMixin):
     def _most_seen(self) -> int:
         return 2**62
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        return self._keys[:, :, : self.columns] if self.is_initialized else None
+    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the columns in use, once there are any."""
+        return self._keys[:, :, : self.columns], self._values[:, :, : self.columns]
+
+    @property  # which transformers has as attributes
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self.states()[0] if self.is_initialized else None
 
     @property
-    def values(self) -> torch.Tensor | None:
-        return self._values[:, :, : self.columns] if self.is_initialized else None
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self.states()[1] if self.is_initialized else None
 
     def get_seq_length(self) -> int:
         return self.length
@@ -370,7 +377,7 @@ class LookaheadCache(Cache):
         self.lengths = [cache.lengths[0] for cache in caches]
 
 
-def _copy_of_state(value):
+def _copy_of_state(value: Any) -> Any:
     """Copy of a layer's attributes; keys and values are shared, for transformers appends to them by making new ones."""
     if isinstance(value, dict):
         return {k: v if str(k).endswith(("keys", "values")) else _copy_of_state(v) for k, v in value.items()}

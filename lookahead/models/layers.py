@@ -82,7 +82,7 @@ def looks_up_sdpa(model: PreTrainedModel) -> bool:
     return looks_up_attention(model) and has_sdpa
 
 
-def _goes_by_columns(config) -> bool:
+def _goes_by_columns(config: PreTrainedConfig) -> bool:
     """Whether attention depends on a key's column in the cache, which for a tree is not its position.
 
     The probe would see a bias by distance (ALiBi), but not a window that is longer than its few tokens.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -45,10 +46,12 @@ class _OwnKeys(Cache):
     """The cache of a compiled pass: shows each layer the keys and values of the step itself, which the opaque attention
     then appends to the true one."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(layers=[])
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return key_states, value_states
 
 
@@ -68,7 +71,7 @@ def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     program = compat.compile_graph(graph, inputs)  # what rounds less may write another token
     checked: set[int] = set()
 
-    def run(*arguments):
+    def run(*arguments: Any) -> Any:
         outputs = program(*arguments)
         _under_way.ran = program, checked, arguments, outputs
         return outputs
@@ -185,19 +188,20 @@ class CompiledRunner(EagerRunner):
             return super().run(steps, cache, last)
         return Output(logits[:, : len(steps[0])])
 
-    def _run(self, tokens: torch.Tensor, cache: LookaheadCache, masks: list[torch.Tensor]) -> torch.Tensor:
+    def _run(self, tokens: torch.Tensor, cache: LookaheadCache, masks: list[torch.Tensor | None]) -> torch.Tensor:
         """Logits [1, T, vocabulary]; keys and values of the step are appended to ``cache``.
 
         tokens: int64 [2, T], ids and positions, T of at least LEAST_ROWS. masks: of each layer.
         """
         adapter = self.adapter
-        is_known = self._program is not None and self._program.serves(tokens.shape[1])
+        program = self._program
+        known = program if program is not None and program.serves(tokens.shape[1]) else None
         with (
-            decoding_pass(adapter.splits_attention, adapter.uses_kernels, is_traced=not is_known),
+            decoding_pass(adapter.splits_attention, adapter.uses_kernels, is_traced=known is None),
             _at_pass(cache, masks),
         ):
-            if is_known:
-                return self._program(tokens)
+            if known is not None:
+                return known(tokens)
             compat.mark_dynamic(tokens, 1)
             with compat.guarded_hooks(), told_if_long("compiling passes"):
                 kinds = tuple(adapter.mask_of or ())
@@ -218,7 +222,7 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 @contextmanager
-def _at_pass(cache: LookaheadCache, masks: list[torch.Tensor]) -> Iterator[None]:
+def _at_pass(cache: LookaheadCache, masks: list[torch.Tensor | None]) -> Iterator[None]:
     _under_way.now = cache, masks
     try:
         yield
@@ -234,7 +238,9 @@ def _attend(
     return attention.attend_grouped(query, key, value, masks[layer], scaling)
 
 
-def _shape_of_attended(query, key, value, layer, scaling) -> torch.Tensor:
+def _shape_of_attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float | None
+) -> torch.Tensor:
     batch, heads, rows, size = query.shape
     return query.new_empty(batch, rows, heads, size)
 

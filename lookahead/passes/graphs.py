@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,6 +118,9 @@ class StepGraphs:
     has them: another one, in another thread or nested, goes without graphs.
     """
 
+    _made_for: tuple
+    _lent: "StaticCache | None"
+
     def __init__(self, model: PreTrainedModel, capture: Capture | None = capture_cuda):
         """capture: makes a replay of a function; None runs steps of static shape without capturing them."""
         self._model = model
@@ -131,7 +135,7 @@ class StepGraphs:
         return {"model": self._model, "capture": self._capture}  # a copy makes its own graphs and buffers
 
     def __setstate__(self, state: dict) -> None:
-        self.__init__(**state)
+        StepGraphs.__init__(self, **state)
 
     def lend(self, cache: LookaheadCache, adapter: ModelAdapter) -> LookaheadCache:
         """A cache in the buffers that holds what ``cache`` does, for `take_back`; or ``cache`` itself, without graphs.
@@ -149,19 +153,20 @@ class StepGraphs:
         if reason is not None:
             self._warn(f"CUDA graphs do not serve {type(self._model).__name__}", reason)
             return cache
-        if not _is_one_full_sequence(cache) or torch.is_autocast_enabled(device):
+        layers = _layers_of_one_sequence(cache)
+        if not layers or torch.is_autocast_enabled(device):
             return cache
         if not self._free.acquire(blocking=False):
             return cache
         try:
-            implementation, dtype = compat.attention_implementation(self._model.config), cache.layers[0].dtype
-            made_for = implementation, dtype, *map(_address, _weights(self._model))
+            implementation = compat.attention_implementation(self._model.config)
+            made_for = implementation, layers[0].dtype, *map(_address, _weights(self._model))
             if made_for != self._made_for:
                 self._forget()
                 self._made_for = made_for
-            if self._buffers.load(cache.layers):
+            if self._buffers.load(layers):
                 self._replays.clear()
-            self._lent = StaticCache(self._buffers, len(cache.layers), cache.lengths)
+            self._lent = StaticCache(self._buffers, len(layers), cache.lengths)
             self._cache_argument = adapter.cache_argument
             self._are_proven = not self._replays
             self.why_not = None
@@ -203,8 +208,8 @@ class StepGraphs:
         self._unchecked: dict[tuple[int, int], int] = {}
         self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._buffers = _Buffers()
-        self._made_for: tuple = ()
-        self._lent: StaticCache | None = None
+        self._made_for = ()
+        self._lent = None
         self._cache_argument = ""
         self._are_proven = True
 
@@ -329,13 +334,14 @@ class StaticCache(LookaheadCache):
     """One sequence in the buffers of a `StepGraphs`, for as long as it is lent."""
 
     def __init__(self, buffers: "_Buffers", layers: int, lengths: list[int]):
-        super().__init__([_Part(buffers, index) for index in range(layers)], list(lengths))
+        self._parts = [_Part(buffers, index) for index in range(layers)]
+        super().__init__(self._parts, list(lengths))
         self._in_place, self._with_state = [buffers], []
 
     def sequence(self, b: int) -> LookaheadCache:
         """A copy in layers of its own, for the buffers stay with the model."""
         layers = []
-        for part in self.layers:
+        for part in self._parts:
             layer = InPlaceLayer(self.lengths[0])
             layer.update(*part.held())
             layers.append(layer)
@@ -349,11 +355,11 @@ class _Buffers(InPlaceLayer):
     finite, so `commit` leaves zeros.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(FIRST_CAPACITY)
         self.heads = 0  # of one layer
         self.written = 0  # columns behind which all are zero
-        self.places: torch.Tensor | None = None  # int64 [T], columns of the pass under way
+        self.places: torch.Tensor  # int64 [T], columns of the pass under way
         self.shown = 0  # columns that the pass under way sees, hidden ones included
 
     def load(self, layers: list[InPlaceLayer]) -> bool:
@@ -362,19 +368,20 @@ class _Buffers(InPlaceLayer):
         self.columns = 0
         moved = not self.is_initialized
         if moved:
-            self.heads = layers[0].keys.shape[1]
+            self.heads = layers[0].states()[0].shape[1]
             self._capacity = max(_power_of_two(columns), FIRST_CAPACITY)
-            self.lazy_initialization(*(states[:, :, :1].repeat(1, len(layers), 1, 1) for states in _states(layers[0])))
+            self.lazy_initialization(*(states[:, :, :1].repeat(1, len(layers), 1, 1) for states in layers[0].states()))
         else:
             moved = self.make_room(columns)
-        for buffer, states in zip((self._keys, self._values), zip(*map(_states, layers), strict=True), strict=True):
+        theirs_by_kind = zip(*map(InPlaceLayer.states, layers), strict=True)
+        for buffer, states in zip((self._keys, self._values), theirs_by_kind, strict=True):
             for index, theirs in enumerate(states):
                 buffer[:, self.heads_of(index), :columns] = theirs
             buffer[:, :, columns:] = 0
         self.columns = self.base = self.written = columns
         return moved
 
-    def make_room(self, new: int) -> bool:
+    def make_room(self, new: int) -> bool:  # type: ignore[override]  # of the base, nothing is to be known
         """Whether the buffers had to be moved for ``new`` more columns."""
         wanted = _power_of_two(self.columns + new)
         if wanted <= self._keys.shape[2]:
@@ -406,7 +413,7 @@ class _Part(CacheLayerMixin):
         self._heads = buffers.heads_of(index)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [1, heads, T, head_dim] to the columns of the pass under way and return all that it is shown."""
         shown = slice(self._buffers.shown)
@@ -418,7 +425,8 @@ class _Part(CacheLayerMixin):
 
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the columns in use, [1, heads, columns, head_dim] each."""
-        return self._buffers.keys[:, self._heads], self._buffers.values[:, self._heads]
+        keys, values = self._buffers.states()
+        return keys[:, self._heads], values[:, self._heads]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise NotImplementedError("the buffers of a StepGraphs are made before a step")
@@ -433,24 +441,22 @@ class _Part(CacheLayerMixin):
         return self._buffers.shown, 0
 
 
-def _is_one_full_sequence(cache: LookaheadCache) -> bool:
-    """Whether the cache holds one sequence, position i in column i of every layer, and all layers are of one shape."""
-    if len(cache.lengths) > 1 or cache.replay or not all(type(layer) is InPlaceLayer for layer in cache.layers):
-        return False
-    first = cache.layers[0]
-    return all(
+def _layers_of_one_sequence(cache: LookaheadCache) -> list[InPlaceLayer]:
+    """The cache's layers, if it holds one sequence, position i in column i of each, and all are of one shape."""
+    layers = [layer for layer in cache.layers if type(layer) is InPlaceLayer]
+    if len(cache.lengths) > 1 or cache.replay or len(layers) < len(cache.layers):
+        return []
+    first = layers[0]
+    are_alike = all(
         layer.is_initialized
         and layer.columns == cache.lengths[0] > 0
         and not layer.gaps.any()
         and not layer.starts.any()
         and (layer.dtype, layer.device) == (first.dtype, first.device)
-        and all(a.shape == b.shape for a, b in zip(_states(layer), _states(first), strict=True))
-        for layer in cache.layers
+        and all(a.shape == b.shape for a, b in zip(layer.states(), first.states(), strict=True))
+        for layer in layers
     )
-
-
-def _states(layer: InPlaceLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    return layer.keys, layer.values
+    return layers if are_alike else []
 
 
 def _weights(model: PreTrainedModel) -> chain:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _inspected: WeakKeyDictionary[PreTrainedModel, dict[tuple, ModelAdapter]] = WeakKeyDictionary()
 _batches: WeakKeyDictionary[PreTrainedModel, dict[tuple, bool]] = WeakKeyDictionary()
-_without_cache: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+_without_cache: WeakKeyDictionary[PreTrainedModel, dict[str | None, bool]] = WeakKeyDictionary()
 _compiles: WeakKeyDictionary[PreTrainedModel, set[tuple]] = WeakKeyDictionary()
 
 
@@ -46,9 +46,8 @@ def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | Non
     known, way = _compiles.setdefault(model, set()), _way(model, adapter.uses_kernels)
     if way not in known and compiled.why_not(model) is None:
         known.add(way)
-        if not adapter.splits_attention or not adapter.takes_position_ids:
-            reason = "it does not take our attention"
-        else:
+        reason: str | None = "it does not take our attention"
+        if adapter.splits_attention and adapter.takes_position_ids:
             reason = probe.compare_with_plain(compiled.CompiledRunner(model, adapter))
         if reason is not None:
             compiled.give_up(model, reason)
@@ -94,7 +93,7 @@ def _inspect(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         if looks_up_sdpa(model) and not is_compiled_by_user(model):
             ways = {"attention in two parts": replace(adapter, splits_attention=True), **ways}
     given_up: list[str] = []
-    reason = None
+    reason: str | None = None
     for what, way in ways.items():
         if way is chain and adapter.can_branch:
             logger.warning("%s: %s. Guesses will be a single chain, without a Jacobi window.", name, reason)

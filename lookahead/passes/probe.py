@@ -205,7 +205,8 @@ def _plain_rows(
 
     Returns the logits [T, vocabulary], and for each row the cache that it leaves.
     """
-    rows, caches = [], []
+    rows: list[torch.Tensor] = []
+    caches: list[DynamicCache] = []
     for token, parent, depth in zip(step.ids.tolist(), step.parents.tolist(), step.depths.tolist(), strict=True):
         caches.append(copy.deepcopy(cache if parent < 0 else caches[parent]))
         rows.append(_plain_logits(model, adapter, torch.tensor([[token]]), caches[-1], length + depth)[0])
