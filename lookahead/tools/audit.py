@@ -34,6 +34,9 @@ from ngram_pool import NgramPool
 # Left to itself, a budget may be 0 where the model is small: then nothing would be looked at.
 GUESSING = LookaheadConfig(budget=16, window_size=0, allow_row_dependent=True)
 
+Ways = dict[str, tuple[int, dict]]
+"""For each, the copies of a prompt and what else generate() is told."""
+
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
     """Index at which two texts part; None if they are the same."""
@@ -161,11 +164,11 @@ def audit(
     """
     if isinstance(model, LookaheadMixin):
         raise ValueError("the audit compares with the model's own decoding: unwrap the model first")
-    # For each decoding: its settings, and for each way the copies of a prompt and what else generate() is told.
-    greedy = {"lookahead": (1, {}), "prompt lookup": (1, {"prompt_lookup_num_tokens": 10}), "batch of 4": (4, {})}
+    # For each decoding: its settings, and its ways.
+    greedy: Ways = {"lookahead": (1, {}), "prompt lookup": (1, {"prompt_lookup_num_tokens": 10}), "batch of 4": (4, {})}
     if assistant is not None:
         greedy["assistant"] = (1, {"assistant_model": assistant})
-    decodings = {"greedy": ({"do_sample": False}, greedy)}
+    decodings: dict[str, tuple[dict, Ways]] = {"greedy": ({"do_sample": False}, greedy)}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         decodings["sampled"] = (sampling, {"lookahead": (1, {})})  # the others draw otherwise than plain decoding
@@ -212,10 +215,10 @@ def _bare_settings(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = own
 
 
-def _decode(model, prompt: torch.Tensor, settings: dict, seed: int) -> tuple[list[int], torch.Tensor]:
+def _decode(model: PreTrainedModel, prompt: torch.Tensor, settings: dict, seed: int) -> tuple[list[int], torch.Tensor]:
     """New tokens of the first row of ``prompt``, and the logits [tokens, vocabulary] that each was chosen by."""
     torch.manual_seed(seed)
-    output = model.generate(
+    output = model.generate(  # type: ignore[operator]  # a method
         prompt, attention_mask=torch.ones_like(prompt), return_dict_in_generate=True, output_logits=True, **settings
     )
     text = up_to_its_end(output.sequences[0, prompt.shape[1] :].tolist(), model.generation_config.eos_token_id)
@@ -226,13 +229,23 @@ def _errors(logits: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return (logits - exact).nan_to_num()  # tokens that a model rules out are -inf in both
 
 
-def _judge(number, index, tokens, exact, passes, dtype, temperature, seed) -> Divergence:
+def _judge(
+    number: int,
+    index: int,
+    tokens: list[int | None],
+    exact: torch.Tensor,
+    passes: list[torch.Tensor],
+    dtype: torch.dtype,
+    temperature: float,
+    seed: int,
+) -> Divergence:
     """Account for a difference at new token ``index``, given plain and other token.
 
     exact: logits [n, vocabulary] of the reference; passes: the same by plain passes in ``dtype``, generate()'s first.
     """
-    if None in tokens:  # both had the same prefix, yet one stopped: no margin could explain that
-        return Divergence(number, index, *tokens, margin=math.inf, margin_in_dtype=math.inf, noise=0.0)
+    plain, other = tokens
+    if plain is None or other is None:  # both had the same prefix, yet one stopped: no margin could explain that
+        return Divergence(number, index, plain, other, margin=math.inf, margin_in_dtype=math.inf, noise=0.0)
 
     def margin(row: torch.Tensor) -> float:
         scores = choice_scores(row, temperature, seed, index)
@@ -243,7 +256,7 @@ def _judge(number, index, tokens, exact, passes, dtype, temperature, seed) -> Di
     noise = max(ranges[-1].item(), ranges.median().item())
     # Where those passes happen to agree, a logit is still no finer than the dtype: half a unit for each of the two.
     step = torch.finfo(dtype).eps * exact[index, tokens].abs().max().item()
-    return Divergence(number, index, *tokens, margin(exact[index]), margin(passes[0][index]), max(noise, step))
+    return Divergence(number, index, plain, other, margin(exact[index]), margin(passes[0][index]), max(noise, step))
 
 
 def markdown(tallies: list[Tally], tokenizer: PreTrainedTokenizerBase, names: list[str]) -> str:

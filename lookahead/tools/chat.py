@@ -6,6 +6,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
 
 import click
 import torch
@@ -55,7 +57,7 @@ class Conversation:
         """Whether the last answer was ended by ``max_new_tokens``."""
         self._cache: DynamicCache | None = None
 
-    def answer(self, content: str, max_new_tokens: int, **options) -> str:
+    def answer(self, content: str, max_new_tokens: int, **options: Any) -> str:
         """The model's answer to ``content``; both join the messages. ``options`` are those of generate().
 
         Where it is cut off in the middle of a character, it is without that character's beginning.
@@ -79,7 +81,7 @@ class Conversation:
             )
         cache = self._cache_for(ids[0].tolist())
         self._cache = None  # a pass that fails leaves a cache that holds more in some layers than in others
-        output = self.model.generate(
+        output = self.model.generate(  # type: ignore[operator]  # a method
             ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
@@ -90,7 +92,7 @@ class Conversation:
         self._cache, self.tokens = cache, output.tolist()
         # Cleaning would change what the next turn reads from what the cache holds.
         text = self.tokenizer.decode(self.tokens[length:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        text = without_half_character(text)
+        text = without_half_character(text)  # type: ignore[arg-type]  # one text
         self.is_cut = len(self.tokens) == length + max_new_tokens and not self._has_ended(
             text, options.get("stop_strings")
         )
@@ -147,7 +149,7 @@ def converse(
     make_streamer: Callable[[], BaseStreamer],
     statistics: Callable[[], Stats | None],
     max_new_tokens: int,
-    **options,
+    **options: Any,
 ) -> None:
     """Answer standard input, a turn a line, until it ends; Ctrl-C stops an answer, which stays as far as it came.
 
@@ -225,7 +227,7 @@ def _answer(conversation: Conversation, line: str, streamer: BaseStreamer, optio
 def _interrupted_by_ctrl_c(stop: StopWhenAsked) -> Iterator[None]:
     """Let Ctrl-C end the answer between two passes, so that the cache stays whole; a second one does not wait."""
 
-    def handle(number, frame):
+    def handle(number: int, frame: FrameType | None) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
@@ -240,7 +242,8 @@ def _interrupted_by_ctrl_c(stop: StopWhenAsked) -> Iterator[None]:
 def _lines() -> Iterator[str]:
     """Lines of standard input, without their ends; on a terminal, with a prompt and the line editing of `input`."""
     if not sys.stdin.isatty():
-        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused by itself
+        # A line that is not UTF-8 is refused by itself.
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # a TextIOWrapper
         for line in sys.stdin:
             yield line.rstrip("\n")
         return

@@ -3,9 +3,11 @@
 import math
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,15 +19,18 @@ FILE = click.Path(exists=True, dir_okay=False)
 SEEDS = click.IntRange(-(2**63), 2**64 - 1)  # that torch takes
 MOST_PROMPTS = 100_000  # of which the audit keeps everything in memory
 
+Decorator = Callable[[Callable], Callable]
+
 
 class Program(click.Group):
     """A command whose standard streams may be closed, full, or a pipe that nobody reads any more."""
 
-    def main(self, *args, **kwargs) -> object:
+    def main(self, *args: Any, **kwargs: Any) -> Any:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:  # closed: the null device takes its number, which a file would get otherwise
                 setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it: names of files may be any bytes
+        # As standard error has it: names of files may be any bytes.
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper
         try:
             return super().main(*args, **kwargs)
         except OSError as error:  # of a stream: commands name the files that they cannot read or write
@@ -48,14 +53,16 @@ class AutoOr(click.IntRange):
 
     name = "integer or auto"
 
-    def convert(self, value, param, ctx) -> int | str:
+    def convert(  # type: ignore[override]  # an int of click's
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | str:
         return AUTO if value == AUTO else super().convert(value, param, ctx)
 
 
 class Finite(click.FloatRange):
     """A number of an option, neither infinite nor NaN, which no range keeps out."""
 
-    def convert(self, value, param, ctx) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
@@ -65,11 +72,11 @@ class Finite(click.FloatRange):
 class FileToWrite(click.Path):
     """A file, not a folder, in a folder that is there and can be written to. It need not be there itself."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
 
-    def convert(self, value, param, ctx) -> Path:
-        path = super().convert(value, param, ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]  # of path_type
         if not value:
             self.fail("the name of the file is empty.", param, ctx)
         if not os.access(os.path.dirname(os.path.realpath(path)), os.W_OK):
@@ -77,10 +84,10 @@ class FileToWrite(click.Path):
         return path
 
 
-def _options(*options):
+def _options(*options: Decorator) -> Decorator:
     """One decorator for several options, for the commands that share them."""
 
-    def decorate(command):
+    def decorate(command: Callable) -> Callable:
         return reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
     return decorate
@@ -131,7 +138,7 @@ decoding_options = _options(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--stats", "show_stats", is_flag=True, help="Print steps, acceptance and times to stderr.")
 @click.option("--compare", is_flag=True, help="Decode plainly too; print the speed-up and whether the texts agree.")
-def generate(**options) -> None:
+def generate(**options: Any) -> None:
     """Continue PROMPT (or - for standard input) by lookahead decoding."""
     from lookahead.tools import commands
 
@@ -143,7 +150,7 @@ def generate(**options) -> None:
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of an answer.")
 @click.option("--chat-template", "template_file", type=click.File(encoding="utf-8"), metavar="FILE",
               help="Template of the conversation (jinja); the tokenizer's own by default.")  # fmt: skip
-def chat(**options) -> None:
+def chat(**options: Any) -> None:
     """Talk with a model, whose cache keeps the history from turn to turn. Each line of standard input is a turn."""
     from lookahead.tools import commands
 
@@ -161,7 +168,7 @@ def chat(**options) -> None:
               help="Above 0, audit sampling besides, seeded by the prompt's number.")  # fmt: skip
 @click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model; audits transformers' assisted decoding too.")
 @click.option("--json", "out", type=FileToWrite(), metavar="FILE", help="Write everything that was measured.")
-def audit(**options) -> None:
+def audit(**options: Any) -> None:
     """List where lookahead's texts part from plain decoding's, and whether rounding explains it.
 
     Exit status 1 if some place is no near tie. docs/numerics.md says what that means.
@@ -184,7 +191,7 @@ def audit(**options) -> None:
 @click.option("--threads", type=click.IntRange(1, os.cpu_count()), help="CPU threads; torch's default if not given.")
 @pass_options
 @click.option("--picture", type=FileToWrite(), metavar="PNG", help="Draw the times, too.")
-def tune(**options) -> None:
+def tune(**options: Any) -> None:
     """Measure what a step costs on this machine, keep it for decoding with this model, and show it."""
     from lookahead.tools import commands
 
@@ -212,7 +219,7 @@ whose_tokenizer = click.option(
               help="Start from a saved pool, and keep its size; it may be --out.")  # fmt: skip
 @click.option("--memory-mb", type=Finite(min=0, min_open=True),
               help="Size of a new pool in MiB, 64 by default; a token of new text takes up to 700 bytes.")  # fmt: skip
-def build(**options) -> None:
+def build(**options: Any) -> None:
     """Learn FILES (text, UTF-8: code, past answers) into a pool."""
     from lookahead.tools import pool_commands
 
@@ -224,7 +231,7 @@ def build(**options) -> None:
 @pool_out
 @click.option("--since", "since_path", type=FILE, metavar="FILE",
               help="The pool that all FILES were loaded from: add only what they have learned since.")  # fmt: skip
-def merge(**options) -> None:
+def merge(**options: Any) -> None:
     """Merge the pools FILES into one of the size of the first.
 
     Snapshots of replicas that all started from one pool, without counting that again for each of them:
@@ -241,7 +248,7 @@ def merge(**options) -> None:
 @click.argument("path", type=FILE)
 @whose_tokenizer
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Contexts to list.")
-def show(**options) -> None:
+def show(**options: Any) -> None:
     """Say what is in a pool: its size, fill and sources, and the contexts whose next token is surest."""
     from lookahead.tools import pool_commands
 

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Literal, TextIO
 
 import click
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer
 
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
@@ -18,6 +19,7 @@ from lookahead.engine.loop import Lookahead
 from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.passes.costs import RUNGS, progress_bar, step_costs
 from lookahead.passes.environment import environment
+from lookahead.stats import Stats
 from lookahead.streaming import render
 from lookahead.tools.audit import audit as audit_prompts
 from lookahead.tools.audit import first_difference, markdown
@@ -28,11 +30,20 @@ from lookahead.tools.prompts import read_prompts, readable, source_prompts
 from lookahead.tools.terminal import AnswerStreamer, StepStreamer
 from lookahead.tools.tuning import time_steps
 from lookahead.vocabulary import vocabulary_fingerprint
-from lookahead.wrapping import unwrap, wrap
+from lookahead.wrapping import engine_of, unwrap, wrap
 
 
 def generate(
-    prompt, prompt_file, max_new_tokens, seed, strategy, stream, as_json, show_stats, compare, **shared
+    prompt: str | None,
+    prompt_file: TextIO | None,
+    max_new_tokens: int,
+    seed: int,
+    strategy: str,
+    stream: bool,
+    as_json: bool,
+    show_stats: bool,
+    compare: bool,
+    **shared: Any,
 ) -> None:
     """``lookahead generate``: the options are the command's."""
     prompt = _read_prompt(prompt, prompt_file)
@@ -41,11 +52,11 @@ def generate(
     length = inputs.input_ids.shape[1]
     options["max_new_tokens"] = _fitting(max_new_tokens, length, model)
 
-    def decode(streamer=None) -> tuple[list[int], float]:
+    def decode(streamer: BaseStreamer | None = None) -> tuple[list[int], float]:
         """New ids and the seconds they took."""
         torch.manual_seed(seed)
         start = time.perf_counter()
-        output = model.generate(**inputs, **options, streamer=streamer)
+        output = model.generate(**inputs, **options, streamer=streamer)  # type: ignore[operator]  # a method
         ids = output[0, length:].tolist()
         return ids, time.perf_counter() - start
 
@@ -65,8 +76,8 @@ def generate(
     stats = engine.last if engine else None
     text = tokenizer.decode(ids, skip_special_tokens=True)
     if as_json:
-        result = {"prompt": prompt, "text": text, "tokens": len(ids), "seconds": seconds, "strategy": strategy}
-        result["stats"] = stats.as_dict() if stats else None
+        result: dict[str, Any] = {"prompt": prompt, "text": text, "tokens": len(ids), "seconds": seconds}
+        result |= {"strategy": strategy, "stats": stats.as_dict() if stats else None}
         if plain:
             speedup = len(ids) / seconds / (len(plain[0]) / plain[1])
             result["plain"] = {"seconds": plain[1], "speedup": speedup, "identical": ids == plain[0]}
@@ -80,7 +91,7 @@ def generate(
         click.echo(_comparison(strategy, ids, seconds, *plain, stats))
 
 
-def chat(template_file, max_new_tokens, seed, model_name, **shared) -> None:
+def chat(template_file: TextIO | None, max_new_tokens: int, seed: int, model_name: str | None, **shared: Any) -> None:
     """``lookahead chat``: the options are the command's."""
     model, tokenizer, engine, options = _prepare(model_name=model_name, **shared)
     if template_file is not None:
@@ -117,7 +128,17 @@ def _step_of(engine: Lookahead | None) -> Callable[[], int]:
     return lambda: engine.last.steps if engine else 0
 
 
-def audit(model_name, dtype, device, max_new_tokens, prompts_file, count, temperature, assistant, out) -> None:
+def audit(
+    model_name: str | None,
+    dtype: str,
+    device: str,
+    max_new_tokens: int,
+    prompts_file: str | None,
+    count: int | None,
+    temperature: float,
+    assistant: str | None,
+    out: Path | None,
+) -> None:
     """``lookahead audit``: the options are the command's."""
     prompts = read_prompts(Path(prompts_file), count) if prompts_file else source_prompts(count or 16)
     model, tokenizer = load(model_name, dtype, device)
@@ -153,7 +174,17 @@ def audit(model_name, dtype, device, max_new_tokens, prompts_file, count, temper
     )
 
 
-def tune(model_name, dtype, device, contexts, seconds, threads, cpu_kernels, compile_passes, picture) -> None:
+def tune(
+    model_name: str | None,
+    dtype: str,
+    device: str,
+    contexts: str,
+    seconds: float,
+    threads: int | None,
+    cpu_kernels: bool,
+    compile_passes: bool,
+    picture: Path | None,
+) -> None:
     """``lookahead tune``: the options are the command's."""
     if picture is not None:
         try:
@@ -177,7 +208,7 @@ def tune(model_name, dtype, device, contexts, seconds, threads, cpu_kernels, com
         )
     with _decoding():
         config = LookaheadConfig(cpu_kernels=cpu_kernels, compile_passes=compile_passes)
-        costs = step_costs(wrap(model, config).lookahead.find_runner(model), anew=seconds / 3)
+        costs = step_costs(engine_of(wrap(model, config)).find_runner(model), anew=seconds / 3)
         with progress_bar("measuring passes") as progress:
             times = time_steps(model, fitting, 2 * seconds / 3, progress, config)
     where = environment(model)
@@ -194,9 +225,20 @@ def tune(model_name, dtype, device, contexts, seconds, threads, cpu_kernels, com
 
 
 def _prepare(
-    model_name, dtype, device, strategy, budget, window_size, ngram_size, pool_path, cpu_kernels, compile_passes,
-    do_sample, repetition_penalty, **sampling,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:  # fmt: skip
+    model_name: str | None,
+    dtype: str,
+    device: str,
+    strategy: str,
+    budget: int | Literal["auto"],
+    window_size: int | Literal["auto"],
+    ngram_size: int | Literal["auto"],
+    pool_path: str | None,
+    cpu_kernels: bool,
+    compile_passes: bool,
+    do_sample: bool | None,
+    repetition_penalty: float | None,
+    **sampling: float | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:
     """Model, tokenizer, what the wrapped model carries (None: it decodes plainly) and options of generate()."""
     if pool_path and strategy != "lookahead":
         raise click.UsageError(f"--pool is of no use to --strategy {strategy}")
@@ -220,7 +262,7 @@ def _prepare(
     model, tokenizer = load(model_name, dtype, device)
     pool = load_pool(pool_path, vocabulary_fingerprint(tokenizer)) if pool_path else None
     with _decoding():
-        return model, tokenizer, wrap(model, config, pool).lookahead, options
+        return model, tokenizer, engine_of(wrap(model, config, pool)), options
 
 
 @contextmanager
@@ -262,17 +304,17 @@ def _check_length(length: int, model: PreTrainedModel, what: str = "the prompt")
 
 
 def _read_prompt(prompt: str | None, prompt_file: TextIO | None) -> str:
-    if (prompt is None) == (prompt_file is None):
+    if prompt is not None and prompt_file is None:
+        text = _read(sys.stdin) if prompt == "-" else prompt
+    elif prompt is None and prompt_file is not None:
+        text = _read(prompt_file)
+    else:
         raise click.UsageError("give a PROMPT, - for standard input, or --prompt-file")
-    if prompt_file is not None:
-        prompt = _read(prompt_file)
-    elif prompt == "-":
-        prompt = _read(sys.stdin)
     with readable("PROMPT"):
-        prompt.encode()
-    if not prompt:
+        text.encode()
+    if not text:
         raise click.UsageError("the prompt is empty: give at least one token of text")
-    return prompt
+    return text
 
 
 def _read(file: TextIO) -> str:
@@ -283,7 +325,9 @@ def _read(file: TextIO) -> str:
     return text
 
 
-def _comparison(strategy, ids, seconds, plain_ids, plain_seconds, stats) -> str:
+def _comparison(
+    strategy: str, ids: list[int], seconds: float, plain_ids: list[int], plain_seconds: float, stats: Stats | None
+) -> str:
     rates = len(ids) / seconds, len(plain_ids) / plain_seconds
     if ids == plain_ids:
         verdict = "the texts are identical"

@@ -30,7 +30,8 @@ def load(
         else:
             chosen = getattr(torch, dtype)
         tokenizer = AutoTokenizer.from_pretrained(_place(name))
-        model = AutoModelForCausalLM.from_pretrained(_place(name), dtype=chosen).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(_place(name), dtype=chosen)
+        model = model.to(device).eval()  # type: ignore[arg-type]  # a decorator hides that it is a method
     return model, tokenizer
 
 

@@ -15,7 +15,9 @@ from ngram_pool import NgramPool, PoolFileError, Source, storage
 READ_AT_ONCE = 2**20  # characters of a file that are tokenized together
 
 
-def build(files, model_name, out, pool_path, memory_mb) -> None:
+def build(
+    files: tuple[str, ...], model_name: str | None, out: Path, pool_path: str | None, memory_mb: float | None
+) -> None:
     """``lookahead pool build``: the options are the command's."""
     if pool_path and memory_mb:
         raise click.UsageError("--memory-mb is for a new pool: one given by --pool keeps its size")
@@ -44,7 +46,7 @@ def build(files, model_name, out, pool_path, memory_mb) -> None:
         )
 
 
-def merge(files, out, since_path) -> None:
+def merge(files: tuple[str, ...], out: Path, since_path: str | None) -> None:
     """``lookahead pool merge``: the options are the command's."""
     if len(files) < 2:
         raise click.UsageError("give at least two FILES to merge")
@@ -62,7 +64,7 @@ def merge(files, out, since_path) -> None:
     click.echo(f"{out}: {len(files)} pools; {_size(merged)}")
 
 
-def show(path, model_name, top) -> None:
+def show(path: str, model_name: str | None, top: int) -> None:
     """``lookahead pool show``: the options are the command's."""
     held = load_pool(path)
     tokenizer = load_tokenizer(model_name)
@@ -71,15 +73,14 @@ def show(path, model_name, top) -> None:
     click.echo(f"{held.observations:,} observations; vocabulary {held.vocabulary or 'unknown'}")
     sources = ", ".join(f"{name} {count:,}" for name, count in held.by_source().items() if count)
     click.echo(f"next tokens by source: {sources or 'none'}")
-    if held.vocabulary not in (None, vocabulary):
+    is_known = held.vocabulary in (None, vocabulary)
+    if not is_known:
         click.echo(
             f"shown as ids: the vocabulary of {model_name or 'the packaged model'} is {vocabulary}; give --model"
         )
-        tokenizer = None
     for context, token, probability, seen in held.most_confident(top):
-        if tokenizer:
-            context, token = tokenizer.decode(context), tokenizer.decode([token])
-        click.echo(f"  {context!r} -> {token!r}  {probability:.3f} of {seen}")
+        before, after = (tokenizer.decode(context), tokenizer.decode([token])) if is_known else (context, token)
+        click.echo(f"  {before!r} -> {after!r}  {probability:.3f} of {seen}")
 
 
 def _parts(path: str) -> Iterator[str]:

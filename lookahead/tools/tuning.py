@@ -65,6 +65,11 @@ class StepTimes:
         figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")  # else it would add a suffix
 
 
+def _part(progress: Callable[[float], None], done: float, share: float) -> Callable[[float], None]:
+    """The progress of a part, which is so much of the whole and begins when so much of it is done."""
+    return lambda x: progress(done + x * share)
+
+
 def time_steps(
     model: PreTrainedModel,
     contexts: list[int],
@@ -84,6 +89,6 @@ def time_steps(
     found: dict[str, dict[int, dict[int, float]]] = {}
     for number, (way, runner) in enumerate(ways.items()):
         done, share = number / len(ways), 1 / len(ways)
-        times = time_passes(runner, plan, seconds * share, lambda x, done=done, share=share: progress(done + x * share))
+        times = time_passes(runner, plan, seconds * share, _part(progress, done, share))
         found[way] = {c: {n: times[n, c] for n in RUNGS if (n, c) in times} for c in contexts}
     return StepTimes(found)
