@@ -22,12 +22,13 @@ class PoolSource(GuessSource):
 
     def __init__(self, pool: NgramPool | None = None):
         """pool: that of the wrap by default."""
-        self._given = pool
+        self._is_given = pool is not None
         if pool is not None:
             self._pool = pool
 
     def start(self, batch: Batch) -> None:
-        self._pool = self._given or batch.pool
+        if not self._is_given:
+            self._pool = batch.pool
         self._temperature = batch.temperature
         if self._pool.largest_token >= batch.vocabulary:
             raise ValueError(
