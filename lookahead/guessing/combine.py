@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.guessing.budget import Trials
-from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome
+from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
 
@@ -103,11 +103,18 @@ class Node:
         return GuessTree.of(*zip(*rows, strict=True)) if rows else GuessTree.empty()
 
 
+def needs_of(sources: Sequence[GuessSource]) -> Needs:
+    """What these sources want to see, all together."""
+    layers = {layer for source in sources for layer in source.needs.hidden_states}
+    return Needs(max(source.needs.prompt_logits for source in sources), tuple(sorted(layers)))
+
+
 class Combined(GuessSource):
     """The sources of one call."""
 
     def __init__(self, sources: Sequence[GuessSource], ledger: Ledger, rate: Callable[[], float] | None):
         """rate: tokens that a second is worth; None where every source is to be asked in each step."""
+        self.needs = needs_of(sources)
         self._sources = [copy.copy(source) for source in sources]
         self._ledger = ledger
         self._rate = rate
