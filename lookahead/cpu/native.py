@@ -35,7 +35,13 @@ DAY = 24 * 60 * 60
 _DIGEST = hashlib.sha256().digest_size
 
 
-CAPABILITY = cpu_capability() if cpu_capability() in toolchain.INSTRUCTIONS else "DEFAULT"
+def _capability() -> str:
+    """DEFAULT where torch names what no kernel of ours is built for."""
+    capability = cpu_capability()
+    return capability if capability in toolchain.INSTRUCTIONS else "DEFAULT"
+
+
+CAPABILITY = _capability()
 """The key of `toolchain.INSTRUCTIONS` for what torch uses of this processor; ATEN_CPU_CAPABILITY can lower it."""
 HAS_BF16 = CAPABILITY == "AVX512_BF16"
 
