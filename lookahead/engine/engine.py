@@ -64,12 +64,12 @@ class Lookahead:
 
     def __post_init__(self):
         given = default_sources(self.config) if self.source is None else self.source
-        self.sources: list[GuessSource] = [given] if isinstance(given, GuessSource) else list(given)
+        self.sources: list[GuessSource] = list(given) if isinstance(given, Sequence) else [given]
         for source in self.sources:
-            if not isinstance(source, GuessSource):
+            if isinstance(source, type) or not isinstance(source, GuessSource):
                 raise TypeError(
-                    f"source={source!r} is no source of guesses: derive it from lookahead.GuessSource and define "
-                    "propose(texts, limits)"
+                    f"source={source!r} is no source of guesses: give an object of a class that is derived from "
+                    "lookahead.GuessSource and defines propose(texts, limits)"
                 )
         if not self.sources:
             raise ValueError("source=[] holds no source of guesses: leave it out for the n-gram pool")

@@ -22,7 +22,7 @@ class PoolSource(GuessSource):
         self._pool = pool
 
     def start(self, batch: Batch) -> None:
-        self._pool = self._pool or batch.pool
+        self._pool = batch.pool if self._pool is None else self._pool
         self._temperature = batch.temperature
         if self._pool.largest_token >= batch.vocabulary:
             raise ValueError(
