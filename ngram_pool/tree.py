@@ -46,11 +46,11 @@ class GuessTree:
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
-        if not n:
-            return
         shapes = {x.shape for x in (self.tokens, self.parents, self.depths, self.probabilities, self.sources)}
         if shapes != {(n,)}:
             raise ValueError(f"the arrays of a guess tree must be of one length, not of shapes {shapes}")
+        if not n:
+            return
         places = np.arange(n)
         self._check((self.parents >= -1) & (self.parents < places), "parent", self.parents, "an earlier node, or -1")
         self._check(self.tokens >= 0, "token", self.tokens, "0 or more")

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.passes.probe import inspect_model
+from lookahead.passes.inspection import inspect_model
 from lookahead.tools.audit import first_difference
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -20,7 +20,8 @@ from results import write_results
 from transformers import AutoTokenizer
 
 from lookahead import DEMO_MODEL
-from lookahead.tools.prompts import processor, read_prompts
+from lookahead.passes.environment import processor
+from lookahead.tools.prompts import read_prompts
 
 WORKER = Path(__file__).parent / "peers" / "vllm_batches_worker.py"
 METHODS = {  # what the worker calls each

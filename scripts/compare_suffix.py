@@ -13,11 +13,11 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from lookahead.guessing.strategies import MIN_PROBABILITY
 from measure_pool import report, sample, standard_library, table
 
 import lookahead
 from lookahead import NgramPool, Source
+from lookahead.engine.planning import MIN_PROBABILITY
 from lookahead.tools.loading import load
 from lookahead.tools.prompts import read_prompts
 from ngram_pool.kernels import LONGEST

@@ -23,12 +23,13 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from lookahead.guessing.strategies import MIN_PROBABILITY, TOP_K
 from results import write_results
 from transformers import AutoTokenizer
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool, Stats
+from lookahead.engine.planning import MIN_PROBABILITY
+from lookahead.guessing.pool import TOP_K
 from lookahead.tools.loading import load
 from lookahead.tools.prompts import read_prompts
 from ngram_pool.kernels import LONGEST

@@ -16,15 +16,20 @@ from lookahead.cpu import tree_attention
 from lookahead.decoding_pass import current_pass, decoding_pass
 from lookahead.guessing.jacobi import JacobiWindow
 from lookahead.models import attention
-from lookahead.passes.probe import inspect_model
+from lookahead.passes.inspection import inspect_model
+from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
 from ngram_pool import GuessTree, Source
 
 
 def random_step(rng: np.random.Generator, guesses: int, window: int):
-    parents = [int(rng.integers(-1, i)) for i in range(guesses)]
-    tree = GuessTree.of(rng.integers(0, 9, guesses).tolist(), parents, Source.TEXT) if guesses else GuessTree.empty()
-    return lay_out(3, tree, JacobiWindow(window, 3, [1, 2, 3]) if window else None)
+    nodes: list[tuple[int, int]] = []  # parent and token, no two alike
+    while len(nodes) < guesses:
+        node = int(rng.integers(-1, len(nodes))), int(rng.integers(0, 60))
+        if node not in nodes:
+            nodes.append(node)
+    tree = GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], Source.TEXT)
+    return lay_out(3, tree, JacobiWindow(window, 3, [1, 2, 3]).rows if window else ())
 
 
 class Layer(torch.nn.Module):
@@ -69,7 +74,7 @@ def test_two_parts_are_the_whole(
     kernel = tree_attention.serves if by_kernel else lambda *arguments: False
     with mock.patch.object(attention, "SHORT", short), mock.patch.object(tree_attention, "serves", kernel):
         for mask in (own, dense, dense == 0):
-            with decoding_pass(attends_in_parts=True, uses_kernels=True):
+            with decoding_pass(splits_attention=True, uses_kernels=True):
                 out, weights = attention.attend(Layer(groups), query, key, value, mask, scaling=scaling)
             assert weights is None
             assert out.shape == exact.shape
@@ -87,13 +92,13 @@ def test_anything_but_a_step_is_sdpa(new):
         if arguments[1] is key and arguments[3] is None and new > 1:
             continue  # sdpa's causal flag has another meaning there, and models give a mask
         expected, _ = sdpa_attention_forward(Layer(2), *arguments)
-        with decoding_pass(attends_in_parts=True, uses_kernels=True):
+        with decoding_pass(splits_attention=True, uses_kernels=True):
             torch.testing.assert_close(attention.attend(Layer(2), *arguments)[0], expected, atol=1e-5, rtol=1e-5)
 
     def with_softcap(function):
         """What it gives, or raises: releases of transformers differ."""
         try:
-            with decoding_pass(attends_in_parts=True, uses_kernels=True):
+            with decoding_pass(splits_attention=True, uses_kernels=True):
                 return function(Layer(2), query, key, value, bias[:, :1], softcap=30.0)[0].tolist()
         except ValueError as error:
             return str(error)
@@ -104,37 +109,37 @@ def test_anything_but_a_step_is_sdpa(new):
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_models_attend_in_parts_exactly_when_they_can(name, monkeypatch):
     model = tiny_model(name)
-    architecture = inspect_model(model)
+    adapter = inspect_model(model)
     calls = []
     monkeypatch.setattr(
         attention, "_part", lambda *arguments, part=attention._part: calls.append(1) or part(*arguments)
     )
     monkeypatch.setattr(attention, "SHORT", 0)
-    assert_a_step_is_that_of_the_dense_mask(model, architecture)  # by the kernel
+    assert_a_step_is_that_of_the_dense_mask(model, adapter)  # by the kernel
     monkeypatch.setattr(tree_attention, "serves", lambda *arguments: False)
     calls.clear()
-    assert_a_step_is_that_of_the_dense_mask(model, architecture)
+    assert_a_step_is_that_of_the_dense_mask(model, adapter)
     # Older releases of transformers let "sdpa" pass soft caps by; those calls are left to it.
     has_softcap = getattr(model.config, "attn_logit_softcapping", None) is not None
-    assert bool(calls) == bool(architecture.two_part and not has_softcap)
+    assert bool(calls) == bool(adapter.splits_attention and not has_softcap)
     assert model.config._attn_implementation in ("sdpa", "eager")
 
 
-def assert_a_step_is_that_of_the_dense_mask(model, architecture) -> None:
+def assert_a_step_is_that_of_the_dense_mask(model, adapter) -> None:
     """Beyond the windows of sliding layers."""
     rng = np.random.default_rng(1)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompt = rng.integers(1, min(vocabulary, 200), 40).tolist()
-    step = random_step(rng, 12 if architecture.can_branch else 0, 0)
+    step = random_step(rng, 12 if adapter.can_branch else 0, 0)
     logits = []
-    for in_parts in (architecture.two_part, False):
-        driven = replace(architecture, two_part=in_parts)
-        cache = driven.make_cache()
+    for in_parts in (adapter.splits_attention, False):
+        runner = EagerRunner(model, replace(adapter, splits_attention=in_parts))
+        cache = runner.adapter.make_cache()
         with torch.no_grad():
             first = lay_out(prompt[0], GuessTree.chain(prompt[1:], Source.PROMPT))
-            driven.forward(model, [first], cache)
+            runner.run([first], cache)
             cache.commit([first], [list(range(len(first)))])
-            logits.append(driven.forward(model, [step], cache))
+            logits.append(runner.run([step], cache).logits)
     spread = logits[1].std()
     assert (logits[0] - logits[1]).abs().max() < 1e-4 * spread
 
@@ -148,7 +153,7 @@ def test_a_pass_in_one_thread_is_nothing_to_another():
     def hold():
         with (
             torch.no_grad(),
-            decoding_pass(attends_in_parts=True, uses_kernels=True),
+            decoding_pass(splits_attention=True, uses_kernels=True),
             mock.patch.object(tree_attention, "attend", side_effect=tree_attention.attend) as kernel,
         ):
             found.append(model(ids).logits)
@@ -172,6 +177,6 @@ def test_an_interrupt_leaves_no_pass_behind():
     def interrupted():
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), decoding_pass(attends_in_parts=True, uses_kernels=True):
+    with pytest.raises(KeyboardInterrupt), decoding_pass(splits_attention=True, uses_kernels=True):
         interrupted()
     assert current_pass() is None

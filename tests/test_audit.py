@@ -13,8 +13,10 @@ from test_products import small_llama
 from zoo import tiny_model
 
 import lookahead
+from lookahead import LookaheadConfig
 from lookahead.cpu import products
-from lookahead.passes.probe import inspect_model
+from lookahead.passes.compiled import CompiledRunner
+from lookahead.passes.inspection import inspect_model
 from lookahead.tools.audit import (
     GUESSING,
     Divergence,
@@ -75,8 +77,9 @@ def test_half_precision_parts_at_near_ties_only(kind, count, loudest, monkeypatc
     model = tiny_model("llama").to(torch.bfloat16) if kind == "tiny" else small_llama(torch.bfloat16)
     tallies = audit(model, prompts(count), 60, temperature=0.7)
     if kind != "tiny":
-        assert inspect_model(model, compiled).is_compiled == compiled
-        assert products.are_installed(lookahead.wrap(model)), "what was audited multiplies by our kernel"
+        wrapped = lookahead.wrap(model, LookaheadConfig(compile_passes=compiled))
+        assert isinstance(wrapped.lookahead.find_runner(wrapped), CompiledRunner) == compiled
+        assert products.are_installed(wrapped), "what was audited multiplies by our kernel"
     ours = [of(tallies, "lookahead"), of(tallies, "lookahead", "sampled")]
     assert sum(len(tally.divergences) for tally in ours) > 0, "nothing parted, so no verdict was tested"
     for tally in ours:
@@ -211,8 +214,8 @@ def test_the_command_fails_at_a_defect(monkeypatch, tmp_path):
     """The packaged model, probed at every load; the defect comes in after that."""
     inspect = lookahead.wrapping.inspect_model
 
-    def inspect_and_break(model, **options):
-        found = inspect(model, **options)
+    def inspect_and_break(model, cpu_kernels):
+        found = inspect(model, cpu_kernels)
         everyone_sees_everyone(monkeypatch)
         return found
 

@@ -12,8 +12,8 @@ from zoo import END, tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.engine import loop
-from lookahead.engine.verify import NextTokenRule
-from lookahead.passes.probe import can_batch, inspect_model
+from lookahead.engine.sampling import NextTokenRule
+from lookahead.passes.inspection import can_batch, inspect_model
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from zoo import tiny_model
 
 from lookahead import DEMO_MODEL
-from lookahead.engine.verify import NextTokenRule
-from lookahead.guessing.strategies import JacobiStrategy
+from lookahead.engine.sampling import NextTokenRule
+from lookahead.guessing.jacobi import JacobiSource
 from lookahead.tools.audit import choice_scores, next_logits
 from lookahead.tools.loading import load
 
@@ -238,7 +238,7 @@ def test_what_fails_is_a_row(model, prompts, tmp_path, monkeypatch):
         calls.append(0)
         raise RuntimeError("out of | guesses\nand of more")
 
-    monkeypatch.setattr(JacobiStrategy, "guess", guess)
+    monkeypatch.setattr(JacobiSource, "propose", guess)
     out = tmp_path / "run"
     result = run("--model", model, "--prompts", prompts, "--methods", "jacobi,steps-of-one", "--temperature", 0,
                  "--max-new-tokens", 4, "--repeats", 1, "--out", out)  # fmt: skip

@@ -13,11 +13,11 @@ import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.cpu import tree_attention
 from lookahead.engine import loop, verify
-from lookahead.engine.verify import NextTokenRule
+from lookahead.engine.sampling import NextTokenRule
 from lookahead.models import adapter, attention
-from lookahead.models.adapter import Architecture
+from lookahead.models.adapter import ModelAdapter
 from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
-from lookahead.passes import probe
+from lookahead.passes import inspection
 from lookahead.step import Step, Visibility
 
 
@@ -45,12 +45,12 @@ def gaps_are_seen(monkeypatch):
 
 
 def sequences_swapped(monkeypatch):
-    original = Architecture.masks
+    original = ModelAdapter.masks
 
     def masks(self, ancestors, *args):
         return original(self, ancestors[::-1].copy(), *args)
 
-    monkeypatch.setattr(Architecture, "masks", masks)
+    monkeypatch.setattr(ModelAdapter, "masks", masks)
 
 
 def sliding_window_too_wide(monkeypatch):
@@ -251,7 +251,7 @@ def test_comparison_with_generate_sees_it(plant, monkeypatch):
 @pytest.mark.parametrize("plant", IN_BATCHES, ids=name)
 def test_comparison_of_batches_sees_it(plant, monkeypatch):
     model = tiny_model(IN_BATCHES[plant])
-    assert probe.can_batch(model, probe.inspect_model(model))
+    assert inspection.can_batch(model, inspection.inspect_model(model))
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         check_batches(model)
@@ -262,12 +262,12 @@ def test_comparison_of_batches_sees_it(plant, monkeypatch):
 def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
     """A defect of the masks costs the branches; one of the cache or of all positions leaves nothing to decode with."""
     model = tiny_model(DEFECTS[plant]).to(dtype)
-    before = probe.inspect_model(model)
-    probe._inspected.clear()
+    before = inspection.inspect_model(model)
+    inspection._inspected.clear()
     plant(monkeypatch)
     try:
-        after = probe.inspect_model(model)
-        assert not after.two_part or (plant in OF_KERNELS and not after.uses_kernels)
+        after = inspection.inspect_model(model)
+        assert not after.splits_attention or (plant in OF_KERNELS and not after.uses_kernels)
         assert (before.can_branch, after.can_branch) == (True, plant in IN_PARTS)
     except UnsupportedModelError as error:
         assert type(model).__name__ in str(error)  # noqa: PT017
@@ -278,8 +278,8 @@ def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
 def test_probe_of_batches_sees_it(plant, dtype, monkeypatch):
     model = tiny_model(IN_BATCHES[plant]).to(dtype)
     plant(monkeypatch)
-    assert probe.inspect_model(model).can_branch
-    assert not probe.can_batch(model, probe.inspect_model(model))
+    assert inspection.inspect_model(model).can_branch
+    assert not inspection.can_batch(model, inspection.inspect_model(model))
 
 
 def test_the_comparison_passes_without_a_defect():

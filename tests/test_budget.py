@@ -42,7 +42,7 @@ def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, toke
 
     def worth(n: int) -> float:
         gained = sum(sum(sorted(tree, reverse=True)[:n]) for tree in trees)
-        return gained - pace.rate * float(pace.costs(len(trees) * (1 + n + window_rows), length))
+        return gained - pace.rate() * float(pace.costs(len(trees) * (1 + n + window_rows), length))
 
     chosen = pace.choose([tree_of(tree) for tree in trees], length, window_rows)
     best = max(range(max(map(len, trees)) + 1), key=worth)
@@ -144,8 +144,8 @@ def test_likeliest_part_of_a_tree():
         for i, parent in enumerate(parents):
             above = 1.0 if parent < 0 else probabilities[parent]
             probabilities[i] = above * rng.choice([1.0, rng.random()])  # ties between a node and its parent, too
-        depths = GuessTree.of(parents, parents, 0).depths
-        tree = GuessTree(rng.integers(0, 99, n), parents, depths, probabilities, rng.integers(0, 5, n))
+        depths = GuessTree.of(np.arange(n), parents).depths
+        tree = GuessTree(rng.permutation(99)[:n], parents, depths, probabilities, rng.integers(0, 5, n))
         for count in (0, 1, n // 2, n, n + 3):
             part = tree.likeliest(count)
             assert len(part) == min(count, n)

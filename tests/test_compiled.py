@@ -15,11 +15,16 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.passes import compiled
-from lookahead.passes.probe import inspect_model
+from lookahead.passes.inspection import inspect_model, why_not_compiled
 
 COMPILED = LookaheadConfig(compile_passes=True)
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.8}
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
+
+
+def compiles(model) -> bool:
+    """Whether its passes are compiled, once they were tried."""
+    return why_not_compiled(model, inspect_model(model)) is None
 
 
 @pytest.fixture
@@ -41,19 +46,19 @@ def test_texts_are_identical(name, traced):
     model, rng = tiny_model(name), random.Random(name)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        architecture = inspect_model(model, compile_passes=True)
+        is_compiled = compiles(model)
     reasons = [str(w.message) for w in warned if "without compiled passes" in str(w.message)]
-    assert architecture.is_compiled == (not reasons)
+    assert is_compiled == (not reasons)
     for options in (GREEDY, SAMPLED):
         traced.clear()
         config = LookaheadConfig(compile_passes=True, budget=12, window_size=rng.choice([0, 3]))
         stats = check_identical(model, [random_prompt(rng)], options, config, seed=rng.randrange(100))
-        assert len(traced) == (stats.steps if architecture.is_compiled else 0)
+        assert len(traced) == (stats.steps if is_compiled else 0)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "mistral", "gpt2", "olmo2"])
 def test_the_usual_families_compile(name, traced):
-    assert inspect_model(tiny_model(name), compile_passes=True).is_compiled
+    assert compiles(tiny_model(name))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,7 +72,7 @@ def test_by_the_real_compiler(dtype):
         lookahead.wrap(model, config, lookahead.NgramPool(1))
         torch.manual_seed(3)
         texts.append(model.generate(torch.arange(1, 20)[None], **SAMPLED).tolist())
-    assert inspect_model(model, compile_passes=True).is_compiled
+    assert compiles(model)
     assert products.are_installed(model)
     assert texts[0] == texts[1]
     if dtype == torch.float32:
@@ -82,15 +87,14 @@ def test_a_wrong_mask_is_noticed(traced, monkeypatch):
         lambda query, key, value, mask, scaling: attend(query, key, value, None if mask is None else mask * 0, scaling),
     )  # fmt: skip
     model = tiny_model("llama")
-    plain = inspect_model(model)
-    assert not plain.two_part  # noticed there already, so that nothing is compiled
+    assert not inspect_model(model).splits_attention  # noticed there already, so that nothing is compiled
     with pytest.warns(UserWarning, match="without compiled passes"):
-        assert not inspect_model(model, compile_passes=True).is_compiled
+        assert not compiles(model)
 
 
 def test_a_wrong_cache_is_noticed(traced, monkeypatch):
     model = tiny_model("llama")
-    assert inspect_model(model).two_part
+    assert inspect_model(model).splits_attention
     attend = compiled.attention.attend_grouped
 
     def forgetful(query, key, value, mask, scaling):
@@ -99,7 +103,7 @@ def test_a_wrong_cache_is_noticed(traced, monkeypatch):
 
     monkeypatch.setattr(compiled.attention, "attend_grouped", forgetful)
     with pytest.warns(UserWarning, match="without compiled passes: custom masks, position_ids or cache are not honour"):
-        assert not inspect_model(model, compile_passes=True).is_compiled
+        assert not compiles(model)
 
 
 def test_a_compiler_that_fails_costs_nothing_but_a_warning(monkeypatch):
@@ -184,7 +188,7 @@ def test_an_input_that_a_hook_writes_to_is_multiplied_anew(traced):
 
 def test_batches_are_not_compiled(traced):
     model, prompt = tiny_model("llama"), random_prompt(random.Random(4))
-    inspect_model(model, compile_passes=True)
+    assert compiles(model)
     traced.clear()
     config = LookaheadConfig(compile_passes=True, budget=12, window_size=0)  # no costs are measured, alone and compiled
     check_identical(model, [prompt, prompt], GREEDY, config, seed=0)  # alike, so that both end at once
@@ -193,7 +197,7 @@ def test_batches_are_not_compiled(traced):
 
 def test_autocast_is_not_compiled(traced):
     model = tiny_model("llama")
-    inspect_model(model, compile_passes=True)
+    assert compiles(model)
     traced.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         lookahead.wrap(model, COMPILED).generate(torch.tensor([[5, 6, 7]]), **GREEDY)
@@ -204,7 +208,7 @@ def test_a_step_is_one_run_of_one_program(traced):
     """What torch.compile checks is looked at in the first pass of a call, and once for each number of rows."""
     model = small_llama()
     lookahead.wrap(model, LookaheadConfig(compile_passes=True, budget=4, window_size=0))
-    inspect_model(model, compile_passes=True)
+    assert compiles(model)
     checks = []
     for _ in range(3):
         traced.clear()
@@ -228,7 +232,7 @@ def test_layers_given_the_same_input_are_one_product(monkeypatch):
 
     torch.compiler.reset()
     monkeypatch.setattr(torch._inductor, "compile", count)
-    assert inspect_model(lookahead.wrap(small_llama()), compile_passes=True).is_compiled
+    assert compiles(lookahead.wrap(small_llama()))
     assert found == [[3, 1, 2, 1] * 2 + [1]]
     torch.compiler.reset()
 

@@ -11,32 +11,38 @@ from transformers import WhisperConfig, WhisperForCausalLM
 from zoo import SETTINGS, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead.models.adapter import Architecture, context_length
+from lookahead.models.adapter import context_length
 from lookahead.passes import costs
 from lookahead.passes.costs import RUNGS, StepCosts, measure, step_costs
-from lookahead.passes.probe import inspect_model
+from lookahead.passes.graphs import GraphRunner, StepGraphs
+from lookahead.passes.inspection import inspect_model
+from lookahead.passes.runner import EagerRunner
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that only passes of a model move: 10 ms a pass, 1 a row, 0.01 a position held and 0.002 a row of it."""
     now = [0.0]
-    original = Architecture.forward
+    original = EagerRunner.run
 
-    def forward(self, model, steps, cache, last=None):
+    def run(self, steps, cache, last=None):
         rows, length = len(steps[0]), cache.lengths[0]
         now[0] += 10e-3 + 1e-3 * rows + length * (1e-5 + 2e-6 * (rows - 1))
-        return original(self, model, steps, cache, last)
+        return original(self, steps, cache, last)
 
-    monkeypatch.setattr(Architecture, "forward", forward)
+    monkeypatch.setattr(EagerRunner, "run", run)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
+
+
+def runner_of(model) -> EagerRunner:
+    return EagerRunner(model, inspect_model(model))
 
 
 def test_what_is_measured_is_what_passes_take(clock):
     model = tiny_model("llama", max_position_embeddings=4096)
     shares = []
-    found = measure(model, inspect_model(model), 3.0, shares.append)
+    found = measure(runner_of(model), 3.0, shares.append)
     for rows, length in ((1, 0), (16, 0), (24, 0), (128, 0), (200, 0), (1, 3000), (16, 500), (40, 2000)):
         expected = 10e-3 + 1e-3 * rows + length * (1e-5 + 2e-6 * (rows - 1))
         assert found(rows, length) == pytest.approx(expected)
@@ -48,9 +54,9 @@ def test_what_is_measured_is_what_passes_take(clock):
 
 def test_passes_that_are_too_long_are_extrapolated(clock):
     model = tiny_model("llama", max_position_embeddings=4096)
-    architecture = inspect_model(model)
+    runner = runner_of(model)
     before = clock[0]
-    found = measure(model, architecture, 0.05)
+    found = measure(runner, 0.05)
     assert clock[0] - before < 1.0  # two rounds up to 16 rows, where a whole one takes 0.5 s
     assert found(128, 0) == pytest.approx(138e-3)
 
@@ -58,7 +64,7 @@ def test_passes_that_are_too_long_are_extrapolated(clock):
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_architecture_can_be_measured(name):
     model = tiny_model(name)
-    found = measure(model, inspect_model(model), 0.02)
+    found = measure(runner_of(model), 0.02)
     assert np.isfinite(found.seconds).all()
     assert (found.seconds > 0).all()
     assert (found.per_position >= 0).all()
@@ -67,12 +73,13 @@ def test_every_architecture_can_be_measured(name):
 def test_costs_are_kept_and_found_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(costs, "FOLDER", tmp_path / "new")
     model = tiny_model("llama")
-    architecture = inspect_model(model)
-    first = step_costs(model, architecture)
-    assert step_costs(model, architecture) is first
+    runner = runner_of(model)
+    first = step_costs(runner)
+    assert step_costs(runner) is first
+    assert step_costs(runner_of(model)) is first
     assert first.path.parent == tmp_path / "new"
     monkeypatch.setattr(costs, "measure", None)  # nothing more is measured
-    again = step_costs(tiny_model("llama", seed=1), inspect_model(model))
+    again = step_costs(runner_of(tiny_model("llama", seed=1)))
     assert again.seconds.tolist() == first.seconds.tolist()
     assert again.per_position.tolist() == first.per_position.tolist()
     assert capsys.readouterr().err == ""  # not a terminal
@@ -82,7 +89,7 @@ def test_costs_are_kept_and_found_again(tmp_path, monkeypatch, capsys):
 def test_what_costs_depend_on(change, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     model = tiny_model("llama", hidden_size=256)
-    step_costs(model, inspect_model(model))
+    step_costs(runner_of(model))
     if change == "dtype":
         model = model.to(torch.bfloat16)
     elif change == "size":
@@ -93,7 +100,8 @@ def test_what_costs_depend_on(change, tmp_path, monkeypatch):
         model.set_attn_implementation("eager")
     elif change == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    step_costs(model, inspect_model(model), replayed=change == "replayed")
+    runner = runner_of(model)
+    step_costs(GraphRunner(StepGraphs(model), runner) if change == "replayed" else runner)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -101,7 +109,7 @@ def test_what_costs_depend_on(change, tmp_path, monkeypatch):
 def test_a_torn_or_foreign_file_is_measured_anew(text, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     model = tiny_model("llama")
-    path = step_costs(model, inspect_model(model)).path
+    path = step_costs(runner_of(model)).path
     held = json.loads(path.read_text())
     if text == "nan":
         held["seconds"][0] = float("nan")
@@ -111,7 +119,7 @@ def test_a_torn_or_foreign_file_is_measured_anew(text, tmp_path, monkeypatch):
         held["per_position"][0] = -1.0
     path.write_text(json.dumps(held) if text in ("nan", "other rungs", "negative") else text)
     other = tiny_model("llama", seed=1)
-    assert step_costs(other, inspect_model(other)).path == path
+    assert step_costs(runner_of(other)).path == path
     kept = json.loads(path.read_text())
     assert kept["rungs"] == list(RUNGS)
     assert min(kept["seconds"]) > 0
@@ -214,10 +222,10 @@ def test_costs_that_cannot_be_measured_are_assumed(works, clock, tmp_path, monke
     lookahead.wrap(model)
     original = costs._pass
 
-    def too_much(model, architecture, cache, tokens):
+    def too_much(runner, cache, tokens):
         if len(tokens) > 2 or not works:
             raise torch.OutOfMemoryError("full")
-        return original(model, architecture, cache, tokens)
+        return original(runner, cache, tokens)
 
     monkeypatch.setattr(costs, "_pass", too_much)
     with pytest.warns(UserWarning, match=r"could not be measured.*full"):
@@ -225,10 +233,10 @@ def test_costs_that_cannot_be_measured_are_assumed(works, clock, tmp_path, monke
     assert torch.equal(actual, expected)
     other = tiny_model("llama")
     with pytest.warns(UserWarning, match="could not be measured"):
-        found = step_costs(other, inspect_model(other))
+        found = step_costs(runner_of(other))
     assert found(1, 0) == pytest.approx(11e-3 if works else 10e-3)
     assert (np.diff(found.seconds) > 0).all()
     assert found(1, 100) > found(1, 0)
     assert not list(tmp_path.iterdir())  # the next process tries again
     with pytest.raises(torch.OutOfMemoryError, match="full"):
-        step_costs(model, inspect_model(model), anew=0.1)
+        step_costs(runner_of(model), anew=0.1)

@@ -8,7 +8,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.models.cache import InPlaceLayer
-from lookahead.passes.probe import can_batch, inspect_model
+from lookahead.passes.inspection import can_batch, inspect_model
 
 LONG = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": True, "temperature": 1.5}  # few guesses are accepted
 

@@ -25,7 +25,7 @@ import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig, NgramPool, UnsupportedModelError
 from lookahead.config import MOST_ROWS
 from lookahead.engine import fallback
-from lookahead.passes.probe import inspect_model
+from lookahead.passes.inspection import inspect_model
 from lookahead.tools.loading import load
 
 
@@ -269,7 +269,7 @@ def test_a_new_config_replaces_the_old(model, ids):
     engine = lookahead.wrap(model).lookahead
     model.generate(ids, max_new_tokens=20)
     assert engine.pace is not None
-    assert engine.trials is not None
+    assert engine.windows.trials is not None
     lookahead.wrap(model, LookaheadConfig(budget=6, window_size=3, ngram_size=4, cuda_graphs=True))
     with pytest.warns(UserWarning, match="CUDA graphs"):
         model.generate(ids, max_new_tokens=20)
@@ -279,9 +279,10 @@ def test_a_new_config_replaces_the_old(model, ids):
     stats = model.lookahead.last
     assert stats.window_tokens == 0
     assert 0 < stats.guesses <= 2 * stats.steps
-    assert [model.lookahead.pace, model.lookahead.trials, model.lookahead.graphs] == [None] * 3
-    assert model.lookahead.pool is engine.pool
-    assert model.lookahead.stats.calls == 3
+    now = model.lookahead
+    assert [now.pace, now.windows.trials, now.graphs] == [None] * 3
+    assert now.pool is engine.pool
+    assert now.stats.calls == 3
 
 
 def test_a_wrapped_model_is_saved_as_before(model, tmp_path):

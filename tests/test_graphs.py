@@ -23,11 +23,13 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.engine import loop
-from lookahead.engine.prefill import compute
+from lookahead.engine.engine import Lookahead
 from lookahead.models.cache import InPlaceLayer
 from lookahead.passes import graphs
-from lookahead.passes.graphs import StaticCache, StepGraphs, capture_cuda, why_eager
-from lookahead.passes.probe import FULL_PRECISION_ROUNDING, inspect_model, relative_error
+from lookahead.passes.graphs import GraphRunner, StaticCache, StepGraphs, capture_cuda, why_eager
+from lookahead.passes.inspection import inspect_model
+from lookahead.passes.rounding import relative_error, tolerance
+from lookahead.passes.runner import EagerRunner
 
 FULL_ATTENTION = [
     "llama",
@@ -75,36 +77,35 @@ class Counting:
 def serving(step_graphs: StepGraphs):
     """Let every decoding call borrow the buffers after its prefill. Yields the caches lent, in their order."""
     lent: list[StaticCache] = []
-    decode, lend = loop._decode, StepGraphs.lend
+    find_runner, lend = Lookahead.find_runner, StepGraphs.lend
 
-    def decode_with_graphs(model, engine, *arguments):
-        before, engine.graphs = engine.graphs, step_graphs
-        try:
-            return decode(model, engine, *arguments)
-        finally:
-            engine.graphs = before
+    def find_runner_with_graphs(engine, model):
+        return GraphRunner(step_graphs, find_runner(engine, model))
 
-    def noted(self, cache):
-        borrowed = lend(self, cache)
+    def noted(self, cache, adapter):
+        borrowed = lend(self, cache, adapter)
         if borrowed is not cache:
             lent.append(borrowed)
         return borrowed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_decode", decode_with_graphs)
+        patch.setattr(Lookahead, "find_runner", find_runner_with_graphs)
         patch.setattr(StepGraphs, "lend", noted)
         yield lent
 
 
-def prefilled(model, ids: torch.Tensor):
-    architecture = inspect_model(model)
-    cache = architecture.make_cache(ids.shape[1])
-    compute(model, architecture, ids, cache, None, 1)
+def runner_of(model) -> EagerRunner:
+    return EagerRunner(model, inspect_model(model))
+
+
+def prefilled(runner: EagerRunner, ids: torch.Tensor):
+    cache = runner.adapter.make_cache(ids.shape[1])
+    runner.read(ids, cache)
     return cache
 
 
 def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return relative_error(a[0], b[0]) <= FULL_PRECISION_ROUNDING
+    return relative_error(a[0], b[0]) <= tolerance(torch.float32)
 
 
 # --- a step
@@ -117,17 +118,18 @@ def test_steps_give_eager_logits(model_type, capture, monkeypatch):
     """Over random trees, windows and accepted paths, through several sizes of the buffers."""
     monkeypatch.setattr(graphs, "FIRST_CAPACITY", 16)
     model = tiny_model(model_type)
-    architecture, rng = inspect_model(model), random.Random(0)
+    runner, rng = runner_of(model), random.Random(0)
     ids = random_prompt(rng, 30)
-    eager, step_graphs = prefilled(model, ids), StepGraphs(model, capture)
-    static = step_graphs.lend(prefilled(model, ids))
+    eager, step_graphs = prefilled(runner, ids), StepGraphs(model, capture)
+    with_graphs = GraphRunner(step_graphs, runner)
+    static = with_graphs.begin(prefilled(runner, ids))
     assert isinstance(static, StaticCache)
     sizes = set()
     for _ in range(25):
         step = random_step(rng)[0]
         last = [static.lengths[0] + rng.randrange(8)]
-        expected = architecture.forward(model, [step], eager, last)
-        logits = architecture.forward(model, [step], static, last)
+        expected = runner.run([step], eager, last).logits
+        logits = with_graphs.run([step], static, last).logits
         assert logits.shape == expected.shape
         assert agree(logits, expected)
         path = [0]
@@ -147,21 +149,21 @@ def test_steps_give_eager_logits(model_type, capture, monkeypatch):
 def test_what_is_not_in_use_is_zero():
     """So that nothing that overflowed once can spoil the sums of a later step, and no text stays behind."""
     model, rng = tiny_model("llama"), random.Random(1)
-    step_graphs = StepGraphs(model, again)
-    architecture, buffers = inspect_model(model), None
+    step_graphs, eager = StepGraphs(model, again), runner_of(model)
     for length in (40, 7):
-        static = step_graphs.lend(prefilled(model, torch.arange(3, 3 + length)[None]))
+        runner = GraphRunner(step_graphs, eager)
+        static = runner.begin(prefilled(eager, torch.arange(3, 3 + length)[None]))
         buffers = step_graphs._buffers
         for _ in range(6):
             step = random_step(rng)[0]
-            architecture.forward(model, [step], static)
+            runner.run([step], static)
             buffers._keys[:, :, buffers.columns - 1] = torch.inf  # the last token's, padding aside
             keeps = len(step) > 1 and rng.random() < 0.7
             static.commit([step], [[0] if keeps else []])
             for buffer in (buffers._keys, buffers._values):
                 assert buffer[:, :, : buffers.columns].isfinite().all()
                 assert not buffer[:, :, buffers.columns :].any()
-        step_graphs.take_back(static)
+        runner.end()
 
 
 @pytest.mark.parametrize("capture", [None, again])
@@ -563,19 +565,19 @@ def test_models_that_graphs_do_not_serve(model_type, reason):
 
 def test_what_a_graph_would_leave_out():
     model = tiny_model("llama")
-    architecture = inspect_model(model)
-    assert why_eager(model, architecture) is None
+    adapter = inspect_model(model)
+    assert why_eager(model, adapter) is None
     hook = model.model.layers[1].register_forward_hook(lambda *args: None)
-    assert "LlamaDecoderLayer" in why_eager(model, architecture)
+    assert "LlamaDecoderLayer" in why_eager(model, adapter)
     hook.remove()
     hook = model.model.register_forward_pre_hook(lambda *args: None)
-    assert "LlamaModel" in why_eager(model, architecture)
+    assert "LlamaModel" in why_eager(model, adapter)
     hook.remove()
     model(torch.tensor([[3]]), output_hidden_states=True)  # transformers leaves hooks that then do nothing
     assert any(layer._forward_hooks for layer in model.model.layers)
-    assert why_eager(model, architecture) is None
+    assert why_eager(model, adapter) is None
     model.model.norm.to("meta")
-    assert "several devices" in why_eager(model, architecture)
+    assert "several devices" in why_eager(model, adapter)
 
 
 def test_models_of_accelerate_and_peft():
@@ -603,10 +605,38 @@ def test_on_a_cpu_nothing_is_captured():
 @torch.no_grad()
 def test_autocast_goes_without():
     model = tiny_model("llama")
-    cache, step_graphs = prefilled(model, torch.tensor([[3, 4]])), StepGraphs(model, None)
+    runner = GraphRunner(StepGraphs(model, None), runner_of(model))
+    cache = prefilled(runner, torch.tensor([[3, 4]]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert step_graphs.lend(cache) is cache
-    assert step_graphs.lend(cache) is not cache
+        assert runner.begin(cache) is cache
+    assert runner.begin(cache) is not cache
+
+
+def test_a_call_without_the_buffers_is_the_other_runners():
+    """From its beginning to its end."""
+    model, told = tiny_model("llama"), []
+
+    class Told(EagerRunner):
+        def begin(self, cache):
+            told.append("begin")
+            return super().begin(cache)
+
+        def end(self):
+            told.append("end")
+
+    other = Told(model, inspect_model(model))
+    cache, step_graphs = prefilled(other, torch.tensor([[3, 4]])), StepGraphs(model, None)
+    with_buffers, without = GraphRunner(step_graphs, other), GraphRunner(step_graphs, other)
+    assert with_buffers.begin(cache) is not cache
+    assert told == []
+    assert without.begin(cache) is cache
+    assert told == ["begin"]
+    without.end()
+    assert told == ["begin", "end"]
+    assert step_graphs._lent is not None
+    with_buffers.end()
+    assert told == ["begin", "end", "end"]
+    assert step_graphs._lent is None
 
 
 def test_copies_make_their_own():
@@ -631,14 +661,15 @@ def on_gpu(model_type: str = "llama", dtype: torch.dtype = torch.float32):
 def test_captured_steps_give_eager_logits(model_type, monkeypatch):
     monkeypatch.setattr(graphs, "FIRST_CAPACITY", 16)
     model, rng = on_gpu(model_type), random.Random(0)
-    architecture, ids = inspect_model(model), random_prompt(rng, 30).cuda()
-    assert why_eager(model, architecture) is None
-    eager, step_graphs = prefilled(model, ids), StepGraphs(model)
-    static = step_graphs.lend(prefilled(model, ids))
+    runner, ids = runner_of(model), random_prompt(rng, 30).cuda()
+    assert why_eager(model, runner.adapter) is None
+    eager, step_graphs = prefilled(runner, ids), StepGraphs(model)
+    with_graphs = GraphRunner(step_graphs, runner)
+    static = with_graphs.begin(prefilled(runner, ids))
     for _ in range(40):
         step = random_step(rng)[0]
-        expected = architecture.forward(model, [step], eager)
-        assert agree(architecture.forward(model, [step], static), expected)
+        expected = runner.run([step], eager).logits
+        assert agree(with_graphs.run([step], static).logits, expected)
         for cache in (eager, static):
             cache.commit([step], [[0]])
     assert step_graphs._replays
@@ -668,14 +699,14 @@ def test_captured_texts_are_identical(model_type):
 def test_replays_are_no_passes(monkeypatch):
     """A step that was captured and checked does not run the model's Python."""
     model = on_gpu()
-    architecture, step_graphs = inspect_model(model), StepGraphs(model)
-    static = step_graphs.lend(prefilled(model, torch.tensor([[3, 4, 5]], device="cuda")))
+    runner = GraphRunner(StepGraphs(model), runner_of(model))
+    static = runner.begin(prefilled(runner, torch.tensor([[3, 4, 5]], device="cuda")))
     step, passes = random_step(random.Random(0))[0], []
     original = StepGraphs._pass
     monkeypatch.setattr(StepGraphs, "_pass", lambda self, *key: passes.append(key) or original(self, *key))
     counts = []
     for _ in range(6):
-        architecture.forward(model, [step], static)
+        runner.run([step], static)
         static.commit([step], [[0]])
         counts.append(len(passes))
     assert counts[0] == graphs.WARM_UP_RUNS + 2

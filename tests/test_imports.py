@@ -74,7 +74,7 @@ for module, ending in ((logits_process, ("Warper", "Processor", "Penalty", "Norm
             dropped += 1
 assert dropped > 25
 import lookahead.wrapping
-from lookahead.engine.verify import BY_SEQUENCE
+from lookahead.engine.sampling import BY_SEQUENCE
 print(len(BY_SEQUENCE))
 """
     assert python(code) == "1\n"

@@ -23,8 +23,9 @@ from zoo import COMMON, SETTINGS, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead.models.layers import read_config
 from lookahead.passes import probe
-from lookahead.passes.probe import inspect_model, same_without_cache
+from lookahead.passes.inspection import inspect_model, same_without_cache
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
 GREEDY = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
@@ -125,7 +126,7 @@ def test_quantized_activations_are_left_to_the_model(how, model_type, seed):
 def test_rounding_is_not_taken_for_dependence(model_type, dtype):
     for seed in range(3):
         model = tiny_model(model_type, seed=seed).to(dtype)
-        assert probe._row_dependence(model, probe._read_config(model)) == 0
+        assert probe.row_dependence(model, read_config(model)) == 0
 
 
 @pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h"])
@@ -170,9 +171,9 @@ def test_inference_mode_is_not_forced_on_tensors_that_refuse_it():
     other = tiny_model("llama", seed=3)
     other.model.layers[1].mlp.down_proj = Shy(other.model.layers[1].mlp.down_proj)
     lookahead.wrap(other)
-    architecture = inspect_model(other)
-    assert not architecture.in_inference_mode
-    assert architecture.two_part
+    adapter = inspect_model(other)
+    assert not adapter.in_inference_mode
+    assert adapter.splits_attention
     assert other.generate(IDS, **GREEDY).tolist() == expected
     assert other.lookahead.last.steps > 0
 

@@ -52,7 +52,7 @@ class GenerateFailsError(Exception):
 
 
 def check_identical(
-    model, prompts, options, config, seed, pool=None, drift=False, mask=None, **described
+    model, prompts, options, config, seed, pool=None, drift=False, mask=None, source=None, **described
 ) -> lookahead.Stats:
     """Generate both ways from the same seed and compare; the message on failure repeats the case.
 
@@ -68,7 +68,7 @@ def check_identical(
     processors = [Drift(), Drift()]
     given = [{"logits_processor": LogitsProcessorList([processor])} if drift else {} for processor in processors]
     ids = [prompt.tolist() for prompt in prompts]
-    case = f"{described} {type(model).__name__} ids={ids} {options} {config} seed={seed} drift={drift}"
+    case = f"{described} {type(model).__name__} ids={ids} {options} {config} seed={seed} drift={drift} source={source}"
     if mask is not None:
         case += f" mask={inputs['attention_mask']}".replace("\n", "")
     refusal = None
@@ -80,7 +80,7 @@ def check_identical(
             raise GenerateFailsError from error
         refusal = error
     state = torch.get_rng_state()
-    lookahead.wrap(model, config, pool)
+    lookahead.wrap(model, config, pool, source)
     try:
         torch.manual_seed(seed)
         actual = model.generate(**inputs, **options, **given[1])
@@ -115,7 +115,7 @@ def test_architecture(model_type):
         accepted += stats.accepted.total()
         assert bool(stats.window_tokens) == (config.window_size > 0 and model_type not in CHAIN_ONLY)
     assert accepted > 0, "nothing was accepted, so acceptance was not tested"
-    assert lookahead.passes.probe.inspect_model(model).can_branch == (model_type not in CHAIN_ONLY)
+    assert lookahead.passes.inspection.inspect_model(model).can_branch == (model_type not in CHAIN_ONLY)
 
 
 tokens = st.integers(3, VOCABULARY - 1)

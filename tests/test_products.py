@@ -41,7 +41,7 @@ def logits(model, length: int = 9, in_a_pass: bool = False) -> torch.Tensor:
     with torch.no_grad():
         if not in_a_pass:
             return model(torch.arange(length)[None]).logits
-        with decoding_pass(attends_in_parts=False, uses_kernels=True):
+        with decoding_pass(splits_attention=False, uses_kernels=True):
             return model(torch.arange(length)[None]).logits
 
 
@@ -159,7 +159,7 @@ def test_layers_given_the_same_input_are_one_product(multiplied):
     install(model)
     logits(model, in_a_pass=True)
     assert multiplied == [3, 1, 2, 1] * 2 + [1]
-    with torch.no_grad(), decoding_pass(attends_in_parts=False, uses_kernels=True):
+    with torch.no_grad(), decoding_pass(splits_attention=False, uses_kernels=True):
         model(torch.arange(9)[None])
         assert not current_pass()._products, "every product was asked for"
 
@@ -170,7 +170,7 @@ def test_an_input_written_to_in_between_is_multiplied_anew(inference):
     install(mlp)
     mlp.up_proj.register_forward_pre_hook(lambda layer, inputs: inputs[0].neg_())
     mode = torch.inference_mode() if inference else torch.no_grad()
-    with mode, decoding_pass(attends_in_parts=False, uses_kernels=True):
+    with mode, decoding_pass(splits_attention=False, uses_kernels=True):
         input = input.clone()
         expected = functional.linear(input, mlp.gate_proj.weight), functional.linear(-input, mlp.up_proj.weight)
         assert_near(mlp.gate_proj(input), expected[0])
@@ -181,7 +181,7 @@ def test_one_layer_under_two_names():
     layer = torch.nn.Linear(256, 256)
     model, input = torch.nn.ModuleDict({"q_proj": layer, "k_proj": layer}), torch.randn(3, 256)
     install(model)
-    with torch.no_grad(), decoding_pass(attends_in_parts=False, uses_kernels=True):
+    with torch.no_grad(), decoding_pass(splits_attention=False, uses_kernels=True):
         expected = functional.linear(input, layer.weight, layer.bias)
         assert_near(model["q_proj"](input), expected)
         assert_near(model["k_proj"](input), expected)
@@ -368,9 +368,9 @@ def test_what_the_kernel_does_not_take_is_torchs(multiplied):
     with torch.autocast("cpu", torch.bfloat16):
         logits(model, in_a_pass=True)
     logits(small_llama(torch.float16), in_a_pass=True)
-    with decoding_pass(attends_in_parts=False, uses_kernels=True):
+    with decoding_pass(splits_attention=False, uses_kernels=True):
         model(torch.arange(9)[None])  # gradients are wanted
-    with torch.no_grad(), decoding_pass(attends_in_parts=False, uses_kernels=False):
+    with torch.no_grad(), decoding_pass(splits_attention=False, uses_kernels=False):
         assert torch.equal(model(torch.arange(9)[None]).logits, expected)
     assert not multiplied
 

@@ -12,9 +12,13 @@ from ngram_pool import GuessTree, Source
 
 
 def random_tree(rng: random.Random, most: int = 12) -> GuessTree:
+    nodes: list[tuple[int, int]] = []  # parent and token, no two alike
     n = rng.randint(0, most)
-    tokens = [rng.randrange(50) for _ in range(n)]
-    return GuessTree.of(tokens, [rng.randint(-1, index - 1) for index in range(n)], Source.TEXT)
+    while len(nodes) < n:
+        node = rng.randint(-1, len(nodes) - 1), rng.randrange(50)
+        if node not in nodes:
+            nodes.append(node)
+    return GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], Source.TEXT)
 
 
 def random_step(rng: random.Random) -> tuple[Step, GuessTree, JacobiWindow | None]:
@@ -24,7 +28,7 @@ def random_step(rng: random.Random) -> tuple[Step, GuessTree, JacobiWindow | Non
     window = JacobiWindow(rng.choice([1, 2, 5]), rng.choice([2, 3, 5]), [7, 8, 9])
     for _ in range(rng.randint(0, 6)):
         window.advance(np.array([rng.randrange(50) for _ in range(window.size)]), rng.randint(1, 3))
-    return lay_out(3, tree, window), tree, window
+    return lay_out(3, tree, window.rows), tree, window
 
 
 def visible_by_definition(step: Step, tree: GuessTree, window: JacobiWindow | None) -> np.ndarray:
@@ -125,5 +129,5 @@ def test_window_layout_is_cached_by_shape():
     window = JacobiWindow(4, 3, [1])
     window.advance(np.arange(4), 1)
     for _ in range(10):
-        lay_out(0, GuessTree.empty(), window)
+        lay_out(0, GuessTree.empty(), window.rows)
     assert _window_layout.cache_info().misses == 1

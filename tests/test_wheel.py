@@ -88,7 +88,7 @@ def names(wheel):
 
 @pytest.fixture(scope="module")
 def wheel(sources, tmp_path_factory):
-    stale = sources / "build" / "lib" / "lookahead" / "kernels" / "stale.so"
+    stale = sources / "build" / "lib" / "lookahead" / "cpu" / "kernels" / "stale.so"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"of another time")
     return built(sources, tmp_path_factory.mktemp("wheel"))

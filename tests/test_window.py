@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.guessing.jacobi import JacobiWindow
-from lookahead.guessing.strategies import JacobiStrategy
+from lookahead.guessing.jacobi import JacobiSource, JacobiWindow
+from lookahead.guessing.source import Batch, Limits, Outcome
+from lookahead.step import lay_out
+from ngram_pool import GuessTree, NgramPool
 
 
 def numbered(row: int, columns: range) -> np.ndarray:
@@ -47,16 +49,19 @@ def test_jacobi_block_moves_on_by_what_was_accepted():
     def said(*tokens):
         return torch.nn.functional.one_hot(torch.tensor(tokens), 30).float()
 
+    def propose(text, longest) -> GuessTree:
+        (tree,) = source.propose([text], Limits([longest], guesses=4, least_probability=0.0, is_chain=False))
+        return tree
+
     def guessed(text, longest):
-        ((_, tree),) = strategy.guess([text], [longest])
-        return tree.tokens.tolist()
+        return propose(text, longest).tokens.tolist()
 
     def learn(text, logits, path, emitted):
-        ((step, _),) = strategy.guess([text], [10])
-        strategy.learn([text], [step], logits[None], [path], [emitted])
+        step = lay_out(text[-1], propose(text, 10))
+        source.observe(Outcome([text], [step], logits[None], [path], [emitted]))
 
-    strategy = JacobiStrategy(4)
-    strategy.start([[1, 2, 9]])
+    source = JacobiSource(4)
+    source.start(Batch([[1, 2, 9]], temperature=1.0, vocabulary=30, pool=NgramPool(0.01)))
     assert guessed([9, 11], 10) == [9, 9, 9, 9]
     learn([9, 11], said(12, 13, 14, 15, 16), [0], [12])
     assert guessed([9, 11, 12], 10) == [13, 14, 15, 16]

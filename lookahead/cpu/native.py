@@ -38,7 +38,13 @@ Kernels = Mapping[torch.dtype, Callable[..., None]]
 """One function of a library, by the dtype that it takes."""
 
 
-CAPABILITY = cpu_capability() if cpu_capability() in toolchain.INSTRUCTIONS else "DEFAULT"
+def _capability() -> str:
+    """DEFAULT where torch names what no kernel of ours is built for."""
+    capability = cpu_capability()
+    return capability if capability in toolchain.INSTRUCTIONS else "DEFAULT"
+
+
+CAPABILITY = _capability()
 """The key of `toolchain.INSTRUCTIONS` for what torch uses of this processor; ATEN_CPU_CAPABILITY can lower it."""
 HAS_BF16 = CAPABILITY == "AVX512_BF16"
 

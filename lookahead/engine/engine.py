@@ -11,7 +11,7 @@ from lookahead.config import AUTO, LookaheadConfig
 from lookahead.cpu import native
 from lookahead.engine.fallback import warn_plain
 from lookahead.guessing.budget import Pace, WindowTrials
-from lookahead.guessing.combine import Ledger
+from lookahead.guessing.combine import Ledger, needs_of
 from lookahead.guessing.jacobi import JacobiSource, WindowSource
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource, Needs
@@ -64,12 +64,12 @@ class Lookahead:
 
     def __post_init__(self) -> None:
         given = default_sources(self.config) if self.source is None else self.source
-        self.sources: list[GuessSource] = [given] if isinstance(given, GuessSource) else list(given)
+        self.sources: list[GuessSource] = list(given) if isinstance(given, Sequence) else [given]
         for source in self.sources:
-            if not isinstance(source, GuessSource):
+            if isinstance(source, type) or not isinstance(source, GuessSource):
                 raise TypeError(
-                    f"source={source!r} is no source of guesses: derive it from lookahead.GuessSource and define "
-                    "propose(texts, limits)"
+                    f"source={source!r} is no source of guesses: give an object of a class that is derived from "
+                    "lookahead.GuessSource and defines propose(texts, limits)"
                 )
         if not self.sources:
             raise ValueError("source=[] holds no source of guesses: leave it out for the n-gram pool")
@@ -132,8 +132,7 @@ class Lookahead:
     @property
     def needs(self) -> Needs:
         """What the sources want to see, all together."""
-        layers = {layer for source in self.sources for layer in source.needs.hidden_states}
-        return Needs(max(source.needs.prompt_logits for source in self.sources), tuple(sorted(layers)))
+        return needs_of(self.sources)
 
     def find_runner(self, model: PreTrainedModel) -> EagerRunner:
         """What runs the passes of a call: the fastest way that is asked for and serves."""

@@ -246,6 +246,7 @@ class _Call:
         chunk_size = self._generation.prefill_chunk_size
         cache, logits = prefill(self._runner, self._prompts, self._source, taken_over, room, chunk_size)
         self._cache = self._runner.begin(cache)
+        del cache  # what it held may be in buffers by now: no need to hold it twice
         self._begins = list(self._cache.lengths)
         # Plain decoding computes no positions beyond these.
         most = context_length(self._runner.model) - 1

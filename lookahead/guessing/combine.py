@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from lookahead.guessing.budget import Trials
-from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome
+from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
 
 BINS = 10  # of claimed probabilities
 PRIOR = 8.0  # guesses of each bin that count as having come true as claimed, before any were seen
+LEAST_CLAIM = 1e-6  # that one is counted as, so that claims of nothing leave something to divide by
 FADE = 0.995  # of what a bin has counted, each time that it counts another guess
 
 
@@ -35,7 +36,7 @@ class Calibration:
     def count(self, claim: float, is_accepted: bool) -> None:
         i = min(int(claim * BINS), BINS - 1)
         with self._lock:
-            self._claimed[i] = FADE * self._claimed[i] + claim
+            self._claimed[i] = FADE * self._claimed[i] + max(claim, LEAST_CLAIM)
             self._accepted[i] = FADE * self._accepted[i] + is_accepted
 
 
@@ -103,11 +104,18 @@ class Node:
         return GuessTree.of(*zip(*rows, strict=True)) if rows else GuessTree.empty()
 
 
+def needs_of(sources: Sequence[GuessSource]) -> Needs:
+    """What these sources want to see, all together."""
+    layers = {layer for source in sources for layer in source.needs.hidden_states}
+    return Needs(max(source.needs.prompt_logits for source in sources), tuple(sorted(layers)))
+
+
 class Combined(GuessSource):
     """The sources of one call."""
 
     def __init__(self, sources: Sequence[GuessSource], ledger: Ledger, rate: Callable[[], float] | None):
         """rate: tokens that a second is worth; None where every source is to be asked in each step."""
+        self.needs = needs_of(sources)
         self._sources = [copy.copy(source) for source in sources]
         self._ledger = ledger
         self._rate = rate
@@ -129,15 +137,15 @@ class Combined(GuessSource):
         proposed: list[dict[int, GuessTree]] = [{} for _ in texts]
         for i in self._asked:
             with self._timed(i):
-                trees = self._sources[i].propose(texts, limits)
+                trees = self._sources[i].propose(texts, limits) or []
             if len(trees) != len(texts):
                 raise ValueError(f"{self._name(i)} proposes {len(trees)} trees for {len(texts)} sequences")
             for of_sequence, tree, depth in zip(proposed, trees, limits.depths, strict=True):
                 if len(tree):
-                    of_sequence[i] = self._taken(i, tree, depth, limits.is_chain)
+                    of_sequence[i] = self._taken(i, tree, depth, limits)
         merged = [self._merge(of_sequence, limits.is_chain) for of_sequence in proposed]
         self._roots = [root for root, _ in merged]
-        return [tree for _, tree in merged]
+        return [tree.likeliest(limits.guesses) for _, tree in merged]
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
         rows = [source.look_ahead(limits) for source in self._sources]
@@ -154,15 +162,15 @@ class Combined(GuessSource):
             else:
                 earned[root] += len(path) - 1
         if self._rate:
-            for i in self._asked:
-                if trials := self._ledger.trials[i]:
+            for i, trials in enumerate(self._ledger.trials):
+                if trials:  # of what was not asked, the pause goes on
                     trials.count(earned[i], self._rate() * self._seconds[i])
 
     def keep(self, sequences: list[int]) -> None:
         for source in self._sources:
             source.keep(sequences)
 
-    def _taken(self, i: int, tree: GuessTree, depth: int, is_chain: bool) -> GuessTree:
+    def _taken(self, i: int, tree: GuessTree, depth: int, limits: Limits) -> GuessTree:
         """What can be verified of a source's tree."""
         if tree.tokens.max() >= self._vocabulary:
             raise ValueError(
@@ -170,10 +178,12 @@ class Combined(GuessSource):
             )
         if tree.depths.max() > depth:
             tree = tree.part(np.flatnonzero(tree.depths <= depth))
-        if is_chain and (tree.parents != np.arange(-1, len(tree) - 1)).any():
+        if limits.is_chain and (tree.parents != np.arange(-1, len(tree) - 1)).any():
             tree = tree.likeliest_chain()
-        if tree.sources.min(initial=0) < 0:
-            tree = replace(tree, sources=np.where(tree.sources < 0, len(Source) + i, tree.sources))
+        tree = tree.likeliest(limits.guesses)
+        is_known = (tree.sources >= 0) & (tree.sources < len(Source))
+        if not is_known.all():
+            tree = replace(tree, sources=np.where(is_known, tree.sources, len(Source) + i))
         return tree
 
     def _merge(self, trees: dict[int, GuessTree], is_chain: bool) -> tuple[Node | int, GuessTree]:

@@ -318,11 +318,13 @@ class GraphRunner(EagerRunner):
 
     def begin(self, cache: LookaheadCache) -> LookaheadCache:
         self._cache = self._graphs.lend(cache, self.adapter)
-        return self._cache
+        return self._cache if self._cache is not cache else self._other.begin(cache)
 
     def end(self) -> None:
         if self._cache is not None:
             self._graphs.take_back(self._cache)
+            self._cache = None
+        self._other.end()
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         if isinstance(cache, StaticCache):

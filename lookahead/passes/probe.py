@@ -119,6 +119,8 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
     """Run prompts, three steps and their commits; compare each row of logits with plain decoding."""
     model, adapter = runner.model, runner.adapter
     tokens = np.random.default_rng(0).integers(0, _vocabulary(model), (sequences, 20))
+    tokens[:, 9] += tokens[:, 9] == tokens[:, 8]  # siblings in the first step
+    tokens[:, 9] %= _vocabulary(model)
     texts = [tokens[b, : 6 - 2 * b].tolist() for b in range(sequences)]
     plans = [_first_step(line, adapter.can_branch, b) for b, line in enumerate(tokens)]
     worst, lines = 0.0, []
