@@ -9,12 +9,8 @@ Tokens per step do not depend on the clock: (tokens - 1) / steps, the mean of th
 float32. ``fresh`` gives each prompt a new pool, ``shared`` one pool to all of them in turn.
 """
 
-import platform
 import resource
-import shlex
 import statistics
-import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,35 +19,20 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from results import write_results
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
+from bench.corpora import standard_library
+from bench.options import OUT, ListOf, with_limit, with_model, with_new_tokens, with_prompts, with_temperature
+from bench.pages import report, table
+from bench.timing import decoding_options, microseconds, write
 from lookahead import LookaheadConfig, NgramPool, Stats
 from lookahead.guessing.strategies import MIN_PROBABILITY, TOP_K
 from lookahead.tools.loading import load
 from lookahead.tools.prompts import read_prompts
 from ngram_pool.kernels import LONGEST
 
-
-def standard_library(tokens: int, tokenizer) -> np.ndarray:
-    """The first tokens of Python's standard library, in the order of its files' names."""
-    ids: list[int] = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        ids += tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
-        if len(ids) >= tokens:
-            return np.array(ids[:tokens])
-    return np.resize(ids, tokens)
-
-
-def microseconds(call: Callable, repeats: int = 1000) -> float:
-    """Median time of a call."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+MakePool = Callable[[], NgramPool]
 
 
 def logits_rows(ids: np.ndarray, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -120,16 +101,10 @@ class TextPool(NgramPool):
         pass
 
 
-def sample(model, tokenizer, prompt: dict, seed: int, temperature: float, new_tokens: int) -> tuple[list, list]:
-    """Ids of a prompt and of what the model writes after it."""
-    inputs = tokenizer(prompt["turns"][0], return_tensors="pt", return_token_type_ids=False).to(model.device)
-    torch.manual_seed(seed)
-    ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, temperature=temperature, top_k=0)
-    length = inputs.input_ids.shape[1]
-    return ids[0, :length].tolist(), ids[0, length:].tolist()
-
-
-def run(model, tokenizer, prompts, budget, window, shared: bool, make: Callable[[], NgramPool], options) -> dict:
+def run(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[dict], options: dict, budget: int,
+    window: tuple[int, int], shared: bool, make: MakePool,
+) -> dict:  # fmt: skip
     """Decode all prompts; tokens per step, calibration on every second prompt, and accepted tokens by source."""
     config = LookaheadConfig(budget=budget, window_size=window[0], ngram_size=window[1])
     lookahead.wrap(model, config, make())
@@ -138,7 +113,7 @@ def run(model, tokenizer, prompts, budget, window, shared: bool, make: Callable[
     for number, prompt in enumerate(prompts):
         if not shared:
             model.lookahead.pool = make()
-        sample(model, tokenizer, prompt, number, *options)
+        write(model, tokenizer, prompt, options, number)
         stats = categories.setdefault(prompt["category"], Stats())
         stats += model.lookahead.last
         if number % 2:
@@ -158,23 +133,22 @@ def run(model, tokenizer, prompts, budget, window, shared: bool, make: Callable[
     }
 
 
-def table(header: list[str], rows: list[list]) -> str:
-    cells = [
-        header,
-        ["---"] * len(header),
-        *[[f"{x:.2f}" if isinstance(x, float) else str(x) for x in r] for r in rows],
-    ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
-
-
-def report(title: str, text: str, results: list[dict], out: Path | None, script: str = "measure_pool.py") -> None:
-    """Print a table; with ``out`` write it to out.md, and everything behind it to out.json."""
-    command = f"python scripts/{script} " + shlex.join(sys.argv[1:])
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    click.echo("\n" + text)
-    if out:
-        page = f"# {title}\n\n    {command}\n\n{versions}\n\n{text}\n"
-        write_results(out, page, {"command": command, "results": results})
+def run_all(
+    setups: dict[str, tuple[tuple[int, int], MakePool]], model_name: str | None, prompts_file: Path, limit: int | None,
+    budgets: list[int], temperature: float, max_new_tokens: int,
+) -> list[dict]:  # fmt: skip
+    """`run` of each setup (a name, with window and pool) at each budget, with fresh pools and with a shared one."""
+    torch.set_num_threads(1)
+    model, tokenizer = load(model_name, "float32")
+    prompts, options = read_prompts(prompts_file, limit), decoding_options(max_new_tokens, temperature)
+    results = []
+    for name, (window, make) in setups.items():
+        click.echo(f"\n{name}", err=True)
+        for budget in budgets:
+            for shared in (False, True):
+                found = run(model, tokenizer, prompts, options, budget, window, shared, make)
+                results.append({"sources": name, **found})
+    return results
 
 
 def draw(results: list[dict], path: Path) -> None:
@@ -204,75 +178,55 @@ def draw(results: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def decoding_options(command):  # noqa: ANN201
-    for option in reversed([
-        click.option("--model", "model_name", metavar="NAME_OR_PATH", help="The packaged model by default."),
-        click.option("--prompts", "prompts_path", type=click.Path(exists=True, path_type=Path), required=True),
-        click.option("--limit", type=int, help="Only the first prompts."),
-        click.option("--budgets", default="8,16,32,64", show_default=True),
-        click.option("--temperature", default=0.6, show_default=True),
-        click.option("--max-new-tokens", default=128, show_default=True),
-        click.option("--out", type=click.Path(path_type=Path), help="Write OUT.md, OUT.json and, for steps, OUT.svg."),
-    ]):  # fmt: skip
+def with_decoding_options(command: Callable) -> Callable:
+    for option in (
+        click.option("--out", type=OUT, help="Write OUT.md, OUT.json and, for steps, OUT.svg."), with_new_tokens,
+        with_temperature(0.6),
+        click.option("--budgets", type=ListOf(click.INT), default="8,16,32,64", show_default=True), with_limit,
+        with_prompts, with_model,
+    ):  # fmt: skip
         command = option(command)
     return command
 
 
 @main.command()
-@decoding_options
-def steps(model_name, prompts_path, limit, budgets, temperature, max_new_tokens, out) -> None:
+@with_decoding_options
+def steps(out: Path | None, **options) -> None:
     """Tokens per step by budget, for fresh and shared pools, and how far predicted acceptance is from observed."""
-    torch.set_num_threads(1)
-    model, tokenizer = load(model_name, "float32")
-    prompts = read_prompts(prompts_path, limit)
-    results = [
-        run(model, tokenizer, prompts, int(budget), (0, 3), shared, NgramPool, (temperature, max_new_tokens))
-        for budget in budgets.split(",")
-        for shared in (False, True)
-    ]
-    columns = ["budget", "pool", "tokens_per_step", "draft_length"]
+    results = run_all({"text, logits": ((0, 3), NgramPool)}, **options)
     text = table(
         ["budget", "pool", "tokens per step", "draft length", "acceptance rate", "calibration gap"],
-        [[r[c] for c in columns] + [f"{r['acceptance_rate']:.1%}", f"{r['calibration_gap']:.3f}"] for r in results],
-    )
+        [[r["budget"], r["pool"], r["tokens_per_step"], r["draft_length"], f"{r['acceptance_rate']:.1%}",
+          f"{r['calibration_gap']:.3f}"] for r in results],
+    )  # fmt: skip
     for r in results:
         curve = ", ".join(f"{p:.2f} {o:.2f} ({n})" for n, p, o in r["reliability"])
         text += f"\n\nBudget {r['budget']}, {r['pool']}: predicted, observed (guesses): {curve}"
-    report("Tokens per step by budget", text, results, out)
+    report(__file__, "Tokens per step by budget", text, results, out)
     if out:
         draw(results, out.with_suffix(".svg"))
 
 
 @main.command()
-@decoding_options
+@with_decoding_options
 @click.option("--pool", "pool_path", type=click.Path(exists=True), help="A pool built from files, as the last source.")
-def sources(model_name, prompts_path, limit, budgets, temperature, max_new_tokens, out, pool_path) -> None:
+def sources(out: Path | None, pool_path: str | None, **options) -> None:
     """Tokens per step as one source after the other is added."""
-    torch.set_num_threads(1)
-    model, tokenizer = load(model_name, "float32")
-    prompts = read_prompts(prompts_path, limit)
-    setups: list[tuple[str, tuple[int, int], Callable[[], NgramPool]]] = [
-        ("text", (0, 3), TextPool),
-        ("text, logits", (0, 3), NgramPool),
-        ("text, logits, Jacobi 4 x 3", (4, 3), NgramPool),
-        ("text, logits, Jacobi 15 x 4", (15, 4), NgramPool),
-    ]
+    setups: dict[str, tuple[tuple[int, int], MakePool]] = {
+        "text": ((0, 3), TextPool),
+        "text, logits": ((0, 3), NgramPool),
+        "text, logits, Jacobi 4 x 3": ((4, 3), NgramPool),
+        "text, logits, Jacobi 15 x 4": ((15, 4), NgramPool),
+    }
     if pool_path:
-        setups.append(("text, logits, files", (0, 3), lambda: NgramPool.load(pool_path)))
-    results = []
-    for name, window, make in setups:
-        click.echo(f"\n{name}", err=True)
-        for budget in budgets.split(","):
-            for shared in (False, True):
-                options = (temperature, max_new_tokens)
-                result = run(model, tokenizer, prompts, int(budget), window, shared, make, options)
-                results.append({"sources": name, **result})
-    columns = ["sources", "budget", "pool", "tokens_per_step"]
+        setups["text, logits, files"] = (0, 3), lambda: NgramPool.load(pool_path)
+    results = run_all(setups, **options)
     text = table(
         ["sources", "budget", "pool", "tokens per step", "accepted by source"],
-        [[*(r[c] for c in columns), ", ".join(f"{s} {n}" for s, n in r["accepted"].items() if n)] for r in results],
-    )
-    report("What each source of evidence earns", text, results, out)
+        [[r["sources"], r["budget"], r["pool"], r["tokens_per_step"],
+          ", ".join(f"{source} {count}" for source, count in r["accepted"].items() if count)] for r in results],
+    )  # fmt: skip
+    report(__file__, "What each source of evidence earns", text, results, out)
 
 
 @main.command()

@@ -11,8 +11,20 @@ import subprocess
 import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 
+WORKERS = Path(__file__).parents[1] / "peers"
 PATIENCE = 10  # seconds that a process has to end once its stdin has
+
+
+def worker_command(
+    environments: Path, library: str, worker: str, model: str, dtype: str, threads: int, method: str
+) -> list[str]:
+    """The command of a worker of scripts/peers; ``library`` names one of the environments that install.sh made."""
+    return [
+        str(environments / library / "bin" / "python"), str(WORKERS / worker), "--model", model, "--dtype", dtype,
+        "--threads", str(threads), "--method", method,
+    ]  # fmt: skip
 
 
 class PeerError(Exception):
