@@ -1,7 +1,7 @@
 """Try lookahead on a tiny random model of every causal LM in transformers, against the model's own generate().
 
-Each family is built in float32 (`tiny_models.py`) and writes a greedy and a sampled text, plainly and by lookahead, in
-a process of its own, so that a crash or a hang ends that family alone.
+Each family is built in float32 (`bench/tiny_models.py`). It writes a greedy and a sampled text, plainly and by
+lookahead, in a process of its own, so that a crash or a hang ends that family alone.
 
     python scripts/architectures.py --out docs/architectures.md
 """
@@ -9,22 +9,23 @@ a process of its own, so that a crash or a hang ends that family alone.
 import logging
 import multiprocessing
 import platform
-import shlex
 import sys
 import warnings
 from collections import Counter
 from logging.handlers import BufferingHandler
-from pathlib import Path
+from multiprocessing.connection import Connection
 from textwrap import shorten
 
 import click
 import torch
 import transformers
-from results import write_results
-from tiny_models import SHAPES, random_model, tiny_config
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead
+from bench.options import OUT, ListOf
+from bench.pages import command_line, table, write_results
+from bench.tiny_models import SHAPES, random_model, tiny_config
 from lookahead import LookaheadConfig
 from lookahead.passes.probe import inspect_model
 from lookahead.tools.audit import first_difference
@@ -44,7 +45,7 @@ RESULTS = {
 WORST = ("wrong", "not built", "refused", "identical")
 
 
-def layer_kinds(model) -> str:
+def layer_kinds(model: PreTrainedModel) -> str:
     """What the layers are, in the words of the configuration."""
     config = model.config.get_text_config(decoder=True)
     names = ("layer_types", "layers_block_type", "attention_layers", "attn_layers")
@@ -60,7 +61,7 @@ def layer_kinds(model) -> str:
     return ", ".join(kinds)
 
 
-def generate(model, how: dict, **options) -> list[int]:
+def generate(model: PreTrainedModel, how: dict, **options) -> list[int]:
     """New tokens, always from the same seed."""
     torch.manual_seed(0)
     ids = torch.tensor([PROMPT], device=model.device)
@@ -100,9 +101,8 @@ def check(model_type: str) -> dict:
         if other["result"] == "wrong":
             return other | {"reason": f"in the shape {shape!r}: {other['reason']}"}
         if (row["result"], other["result"]) == ("identical", "refused"):
-            row["reason"] = "; ".join(
-                filter(None, [row["reason"], f"refused in the shape {shape!r}: {other['reason']}"])
-            )
+            refusal = f"refused in the shape {shape!r}: {other['reason']}"
+            row["reason"] = "; ".join(filter(None, [row["reason"], refusal]))
     return row
 
 
@@ -124,7 +124,7 @@ def check_windows(model_type: str) -> dict:
     return row | {"guesses": " or ".join(dict.fromkeys(row["guesses"] for row in rows if row["guesses"]))}
 
 
-def check_model(model_type: str, model, config: LookaheadConfig | None = None) -> dict:
+def check_model(model_type: str, model: PreTrainedModel, config: LookaheadConfig | None = None) -> dict:
     """Decode both ways; a row of the table. config: of `lookahead.wrap`."""
     row = blank(model_type) | {"layers": layer_kinds(model)}
     logger, said = logging.getLogger("lookahead"), BufferingHandler(capacity=1000)
@@ -154,7 +154,7 @@ def check_model(model_type: str, model, config: LookaheadConfig | None = None) -
     return row | {"reason": "; ".join(filter(None, remarks))}
 
 
-def by_lookahead(model, expected: dict[str, list[int]], config: LookaheadConfig | None) -> dict:
+def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config: LookaheadConfig | None) -> dict:
     """Decode by lookahead and compare; what a row says of that."""
     lookahead.wrap(model, config)
     steps = {}
@@ -171,11 +171,8 @@ def by_lookahead(model, expected: dict[str, list[int]], config: LookaheadConfig 
         steps[name] = model.lookahead.last
         if not steps[name].steps:
             said = [str(warning.message) for warning in caught if "lookahead" in str(warning.message)]
-            return {
-                "result": "refused",
-                "guesses": "",
-                "reason": " ".join(said) or "the model's own decoding took over",
-            }
+            reason = " ".join(said) or "the model's own decoding took over"
+            return {"result": "refused", "guesses": "", "reason": reason}
     accepted = sum(stats.accepted.total() for stats in steps.values())
     return {
         "result": "identical",
@@ -192,7 +189,7 @@ def described(error: Exception) -> str:
     return text if isinstance(error, lookahead.UnsupportedModelError) else f"{named}: {text}" if text else named
 
 
-def check_into(sender, model_type: str) -> None:
+def check_into(sender: Connection, model_type: str) -> None:
     """`check` in a process of its own."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -227,50 +224,45 @@ def summary(rows: list[dict]) -> str:
 
 
 def markdown(rows: list[dict], environment: dict) -> str:
-    lines = [
-        "# Architectures",
-        "",
-        f"Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model that shows "
-        f"every kind of layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its "
-        f"sliding windows and chunks, of {' and '.join(map(str, WINDOWS))} tokens in turn. Further shapes (few "
-        "positions, other head counts and widths, `is_decoder` as it comes) are tried, too, where they can be built. "
-        "The worst result stands here, one of:",
-        "",
-        *(f"- **{result}**: {meaning}." for result, meaning in RESULTS.items()),
-        "",
-        f"**{summary(rows)}.**",
-        "",
-        f"    {environment['command']}",
-        "",
-        ", ".join(f"{name} {environment[name]}" for name in ("lookahead", "transformers", "torch", "python")),
-        "",
-        "Tokens per step are those of the greedy and the sampled text; a trained model will have others.",
-        "",
-        "| model type | class | layers | guesses | result | tokens per step | reason |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        steps = " / ".join(f"{value:.2f}" for value in row["tokens_per_step"].values())
-        cells = [row["model_type"], row["class"], row["layers"], row["guesses"], row["result"], steps, row["reason"]]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    meanings = "\n".join(f"- **{result}**: {meaning}." for result, meaning in RESULTS.items())
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("lookahead", "transformers", "torch", "python"))
+    columns = ["model type", "class", "layers", "guesses", "result", "tokens per step", "reason"]
+    cells = [
+        [row["model_type"], row["class"], row["layers"], row["guesses"], row["result"],
+         " / ".join(f"{value:.2f}" for value in row["tokens_per_step"].values()), row["reason"]]
+        for row in rows
+    ]  # fmt: skip
+    return f"""# Architectures
+
+Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model that shows every \
+kind of layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its sliding windows \
+and chunks, of {" and ".join(map(str, WINDOWS))} tokens in turn. Further shapes (few positions, other head counts and \
+widths, `is_decoder` as it comes) are tried, too, where they can be built. The worst result stands here, one of:
+
+{meanings}
+
+**{summary(rows)}.**
+
+    {environment["command"]}
+
+{versions}
+
+Tokens per step are those of the greedy and the sampled text; a trained model will have others.
+
+{table(columns, cells)}
+"""
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--only", metavar="TYPE,TYPE,...", help="Model types; all by default.")
+@click.option("--only", "families", type=ListOf(click.Choice(FAMILIES)), default=",".join(FAMILIES),
+              metavar="TYPE,TYPE,...", help="Model types; all by default.")  # fmt: skip
 @click.option("--seconds", default=120.0, show_default=True, help="Time limit for a family.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write OUT.md and OUT.json.")
-def main(only, seconds, out) -> None:
-    families = sorted(only.split(",")) if only else FAMILIES
-    for family in families:
-        if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise click.BadParameter(f"{family!r} is not of transformers' causal-LM mapping", param_hint="--only")
-    rows = []
-    with click.progressbar(families, label="families", item_show_func=str, file=sys.stderr) as progress:
-        for family in progress:
-            rows.append(check_alone(family, seconds))
+@click.option("--out", type=OUT, help="Write OUT.md and OUT.json.")
+def main(families, seconds, out) -> None:
+    with click.progressbar(sorted(families), label="families", item_show_func=str, file=sys.stderr) as progress:
+        rows = [check_alone(family, seconds) for family in progress]
     environment = {
-        "command": shlex.join(["python", "scripts/architectures.py", *sys.argv[1:]]),
+        "command": command_line(__file__),
         "lookahead": lookahead.__version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,

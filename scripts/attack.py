@@ -28,37 +28,37 @@ from pathlib import Path
 
 import click
 import torch
-from tiny_models import random_model
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import lookahead
+import ngram_pool
+from bench.tiny_models import llama
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.passes import costs
 
 ROOT = Path(__file__).parents[1]
+OURS = [Path(package.__file__).parent for package in (lookahead, ngram_pool)]
 PATIENCE = 120  # seconds after which a call hangs
 GROWTH = 16 * 2**20  # bytes of memory that wraps or calls may add after the first tenth of them, all together
 PROMPTS = [[[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]], [[9, 4, 9, 4, 9]], [[5, 6, 7, 8, 5, 6], [3, 9, 3, 9, 3, 9]]]
 
 
-def llama(seed: int = 0) -> PreTrainedModel:
-    """A random Llama, small, but large enough for whatever is done for the sake of speed to be done to it."""
-    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    return random_model(LlamaConfig(**sizes, **heads, bos_token_id=0, eos_token_id=1, pad_token_id=2), seed)
-
-
-def texts(model: PreTrainedModel, tokens: int = 24) -> list:
-    """Greedy ids of single prompts and of a batch."""
+def text(model: PreTrainedModel, prompt: list[list[int]], tokens: int = 24) -> list[list[int]]:
+    """Greedy ids."""
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    return [model.generate(torch.tensor(prompt), **options).tolist() for prompt in PROMPTS]
+    return model.generate(torch.tensor(prompt), **options).tolist()
+
+
+def texts(model: PreTrainedModel, tokens: int = 24) -> list[list[list[int]]]:
+    """Greedy ids of single prompts and of a batch."""
+    return [text(model, prompt, tokens) for prompt in PROMPTS]
 
 
 def in_thread(call: Callable[[], object]) -> object:
     """What ``call`` returns in a thread of its own, which no lock that this one holds lets through."""
     found = []
 
-    def run():
+    def run() -> None:
         try:
             found.append((call(), None))
         except BaseException as error:
@@ -93,19 +93,11 @@ def cases(number: int, processes: int, seed: int) -> None:
     """Random architectures, batches, masks, options and settings: the property test of tests/test_lossless.py."""
     began = time.perf_counter()
     environment = os.environ | {"LOOKAHEAD_CASES": str(-(-number // processes)), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "tests/test_lossless.py",
-        "-k",
-        "test_any_case",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "tests/test_lossless.py", "-k", "test_any_case", "-p",
+               "no:cacheprovider", "--hypothesis-show-statistics"]  # fmt: skip
     running = [
-        subprocess.Popen([*command, f"--hypothesis-seed={seed + i}", "--hypothesis-show-statistics"], cwd=ROOT,
-                         env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, f"--hypothesis-seed={seed + i}"], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+                         text=True)
         for i in range(processes)
     ]  # fmt: skip
     outputs = [process.communicate()[0] for process in running]
@@ -124,19 +116,15 @@ class Stop(BaseException):
     """Thrown into a thread from outside. (Any Exception may be what a model answers a probe with.)"""
 
 
-def _throw_stop(ident: int) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Stop))
-
-
 def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> str | None:
     """Interrupt ``call`` after ``delay`` seconds; the function of ours where it stopped, or None if it ended before."""
     main_thread, ended = threading.main_thread().ident, False
 
-    def interrupt():
+    def interrupt() -> None:
         if by_signal:
             signal.pthread_kill(main_thread, signal.SIGINT)
         else:
-            _throw_stop(main_thread)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main_thread), ctypes.py_object(Stop))
 
     timer = threading.Timer(delay, interrupt)
     try:
@@ -147,9 +135,8 @@ def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> st
         time.sleep(0.01)  # for an interrupt that was late
     except (KeyboardInterrupt, Stop) as error:
         if not ended:
-            frames = traceback.extract_tb(error.__traceback__)
-            places = [(Path(frame.filename), frame.name) for frame in frames]
-            ours = [f"{path.stem}.{name}" for path, name in places if path.parent.name in ("lookahead", "ngram_pool")]
+            places = [(Path(frame.filename), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+            ours = [f"{path.stem}.{name}" for path, name in places if any(map(path.is_relative_to, OURS))]
             return ours[-1] if ours else "generate"
     return None
 
@@ -243,11 +230,11 @@ def cycles(wraps: int, calls: int) -> None:
     copies = [parameter.detach().clone() for parameter in held]
     expected = texts(model, 4)
 
-    def once():
+    def once() -> None:
         if texts(model, 4) != expected:
             raise click.ClickException("a call writes another text")
 
-    def cycle():
+    def cycle() -> None:
         lookahead.wrap(model)
         once()
         lookahead.unwrap(model)
@@ -270,7 +257,6 @@ def threads(calls: int, threads: int) -> None:
     """Calls from several threads on one model and one pool, first alone, then while another wraps and unwraps."""
     model, pool = llama(), NgramPool(1)
     expected = texts(model)
-    options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
     for with_wrapper in (False, True):
         lookahead.wrap(model, pool=pool)
         wrong, counts, over = [], Counter(), threading.Event()
@@ -279,7 +265,7 @@ def threads(calls: int, threads: int) -> None:
             for i in range(number, calls, threads):
                 which = i % len(PROMPTS)
                 try:
-                    if model.generate(torch.tensor(PROMPTS[which]), **options).tolist() != expected[which]:
+                    if text(model, PROMPTS[which]) != expected[which]:
                         wrong.append(f"call {i} writes another text")
                 except Exception:
                     wrong.append(f"call {i}: {traceback.format_exc()}")

@@ -29,14 +29,14 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     pipeline,
 )
 
 import lookahead
+from bench.pages import table
+from bench.tiny_models import llama
 from lookahead import LookaheadConfig
 
 CONFIG = LookaheadConfig(budget=12, window_size=4, ngram_size=3)  # fixed, so that no time is spent on measuring steps
@@ -58,16 +58,7 @@ def client(package: str) -> Callable:
     return enlist
 
 
-def llama() -> LlamaForCausalLM:
-    """A random Llama, large enough for whatever is done for the sake of speed to be done to it."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**sizes, **heads, bos_token_id=0, eos_token_id=0, pad_token_id=0, initializer_range=0.1)
-    return LlamaForCausalLM(config).eval()
-
-
-def demo() -> LlamaForCausalLM:
+def demo() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(lookahead.DEMO_MODEL, dtype=torch.float32).eval()
 
 
@@ -563,9 +554,7 @@ def main(names: tuple[str, ...]) -> None:
             result = "NOT INSTALLED"
         rows.append((name, package, run.__doc__.rstrip("."), " ".join(result.split())))
         click.echo(f"{name}: {rows[-1][-1]}", err=True)
-    click.echo("| client | version | compared | result |\n|---|---|---|---|")
-    for row in rows:
-        click.echo("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    click.echo(table(["client", "version", "compared", "result"], rows))
     sys.exit(int(any(row[-1] != "equal" for row in rows)))
 
 
