@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead
-from bench.options import OUT, ListOf
+from bench import cli
 from bench.pages import command_line, table, write_results
 from bench.tiny_models import SHAPES, random_model, tiny_config
 from lookahead import LookaheadConfig
@@ -69,19 +69,16 @@ def generate(model: PreTrainedModel, how: dict, **options) -> list[int]:
     return model.generate(ids, **length, **how, **options)[0, len(PROMPT) :].tolist()
 
 
-def blank(model_type: str) -> dict:
-    """A row of the table, of which nothing is known yet."""
-    return {
-        "model_type": model_type,
-        "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type],
-        "layers": "",
-        "guesses": "",
-        "result": "",
-        "tokens_per_step": {},
-        "accepted": 0,  # guesses, in all texts
-        "different_tokens": 0,  # in the greedy text
-        "reason": "",
-    }
+def row_of(model_type: str, **known) -> dict:
+    """A row of the table. known: what differs from a row of which nothing is known yet."""
+    row = {"model_type": model_type, "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}
+    texts = dict.fromkeys(("layers", "guesses", "result", "reason"), "")
+    counts = {"accepted": 0, "different_tokens": 0}  # guesses in all texts, and tokens in the greedy text
+    return row | texts | counts | {"tokens_per_step": {}} | known
+
+
+def joined(*remarks: str) -> str:
+    return "; ".join(filter(None, remarks))
 
 
 def check(model_type: str) -> dict:
@@ -101,8 +98,7 @@ def check(model_type: str) -> dict:
         if other["result"] == "wrong":
             return other | {"reason": f"in the shape {shape!r}: {other['reason']}"}
         if (row["result"], other["result"]) == ("identical", "refused"):
-            refusal = f"refused in the shape {shape!r}: {other['reason']}"
-            row["reason"] = "; ".join(filter(None, [row["reason"], refusal]))
+            row["reason"] = joined(row["reason"], f"refused in the shape {shape!r}: {other['reason']}")
     return row
 
 
@@ -117,7 +113,7 @@ def check_windows(model_type: str) -> dict:
             configs.append(config.to_dict())
             rows.append(check_model(model_type, random_model(config)))
         except Exception as error:  # configurations and models raise whatever they like
-            rows.append(blank(model_type) | {"result": "not built", "reason": described(error)})
+            rows.append(row_of(model_type, result="not built", reason=described(error)))
         if len(configs) > 1 and rows[-1]["reason"]:
             rows[-1]["reason"] = f"with windows of {window}: {rows[-1]['reason']}"
     row = min(rows, key=lambda row: WORST.index(row["result"]))
@@ -126,7 +122,7 @@ def check_windows(model_type: str) -> dict:
 
 def check_model(model_type: str, model: PreTrainedModel, config: LookaheadConfig | None = None) -> dict:
     """Decode both ways; a row of the table. config: of `lookahead.wrap`."""
-    row = blank(model_type) | {"layers": layer_kinds(model)}
+    row = row_of(model_type, layers=layer_kinds(model))
     logger, said = logging.getLogger("lookahead"), BufferingHandler(capacity=1000)
     logger.addHandler(said)
     try:
@@ -151,7 +147,7 @@ def check_model(model_type: str, model: PreTrainedModel, config: LookaheadConfig
         remarks += [record.getMessage().split(". Guesses")[0] for record in said.buffer]
     if uncached != expected["greedy"]:
         remarks.append("its own generate writes another text with use_cache=False")
-    return row | {"reason": "; ".join(filter(None, remarks))}
+    return row | {"reason": joined(*remarks)}
 
 
 def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config: LookaheadConfig | None) -> dict:
@@ -175,11 +171,9 @@ def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config:
             return {"result": "refused", "guesses": "", "reason": reason}
     accepted = sum(stats.accepted.total() for stats in steps.values())
     return {
-        "result": "identical",
-        "tokens_per_step": {name: stats.tokens_per_step for name, stats in steps.items()},
-        "accepted": accepted,
-        "reason": "" if accepted else "no guess was accepted",
-    }
+        "result": "identical", "tokens_per_step": {name: stats.tokens_per_step for name, stats in steps.items()},
+        "accepted": accepted, "reason": "" if accepted else "no guess was accepted",
+    }  # fmt: skip
 
 
 def described(error: Exception) -> str:
@@ -212,7 +206,7 @@ def check_alone(model_type: str, seconds: float) -> dict:
         row, reason = None, "its process died"
     process.kill()
     process.join()
-    return row or blank(model_type) | {"result": "wrong", "reason": reason}
+    return row or row_of(model_type, result="wrong", reason=reason)
 
 
 def summary(rows: list[dict]) -> str:
@@ -254,10 +248,10 @@ Tokens per step are those of the greedy and the sampled text; a trained model wi
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--only", "families", type=ListOf(click.Choice(FAMILIES)), default=",".join(FAMILIES),
+@click.option("--only", "families", type=cli.ListOf(click.Choice(FAMILIES)), default=",".join(FAMILIES),
               metavar="TYPE,TYPE,...", help="Model types; all by default.")  # fmt: skip
 @click.option("--seconds", default=120.0, show_default=True, help="Time limit for a family.")
-@click.option("--out", type=OUT, help="Write OUT.md and OUT.json.")
+@click.option("--out", type=cli.OUT, help="Write OUT.md and OUT.json.")
 def main(families, seconds, out) -> None:
     with click.progressbar(sorted(families), label="families", item_show_func=str, file=sys.stderr) as progress:
         rows = [check_alone(family, seconds) for family in progress]

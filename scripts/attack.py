@@ -23,6 +23,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
@@ -55,24 +56,27 @@ def texts(model: PreTrainedModel, tokens: int = 24) -> list[list[list[int]]]:
 
 
 def in_thread(call: Callable[[], object]) -> object:
-    """What ``call`` returns in a thread of its own, which no lock that this one holds lets through."""
-    found = []
+    """What ``call`` returns in a thread of its own: a lock that this thread still holds stops it."""
+    future = Future()
 
     def run() -> None:
         try:
-            found.append((call(), None))
+            future.set_result(call())
         except BaseException as error:
-            found.append((None, error))
+            future.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(PATIENCE)
-    if not found:
+    wait([future], PATIENCE)
+    if not future.done():
         where = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
         raise AssertionError(f"hangs for {PATIENCE} s:\n{where}")
-    if found[0][1] is not None:
-        raise found[0][1]
-    return found[0][0]
+    return future.result()
+
+
+def demand(right: bool, otherwise: str) -> None:
+    if not right:
+        raise click.ClickException(otherwise)
 
 
 @click.group(help=__doc__.split("\n")[0])
@@ -117,7 +121,7 @@ class Stop(BaseException):
 
 
 def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> str | None:
-    """Interrupt ``call`` after ``delay`` seconds; the function of ours where it stopped, or None if it ended before."""
+    """Interrupt ``call`` after ``delay`` seconds; the function of ours that stopped, None if it had ended before."""
     main_thread, ended = threading.main_thread().ident, False
 
     def interrupt() -> None:
@@ -147,12 +151,11 @@ def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> st
 def interrupts(number: int, seed: int) -> None:
     """SIGINT, and exceptions thrown from another thread, at random moments of generate()."""
     rng = random.Random(seed)
-    places, left = Counter(), number
+    places, rounds = Counter(), 0
     expected = {model_seed: texts(llama(model_seed)) for model_seed in range(3)}
-    round_ = 0
-    while left:
-        round_ += 1
-        if round_ % 10 == 1:  # a new model, of which the first call finds out what it costs
+    while places.total() < number:
+        rounds += 1
+        if rounds % 10 == 1:  # a new model, of which the first call finds out what it costs
             model_seed = rng.randrange(3)
             model, pool = llama(model_seed), NgramPool(1)
             configuration = {**vars(model.config)}
@@ -160,7 +163,7 @@ def interrupts(number: int, seed: int) -> None:
             lookahead.wrap(model, config, pool)
             length = 1.0  # seconds of a call
         delay, by_signal = rng.uniform(0, length), rng.random() < 0.5
-        case = f"seed {seed}, round {round_}, {'SIGINT' if by_signal else 'exception'} after {delay:.4f} s, {config}"
+        case = f"seed {seed}, round {rounds}, {'SIGINT' if by_signal else 'exception'} after {delay:.4f} s, {config}"
         began = time.perf_counter()
         try:
             place = interrupted(lambda model=model: texts(model), delay, by_signal)
@@ -170,25 +173,21 @@ def interrupts(number: int, seed: int) -> None:
             length = min(length, time.perf_counter() - began)
         else:
             places[place] += 1
-            left -= 1
-        now = {**vars(model.config)}
-        if now != configuration:
-            changed = {name: value for name, value in now.items() if configuration.get(name) != value}
-            raise click.ClickException(f"{case}, in {place}: the configuration holds {changed}")
+        case += f", in {place}"
+        changed = {name: value for name, value in vars(model.config).items() if configuration.get(name) != value}
+        demand(vars(model.config) == configuration, f"{case}: the configuration holds {changed}")
         try:
             right = in_thread(lambda model=model: texts(model)) == expected[model_seed]
             in_thread(pool.check_integrity)
         except BaseException as error:
-            raise click.ClickException(f"{case}, in {place}: the next call {error!r}") from error
-        if not right:
-            raise click.ClickException(f"{case}, in {place}: the next call writes another text")
+            raise click.ClickException(f"{case}: the next call {error!r}") from error
+        demand(right, f"{case}: the next call writes another text")
         # An automatic budget may rightly be 0 where a pass took long by chance.
-        if model.lookahead.config.budget != "auto" and not model.lookahead.last.accepted.total():
-            raise click.ClickException(f"{case}, in {place}: the next call accepts no guess")
-        if round_ % 10 == 0:
+        guessed = model.lookahead.config.budget == "auto" or model.lookahead.last.accepted.total()
+        demand(guessed, f"{case}: the next call accepts no guess")
+        if rounds % 10 == 0:
             lookahead.unwrap(model)
-            if texts(model) != expected[model_seed]:
-                raise click.ClickException(f"{case}, in {place}: the unwrapped model writes another text")
+            demand(texts(model) == expected[model_seed], f"{case}: the unwrapped model writes another text")
     click.echo(f"{number} interrupts, after each of which the next call was right; they came in")
     for place, count in places.most_common():
         click.echo(f"{count:6d}  {place}")
@@ -207,7 +206,7 @@ def _held() -> tuple[int, int, int]:
 
 
 def watched(what: str, number: int, once: Callable[[], None]) -> None:
-    """Do ``once`` so often; memory, handles and threads may not grow after the first tenth."""
+    """Call ``once`` so many times: memory, handles and threads may not grow after the first tenth."""
     began, trace = time.perf_counter(), []
     for i in range(number):
         once()
@@ -216,8 +215,8 @@ def watched(what: str, number: int, once: Callable[[], None]) -> None:
     resident, handles, threads = zip(*trace, strict=True)
     figures = f"memory {', '.join(f'{x / 2**20:.1f}' for x in resident)} MiB, handles {handles}, threads {threads}"
     click.echo(f"{number} {what} in {time.perf_counter() - began:.0f} s: {figures}")
-    if resident[-1] - resident[0] > GROWTH or handles[-1] > handles[0] or threads[-1] > threads[0]:
-        raise click.ClickException(f"{what} leave something behind")
+    nothing = resident[-1] - resident[0] <= GROWTH and handles[-1] <= handles[0] and threads[-1] <= threads[0]
+    demand(nothing, f"{what} leave something behind")
 
 
 @main.command()
@@ -231,16 +230,15 @@ def cycles(wraps: int, calls: int) -> None:
     expected = texts(model, 4)
 
     def once() -> None:
-        if texts(model, 4) != expected:
-            raise click.ClickException("a call writes another text")
+        demand(texts(model, 4) == expected, "a call writes another text")
 
     def cycle() -> None:
         lookahead.wrap(model)
         once()
         lookahead.unwrap(model)
         for before, copied, now in zip(held, copies, model.parameters(), strict=True):
-            if now is not before or not torch.equal(now, copied):
-                raise click.ClickException(f"a parameter [{tuple(copied.shape)}] is another one after unwrap")
+            kept = now is before and torch.equal(now, copied)
+            demand(kept, f"a parameter [{tuple(copied.shape)}] is another one after unwrap")
 
     watched("wraps", wraps, cycle)
     lookahead.wrap(model)
@@ -297,11 +295,9 @@ def threads(calls: int, threads: int) -> None:
         if any(thread.is_alive() for thread in [*callers, changer]):
             wrong.append("a thread hangs")
         click.echo(f"{'while wrapped and unwrapped' if with_wrapper else 'alone'}: {dict(counts)}")
-        if wrong:
-            raise click.ClickException(f"{len(wrong)} failed, first: {wrong[0]}")
+        demand(not wrong, f"{len(wrong)} failed, first: {''.join(wrong[:1])}")
         lookahead.unwrap(model)
-        if texts(model) != expected:
-            raise click.ClickException("the unwrapped model writes another text")
+        demand(texts(model) == expected, "the unwrapped model writes another text")
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ import torch
 from transformers import BatchEncoding, PreTrainedModel
 
 import lookahead
+from bench import cli
 from bench.benchmark_page import draw, markdown
 from bench.corpora import RANDOM_TOKENS, tokenized_prompts
 from bench.methods import DEFAULT, KEEP_DRAWS, METHODS, PEERS, Engines, Subject, as_inputs
-from bench.options import FILE, FOLDER, OUT, ListOf, WholeOr, with_limit, with_new_tokens, with_repeats
 from bench.pages import command_line, write_results
 from bench.peer_process import PeerError
 from bench.speedups import summarise, title
@@ -134,28 +134,28 @@ def median(values: list[float | None]) -> float | None:
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--model", "models", multiple=True, default=[str(lookahead.DEMO_MODEL)], metavar="NAME_OR_PATH",
               help="May be repeated; the packaged one by default.")  # fmt: skip
-@click.option("--prompts", "prompts_file", type=FILE, help="In Spec-Bench's JSONL format.")
-@click.option("--dtype", "dtypes", type=ListOf(click.Choice(["float32", "bfloat16"])), default="float32",
+@click.option("--prompts", "prompts_file", type=cli.FILE, help="In Spec-Bench's JSONL format.")
+@click.option("--dtype", "dtypes", type=cli.ListOf(click.Choice(["float32", "bfloat16"])), default="float32",
               show_default=True, help="float32, bfloat16 or both.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
-@click.option("--temperature", "temperatures", type=ListOf(click.FloatRange(min=0)),
+@click.option("--temperature", "temperatures", type=cli.ListOf(click.FloatRange(min=0)),
               help="One or several; 0 does not sample.  [default: 0.6,0]")  # fmt: skip
-@click.option("--methods", type=ListOf(click.Choice(METHODS)),
+@click.option("--methods", type=cli.ListOf(click.Choice(METHODS)),
               help=f"Of {', '.join(METHODS)}; plain always runs.  [default: {','.join(DEFAULT['cpu'])}; on a GPU "
               f"{','.join(DEFAULT['cuda'])}]")  # fmt: skip
-@click.option("--contexts", type=ListOf(WholeOr("none", least=2)), default="none", show_default=True,
+@click.option("--contexts", type=cli.ListOf(cli.WholeOr("none", least=2)), default="none", show_default=True,
               help="Tokens of a prompt; none leaves it as it is.")  # fmt: skip
 @click.option("--never-slower", is_flag=True,
               help=f"On {RANDOM_TOKENS} random tokens each, at temperature {RANDOM_TEMPERATURE}.")  # fmt: skip
-@with_new_tokens
-@with_repeats
-@with_limit
+@cli.new_tokens
+@cli.repeats
+@cli.limit
 @click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model of the method assisted.")
-@click.option("--peers", type=FOLDER, help="Folder of the environments of other libraries.")
+@click.option("--peers", type=cli.FOLDER, help="Folder of the environments of other libraries.")
 @click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
               help="Seconds that a peer or a compilation may take.")  # fmt: skip
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; torch's default if not given.")
-@click.option("--out", type=OUT, required=True, help="Write OUT.md, OUT.json and OUT-*.png.")
+@click.option("--threads", type=cli.COUNT, help="CPU threads; torch's default if not given.")
+@click.option("--out", type=cli.OUT, required=True, help="Write OUT.md, OUT.json and OUT-*.png.")
 def main(
     models, prompts_file, dtypes, device, temperatures, methods, contexts, never_slower, max_new_tokens, repeats, limit,
     assistant, peers, timeout, threads, out,
@@ -186,13 +186,9 @@ def main(
         categories = ["random"] * (limit or RANDOM_PROMPTS)
     else:
         read = read_prompts(prompts_file, limit)
-        texts, temperatures, what = (
-            [prompt["turns"][0] for prompt in read],
-            temperatures or [0.6, 0.0],
-            prompts_file.name,
-        )
-        categories = [prompt["category"] for prompt in read]
-    # All of them before anything is measured: hours later is late for an error.
+        texts, categories = [prompt["turns"][0] for prompt in read], [prompt["category"] for prompt in read]
+        temperatures, what = temperatures or [0.6, 0.0], prompts_file.name
+    # All prompts are read before anything is measured, so that an error does not come hours later.
     prompts = {model: tokenized_prompts(model, texts, contexts, len(categories), max_new_tokens) for model in models}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what ends the peers
     report = {"environment": {}, "cells": []}

@@ -17,17 +17,7 @@ import click
 import torch
 from transformers import AutoTokenizer
 
-from bench.options import (
-    FILE,
-    FOLDER,
-    OUT,
-    ListOf,
-    with_limit,
-    with_new_tokens,
-    with_prompts,
-    with_repeats,
-    with_temperature,
-)
+from bench import cli
 from bench.pages import command_line, heading, table, write_results
 from bench.peer_process import Peer, PeerError, worker_command
 from bench.timing import in_turn
@@ -47,7 +37,7 @@ AGAIN = {method: (False, True) if method in REMEMBER else (False,) for method in
 
 
 def start(method: str, model: Path, dtype: str, threads: int, peers: Path, pool: Path | None, timeout: int) -> Peer:
-    command = worker_command(peers, "vllm", "vllm_batches_worker.py", str(model), dtype, threads, METHODS[method])
+    command = worker_command(peers, "vllm_batches_worker.py", str(model), dtype, threads, METHODS[method])
     if method == "lookahead, built pool":
         command = ["env", f"LOOKAHEAD_VLLM_POOL={pool.resolve()}", *command]
     return Peer(command, timeout)
@@ -109,24 +99,23 @@ def picture(rows: list[dict], path: Path) -> None:
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--model", type=FOLDER, default=DEMO_MODEL, help="Folder of a causal LM; the packaged one by default.")
-@with_prompts
-@click.option("--peers", required=True, type=FOLDER, help="Folder that scripts/peers/install.sh made.")
-@click.option("--pool", type=FILE, help="Of `lookahead pool build`, for the method with a built pool.")
-@click.option("--methods", type=ListOf(click.Choice(list(METHODS)), ";"), default=";".join(METHODS), show_default=True,
-              help="Separated by semicolons; plain always runs.")  # fmt: skip
-@click.option("--concurrency", "concurrencies", type=ListOf(click.IntRange(min=1)), default="1,8", show_default=True,
-              help="Requests at once.")  # fmt: skip
+@click.option("--model", type=cli.FOLDER, default=DEMO_MODEL, help="A folder; the packaged model's by default.")
+@cli.prompts
+@click.option("--peers", required=True, type=cli.FOLDER, help="Folder that scripts/peers/install.sh made.")
+@click.option("--pool", type=cli.FILE, help="Of `lookahead pool build`, for the method with a built pool.")
+@click.option("--methods", type=cli.ListOf(click.Choice(list(METHODS)), ";"), default=";".join(METHODS),
+              show_default=True, help="Separated by semicolons; plain always runs.")  # fmt: skip
+@click.option("--concurrency", type=cli.ListOf(cli.COUNT), default="1,8", show_default=True, help="Requests at once.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
-@click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1))
-@with_new_tokens
-@with_temperature(0.0)
-@with_repeats
-@with_limit
+@click.option("--threads", default=2, show_default=True, type=cli.COUNT)
+@cli.new_tokens
+@cli.temperature(0.0)
+@cli.repeats
+@cli.limit
 @click.option("--timeout", default=1200, show_default=True, help="Seconds that an engine has to start, and for a pass.")
-@click.option("--out", type=OUT, help="Write OUT.json, OUT.md and OUT.png.")
+@click.option("--out", type=cli.OUT, help="Write OUT.json, OUT.md and OUT.png.")
 def main(
-    model, prompts_file, peers, pool, methods, concurrencies, dtype, threads, max_new_tokens, temperature, repeats,
+    model, prompts_file, peers, pool, methods, concurrency, dtype, threads, max_new_tokens, temperature, repeats,
     limit, timeout, out,
 ) -> None:  # fmt: skip
     chosen = [
@@ -140,12 +129,12 @@ def main(
     failures: dict[str, str] = {}
     runs: dict[tuple[int, str, bool], list[dict]] = {}
 
-    def ask(concurrency: int, method: str, repeat: int) -> list[dict] | None:
+    def ask(requests: int, method: str, repeat: int) -> list[dict] | None:
         """An answer after the method forgot and, where it remembers, one more."""
         progress.update(1)
         if method in failures:
             return None
-        request = {"prompts": prompts, "concurrency": concurrency, "max_new_tokens": max_new_tokens,
+        request = {"prompts": prompts, "concurrency": requests, "max_new_tokens": max_new_tokens,
                    "temperature": temperature, "seed": repeat}  # fmt: skip
         try:
             return [engines[method].ask(request | {"forget": not again}) for again in AGAIN[method]]
@@ -153,13 +142,13 @@ def main(
             failures[method] = str(error)
 
     try:
-        steps = len(concurrencies) * len(chosen) * repeats
+        steps = len(concurrency) * len(chosen) * repeats
         with click.progressbar(length=steps, label="runs", file=sys.stderr) as progress:
-            for concurrency in concurrencies:
-                calls = in_turn(chosen, repeats, 0, partial(ask, concurrency))
+            for requests in concurrency:
+                calls = in_turn(chosen, repeats, 0, partial(ask, requests))
                 for method in [method for method in chosen if method not in failures]:
                     for number, again in enumerate(AGAIN[method]):
-                        runs[concurrency, method, again] = [answers[number] for answers in calls[method]]
+                        runs[requests, method, again] = [answers[number] for answers in calls[method]]
         versions = next((engine.versions for engine in engines.values() if engine.versions), {})
     finally:
         for engine in engines.values():

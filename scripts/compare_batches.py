@@ -9,25 +9,15 @@ Greedy texts are compared with plain decoding's, of the batch and of each prompt
 
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import click
 from transformers import BatchEncoding, Cache, PreTrainedModel
 
 import lookahead
-from bench.options import (
-    OUT,
-    ListOf,
-    WholeOr,
-    with_device,
-    with_dtype,
-    with_limit,
-    with_model,
-    with_new_tokens,
-    with_prompts,
-    with_repeats,
-    with_temperature,
-)
+from bench import cli
 from bench.pages import command_line, heading, table, write_results
 from bench.timing import decoding_options, in_turn, timed
 from lookahead import LookaheadConfig, NgramPool
@@ -43,23 +33,20 @@ def cache_bytes(cache: Cache) -> int:
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-class MemoryWatch:
-    """While it is open, the largest cache that the model's passes were given."""
+@contextmanager
+def watch_caches(model: PreTrainedModel) -> Iterator[list[int]]:
+    """The bytes of each cache that the model's passes were given."""
+    sizes = []
 
-    def __init__(self, model: PreTrainedModel):
-        self._model = model
-
-    def __enter__(self) -> "MemoryWatch":
-        self.peak = 0
-        self._hook = self._model.register_forward_hook(self._look, with_kwargs=True)
-        return self
-
-    def _look(self, model, args, kwargs, output) -> None:
+    def look(model, args, kwargs, output) -> None:
         if kwargs.get("past_key_values") is not None:  # a pass that tries the model out has none
-            self.peak = max(self.peak, cache_bytes(kwargs["past_key_values"]))
+            sizes.append(cache_bytes(kwargs["past_key_values"]))
 
-    def __exit__(self, *_) -> None:
-        self._hook.remove()
+    hook = model.register_forward_hook(look, with_kwargs=True)
+    try:
+        yield sizes
+    finally:
+        hook.remove()
 
 
 def markdown(rows: list[dict], where: dict) -> str:
@@ -81,17 +68,17 @@ def markdown(rows: list[dict], where: dict) -> str:
 
 
 @click.command(help=__doc__.split("\n")[0])
-@with_model
-@with_prompts
-@click.option("--sizes", type=ListOf(click.IntRange(min=1)), default="1,2,4,8", show_default=True, help="Batch sizes.")
-@with_dtype
-@with_device
-@with_new_tokens
-@with_temperature(0.0)
-@with_repeats
-@with_limit
-@click.option("--budget", default=LookaheadConfig.budget, show_default=True, type=WholeOr("auto", least=0))
-@click.option("--out", type=OUT, help="Write OUT.json and OUT.md.")
+@cli.model
+@cli.prompts
+@click.option("--sizes", type=cli.ListOf(cli.COUNT), default="1,2,4,8", show_default=True, help="Batch sizes.")
+@cli.dtype
+@cli.device
+@cli.new_tokens
+@cli.temperature(0.0)
+@cli.repeats
+@cli.limit
+@click.option("--budget", default=LookaheadConfig.budget, show_default=True, type=cli.WholeOr("auto", least=0))
+@click.option("--out", type=cli.OUT, help="Write OUT.json and OUT.md.")
 def main(
     model_name, prompts_file, sizes, dtype, device, max_new_tokens, temperature, repeats, limit, budget, out
 ) -> None:
@@ -116,7 +103,7 @@ def main(
         lookahead.unwrap(model)
         return {"texts": texts, "seconds": seconds, "stats": stats}
 
-    run(encode(texts[:1]), 0, [], "fresh pool")  # step costs are measured, on a cache that no memory watch is to count
+    run(encode(texts[:1]), 0, [], "fresh pool")  # step costs are measured, on a cache that is not to be counted
     alone = []
     if not temperature:
         with click.progressbar(texts, label="each alone", file=sys.stderr) as progress:
@@ -129,9 +116,9 @@ def main(
         totals = {method: {"seconds": 0.0, "tokens": 0, "identical": 0, "cache": 0} for method in METHODS}
         stats = {method: lookahead.Stats() for method in METHODS}
         for method in METHODS:  # warm up, and look at the memory, which takes time
-            with MemoryWatch(model) as watch:
+            with watch_caches(model) as caches:
                 run(encode(batches[0]), 0, [None], method)
-            totals[method]["cache"] = watch.peak
+            totals[method]["cache"] = max(caches, default=0)
         with click.progressbar(list(enumerate(batches)), label=f"batches of {size}", file=sys.stderr) as progress:
             for number, batch in progress:
                 calls = in_turn(METHODS, repeats, number, partial(run, encode(batch), number, shared))

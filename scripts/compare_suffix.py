@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 import lookahead
+from bench import cli
 from bench.corpora import standard_library
-from bench.options import OUT, with_limit, with_model, with_new_tokens, with_prompts, with_temperature
 from bench.pages import report, table
-from bench.timing import decoding_options, write
+from bench.timing import decoding_options, prompt_and_answer
 from lookahead import NgramPool, Source
 from lookahead.guessing.strategies import MIN_PROBABILITY
 from lookahead.tools.loading import load
@@ -153,13 +153,13 @@ def passages(ids: np.ndarray, count: int, length: int = 128) -> list[tuple[str, 
 
 
 @click.command()
-@with_model
-@with_prompts
-@with_limit
-@with_temperature(0.6)
-@with_new_tokens
+@cli.model
+@cli.prompts
+@cli.limit
+@cli.temperature(0.6)
+@cli.new_tokens
 @click.option("--corpus", default=1_000_000, show_default=True, help="Tokens of the standard library to learn at once.")
-@click.option("--out", type=OUT, help="Write OUT.md and OUT.json.")
+@click.option("--out", type=cli.OUT, help="Write OUT.md and OUT.json.")
 def main(model_name, prompts_file, limit, temperature, max_new_tokens, corpus, out) -> None:
     """Tokens per step, microseconds and bytes of the pool and of suffix trees."""
     try:
@@ -172,7 +172,7 @@ def main(model_name, prompts_file, limit, temperature, max_new_tokens, corpus, o
     options = decoding_options(max_new_tokens, temperature)
     streams = []
     for number, prompt in enumerate(read_prompts(prompts_file, limit)):
-        streams.append((prompt["category"], *write(model, tokenizer, prompt, options, number)))
+        streams.append((prompt["category"], *prompt_and_answer(model, tokenizer, prompt, options, number)))
         click.echo(f"\rwriting, prompt {number + 1} ", nl=False, err=True)
     results = []
     for shape, budget, chain in (("tree", 16, False), ("tree", 64, False), ("chain", 16, True)):

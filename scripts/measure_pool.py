@@ -5,8 +5,8 @@
     python scripts/measure_pool.py sources --model M --prompts FILE.jsonl --pool P
     python scripts/measure_pool.py soak
 
-Tokens per step do not depend on the clock: (tokens - 1) / steps, the mean of the categories, by seeded sampling in
-float32. ``fresh`` gives each prompt a new pool, ``shared`` one pool to all of them in turn.
+Tokens per step, (tokens - 1) / steps, do not depend on the clock: sampling is seeded, in float32. They are the mean of
+the categories. ``fresh`` gives each prompt a new pool, ``shared`` one pool to all of them in turn.
 """
 
 import resource
@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import click
@@ -22,10 +23,10 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
+from bench import cli
 from bench.corpora import standard_library
-from bench.options import OUT, ListOf, with_limit, with_model, with_new_tokens, with_prompts, with_temperature
 from bench.pages import report, table
-from bench.timing import decoding_options, microseconds, write
+from bench.timing import decoding_options, microseconds, prompt_and_answer
 from lookahead import LookaheadConfig, NgramPool, Stats
 from lookahead.guessing.strategies import MIN_PROBABILITY, TOP_K
 from lookahead.tools.loading import load
@@ -61,36 +62,30 @@ def speed(memory_mb, observations) -> None:
     pool.learn(ids)
     learned = len(ids) / (time.perf_counter() - start)
     steps = [logits_rows(ids, 64, rng) for _ in range(50)]
-    turn = iter(range(10**9))
-    text = ids.tolist()
+    turn, text = count(), ids.tolist()
 
-    def guess(budget: int, least: float) -> Callable:
-        def call() -> None:
-            at = next(turn) * 7919 % (len(text) - LONGEST)
-            pool.guess(text[at : at + LONGEST], budget, least)
+    def guess(budget: int, least: float) -> None:
+        at = next(turn) * 7919 % (len(text) - LONGEST)
+        pool.guess(text[at : at + LONGEST], budget, least)
 
-        return call  # fmt: skip
-
-    rows = [
-        ("learn, tokens/s", f"{learned:,.0f}"),
-        ("learn_next, 64 rows x top 8, us", f"{microseconds(lambda: pool.learn_next(*steps[next(turn) % 50])):.0f}"),
-        ("calibrate, 3 rows x top 8, us",
-         f"{microseconds(lambda: pool.calibrate(*(part[:3] for part in steps[next(turn) % 50]))):.0f}"),
-        ("guess, budget 16, us", f"{microseconds(guess(16, MIN_PROBABILITY)):.0f}"),
-        ("guess, budget 64, us", f"{microseconds(guess(64, MIN_PROBABILITY)):.0f}"),
-        ("guess, budget 64, no least probability, us", f"{microseconds(guess(64, 0.0)):.0f}"),
-    ]  # fmt: skip
+    calls = {
+        "learn_next, 64 rows x top 8, us": lambda: pool.learn_next(*steps[next(turn) % 50]),
+        "calibrate, 3 rows x top 8, us": lambda: pool.calibrate(*(part[:3] for part in steps[next(turn) % 50])),
+        "guess, budget 16, us": lambda: guess(16, MIN_PROBABILITY),
+        "guess, budget 64, us": lambda: guess(64, MIN_PROBABILITY),
+        "guess, budget 64, no least probability, us": lambda: guess(64, 0.0),
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pool"
-        rows += [
-            ("save, ms", f"{microseconds(lambda: pool.save(path), 5) / 1000:.0f}"),
-            ("load, ms", f"{microseconds(lambda: NgramPool.load(path), 20) / 1000:.0f}"),
-        ]
-    rows += [
-        ("table, bytes of those asked for", f"{pool.nbytes / (memory_mb * 2**20):.4f}"),
-        ("contexts held", f"{len(pool):,} of {pool.capacity:,}"),
-    ]
-    for name, value in rows:
+        found = {
+            "learn, tokens/s": f"{learned:,.0f}",
+            **{name: f"{microseconds(call):.0f}" for name, call in calls.items()},
+            "save, ms": f"{microseconds(lambda: pool.save(path), 5) / 1000:.0f}",
+            "load, ms": f"{microseconds(lambda: NgramPool.load(path), 20) / 1000:.0f}",
+            "table, bytes of those asked for": f"{pool.nbytes / (memory_mb * 2**20):.4f}",
+            "contexts held": f"{len(pool):,} of {pool.capacity:,}",
+        }
+    for name, value in found.items():
         click.echo(f"{name:45} {value:>14}")
 
 
@@ -113,7 +108,7 @@ def run(
     for number, prompt in enumerate(prompts):
         if not shared:
             model.lookahead.pool = make()
-        write(model, tokenizer, prompt, options, number)
+        prompt_and_answer(model, tokenizer, prompt, options, number)
         stats = categories.setdefault(prompt["category"], Stats())
         stats += model.lookahead.last
         if number % 2:
@@ -180,10 +175,10 @@ def draw(results: list[dict], path: Path) -> None:
 
 def with_decoding_options(command: Callable) -> Callable:
     for option in (
-        click.option("--out", type=OUT, help="Write OUT.md, OUT.json and, for steps, OUT.svg."), with_new_tokens,
-        with_temperature(0.6),
-        click.option("--budgets", type=ListOf(click.INT), default="8,16,32,64", show_default=True), with_limit,
-        with_prompts, with_model,
+        click.option("--out", type=cli.OUT, help="Write OUT.md, OUT.json and, for steps, OUT.svg."), cli.new_tokens,
+        cli.temperature(0.6),
+        click.option("--budgets", type=cli.ListOf(cli.COUNT), default="8,16,32,64", show_default=True), cli.limit,
+        cli.prompts, cli.model,
     ):  # fmt: skip
         command = option(command)
     return command
@@ -230,9 +225,9 @@ def sources(out: Path | None, pool_path: str | None, **options) -> None:
 
 
 @main.command()
-@click.option("--steps", "count", default=1_000_000, show_default=True)
+@click.option("--steps", "total", default=1_000_000, show_default=True)
 @click.option("--memory-mb", type=float, default=16, show_default=True)
-def soak(count, memory_mb) -> None:
+def soak(total, memory_mb) -> None:
     """Steps (guess, calibrate, learn) on random and real tokens in turn: memory and time of a guess, ten times."""
     real = standard_library(1_000_000, AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL))
     rng = np.random.default_rng(0)
@@ -241,7 +236,7 @@ def soak(count, memory_mb) -> None:
     pool = NgramPool(memory_mb)
     click.echo(f"{'steps':>10} {'us a guess':>10} {'us a step':>10} {'resident MiB':>12} {'table MiB':>9}")
     guesses, begun = [], time.perf_counter()
-    for step in range(1, count + 1):
+    for step in range(1, total + 1):
         kind = step % len(texts)
         text, rows = texts[kind], pools[kind]
         at = int(rng.integers(LONGEST, len(text) - 4))
@@ -254,9 +249,9 @@ def soak(count, memory_mb) -> None:
         pool.calibrate(contexts[:2], tokens[:2], probabilities[:2])
         pool.learn_next(contexts, tokens, probabilities)
         pool.learn(text[at - LONGEST : at + 2], start=LONGEST)
-        if step % max(count // 10, 1) == 0:
+        if step % max(total // 10, 1) == 0:
             resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            spent = (time.perf_counter() - begun) / max(count // 10, 1) * 1e6
+            spent = (time.perf_counter() - begun) / max(total // 10, 1) * 1e6
             guess = statistics.median(guesses) * 1e6
             click.echo(f"{step:>10,} {guess:>10.1f} {spent:>10.0f} {resident:>12.0f} {pool.nbytes / 2**20:>9.2f}")
             guesses, begun = [], time.perf_counter()

@@ -171,13 +171,13 @@ def test_the_margin_is_that_of_the_draw():
     assert all(benchmark.margin_at(model, inputs, ids, index, options, 5) > 0 for index in range(len(ids)))
 
 
-def test_the_forward_counter_counts_this_model_alone():
+def test_passes_of_this_model_alone_are_counted():
     model = torch.nn.Linear(2, 2)
-    with methods.ForwardCounter(model) as counter:
+    with methods.count_passes(model) as counted:
         model(torch.zeros(2))
         model(torch.zeros(2))
     model(torch.zeros(2))
-    assert counter.passes == 2
+    assert counted.passes == 2
 
 
 def test_the_memory_limit():
@@ -309,7 +309,7 @@ class Recorder:
 
     def call(self, method, ids, options, seed, longest, engine):
         self.calls.append((method, seed, engine, engine and engine.pool))
-        return methods.found([1, 2, 4 if method == "static-compiled" else 3], len(self.calls), steps=2)
+        return methods.outcome([1, 2, 4 if method == "static-compiled" else 3], len(self.calls), steps=2)
 
 
 def test_order_pools_and_medians(monkeypatch):

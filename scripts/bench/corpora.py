@@ -24,10 +24,10 @@ def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
 
 
 def with_context(texts: list[list[int]], begin: list[int], length: int) -> list[list[int]]:
-    """Each text behind others, in their order from it on and from the start again, ``length`` tokens in all.
+    """Prompts of ``length`` tokens: before each text stand those that follow it; after the last, the first follows.
 
-    begin: special tokens that stand before any prompt. A text that is longer is cut at its front.
-    Raises ClickException for a single text, which has no others.
+    begin: special tokens that every prompt begins with. A text that is too long is cut at its front.
+    Raises ClickException if there is only one text.
     """
     if len(texts) < 2:
         raise click.ClickException("a context is made of the other prompts' texts: give two prompts or more")
@@ -45,9 +45,9 @@ def with_context(texts: list[list[int]], begin: list[int], length: int) -> list[
 def tokenized_prompts(
     name: str, texts: list[str] | None, contexts: list[int | None], count: int, new_tokens: int
 ) -> dict[int | None, list[list[int]]]:
-    """Token ids of a model's prompts for each context; without ``texts``, ``count`` prompts of random tokens.
+    """Token ids of a model's prompts, for each context; without ``texts``, ``count`` prompts of random tokens.
 
-    Raises ClickException where the model cannot be read, or was not made for prompts as long.
+    Raises ClickException if the model cannot be read, or was not made for such long prompts.
     """
     try:
         config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)

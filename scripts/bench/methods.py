@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from transformers import BatchEncoding, CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
@@ -39,12 +40,12 @@ PEERS = {  # the environment, and what its worker calls the method
     "vllm-suffix": ("vllm", "suffix"),
 }
 METHODS = (*PLAIN, *LOOKAHEAD, *PEERS)
-KEEP_DRAWS = ("plain", "static-compiled", *LOOKAHEAD)  # one draw a token from the seed, as plain decoding
+KEEP_DRAWS = ("plain", "static-compiled", *LOOKAHEAD)  # they draw once a token from the seed, as plain decoding
 DEFAULT = {
     "cpu": ("plain", "prompt-lookup", "steps-of-one", "auto", "auto-compiled"),
     "cuda": ("plain", "static-compiled", "prompt-lookup", "steps-of-one", "auto", "auto-graphs"),
 }
-GUESS_AT_ONCE = ("prompt-lookup", "assisted")  # their first pass takes guesses beside the prompt: it is a step, too
+GUESS_AT_ONCE = ("prompt-lookup", "assisted")  # in the first pass, which so is a step, too
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again, where it rang in what swallows exceptions
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again each second: some code swallows exceptions
     try:
         yield
     finally:
@@ -63,26 +64,22 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class ForwardCounter:
-    """Counts the forward passes of a model while it is open, and the seconds until the second of them begins."""
+@contextmanager
+def count_passes(model: torch.nn.Module) -> Iterator[SimpleNamespace]:
+    """Counts a model's forward passes (passes), and the seconds until the second of them begins (first_seconds)."""
+    counted = SimpleNamespace(passes=0, first_seconds=None)
+    opened = time.perf_counter()
 
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
+    def count(*_) -> None:
+        counted.passes += 1
+        if counted.passes == 2:
+            counted.first_seconds = time.perf_counter() - opened
 
-    def __enter__(self) -> "ForwardCounter":
-        self.passes = 0
-        self.first_seconds = None
-        self._opened = time.perf_counter()
-        self._hook = self._model.register_forward_pre_hook(self._count)
-        return self
-
-    def _count(self, *_) -> None:
-        self.passes += 1
-        if self.passes == 2:
-            self.first_seconds = time.perf_counter() - self._opened
-
-    def __exit__(self, *_) -> None:
-        self._hook.remove()
+    hook = model.register_forward_pre_hook(count)
+    try:
+        yield counted
+    finally:
+        hook.remove()
 
 
 def as_inputs(ids: list[int], device: torch.device) -> BatchEncoding:
@@ -90,7 +87,7 @@ def as_inputs(ids: list[int], device: torch.device) -> BatchEncoding:
     return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
-def found(ids: list[int], seconds: float, stepped: int | None = None, **known) -> dict:
+def outcome(ids: list[int], seconds: float, stepped: int | None = None, **known) -> dict:
     """What `Subject.call` returns. stepped: all tokens but the first, if not given."""
     unknown = dict.fromkeys(("first_seconds", "steps", "drafted", "accepted", "forward_seconds"))
     return {"ids": ids, "seconds": seconds, "stepped": len(ids) - 1 if stepped is None else stepped, **unknown, **known}
@@ -110,12 +107,11 @@ class Subject:
         self.plain.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
         self.assistant = load(assistant, dtype, device)[0] if "assisted" in methods else None
         self.peers = {}
-        for method in methods:
-            if method in PEERS:
-                library, its_name = PEERS[method]
-                threads = torch.get_num_threads()
-                command = worker_command(peers, library, f"{library}_worker.py", name, dtype, threads, its_name)
-                self.peers[method] = Peer(command, timeout)
+        for method in [method for method in methods if method in PEERS]:
+            library, its_name = PEERS[method]
+            threads = torch.get_num_threads()
+            command = worker_command(peers, f"{library}_worker.py", name, dtype, threads, its_name)
+            self.peers[method] = Peer(command, timeout)
         self._timeout = timeout
 
     def __enter__(self) -> "Subject":
@@ -136,23 +132,22 @@ class Subject:
         steps (forward passes after the prefill), stepped (tokens that they yielded), drafted and accepted (guesses),
         forward_seconds (of the steps); None for what is not known.
         """
-        inputs = as_inputs(ids, self.plain.device)
         if method in PEERS:
             return self._by_peer(method, ids, options, seed)
+        inputs = as_inputs(ids, self.plain.device)
         if method in LOOKAHEAD:
             return self._by_lookahead(inputs, options, seed, engine)
         if method == "static-compiled":
             return self._compiled(inputs, options, seed, longest)
         guessing = {
-            "prompt-lookup": {"prompt_lookup_num_tokens": 10},
-            "assisted": {"assistant_model": self.assistant},
-        }
-        with ForwardCounter(self.plain) as counter:
+            "prompt-lookup": {"prompt_lookup_num_tokens": 10}, "assisted": {"assistant_model": self.assistant},
+        }  # fmt: skip
+        with count_passes(self.plain) as counted:
             texts, seconds = timed(self.plain, inputs, options | guessing.get(method, {}), seed)
         if method in GUESS_AT_ONCE:
-            return found(texts[0], seconds, steps=counter.passes, stepped=len(texts[0]))
-        first_seconds = counter.first_seconds or seconds  # a text of one token has no second pass
-        return found(texts[0], seconds, first_seconds=first_seconds, steps=counter.passes - 1)
+            return outcome(texts[0], seconds, steps=counted.passes, stepped=len(texts[0]))
+        first_seconds = counted.first_seconds or seconds  # a text of one token has no second pass
+        return outcome(texts[0], seconds, first_seconds=first_seconds, steps=counted.passes - 1)
 
     def _by_peer(self, method: str, ids: list[int], options: dict, seed: int) -> dict:
         answer = self.peers[method].ask({
@@ -160,31 +155,30 @@ class Subject:
             "seed": seed,
         })  # fmt: skip
         known = {name: answer.get(name) for name in ("steps", "drafted", "accepted")}
-        return found(answer["ids"], answer["seconds"], **known)
+        return outcome(answer["ids"], answer["seconds"], **known)
 
     def _by_lookahead(self, inputs: BatchEncoding, options: dict, seed: int, engine: Lookahead) -> dict:
-        """Without a counter, whose hooks cannot be compiled."""
+        """Passes are not counted: a hook would be in the way of compiling."""
         lookahead.wrap(self.plain, engine.config, engine.pool).lookahead = engine
         try:
             texts, seconds = timed(self.plain, inputs, options, seed)
         finally:
             lookahead.unwrap(self.plain)
         stats = engine.last
-        return found(
+        return outcome(
             texts[0], seconds, first_seconds=stats.prefill_seconds, steps=stats.steps, drafted=stats.guesses,
             accepted=stats.accepted.total(), forward_seconds=stats.seconds["forward"],
         )  # fmt: skip
 
     def _compiled(self, inputs: BatchEncoding, options: dict, seed: int, longest: int) -> dict:
-        """Without a counter, too."""
+        """Passes are not counted here either."""
         compiled = CompileConfig()
         compiled._compile_all_devices = True  # on the CPU, transformers does not by itself
         cache = StaticCache(config=self.plain.config, max_cache_len=longest)
         with time_limit(self._timeout):
-            texts, seconds = timed(
-                self.plain, inputs, options | {"past_key_values": cache, "compile_config": compiled}, seed
-            )
-        return found(texts[0], seconds, steps=len(texts[0]) - 1)
+            options = options | {"past_key_values": cache, "compile_config": compiled}
+            texts, seconds = timed(self.plain, inputs, options, seed)
+        return outcome(texts[0], seconds, steps=len(texts[0]) - 1)
 
 
 class Engines:

@@ -9,10 +9,10 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def in_turn(methods: Sequence[str], repeats: int, first: int, call: Callable[[str, int], object]) -> dict[str, list]:
-    """What ``call(method, repeat)`` returned, for each method its repeats.
+    """What ``call(method, repeat)`` returned: a list for each method, with an entry for each repeat.
 
-    In every repeat each method is called once. The order rotates from repeat to repeat, so that what the machine does
-    meanwhile slows down all of them alike. first: which method begins; what exceeds their number begins anew.
+    Each repeat calls each method once. The order rotates from repeat to repeat, so that whatever else the machine does
+    slows down all methods alike. first: which method the first repeat begins with, modulo their number.
     """
     calls: dict[str, list] = {method: [] for method in methods}
     for repeat in range(repeats):
@@ -37,7 +37,7 @@ def timed(model: PreTrainedModel, inputs: BatchEncoding, options: dict, seed: in
     return texts, time.perf_counter() - start
 
 
-def write(
+def prompt_and_answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: dict, options: dict, seed: int
 ) -> tuple[list[int], list[int]]:
     """Ids of a prompt and of what the model writes after it."""

@@ -1,5 +1,6 @@
-"""The options that several commands have, and the types of their values."""
+"""Options that several commands have, and types of values."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -8,6 +9,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 OUT = click.Path(path_type=Path)
+COUNT = click.IntRange(min=1)
 
 
 class ListOf(click.ParamType):
@@ -37,18 +39,15 @@ class WholeOr(click.IntRange):
         return value if value == self._word else super().convert(value, param, ctx)
 
 
-with_model = click.option(
-    "--model", "model_name", metavar="NAME_OR_PATH", help="Causal LM to load; the packaged one by default."
-)
-with_dtype = click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES))
-with_device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-with_prompts = click.option("--prompts", "prompts_file", required=True, type=FILE, help="In Spec-Bench's JSONL format.")
-with_limit = click.option("--limit", type=click.IntRange(min=1), help="Use only the first prompts.")
-with_new_tokens = click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=2))
-with_repeats = click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
+model = click.option("--model", "model_name", metavar="NAME_OR_PATH", help="The packaged one by default.")
+dtype = click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES))
+device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+prompts = click.option("--prompts", "prompts_file", required=True, type=FILE, help="In Spec-Bench's JSONL format.")
+limit = click.option("--limit", type=COUNT, help="Use only the first prompts.")
+new_tokens = click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=2))
+repeats = click.option("--repeats", default=3, show_default=True, type=COUNT)
 
 
-def with_temperature(default: float):  # noqa: ANN201, a decorator
-    return click.option(
-        "--temperature", default=default, show_default=True, type=click.FloatRange(min=0), help="0 does not sample."
-    )
+def temperature(default: float) -> Callable[[Callable], Callable]:
+    least = click.FloatRange(min=0)
+    return click.option("--temperature", default=default, show_default=True, type=least, help="0 does not sample.")
