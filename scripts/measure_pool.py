@@ -174,14 +174,9 @@ def draw(results: list[dict], path: Path) -> None:
 
 
 def with_decoding_options(command: Callable) -> Callable:
-    for option in (
-        click.option("--out", type=cli.OUT, help="Write OUT.md, OUT.json and, for steps, OUT.svg."), cli.new_tokens,
-        cli.temperature(0.6),
-        click.option("--budgets", type=cli.ListOf(cli.COUNT), default="8,16,32,64", show_default=True), cli.limit,
-        cli.prompts, cli.model,
-    ):  # fmt: skip
-        command = option(command)
-    return command
+    budgets = click.option("--budgets", type=cli.ListOf(cli.COUNT), default="8,16,32,64", show_default=True)
+    out = click.option("--out", type=cli.OUT, help="Write OUT.md, OUT.json and, for steps, OUT.svg.")
+    return cli.model(cli.prompts(cli.limit(budgets(cli.temperature(0.6)(cli.new_tokens(out(command)))))))
 
 
 @main.command()

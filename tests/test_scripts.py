@@ -1,9 +1,11 @@
-"""What the scripts may import of the packages: what is public, and nothing of the command line."""
+"""What the scripts may import of the packages, which is what is public, and the tables that they write."""
 
 import ast
 from pathlib import Path
 
 import pytest
+
+from bench.pages import table
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 COMMAND_LINE = [f"lookahead.tools.{name}" for name in ("cli", "commands", "pool_commands", "chat", "terminal")]
@@ -39,3 +41,13 @@ def test_scripts_import_what_is_public(path):
 )
 def test_other_imports_are_found(source):
     assert len(forbidden(source)) == 1
+
+
+def test_tables():
+    rows = [["a | b", 1.005, None], ["c", 2, "3.0"]]
+    assert table(["x", "y", "z"], rows, "lr").splitlines() == [
+        "| x | y | z |",
+        "| --- | ---: | --- |",
+        "| a \\| b | 1.00 |  |",
+        "| c | 2 | 3.0 |",
+    ]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lookahead import __version__
 
-STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))  # of the Python that runs, with its sources
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))  # of the Python that runs this
 PROMPT_LINES = 24  # of a source file that make a prompt
 LEAST_SOURCE = 10_000  # bytes of a source file that prompts are taken from
 
