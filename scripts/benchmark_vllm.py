@@ -44,8 +44,10 @@ def start(method: str, model: Path, dtype: str, threads: int, peers: Path, pool:
 
 
 def summarize(runs: dict[tuple, list[dict]], greedy: bool) -> list[dict]:
-    """A row for each (concurrency, method, whether again), from its answers; greedy ones are compared with plain vLLM's
-    first."""
+    """A row for each (concurrency, method, whether again), from its answers.
+
+    Greedy answers are compared with the first of plain vLLM.
+    """
     rows = []
     for (concurrency, method, again), answers in runs.items():
         tokens = [sum(map(len, answer["ids"])) for answer in answers]

@@ -50,15 +50,8 @@ def watch_caches(model: PreTrainedModel) -> Iterator[list[int]]:
 
 
 def markdown(rows: list[dict], where: dict) -> str:
-    columns = [
-        "batch",
-        "method",
-        "tokens/s",
-        "speed-up",
-        "tokens/step of a sequence",
-        "largest cache, MiB",
-        "identical",
-    ]
+    columns = ["batch", "method", "tokens/s", "speed-up", "tokens/step of a sequence", "largest cache, MiB",
+               "identical"]  # fmt: skip
     cells = [
         [row["batch"], row["method"], f"{row['tokens_per_second']:.1f}", row["speedup"], row["tokens_per_step"],
          f"{row['cache_mib']:.1f}", None if row["identical"] is None else f"{row['identical']}/{row['prompts']}"]
@@ -95,7 +88,7 @@ def main(
         return tokenizer(batch, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
 
     def run(inputs: BatchEncoding, seed: int, pools: list[NgramPool | None], method: str, repeat: int = 0) -> dict:
-        """A call of a method. pools: of the method with a shared pool, one for each repeat."""
+        """A call of a method. pools: for each repeat the pool of the method with a shared one."""
         if method != "plain":
             lookahead.wrap(model, config, pools[repeat] if method == "shared pool" else None)
         texts, seconds = timed(model, inputs, options, seed)

@@ -34,7 +34,7 @@ def _cell(value: object) -> str:
 
 
 def heading(where: dict) -> str:
-    """The command of ``where``, and in the next paragraph all else that the figures depend on."""
+    """The head of a page: the command of ``where``, and below it all else that the figures depend on."""
     rest = ", ".join(f"{name} {value}" for name, value in where.items() if name != "command")
     return f"`{where['command']}`\n\n{rest}\n\n"
 
