@@ -1,7 +1,7 @@
 """Try lookahead on a tiny random model of every causal LM in transformers, against the model's own generate().
 
-Each family is built in float32 (`tiny_models.py`) and writes a greedy and a sampled text, plainly and by lookahead, in
-a process of its own, so that a crash or a hang ends that family alone.
+Each family is built in float32 (`bench/tiny_models.py`). It writes a greedy and a sampled text, plainly and by
+lookahead, in a process of its own, so that a crash or a hang ends that family alone.
 
     python scripts/architectures.py --out docs/architectures.md
 """
@@ -9,22 +9,23 @@ a process of its own, so that a crash or a hang ends that family alone.
 import logging
 import multiprocessing
 import platform
-import shlex
 import sys
 import warnings
 from collections import Counter
 from logging.handlers import BufferingHandler
-from pathlib import Path
+from multiprocessing.connection import Connection
 from textwrap import shorten
 
 import click
 import torch
 import transformers
-from results import write_results
-from tiny_models import SHAPES, random_model, tiny_config
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead
+from bench import cli
+from bench.pages import command_line, table, write_results
+from bench.tiny_models import SHAPES, random_model, tiny_config
 from lookahead import LookaheadConfig
 from lookahead.passes.inspection import inspect_model
 from lookahead.tools.audit import first_difference
@@ -44,7 +45,7 @@ RESULTS = {
 WORST = ("wrong", "not built", "refused", "identical")
 
 
-def layer_kinds(model) -> str:
+def layer_kinds(model: PreTrainedModel) -> str:
     """What the layers are, in the words of the configuration."""
     config = model.config.get_text_config(decoder=True)
     names = ("layer_types", "layers_block_type", "attention_layers", "attn_layers")
@@ -60,7 +61,7 @@ def layer_kinds(model) -> str:
     return ", ".join(kinds)
 
 
-def generate(model, how: dict, **options) -> list[int]:
+def generate(model: PreTrainedModel, how: dict, **options) -> list[int]:
     """New tokens, always from the same seed."""
     torch.manual_seed(0)
     ids = torch.tensor([PROMPT], device=model.device)
@@ -68,19 +69,16 @@ def generate(model, how: dict, **options) -> list[int]:
     return model.generate(ids, **length, **how, **options)[0, len(PROMPT) :].tolist()
 
 
-def blank(model_type: str) -> dict:
-    """A row of the table, of which nothing is known yet."""
-    return {
-        "model_type": model_type,
-        "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type],
-        "layers": "",
-        "guesses": "",
-        "result": "",
-        "tokens_per_step": {},
-        "accepted": 0,  # guesses, in all texts
-        "different_tokens": 0,  # in the greedy text
-        "reason": "",
-    }
+def row_of(model_type: str, **known) -> dict:
+    """A row of the table. known: what differs from a row of which nothing is known yet."""
+    row = {"model_type": model_type, "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}
+    texts = dict.fromkeys(("layers", "guesses", "result", "reason"), "")
+    counts = {"accepted": 0, "different_tokens": 0}  # guesses in all texts, and tokens in the greedy text
+    return row | texts | counts | {"tokens_per_step": {}} | known
+
+
+def joined(*remarks: str) -> str:
+    return "; ".join(filter(None, remarks))
 
 
 def check(model_type: str) -> dict:
@@ -100,9 +98,7 @@ def check(model_type: str) -> dict:
         if other["result"] == "wrong":
             return other | {"reason": f"in the shape {shape!r}: {other['reason']}"}
         if (row["result"], other["result"]) == ("identical", "refused"):
-            row["reason"] = "; ".join(
-                filter(None, [row["reason"], f"refused in the shape {shape!r}: {other['reason']}"])
-            )
+            row["reason"] = joined(row["reason"], f"refused in the shape {shape!r}: {other['reason']}")
     return row
 
 
@@ -117,16 +113,16 @@ def check_windows(model_type: str) -> dict:
             configs.append(config.to_dict())
             rows.append(check_model(model_type, random_model(config)))
         except Exception as error:  # configurations and models raise whatever they like
-            rows.append(blank(model_type) | {"result": "not built", "reason": described(error)})
+            rows.append(row_of(model_type, result="not built", reason=described(error)))
         if len(configs) > 1 and rows[-1]["reason"]:
             rows[-1]["reason"] = f"with windows of {window}: {rows[-1]['reason']}"
     row = min(rows, key=lambda row: WORST.index(row["result"]))
     return row | {"guesses": " or ".join(dict.fromkeys(row["guesses"] for row in rows if row["guesses"]))}
 
 
-def check_model(model_type: str, model, config: LookaheadConfig | None = None) -> dict:
+def check_model(model_type: str, model: PreTrainedModel, config: LookaheadConfig | None = None) -> dict:
     """Decode both ways; a row of the table. config: of `lookahead.wrap`."""
-    row = blank(model_type) | {"layers": layer_kinds(model)}
+    row = row_of(model_type, layers=layer_kinds(model))
     logger, said = logging.getLogger("lookahead"), BufferingHandler(capacity=1000)
     logger.addHandler(said)
     try:
@@ -151,10 +147,10 @@ def check_model(model_type: str, model, config: LookaheadConfig | None = None) -
         remarks += [record.getMessage().split(". Guesses")[0] for record in said.buffer]
     if uncached != expected["greedy"]:
         remarks.append("its own generate writes another text with use_cache=False")
-    return row | {"reason": "; ".join(filter(None, remarks))}
+    return row | {"reason": joined(*remarks)}
 
 
-def by_lookahead(model, expected: dict[str, list[int]], config: LookaheadConfig | None) -> dict:
+def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config: LookaheadConfig | None) -> dict:
     """Decode by lookahead and compare; what a row says of that."""
     lookahead.wrap(model, config)
     steps = {}
@@ -171,18 +167,13 @@ def by_lookahead(model, expected: dict[str, list[int]], config: LookaheadConfig 
         steps[name] = model.lookahead.last
         if not steps[name].steps:
             said = [str(warning.message) for warning in caught if "lookahead" in str(warning.message)]
-            return {
-                "result": "refused",
-                "guesses": "",
-                "reason": " ".join(said) or "the model's own decoding took over",
-            }
+            reason = " ".join(said) or "the model's own decoding took over"
+            return {"result": "refused", "guesses": "", "reason": reason}
     accepted = sum(stats.accepted.total() for stats in steps.values())
     return {
-        "result": "identical",
-        "tokens_per_step": {name: stats.tokens_per_step for name, stats in steps.items()},
-        "accepted": accepted,
-        "reason": "" if accepted else "no guess was accepted",
-    }
+        "result": "identical", "tokens_per_step": {name: stats.tokens_per_step for name, stats in steps.items()},
+        "accepted": accepted, "reason": "" if accepted else "no guess was accepted",
+    }  # fmt: skip
 
 
 def described(error: Exception) -> str:
@@ -192,7 +183,7 @@ def described(error: Exception) -> str:
     return text if isinstance(error, lookahead.UnsupportedModelError) else f"{named}: {text}" if text else named
 
 
-def check_into(sender, model_type: str) -> None:
+def check_into(sender: Connection, model_type: str) -> None:
     """`check` in a process of its own."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -215,7 +206,7 @@ def check_alone(model_type: str, seconds: float) -> dict:
         row, reason = None, "its process died"
     process.kill()
     process.join()
-    return row or blank(model_type) | {"result": "wrong", "reason": reason}
+    return row or row_of(model_type, result="wrong", reason=reason)
 
 
 def summary(rows: list[dict]) -> str:
@@ -227,50 +218,45 @@ def summary(rows: list[dict]) -> str:
 
 
 def markdown(rows: list[dict], environment: dict) -> str:
-    lines = [
-        "# Architectures",
-        "",
-        f"Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model that shows "
-        f"every kind of layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its "
-        f"sliding windows and chunks, of {' and '.join(map(str, WINDOWS))} tokens in turn. Further shapes (few "
-        "positions, other head counts and widths, `is_decoder` as it comes) are tried, too, where they can be built. "
-        "The worst result stands here, one of:",
-        "",
-        *(f"- **{result}**: {meaning}." for result, meaning in RESULTS.items()),
-        "",
-        f"**{summary(rows)}.**",
-        "",
-        f"    {environment['command']}",
-        "",
-        ", ".join(f"{name} {environment[name]}" for name in ("lookahead", "transformers", "torch", "python")),
-        "",
-        "Tokens per step are those of the greedy and the sampled text; a trained model will have others.",
-        "",
-        "| model type | class | layers | guesses | result | tokens per step | reason |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        steps = " / ".join(f"{value:.2f}" for value in row["tokens_per_step"].values())
-        cells = [row["model_type"], row["class"], row["layers"], row["guesses"], row["result"], steps, row["reason"]]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    meanings = "\n".join(f"- **{result}**: {meaning}." for result, meaning in RESULTS.items())
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("lookahead", "transformers", "torch", "python"))
+    columns = ["model type", "class", "layers", "guesses", "result", "tokens per step", "reason"]
+    cells = [
+        [row["model_type"], row["class"], row["layers"], row["guesses"], row["result"],
+         " / ".join(f"{value:.2f}" for value in row["tokens_per_step"].values()), row["reason"]]
+        for row in rows
+    ]  # fmt: skip
+    return f"""# Architectures
+
+Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model that shows every \
+kind of layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its sliding windows \
+and chunks, of {" and ".join(map(str, WINDOWS))} tokens in turn. Further shapes (few positions, other head counts and \
+widths, `is_decoder` as it comes) are tried, too, where they can be built. The worst result stands here, one of:
+
+{meanings}
+
+**{summary(rows)}.**
+
+    {environment["command"]}
+
+{versions}
+
+Tokens per step are those of the greedy and the sampled text; a trained model will have others.
+
+{table(columns, cells)}
+"""
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--only", metavar="TYPE,TYPE,...", help="Model types; all by default.")
+@click.option("--only", "families", type=cli.ListOf(click.Choice(FAMILIES)), default=",".join(FAMILIES),
+              metavar="TYPE,TYPE,...", help="Model types; all by default.")  # fmt: skip
 @click.option("--seconds", default=120.0, show_default=True, help="Time limit for a family.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write OUT.md and OUT.json.")
-def main(only, seconds, out) -> None:
-    families = sorted(only.split(",")) if only else FAMILIES
-    for family in families:
-        if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise click.BadParameter(f"{family!r} is not of transformers' causal-LM mapping", param_hint="--only")
-    rows = []
-    with click.progressbar(families, label="families", item_show_func=str, file=sys.stderr) as progress:
-        for family in progress:
-            rows.append(check_alone(family, seconds))
+@click.option("--out", type=cli.OUT, help="Write OUT.md and OUT.json.")
+def main(families, seconds, out) -> None:
+    with click.progressbar(sorted(families), label="families", item_show_func=str, file=sys.stderr) as progress:
+        rows = [check_alone(family, seconds) for family in progress]
     environment = {
-        "command": shlex.join(["python", "scripts/architectures.py", *sys.argv[1:]]),
+        "command": command_line(__file__),
         "lookahead": lookahead.__version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,

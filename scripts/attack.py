@@ -23,56 +23,60 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
 import click
 import torch
-from tiny_models import random_model
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import lookahead
+import ngram_pool
+from bench.tiny_models import llama
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.passes import costs
 
 ROOT = Path(__file__).parents[1]
+OURS = [Path(package.__file__).parent for package in (lookahead, ngram_pool)]
 PATIENCE = 120  # seconds after which a call hangs
 GROWTH = 16 * 2**20  # bytes of memory that wraps or calls may add after the first tenth of them, all together
 PROMPTS = [[[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]], [[9, 4, 9, 4, 9]], [[5, 6, 7, 8, 5, 6], [3, 9, 3, 9, 3, 9]]]
 
 
-def llama(seed: int = 0) -> PreTrainedModel:
-    """A random Llama, small, but large enough for whatever is done for the sake of speed to be done to it."""
-    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    return random_model(LlamaConfig(**sizes, **heads, bos_token_id=0, eos_token_id=1, pad_token_id=2), seed)
-
-
-def texts(model: PreTrainedModel, tokens: int = 24) -> list:
-    """Greedy ids of single prompts and of a batch."""
+def text(model: PreTrainedModel, prompt: list[list[int]], tokens: int = 24) -> list[list[int]]:
+    """Greedy ids."""
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    return [model.generate(torch.tensor(prompt), **options).tolist() for prompt in PROMPTS]
+    return model.generate(torch.tensor(prompt), **options).tolist()
+
+
+def texts(model: PreTrainedModel, tokens: int = 24) -> list[list[list[int]]]:
+    """Greedy ids of single prompts and of a batch."""
+    return [text(model, prompt, tokens) for prompt in PROMPTS]
 
 
 def in_thread(call: Callable[[], object]) -> object:
-    """What ``call`` returns in a thread of its own, which no lock that this one holds lets through."""
-    found = []
+    """What ``call`` returns in a thread of its own: a lock that this thread still holds stops it."""
+    future = Future()
 
-    def run():
+    def run() -> None:
         try:
-            found.append((call(), None))
+            future.set_result(call())
         except BaseException as error:
-            found.append((None, error))
+            future.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(PATIENCE)
-    if not found:
+    wait([future], PATIENCE)
+    if not future.done():
         where = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
         raise AssertionError(f"hangs for {PATIENCE} s:\n{where}")
-    if found[0][1] is not None:
-        raise found[0][1]
-    return found[0][0]
+    return future.result()
+
+
+def demand(right: bool, otherwise: str) -> None:
+    if not right:
+        raise click.ClickException(otherwise)
 
 
 @click.group(help=__doc__.split("\n")[0])
@@ -93,19 +97,11 @@ def cases(number: int, processes: int, seed: int) -> None:
     """Random architectures, batches, masks, options and settings: the property test of tests/test_lossless.py."""
     began = time.perf_counter()
     environment = os.environ | {"LOOKAHEAD_CASES": str(-(-number // processes)), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "tests/test_lossless.py",
-        "-k",
-        "test_any_case",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "tests/test_lossless.py", "-k", "test_any_case", "-p",
+               "no:cacheprovider", "--hypothesis-show-statistics"]  # fmt: skip
     running = [
-        subprocess.Popen([*command, f"--hypothesis-seed={seed + i}", "--hypothesis-show-statistics"], cwd=ROOT,
-                         env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, f"--hypothesis-seed={seed + i}"], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+                         text=True)
         for i in range(processes)
     ]  # fmt: skip
     outputs = [process.communicate()[0] for process in running]
@@ -124,19 +120,15 @@ class Stop(BaseException):
     """Thrown into a thread from outside. (Any Exception may be what a model answers a probe with.)"""
 
 
-def _throw_stop(ident: int) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Stop))
-
-
 def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> str | None:
-    """Interrupt ``call`` after ``delay`` seconds; the function of ours where it stopped, or None if it ended before."""
+    """Interrupt ``call`` after ``delay`` seconds; the function of ours that stopped, None if it had ended before."""
     main_thread, ended = threading.main_thread().ident, False
 
-    def interrupt():
+    def interrupt() -> None:
         if by_signal:
             signal.pthread_kill(main_thread, signal.SIGINT)
         else:
-            _throw_stop(main_thread)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main_thread), ctypes.py_object(Stop))
 
     timer = threading.Timer(delay, interrupt)
     try:
@@ -147,9 +139,8 @@ def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> st
         time.sleep(0.01)  # for an interrupt that was late
     except (KeyboardInterrupt, Stop) as error:
         if not ended:
-            frames = traceback.extract_tb(error.__traceback__)
-            places = [(Path(frame.filename), frame.name) for frame in frames]
-            ours = [f"{path.stem}.{name}" for path, name in places if path.parent.name in ("lookahead", "ngram_pool")]
+            places = [(Path(frame.filename), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+            ours = [f"{path.stem}.{name}" for path, name in places if any(map(path.is_relative_to, OURS))]
             return ours[-1] if ours else "generate"
     return None
 
@@ -160,12 +151,11 @@ def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> st
 def interrupts(number: int, seed: int) -> None:
     """SIGINT, and exceptions thrown from another thread, at random moments of generate()."""
     rng = random.Random(seed)
-    places, left = Counter(), number
+    places, rounds = Counter(), 0
     expected = {model_seed: texts(llama(model_seed)) for model_seed in range(3)}
-    round_ = 0
-    while left:
-        round_ += 1
-        if round_ % 10 == 1:  # a new model, of which the first call finds out what it costs
+    while places.total() < number:
+        rounds += 1
+        if rounds % 10 == 1:  # a new model, of which the first call finds out what it costs
             model_seed = rng.randrange(3)
             model, pool = llama(model_seed), NgramPool(1)
             configuration = {**vars(model.config)}
@@ -173,7 +163,7 @@ def interrupts(number: int, seed: int) -> None:
             lookahead.wrap(model, config, pool)
             length = 1.0  # seconds of a call
         delay, by_signal = rng.uniform(0, length), rng.random() < 0.5
-        case = f"seed {seed}, round {round_}, {'SIGINT' if by_signal else 'exception'} after {delay:.4f} s, {config}"
+        case = f"seed {seed}, round {rounds}, {'SIGINT' if by_signal else 'exception'} after {delay:.4f} s, {config}"
         began = time.perf_counter()
         try:
             place = interrupted(lambda model=model: texts(model), delay, by_signal)
@@ -183,25 +173,21 @@ def interrupts(number: int, seed: int) -> None:
             length = min(length, time.perf_counter() - began)
         else:
             places[place] += 1
-            left -= 1
-        now = {**vars(model.config)}
-        if now != configuration:
-            changed = {name: value for name, value in now.items() if configuration.get(name) != value}
-            raise click.ClickException(f"{case}, in {place}: the configuration holds {changed}")
+        case += f", in {place}"
+        changed = {name: value for name, value in vars(model.config).items() if configuration.get(name) != value}
+        demand(vars(model.config) == configuration, f"{case}: the configuration holds {changed}")
         try:
             right = in_thread(lambda model=model: texts(model)) == expected[model_seed]
             in_thread(pool.check_integrity)
         except BaseException as error:
-            raise click.ClickException(f"{case}, in {place}: the next call {error!r}") from error
-        if not right:
-            raise click.ClickException(f"{case}, in {place}: the next call writes another text")
+            raise click.ClickException(f"{case}: the next call {error!r}") from error
+        demand(right, f"{case}: the next call writes another text")
         # An automatic budget may rightly be 0 where a pass took long by chance.
-        if model.lookahead.config.budget != "auto" and not model.lookahead.last.accepted.total():
-            raise click.ClickException(f"{case}, in {place}: the next call accepts no guess")
-        if round_ % 10 == 0:
+        guessed = model.lookahead.config.budget == "auto" or model.lookahead.last.accepted.total()
+        demand(guessed, f"{case}: the next call accepts no guess")
+        if rounds % 10 == 0:
             lookahead.unwrap(model)
-            if texts(model) != expected[model_seed]:
-                raise click.ClickException(f"{case}, in {place}: the unwrapped model writes another text")
+            demand(texts(model) == expected[model_seed], f"{case}: the unwrapped model writes another text")
     click.echo(f"{number} interrupts, after each of which the next call was right; they came in")
     for place, count in places.most_common():
         click.echo(f"{count:6d}  {place}")
@@ -220,7 +206,7 @@ def _held() -> tuple[int, int, int]:
 
 
 def watched(what: str, number: int, once: Callable[[], None]) -> None:
-    """Do ``once`` so often; memory, handles and threads may not grow after the first tenth."""
+    """Call ``once`` so many times: memory, handles and threads may not grow after the first tenth."""
     began, trace = time.perf_counter(), []
     for i in range(number):
         once()
@@ -229,8 +215,8 @@ def watched(what: str, number: int, once: Callable[[], None]) -> None:
     resident, handles, threads = zip(*trace, strict=True)
     figures = f"memory {', '.join(f'{x / 2**20:.1f}' for x in resident)} MiB, handles {handles}, threads {threads}"
     click.echo(f"{number} {what} in {time.perf_counter() - began:.0f} s: {figures}")
-    if resident[-1] - resident[0] > GROWTH or handles[-1] > handles[0] or threads[-1] > threads[0]:
-        raise click.ClickException(f"{what} leave something behind")
+    nothing = resident[-1] - resident[0] <= GROWTH and handles[-1] <= handles[0] and threads[-1] <= threads[0]
+    demand(nothing, f"{what} leave something behind")
 
 
 @main.command()
@@ -243,17 +229,16 @@ def cycles(wraps: int, calls: int) -> None:
     copies = [parameter.detach().clone() for parameter in held]
     expected = texts(model, 4)
 
-    def once():
-        if texts(model, 4) != expected:
-            raise click.ClickException("a call writes another text")
+    def once() -> None:
+        demand(texts(model, 4) == expected, "a call writes another text")
 
-    def cycle():
+    def cycle() -> None:
         lookahead.wrap(model)
         once()
         lookahead.unwrap(model)
         for before, copied, now in zip(held, copies, model.parameters(), strict=True):
-            if now is not before or not torch.equal(now, copied):
-                raise click.ClickException(f"a parameter [{tuple(copied.shape)}] is another one after unwrap")
+            kept = now is before and torch.equal(now, copied)
+            demand(kept, f"a parameter [{tuple(copied.shape)}] is another one after unwrap")
 
     watched("wraps", wraps, cycle)
     lookahead.wrap(model)
@@ -270,7 +255,6 @@ def threads(calls: int, threads: int) -> None:
     """Calls from several threads on one model and one pool, first alone, then while another wraps and unwraps."""
     model, pool = llama(), NgramPool(1)
     expected = texts(model)
-    options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
     for with_wrapper in (False, True):
         lookahead.wrap(model, pool=pool)
         wrong, counts, over = [], Counter(), threading.Event()
@@ -279,7 +263,7 @@ def threads(calls: int, threads: int) -> None:
             for i in range(number, calls, threads):
                 which = i % len(PROMPTS)
                 try:
-                    if model.generate(torch.tensor(PROMPTS[which]), **options).tolist() != expected[which]:
+                    if text(model, PROMPTS[which]) != expected[which]:
                         wrong.append(f"call {i} writes another text")
                 except Exception:
                     wrong.append(f"call {i}: {traceback.format_exc()}")
@@ -311,11 +295,9 @@ def threads(calls: int, threads: int) -> None:
         if any(thread.is_alive() for thread in [*callers, changer]):
             wrong.append("a thread hangs")
         click.echo(f"{'while wrapped and unwrapped' if with_wrapper else 'alone'}: {dict(counts)}")
-        if wrong:
-            raise click.ClickException(f"{len(wrong)} failed, first: {wrong[0]}")
+        demand(not wrong, f"{len(wrong)} failed, first: {''.join(wrong[:1])}")
         lookahead.unwrap(model)
-        if texts(model) != expected:
-            raise click.ClickException("the unwrapped model writes another text")
+        demand(texts(model) == expected, "the unwrapped model writes another text")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from bench import cli
 from lookahead.tools.loading import load
 
 # As many parameters as the name says, with a tied vocabulary of 4096 and heads of 64. 135M and 360M are SmolLM2's, with
@@ -68,10 +69,8 @@ def ballast(
     other, too few KV heads for the trained ones, and more positions where the rotary embedding depends on their number.
     """
     if not isinstance(model, LlamaForCausalLM) or model.config.model_type != "llama":
-        raise ValueError(
-            f"model is a {type(model).__name__} of type {model.config.model_type!r}, whose layers this does not know: "
-            "give a LlamaForCausalLM"
-        )
+        kind = f"{type(model).__name__} of type {model.config.model_type!r}"
+        raise ValueError(f"model is a {kind}, whose layers this does not know: give a LlamaForCausalLM")
     trained = model.config
     head_dim, trained_heads, trained_kv = trained.head_dim, trained.num_attention_heads, trained.num_key_value_heads
     trained_group = trained_heads // trained_kv
@@ -103,14 +102,12 @@ def ballast(
         )
 
     config = copy.deepcopy(trained)
-    config.hidden_size = hidden_size
-    config.num_hidden_layers = layers
-    config.intermediate_size = intermediate_size
-    config.num_attention_heads = heads
-    config.num_key_value_heads = kv_heads
-    config.max_position_embeddings = max_position_embeddings
-    config.rms_norm_eps = trained.rms_norm_eps * trained.hidden_size / hidden_size
-    config.dtype = model.dtype
+    config.update({
+        "hidden_size": hidden_size, "num_hidden_layers": layers, "intermediate_size": intermediate_size,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "dtype": model.dtype,
+        "max_position_embeddings": max_position_embeddings,
+        "rms_norm_eps": trained.rms_norm_eps * trained.hidden_size / hidden_size,
+    })  # fmt: skip
     with torch.device("meta"):  # allocates and draws nothing yet
         big = LlamaForCausalLM(config)
     big.to(model.dtype).to_empty(device=model.device)
@@ -201,16 +198,14 @@ def departure(model: LlamaForCausalLM, reference: LlamaForCausalLM, ids: torch.T
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Trained Llama; the packaged one by default.")
 @click.option("--size", type=click.Choice(SHAPES), help="A shape; the options below alter it, or replace it.")
-@click.option("--hidden-size", type=click.IntRange(min=1))
-@click.option("--layers", type=click.IntRange(min=1))
-@click.option("--intermediate-size", type=click.IntRange(min=1))
-@click.option("--heads", type=click.IntRange(min=1))
-@click.option("--kv-heads", type=click.IntRange(min=1))
-@click.option("--context", "max_position_embeddings", type=click.IntRange(min=1), help="max_position_embeddings.")
-@click.option(
-    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16", "float16"])
-)
-@click.option("--device", default="auto", show_default=True)
+@click.option("--hidden-size", type=cli.COUNT)
+@click.option("--layers", type=cli.COUNT)
+@click.option("--intermediate-size", type=cli.COUNT)
+@click.option("--heads", type=cli.COUNT)
+@click.option("--kv-heads", type=cli.COUNT)
+@click.option("--context", "max_position_embeddings", type=cli.COUNT, help="max_position_embeddings.")
+@cli.dtype
+@cli.device
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="New folder to write.")
 def main(model_name, size, dtype, device, out, **shape) -> None:
@@ -231,8 +226,8 @@ def main(model_name, size, dtype, device, out, **shape) -> None:
     rounding = departure(model, copy.deepcopy(model).double(), ids)
     verdict = (
         f"logits differ from the trained model's by at most {difference:.1e} of their spread; its own rounding is "
-        f"{rounding:.1e}"
     )
+    verdict += f"{rounding:.1e}"
     if not difference <= TOLERANCE * rounding:
         raise click.ClickException(
             f"{verdict}. More than {TOLERANCE} times that is not the same function, so nothing was written. Try "

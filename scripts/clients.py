@@ -3,8 +3,8 @@
     PYTHON=python3.11 sh scripts/peers/install.sh .peers clients
     .peers/clients/bin/python scripts/clients.py [NAME ...]
 
-Every client is a function that is called twice: with a `wrap` that does nothing, then with `lookahead.wrap`, where some
-text must have been decoded by lookahead. What it returns is compared. The exit status is 1 if anything differs or a
+Every client is a function that is called twice: with a `wrap` that does nothing, then with `lookahead.wrap`. Lookahead
+must have decoded some text then. What the two calls return is compared. The exit status is 1 if anything differs or a
 client is not installed. No model or data set is downloaded.
 """
 
@@ -18,7 +18,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import click
@@ -26,17 +28,11 @@ import click
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
 import lookahead
+from bench.pages import table
+from bench.tiny_models import llama
 from lookahead import LookaheadConfig
 
 CONFIG = LookaheadConfig(budget=12, window_size=4, ngram_size=3)  # fixed, so that no time is spent on measuring steps
@@ -51,23 +47,14 @@ CLIENTS: dict[str, tuple[str, Callable[[Wrap], object]]] = {}
 def client(package: str) -> Callable:
     """Enlist a function, by its name, that tries ``package``; its docstring says what is compared."""
 
-    def enlist(function):
+    def enlist(function: Callable[[Wrap], object]) -> Callable[[Wrap], object]:
         CLIENTS[function.__name__] = package, function
         return function
 
     return enlist
 
 
-def llama() -> LlamaForCausalLM:
-    """A random Llama, large enough for whatever is done for the sake of speed to be done to it."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**sizes, **heads, bos_token_id=0, eos_token_id=0, pad_token_id=0, initializer_range=0.1)
-    return LlamaForCausalLM(config).eval()
-
-
-def demo() -> LlamaForCausalLM:
+def demo() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(lookahead.DEMO_MODEL, dtype=torch.float32).eval()
 
 
@@ -77,24 +64,22 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def text(model, ids: torch.Tensor = IDS, **options) -> list:
+def text(model: PreTrainedModel, ids: torch.Tensor = IDS, **options) -> list:
     """Ids of a greedy text and of a sampled one."""
     torch.manual_seed(1)
-    return [
-        model.generate(input_ids=ids, max_new_tokens=24, do_sample=do_sample, **options).tolist()
-        for do_sample in (False, True)
-    ]
+    options |= {"input_ids": ids, "max_new_tokens": 24}
+    return [model.generate(do_sample=do_sample, **options).tolist() for do_sample in (False, True)]
 
 
-def values(model) -> dict[str, torch.Tensor]:
+def values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def gradients(model) -> dict[str, torch.Tensor | None]:
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor | None]:
     return {name: x.grad if x.grad is None else x.grad.clone() for name, x in model.named_parameters()}
 
 
-def step(model, optimizer) -> dict:
+def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict:
     """One step of training; what it gives."""
     model.train()
     optimizer.zero_grad()
@@ -116,10 +101,10 @@ def trl_grpo(wrap: Wrap) -> object:
     from trl import GRPOConfig, GRPOTrainer
 
     class Watch(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs) -> None:
             seen.append(gradients(model))
 
-    def reward(completion_ids, **kwargs):
+    def reward(completion_ids, **kwargs) -> list[float]:
         return [float(sum(ids) % 11) for ids in completion_ids]
 
     seen, model = [], wrap(llama())
@@ -171,7 +156,7 @@ def lora(**settings) -> object:
     return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
 
 
-def _lora_training(adapted):
+def _lora_training(adapted: PreTrainedModel) -> list:
     optimizer = torch.optim.AdamW([x for x in adapted.parameters() if x.requires_grad], lr=1e-2)
     found = [text(adapted)] + [step(adapted, optimizer) for _ in range(3)]
     return [*found, values(adapted), text(adapted), values(lookahead.unwrap(adapted))]
@@ -233,84 +218,73 @@ def peft_adapters(wrap: Wrap) -> object:
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 
-def _cpu_offload(model, folder):
-    from accelerate import cpu_offload
-
-    return cpu_offload(model, torch.device("cpu"))
-
-
-def _disk_offload(model, folder):
-    from accelerate import disk_offload
-
-    return disk_offload(model, folder, torch.device("cpu"))
-
-
-def _dispatch(model, folder):
-    from accelerate import dispatch_model
-
-    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu"}
-    places |= {"model.layers.1": "disk", "model.norm": "cpu", "lm_head": "disk"}
-    return dispatch_model(model, places, main_device="cpu", offload_dir=folder, force_hooks=True)
+CPU = torch.device("cpu")
+PLACES = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+          "model.norm": "cpu", "lm_head": "disk"}  # fmt: skip
+OFFLOADS = {
+    "cpu_offload": lambda accelerate, model, folder: accelerate.cpu_offload(model, CPU),
+    "disk_offload": lambda accelerate, model, folder: accelerate.disk_offload(model, folder, CPU),
+    "dispatch_model": lambda accelerate, model, folder: accelerate.dispatch_model(
+        model, PLACES, main_device="cpu", offload_dir=folder, force_hooks=True
+    ),
+}
 
 
-def _offloaded(name: str, offload: Callable, wrapped_first: bool) -> None:
+def enlist_offload(name: str, when: str) -> None:
     def run(wrap: Wrap) -> object:
-        with tempfile.TemporaryDirectory() as folder:
-            model = llama()
-            model = offload(wrap(model), folder) if wrapped_first else wrap(offload(model, folder))
-            found = [text(model), text(model)]
-            return [*found, text(lookahead.unwrap(model))]
+        import accelerate
 
-    run.__name__ = f"{name}_{'after' if wrapped_first else 'before'}_wrap"
-    run.__doc__ = f"A model under accelerate's {name}, which is called {run.__name__[len(name) + 1 : -5]} wrap: texts."
+        with tempfile.TemporaryDirectory() as folder:
+            first, then = partial(OFFLOADS[name], accelerate, folder=folder), wrap
+            if when == "after":
+                first, then = then, first
+            model = then(first(llama()))
+            return [text(model), text(model), text(lookahead.unwrap(model))]
+
+    run.__name__ = f"{name}_{when}_wrap"
+    run.__doc__ = f"A model under accelerate's {name}, which is called {when} wrap: texts."
     client("accelerate")(run)
 
 
-for name, offload in {"cpu_offload": _cpu_offload, "disk_offload": _disk_offload, "dispatch_model": _dispatch}.items():
-    for wrapped_first in (False, True):
-        _offloaded(name, offload, wrapped_first)
+for name in OFFLOADS:
+    for when in ("before", "after"):
+        enlist_offload(name, when)
 
 
 @client("torch")
 def casts(wrap: Wrap) -> object:
     """.to("cpu"), .to(torch.bfloat16), .half(), .float(), .double(): parameters stay the objects that they are."""
-    found = {}
-    for cast in (
-        lambda model: model.to("cpu"),
-        lambda model: model.to(torch.bfloat16),
-        lambda model: model.half(),
-        lambda model: model.float(),
-        lambda model: model.double(),
-    ):
+    found = []
+    for name, *given in (("to", "cpu"), ("to", torch.bfloat16), ("half",), ("float",), ("double",)):
         model = llama()
         held = list(model.parameters())
-        texts = [text(wrap(model))]
-        cast(model)
-        found[len(found)] = texts, values(model), [a is b for a, b in zip(held, model.parameters(), strict=True)]
+        found.append(text(wrap(model)))
+        getattr(model, name)(*given)
+        found += [values(model), [a is b for a, b in zip(held, model.parameters(), strict=True)]]
         model.float()
-        found[len(found)] = text(model), values(lookahead.unwrap(model)), text(model)
-        found[len(found)] = [a is b for a, b in zip(held, model.parameters(), strict=True)]
+        found += [text(model), values(lookahead.unwrap(model)), text(model)]
+        found.append([a is b for a, b in zip(held, model.parameters(), strict=True)])
     return found
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-def _both(model, copied) -> list:
+def _both(model: PreTrainedModel, copied: PreTrainedModel) -> list:
     return [text(model), text(copied), values(copied), values(lookahead.unwrap(copied)), text(copied)]
 
 
 @client("torch")
 def copies(wrap: Wrap) -> object:
     """deepcopy, pickle, torch.save and torch.load of a whole model: weights, texts."""
-    found = {}
+    found = []
     for how in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), _saved_whole):
         model = wrap(llama())
-        found[len(found)] = text(model), _both(model, how(model))
+        found.append((text(model), _both(model, how(model))))
     return found
 
 
-def _saved_whole(model):
+def _saved_whole(model: PreTrainedModel) -> PreTrainedModel:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -349,7 +323,7 @@ def state_dicts(wrap: Wrap) -> object:
     return found
 
 
-def _answer(model, pipe) -> None:
+def _answer(model: PreTrainedModel, pipe: Connection) -> None:
     torch.set_num_threads(1)
     pipe.send((text(model), {name: tensor.numpy() for name, tensor in values(model).items()}))
 
@@ -509,7 +483,7 @@ def smolagents_model(wrap: Wrap) -> object:
 # -- comparison -------------------------------------------------------------------------------------------------------
 
 
-def differences(plain, wrapped, place: str = "") -> Iterator[str]:
+def differences(plain: object, wrapped: object, place: str = "") -> Iterator[str]:
     """Where two results differ, which may be nested."""
     if isinstance(plain, dict) and isinstance(wrapped, dict) and plain.keys() == wrapped.keys():
         for key in plain:
@@ -530,7 +504,7 @@ def tried(run: Callable[[Wrap], object]) -> str:
     """What came of a client: "equal", or what is other, or what was raised."""
     engines = []
 
-    def wrap(model):
+    def wrap(model: PreTrainedModel) -> PreTrainedModel:
         model = lookahead.wrap(model, CONFIG)
         engines.append(model.lookahead)
         return model
@@ -563,9 +537,7 @@ def main(names: tuple[str, ...]) -> None:
             result = "NOT INSTALLED"
         rows.append((name, package, run.__doc__.rstrip("."), " ".join(result.split())))
         click.echo(f"{name}: {rows[-1][-1]}", err=True)
-    click.echo("| client | version | compared | result |\n|---|---|---|---|")
-    for row in rows:
-        click.echo("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    click.echo(table(["client", "version", "compared", "result"], rows))
     sys.exit(int(any(row[-1] != "equal" for row in rows)))
 
 

@@ -8,14 +8,17 @@ along what was really written, and learns it. Needs the package `arctic-inferenc
 
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import click
 import numpy as np
 import torch
-from measure_pool import report, sample, standard_library, table
 
 import lookahead
+from bench import cli
+from bench.corpora import standard_library
+from bench.pages import report, table
+from bench.timing import decoding_options, prompt_and_answer
 from lookahead import NgramPool, Source
 from lookahead.engine.planning import MIN_PROBABILITY
 from lookahead.tools.loading import load
@@ -106,7 +109,10 @@ def accepted(tokens: list[int], parents: list[int], truth: list[int]) -> int:
     return depth
 
 
-def replay(make, streams: list[tuple[str, list[int], list[int]]], budget: int, chain: bool, shared: bool) -> dict:
+def replay(
+    make: Callable[[], Pool | Suffix], streams: list[tuple[str, list[int], list[int]]], budget: int, chain: bool,
+    shared: bool,
+) -> dict:  # fmt: skip
     """Tokens per step (mean of the categories) and median microseconds of a guess and of learning a token."""
     drafter = make()
     counts: dict[str, list[int]] = {}
@@ -147,14 +153,14 @@ def passages(ids: np.ndarray, count: int, length: int = 128) -> list[tuple[str, 
 
 
 @click.command()
-@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="The packaged model by default.")
-@click.option("--prompts", "prompts_path", type=click.Path(exists=True, path_type=Path), required=True)
-@click.option("--limit", type=int, help="Only the first prompts.")
-@click.option("--temperature", default=0.6, show_default=True)
-@click.option("--max-new-tokens", default=128, show_default=True)
+@cli.model
+@cli.prompts
+@cli.limit
+@cli.temperature(0.6)
+@cli.new_tokens
 @click.option("--corpus", default=1_000_000, show_default=True, help="Tokens of the standard library to learn at once.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write OUT.md and OUT.json.")
-def main(model_name, prompts_path, limit, temperature, max_new_tokens, corpus, out) -> None:
+@click.option("--out", type=cli.OUT, help="Write OUT.md and OUT.json.")
+def main(model_name, prompts_file, limit, temperature, max_new_tokens, corpus, out) -> None:
     """Tokens per step, microseconds and bytes of the pool and of suffix trees."""
     try:
         Suffix({})
@@ -163,9 +169,10 @@ def main(model_name, prompts_path, limit, temperature, max_new_tokens, corpus, o
     torch.set_num_threads(1)
     model, tokenizer = load(model_name, "float32")
     lookahead.wrap(model)  # the same text, sooner
+    options = decoding_options(max_new_tokens, temperature)
     streams = []
-    for number, prompt in enumerate(read_prompts(prompts_path, limit)):
-        streams.append((prompt["category"], *sample(model, tokenizer, prompt, number, temperature, max_new_tokens)))
+    for number, prompt in enumerate(read_prompts(prompts_file, limit)):
+        streams.append((prompt["category"], *prompt_and_answer(model, tokenizer, prompt, options, number)))
         click.echo(f"\rwriting, prompt {number + 1} ", nl=False, err=True)
     results = []
     for shape, budget, chain in (("tree", 16, False), ("tree", 64, False), ("chain", 16, True)):
@@ -198,7 +205,7 @@ def main(model_name, prompts_path, limit, temperature, max_new_tokens, corpus, o
                       f"{score['guess_us']:.0f}"])  # fmt: skip
     text += f"\n\nAfter {len(ids):,} tokens of the standard library, passages of which are then written again:\n\n"
     text += table(["drafter", "us a learned token", "memory", "tokens per step at 16", "us a guess"], lines)
-    report("The pool and suffix trees", text, results, out, script="compare_suffix.py")
+    report(__file__, "The pool and suffix trees", text, results, out)
 
 
 if __name__ == "__main__":

@@ -5,28 +5,28 @@
     python scripts/measure_pool.py sources --model M --prompts FILE.jsonl --pool P
     python scripts/measure_pool.py soak
 
-Tokens per step do not depend on the clock: (tokens - 1) / steps, the mean of the categories, by seeded sampling in
-float32. ``fresh`` gives each prompt a new pool, ``shared`` one pool to all of them in turn.
+Tokens per step, (tokens - 1) / steps, do not depend on the clock: sampling is seeded, in float32. They are the mean of
+the categories. ``fresh`` gives each prompt a new pool, ``shared`` one pool to all of them in turn.
 """
 
-import platform
 import resource
-import shlex
 import statistics
-import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import click
 import numpy as np
 import torch
-from results import write_results
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
+from bench import cli
+from bench.corpora import standard_library
+from bench.pages import report, table
+from bench.timing import decoding_options, microseconds, prompt_and_answer
 from lookahead import LookaheadConfig, NgramPool, Stats
 from lookahead.engine.planning import MIN_PROBABILITY
 from lookahead.guessing.pool import TOP_K
@@ -34,25 +34,7 @@ from lookahead.tools.loading import load
 from lookahead.tools.prompts import read_prompts
 from ngram_pool.kernels import LONGEST
 
-
-def standard_library(tokens: int, tokenizer) -> np.ndarray:
-    """The first tokens of Python's standard library, in the order of its files' names."""
-    ids: list[int] = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        ids += tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
-        if len(ids) >= tokens:
-            return np.array(ids[:tokens])
-    return np.resize(ids, tokens)
-
-
-def microseconds(call: Callable, repeats: int = 1000) -> float:
-    """Median time of a call."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+MakePool = Callable[[], NgramPool]
 
 
 def logits_rows(ids: np.ndarray, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -81,36 +63,30 @@ def speed(memory_mb, observations) -> None:
     pool.learn(ids)
     learned = len(ids) / (time.perf_counter() - start)
     steps = [logits_rows(ids, 64, rng) for _ in range(50)]
-    turn = iter(range(10**9))
-    text = ids.tolist()
+    turn, text = count(), ids.tolist()
 
-    def guess(budget: int, least: float) -> Callable:
-        def call() -> None:
-            at = next(turn) * 7919 % (len(text) - LONGEST)
-            pool.guess(text[at : at + LONGEST], budget, least)
+    def guess(budget: int, least: float) -> None:
+        at = next(turn) * 7919 % (len(text) - LONGEST)
+        pool.guess(text[at : at + LONGEST], budget, least)
 
-        return call  # fmt: skip
-
-    rows = [
-        ("learn, tokens/s", f"{learned:,.0f}"),
-        ("learn_next, 64 rows x top 8, us", f"{microseconds(lambda: pool.learn_next(*steps[next(turn) % 50])):.0f}"),
-        ("calibrate, 3 rows x top 8, us",
-         f"{microseconds(lambda: pool.calibrate(*(part[:3] for part in steps[next(turn) % 50]))):.0f}"),
-        ("guess, budget 16, us", f"{microseconds(guess(16, MIN_PROBABILITY)):.0f}"),
-        ("guess, budget 64, us", f"{microseconds(guess(64, MIN_PROBABILITY)):.0f}"),
-        ("guess, budget 64, no least probability, us", f"{microseconds(guess(64, 0.0)):.0f}"),
-    ]  # fmt: skip
+    calls = {
+        "learn_next, 64 rows x top 8, us": lambda: pool.learn_next(*steps[next(turn) % 50]),
+        "calibrate, 3 rows x top 8, us": lambda: pool.calibrate(*(part[:3] for part in steps[next(turn) % 50])),
+        "guess, budget 16, us": lambda: guess(16, MIN_PROBABILITY),
+        "guess, budget 64, us": lambda: guess(64, MIN_PROBABILITY),
+        "guess, budget 64, no least probability, us": lambda: guess(64, 0.0),
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pool"
-        rows += [
-            ("save, ms", f"{microseconds(lambda: pool.save(path), 5) / 1000:.0f}"),
-            ("load, ms", f"{microseconds(lambda: NgramPool.load(path), 20) / 1000:.0f}"),
-        ]
-    rows += [
-        ("table, bytes of those asked for", f"{pool.nbytes / (memory_mb * 2**20):.4f}"),
-        ("contexts held", f"{len(pool):,} of {pool.capacity:,}"),
-    ]
-    for name, value in rows:
+        found = {
+            "learn, tokens/s": f"{learned:,.0f}",
+            **{name: f"{microseconds(call):.0f}" for name, call in calls.items()},
+            "save, ms": f"{microseconds(lambda: pool.save(path), 5) / 1000:.0f}",
+            "load, ms": f"{microseconds(lambda: NgramPool.load(path), 20) / 1000:.0f}",
+            "table, bytes of those asked for": f"{pool.nbytes / (memory_mb * 2**20):.4f}",
+            "contexts held": f"{len(pool):,} of {pool.capacity:,}",
+        }
+    for name, value in found.items():
         click.echo(f"{name:45} {value:>14}")
 
 
@@ -121,16 +97,10 @@ class TextPool(NgramPool):
         pass
 
 
-def sample(model, tokenizer, prompt: dict, seed: int, temperature: float, new_tokens: int) -> tuple[list, list]:
-    """Ids of a prompt and of what the model writes after it."""
-    inputs = tokenizer(prompt["turns"][0], return_tensors="pt", return_token_type_ids=False).to(model.device)
-    torch.manual_seed(seed)
-    ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, temperature=temperature, top_k=0)
-    length = inputs.input_ids.shape[1]
-    return ids[0, :length].tolist(), ids[0, length:].tolist()
-
-
-def run(model, tokenizer, prompts, budget, window, shared: bool, make: Callable[[], NgramPool], options) -> dict:
+def run(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[dict], options: dict, budget: int,
+    window: tuple[int, int], shared: bool, make: MakePool,
+) -> dict:  # fmt: skip
     """Decode all prompts; tokens per step, calibration on every second prompt, and accepted tokens by source."""
     config = LookaheadConfig(budget=budget, window_size=window[0], ngram_size=window[1])
     lookahead.wrap(model, config, make())
@@ -139,7 +109,7 @@ def run(model, tokenizer, prompts, budget, window, shared: bool, make: Callable[
     for number, prompt in enumerate(prompts):
         if not shared:
             model.lookahead.pool = make()
-        sample(model, tokenizer, prompt, number, *options)
+        prompt_and_answer(model, tokenizer, prompt, options, number)
         stats = categories.setdefault(prompt["category"], Stats())
         stats += model.lookahead.last
         if number % 2:
@@ -159,23 +129,22 @@ def run(model, tokenizer, prompts, budget, window, shared: bool, make: Callable[
     }
 
 
-def table(header: list[str], rows: list[list]) -> str:
-    cells = [
-        header,
-        ["---"] * len(header),
-        *[[f"{x:.2f}" if isinstance(x, float) else str(x) for x in r] for r in rows],
-    ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
-
-
-def report(title: str, text: str, results: list[dict], out: Path | None, script: str = "measure_pool.py") -> None:
-    """Print a table; with ``out`` write it to out.md, and everything behind it to out.json."""
-    command = f"python scripts/{script} " + shlex.join(sys.argv[1:])
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    click.echo("\n" + text)
-    if out:
-        page = f"# {title}\n\n    {command}\n\n{versions}\n\n{text}\n"
-        write_results(out, page, {"command": command, "results": results})
+def run_all(
+    setups: dict[str, tuple[tuple[int, int], MakePool]], model_name: str | None, prompts_file: Path, limit: int | None,
+    budgets: list[int], temperature: float, max_new_tokens: int,
+) -> list[dict]:  # fmt: skip
+    """`run` of each setup (a name, with window and pool) at each budget, with fresh pools and with a shared one."""
+    torch.set_num_threads(1)
+    model, tokenizer = load(model_name, "float32")
+    prompts, options = read_prompts(prompts_file, limit), decoding_options(max_new_tokens, temperature)
+    results = []
+    for name, (window, make) in setups.items():
+        click.echo(f"\n{name}", err=True)
+        for budget in budgets:
+            for shared in (False, True):
+                found = run(model, tokenizer, prompts, options, budget, window, shared, make)
+                results.append({"sources": name, **found})
+    return results
 
 
 def draw(results: list[dict], path: Path) -> None:
@@ -205,81 +174,56 @@ def draw(results: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def decoding_options(command):  # noqa: ANN201
-    for option in reversed([
-        click.option("--model", "model_name", metavar="NAME_OR_PATH", help="The packaged model by default."),
-        click.option("--prompts", "prompts_path", type=click.Path(exists=True, path_type=Path), required=True),
-        click.option("--limit", type=int, help="Only the first prompts."),
-        click.option("--budgets", default="8,16,32,64", show_default=True),
-        click.option("--temperature", default=0.6, show_default=True),
-        click.option("--max-new-tokens", default=128, show_default=True),
-        click.option("--out", type=click.Path(path_type=Path), help="Write OUT.md, OUT.json and, for steps, OUT.svg."),
-    ]):  # fmt: skip
-        command = option(command)
-    return command
+def with_decoding_options(command: Callable) -> Callable:
+    budgets = click.option("--budgets", type=cli.ListOf(cli.COUNT), default="8,16,32,64", show_default=True)
+    out = click.option("--out", type=cli.OUT, help="Write OUT.md, OUT.json and, for steps, OUT.svg.")
+    return cli.model(cli.prompts(cli.limit(budgets(cli.temperature(0.6)(cli.new_tokens(out(command)))))))
 
 
 @main.command()
-@decoding_options
-def steps(model_name, prompts_path, limit, budgets, temperature, max_new_tokens, out) -> None:
+@with_decoding_options
+def steps(out: Path | None, **options) -> None:
     """Tokens per step by budget, for fresh and shared pools, and how far predicted acceptance is from observed."""
-    torch.set_num_threads(1)
-    model, tokenizer = load(model_name, "float32")
-    prompts = read_prompts(prompts_path, limit)
-    results = [
-        run(model, tokenizer, prompts, int(budget), (0, 3), shared, NgramPool, (temperature, max_new_tokens))
-        for budget in budgets.split(",")
-        for shared in (False, True)
-    ]
-    columns = ["budget", "pool", "tokens_per_step", "draft_length"]
+    results = run_all({"text, logits": ((0, 3), NgramPool)}, **options)
     text = table(
         ["budget", "pool", "tokens per step", "draft length", "acceptance rate", "calibration gap"],
-        [[r[c] for c in columns] + [f"{r['acceptance_rate']:.1%}", f"{r['calibration_gap']:.3f}"] for r in results],
-    )
+        [[r["budget"], r["pool"], r["tokens_per_step"], r["draft_length"], f"{r['acceptance_rate']:.1%}",
+          f"{r['calibration_gap']:.3f}"] for r in results],
+    )  # fmt: skip
     for r in results:
         curve = ", ".join(f"{p:.2f} {o:.2f} ({n})" for n, p, o in r["reliability"])
         text += f"\n\nBudget {r['budget']}, {r['pool']}: predicted, observed (guesses): {curve}"
-    report("Tokens per step by budget", text, results, out)
+    report(__file__, "Tokens per step by budget", text, results, out)
     if out:
         draw(results, out.with_suffix(".svg"))
 
 
 @main.command()
-@decoding_options
+@with_decoding_options
 @click.option("--pool", "pool_path", type=click.Path(exists=True), help="A pool built from files, as the last source.")
-def sources(model_name, prompts_path, limit, budgets, temperature, max_new_tokens, out, pool_path) -> None:
+def sources(out: Path | None, pool_path: str | None, **options) -> None:
     """Tokens per step as one source after the other is added."""
-    torch.set_num_threads(1)
-    model, tokenizer = load(model_name, "float32")
-    prompts = read_prompts(prompts_path, limit)
-    setups: list[tuple[str, tuple[int, int], Callable[[], NgramPool]]] = [
-        ("text", (0, 3), TextPool),
-        ("text, logits", (0, 3), NgramPool),
-        ("text, logits, Jacobi 4 x 3", (4, 3), NgramPool),
-        ("text, logits, Jacobi 15 x 4", (15, 4), NgramPool),
-    ]
+    setups: dict[str, tuple[tuple[int, int], MakePool]] = {
+        "text": ((0, 3), TextPool),
+        "text, logits": ((0, 3), NgramPool),
+        "text, logits, Jacobi 4 x 3": ((4, 3), NgramPool),
+        "text, logits, Jacobi 15 x 4": ((15, 4), NgramPool),
+    }
     if pool_path:
-        setups.append(("text, logits, files", (0, 3), lambda: NgramPool.load(pool_path)))
-    results = []
-    for name, window, make in setups:
-        click.echo(f"\n{name}", err=True)
-        for budget in budgets.split(","):
-            for shared in (False, True):
-                options = (temperature, max_new_tokens)
-                result = run(model, tokenizer, prompts, int(budget), window, shared, make, options)
-                results.append({"sources": name, **result})
-    columns = ["sources", "budget", "pool", "tokens_per_step"]
+        setups["text, logits, files"] = (0, 3), lambda: NgramPool.load(pool_path)
+    results = run_all(setups, **options)
     text = table(
         ["sources", "budget", "pool", "tokens per step", "accepted by source"],
-        [[*(r[c] for c in columns), ", ".join(f"{s} {n}" for s, n in r["accepted"].items() if n)] for r in results],
-    )
-    report("What each source of evidence earns", text, results, out)
+        [[r["sources"], r["budget"], r["pool"], r["tokens_per_step"],
+          ", ".join(f"{source} {count}" for source, count in r["accepted"].items() if count)] for r in results],
+    )  # fmt: skip
+    report(__file__, "What each source of evidence earns", text, results, out)
 
 
 @main.command()
-@click.option("--steps", "count", default=1_000_000, show_default=True)
+@click.option("--steps", "total", default=1_000_000, show_default=True)
 @click.option("--memory-mb", type=float, default=16, show_default=True)
-def soak(count, memory_mb) -> None:
+def soak(total, memory_mb) -> None:
     """Steps (guess, calibrate, learn) on random and real tokens in turn: memory and time of a guess, ten times."""
     real = standard_library(1_000_000, AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL))
     rng = np.random.default_rng(0)
@@ -288,7 +232,7 @@ def soak(count, memory_mb) -> None:
     pool = NgramPool(memory_mb)
     click.echo(f"{'steps':>10} {'us a guess':>10} {'us a step':>10} {'resident MiB':>12} {'table MiB':>9}")
     guesses, begun = [], time.perf_counter()
-    for step in range(1, count + 1):
+    for step in range(1, total + 1):
         kind = step % len(texts)
         text, rows = texts[kind], pools[kind]
         at = int(rng.integers(LONGEST, len(text) - 4))
@@ -301,9 +245,9 @@ def soak(count, memory_mb) -> None:
         pool.calibrate(contexts[:2], tokens[:2], probabilities[:2])
         pool.learn_next(contexts, tokens, probabilities)
         pool.learn(text[at - LONGEST : at + 2], start=LONGEST)
-        if step % max(count // 10, 1) == 0:
+        if step % max(total // 10, 1) == 0:
             resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            spent = (time.perf_counter() - begun) / max(count // 10, 1) * 1e6
+            spent = (time.perf_counter() - begun) / max(total // 10, 1) * 1e6
             guess = statistics.median(guesses) * 1e6
             click.echo(f"{step:>10,} {guess:>10.1f} {spent:>10.0f} {resident:>12.0f} {pool.nbytes / 2**20:>9.2f}")
             guesses, begun = [], time.perf_counter()

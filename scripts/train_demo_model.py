@@ -11,7 +11,6 @@ import hashlib
 import math
 import platform
 import random
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lookahead.tools.prompts import STANDARD_LIBRARY
+
 VOCABULARY = 4096
 CONTEXT = 1024
 END = "<|end|>"
@@ -29,10 +30,9 @@ END = "<|end|>"
 
 def standard_library() -> tuple[list[str], list[str]]:
     """Texts of the standard library's modules: (for training, held out)."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     train, held_out = [], []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
+    for path in sorted(STANDARD_LIBRARY.rglob("*.py")):
+        name = path.relative_to(STANDARD_LIBRARY).as_posix()
         if "site-packages" in name:
             continue
         text = path.read_text(encoding="utf-8", errors="ignore").expandtabs(4)
@@ -45,11 +45,8 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=CONTEXT)
 
@@ -87,7 +84,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def held_out_loss(model, tokens: np.ndarray, sequences_read: int) -> float:
+def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, sequences_read: int) -> float:
     """Mean cross-entropy in nats per token, over up to ``sequences_read`` sequences of the held-out files."""
     pieces = tokens[: len(tokens) // CONTEXT * CONTEXT].reshape(-1, CONTEXT)[:sequences_read]
     losses = []
@@ -138,22 +135,13 @@ def main(out: Path, steps: int, batch: int, rate: float, seed: int) -> None:
     random.Random(seed).shuffle(train)
     tokenizer = train_tokenizer(train)
     tokens, held_tokens = encode(tokenizer, train), encode(tokenizer, held_out)
-    click.echo(
-        f"{len(train)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(held_tokens):,} tokens"
-    )
-
+    sizes = f"{len(train)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(held_tokens):,} tokens"
+    click.echo(sizes)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
     model = LlamaForCausalLM(config)
 
     @torch.compile
@@ -188,23 +176,12 @@ def main(out: Path, steps: int, batch: int, rate: float, seed: int) -> None:
     model.to(torch.bfloat16).eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
     card = CARD.format(
-        parameters=model.num_parameters() / 1e6,
-        vocabulary=VOCABULARY,
-        context=CONTEXT,
-        python=platform.python_version(),
-        files=len(train) + len(held_out),
-        tokens=(len(tokens) + len(held_tokens)) / 1e6,
-        held_files=len(held_out),
-        steps=steps,
-        batch=batch,
-        seen=steps * batch * CONTEXT / 1e6,
-        rate=rate,
-        seed=seed,
-        loss=held_out_loss(model, held_tokens, len(held_tokens)),
-        minutes=minutes,
-        threads=torch.get_num_threads(),
-        torch=torch.__version__,
-    )
+        parameters=model.num_parameters() / 1e6, vocabulary=VOCABULARY, context=CONTEXT,
+        python=platform.python_version(), files=len(train) + len(held_out), held_files=len(held_out),
+        tokens=(len(tokens) + len(held_tokens)) / 1e6, steps=steps, batch=batch, seen=steps * batch * CONTEXT / 1e6,
+        rate=rate, seed=seed, loss=held_out_loss(model, held_tokens, len(held_tokens)), minutes=minutes,
+        threads=torch.get_num_threads(), torch=torch.__version__,
+    )  # fmt: skip
     (out / "README.md").write_text(card, encoding="utf-8")
     click.echo(card)
 

@@ -10,12 +10,13 @@ import benchmark
 import numpy as np
 import pytest
 import torch
-from benchmark_page import SPREAD, speedup_interval, summarise
 from click.testing import CliRunner
-from peer_process import Peer, PeerError
 from transformers import AutoTokenizer
 from zoo import tiny_model
 
+from bench import corpora, methods, peer_process, timing
+from bench.peer_process import Peer, PeerError
+from bench.speedups import SPREAD, speedup_interval, summarise
 from lookahead import DEMO_MODEL
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.guessing.jacobi import JacobiSource
@@ -78,7 +79,7 @@ def peers(tmp_path, monkeypatch):
         (tmp_path / library / "bin").mkdir(parents=True)
         (tmp_path / library / "bin" / "python").symlink_to(sys.executable)
         (tmp_path / f"{library}_worker.py").write_text(WORKER)
-    monkeypatch.setattr(benchmark, "WORKERS", tmp_path)
+    monkeypatch.setattr(peer_process, "WORKERS", tmp_path)
     return tmp_path
 
 
@@ -110,9 +111,9 @@ def rows_of(cell):
 
 def test_page(model, prompts, tmp_path):
     out = tmp_path / "results" / "run"
-    methods = [m for m in (*benchmark.PLAIN, *benchmark.LOOKAHEAD) if "compiled" not in m]
+    chosen = [m for m in (*methods.PLAIN, *methods.LOOKAHEAD) if "compiled" not in m]
     result = run(
-        "--model", model, "--prompts", prompts, "--methods", ",".join(methods), "--assistant", model,
+        "--model", model, "--prompts", prompts, "--methods", ",".join(chosen), "--assistant", model,
         "--max-new-tokens", 8, "--repeats", 2, "--out", out,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -120,7 +121,7 @@ def test_page(model, prompts, tmp_path):
     assert [cell["temperature"] for cell in cells] == [0.6, 0]
     for cell in cells:
         rows = rows_of(cell)
-        assert list(rows) == methods
+        assert list(rows) == chosen
         assert rows["plain"]["speedup"] == rows["plain"]["tokens_per_step"] == 1
         assert rows["plain"]["interval"] == [1, 1]
         assert rows["steps-of-one"]["speedup_over_one"] == rows["steps-of-one"]["tokens_per_step"] == 1
@@ -128,7 +129,7 @@ def test_page(model, prompts, tmp_path):
             assert "failed" not in row
             keeps_draws = method not in ("prompt-lookup", "assisted")
             assert row["identical"] == (2 if keeps_draws or not cell["temperature"] else None)
-            assert (row["efficiency"] is None) == (method not in benchmark.LOOKAHEAD)
+            assert (row["efficiency"] is None) == (method not in methods.LOOKAHEAD)
     text = out.with_suffix(".md").read_text()
     assert (out.parent / "run-tiny-speedups.png").read_bytes().startswith(b"\x89PNG")
     assert "](run-tiny-speedups.png)" in text
@@ -164,19 +165,19 @@ def test_the_margin_is_that_of_the_draw():
     model, tokenizer = load(None)
     inputs = tokenizer("def f(x):\n    return", return_tensors="pt")
     options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 12}
-    ids = benchmark.timed(model, inputs, options, 5)[0][0]
+    ids = timing.timed(model, inputs, options, 5)[0][0]
     rows = next_logits(model, inputs.input_ids, ids)
     assert [int(choice_scores(row, 0.9, 5, index).argmax()) for index, row in enumerate(rows)] == ids
     assert all(benchmark.margin_at(model, inputs, ids, index, options, 5) > 0 for index in range(len(ids)))
 
 
-def test_the_forward_counter_counts_this_model_alone():
+def test_passes_of_this_model_alone_are_counted():
     model = torch.nn.Linear(2, 2)
-    with benchmark.ForwardCounter(model) as counter:
+    with methods.count_passes(model) as counted:
         model(torch.zeros(2))
         model(torch.zeros(2))
     model(torch.zeros(2))
-    assert counter.passes == 2
+    assert counted.passes == 2
 
 
 def test_the_memory_limit():
@@ -216,16 +217,16 @@ def test_never_slower(model, tmp_path):
     assert cell["temperature"] == 1.5
     assert list(rows_of(cell)) == ["plain", "auto"]
     assert len(cell["prompts"]) == 4
-    ids = benchmark.random_prompts(9, 50)
+    ids = corpora.random_prompts(9, 50)
     assert np.shape(ids) == (9, 64)
-    assert ids == benchmark.random_prompts(9, 50)
+    assert ids == corpora.random_prompts(9, 50)
     assert set(np.ravel(ids)) == set(range(50))
 
 
 def test_each_call_wraps_and_unwraps(model):
-    subject = benchmark.Subject(str(model), "float32", "cpu", ["plain", "auto"], None, None, 60)
-    for method in (*benchmark.LOOKAHEAD, "plain"):
-        engine = benchmark.Engines().begin(method, 0)
+    subject = methods.Subject(str(model), "float32", "cpu", ["plain", "auto"], None, None, 60)
+    for method in (*methods.LOOKAHEAD, "plain"):
+        engine = methods.Engines().begin(method, 0)
         subject.call(method, [5, 6, 7], {"max_new_tokens": 4, "do_sample": False}, 0, 7, engine)
         assert engine is None or engine.last.calls == 1
         assert not hasattr(subject.plain, "lookahead")
@@ -253,14 +254,14 @@ def test_what_fails_is_a_row(model, prompts, tmp_path, monkeypatch):
 def test_static_cache_compiled(model, prompts, tmp_path, monkeypatch):
     """By a backend that traces as all do, and then runs what it traced as it stands."""
 
-    class Eager(benchmark.CompileConfig):
+    class Eager(methods.CompileConfig):
         def __init__(self):
             super().__init__(backend="eager", mode=None)
 
     compiled = []
     original = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **options: compiled.append(0) or original(*args, **options))
-    monkeypatch.setattr(benchmark, "CompileConfig", Eager)
+    monkeypatch.setattr(methods, "CompileConfig", Eager)
     out = tmp_path / "run"
     arguments = ["--model", model, "--prompts", prompts, "--methods", "static-compiled", "--temperature", 0,
                  "--max-new-tokens", 6, "--repeats", 1, "--out", out]  # fmt: skip
@@ -269,14 +270,14 @@ def test_static_cache_compiled(model, prompts, tmp_path, monkeypatch):
     assert rows_of(report_of(out)["cells"][0])["static-compiled"]["identical"] == 2
     assert compiled
 
-    timed = benchmark.timed
+    timed = methods.timed
 
     def slow(model, inputs, options, seed):
         if "compile_config" in options:
             time.sleep(60)
         return timed(model, inputs, options, seed)
 
-    monkeypatch.setattr(benchmark, "timed", slow)
+    monkeypatch.setattr(methods, "timed", slow)
     result = run(*arguments, "--timeout", 0.1)
     assert result.exit_code == 0, result.output
     assert rows_of(report_of(out)["cells"][0])["static-compiled"]["failed"] == "TimeoutError: took more than 0.1 s"
@@ -308,24 +309,24 @@ class Recorder:
 
     def call(self, method, ids, options, seed, longest, engine):
         self.calls.append((method, seed, engine, engine and engine.pool))
-        return benchmark._call([1, 2, 4 if method == "static-compiled" else 3], len(self.calls), steps=2)
+        return methods.outcome([1, 2, 4 if method == "static-compiled" else 3], len(self.calls), steps=2)
 
 
 def test_order_pools_and_medians(monkeypatch):
     monkeypatch.setattr(benchmark, "margin_at", lambda model, inputs, text, index, options, seed: 0.25)
     subject = Recorder()
-    methods = ["plain", "static-compiled", "auto", "auto-shared"]
+    chosen = ["plain", "static-compiled", "auto", "auto-shared"]
     options = {"max_new_tokens": 3, "do_sample": True}
-    rows, failures = benchmark.measure(subject, [[7], [8]], ["a", "b"], methods, options, 3, "cell")
+    rows, failures = benchmark.measure(subject, [[7], [8]], ["a", "b"], chosen, options, 3, "cell")
     assert not failures
     warm_up, calls = subject.calls[:4], subject.calls[4:]
-    assert [method for method, *_ in warm_up] == methods
-    orders = [[methods.index(method) for method, *_ in calls[begin : begin + 4]] for begin in range(0, 24, 4)]
+    assert [method for method, *_ in warm_up] == chosen
+    orders = [[chosen.index(method) for method, *_ in calls[begin : begin + 4]] for begin in range(0, 24, 4)]
     a, b, c, d = [0, 1, 2, 3], [1, 2, 3, 0], [2, 3, 0, 1], [3, 0, 1, 2]
     assert orders == [a, b, c, b, c, d]
     assert [seed for _, seed, *_ in calls] == [0] * 12 + [1] * 12
     engines, pools = (
-        {method: [call[column] for call in subject.calls if call[0] == method] for method in methods}
+        {method: [call[column] for call in subject.calls if call[0] == method] for method in chosen}
         for column in (2, 3)
     )
     assert engines["plain"] == engines["static-compiled"] == [None] * 7
@@ -355,8 +356,8 @@ def test_figures_by_hand():
         row("vllm-plain", 10, 1.0, None, None), row("vllm-plain", 20, 1.0, None, None),
     ]  # fmt: skip
     rows[-1] |= {"difference": 3, "margin": 0.02}
-    methods = ["plain", "steps-of-one", "auto", "vllm-plain", "lade-plain"]
-    table = {r["method"]: r for r in summarise(rows, methods, {"lade-plain": "ended with status 1"})}
+    chosen = ["plain", "steps-of-one", "auto", "vllm-plain", "lade-plain"]
+    table = {r["method"]: r for r in summarise(rows, chosen, {"lade-plain": "ended with status 1"})}
     auto = table["auto"]
     assert auto["ms_per_token"] == pytest.approx(1000 * 2 / 30)
     assert auto["ms_per_later_token"] == pytest.approx(1000 * 1.7 / 28)
@@ -389,9 +390,9 @@ def test_the_interval_is_over_prompts():
 
 def test_contexts_by_hand():
     texts = [[1, 2], [3, 4, 5], [6]]
-    assert benchmark.with_context(texts, [0], 6) == [[0, 3, 4, 5, 1, 2], [0, 6, 1, 3, 4, 5], [0, 1, 2, 3, 4, 6]]
-    assert benchmark.with_context(texts, [], 8)[0] == [3, 4, 5, 6, 3, 4, 1, 2]
-    assert benchmark.with_context(texts, [0], 3) == [[0, 1, 2], [0, 4, 5], [0, 1, 6]]
+    assert corpora.with_context(texts, [0], 6) == [[0, 3, 4, 5, 1, 2], [0, 6, 1, 3, 4, 5], [0, 1, 2, 3, 4, 6]]
+    assert corpora.with_context(texts, [], 8)[0] == [3, 4, 5, 6, 3, 4, 1, 2]
+    assert corpora.with_context(texts, [0], 3) == [[0, 1, 2], [0, 4, 5], [0, 1, 6]]
 
 
 def test_peers(model, prompts, peers, tmp_path):
@@ -459,7 +460,7 @@ def test_a_peer_that_does_not_keep_the_protocol(says, message):
         (["--methods", "magic"], "magic"),
         (["--dtype", "float16"], "float16"),
         (["--temperature", "warm"], "warm"),
-        (["--contexts", "1"], "below 2"),
+        (["--contexts", "1"], "1 is not in the range x>=2"),
         (["--contexts", "250"], "made for 256 positions, a context of 250 and 128 new tokens are 378"),
         (["--contexts", "40", "--limit", "1"], "two prompts or more"),
         (["--methods", "assisted"], "--assistant"),

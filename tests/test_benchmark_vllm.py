@@ -79,8 +79,8 @@ def test_sampled_texts_are_not_compared(run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--concurrency", "1,many"), "list of whole numbers"),
-        (("--methods", "magic"), "'magic' is none of plain; ngram"),
+        (("--concurrency", "1,many"), "'many' is not a valid integer"),
+        (("--methods", "magic"), "'magic' is not one of 'plain', 'ngram'"),
     ],
 )
 def test_bad_options_are_named(run, words, message):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from click.testing import CliRunner
-from clients import CLIENTS, differences, llama, main, text, tried
+from clients import CLIENTS, differences, main, text, tried
 
 import lookahead
+from bench.tiny_models import llama
 
 
 def is_wrapped(model) -> bool:

@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from tiny_models import random_model, tiny_config
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 from transformers import (
@@ -22,6 +21,7 @@ from transformers import (
 from zoo import COMMON, SETTINGS, tiny_model
 
 import lookahead
+from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.models.layers import read_config
 from lookahead.passes import probe

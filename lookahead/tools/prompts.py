@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))  # of the Python that runs this
 PROMPT_LINES = 24  # of a source file that make a prompt
 LEAST_SOURCE = 10_000  # bytes of a source file that prompts are taken from
 
@@ -62,7 +63,7 @@ def source_prompts(count: int) -> list[dict]:
 
     Raises ClickException where the library was installed without its sources.
     """
-    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    paths = sorted(STANDARD_LIBRARY.glob("*.py"))
     paths = [path for path in paths if path.stat().st_size >= LEAST_SOURCE]
     if not paths:
         raise click.ClickException("this Python has no sources of its standard library to prompt with: give --prompts")

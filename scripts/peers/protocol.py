@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    ids: list[int]
+    ids: list[int] | list[list[int]]  # of one text, or of a batch
     seconds: float
     steps: int | None = None
     drafted: int | None = None

@@ -1,8 +1,8 @@
 """vLLM on the CPU with several requests at once, for scripts/benchmark_vllm.py. Methods are those of vllm_worker.py.
 
 A line of stdin is {"prompts": [[...], ...], "concurrency": 8, "max_new_tokens": 128, "temperature": 0.6, "seed": 0,
-"forget": true}, its answer {"ids": [[...], ...], "seconds": 0.1, "drafted": null, "accepted": null}; all else is as
-protocol.py says.
+"forget": true}, its answer {"ids": [[...], ...], "seconds": 0.1, "steps": null, "drafted": null, "accepted":
+null}; all else is as protocol.py says.
 
 concurrency   requests that the engine has at a time; where one ends, the next begins
 seed          of all that is drawn: on the CPU, vLLM 0.32.0 fails at a request with a seed of its own where a prompt
@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protocol import Request, arguments, end_tokens, serve
+from protocol import Answer, Request, arguments, end_tokens, serve
 from vllm_worker import METHODS, engine, settle_environment, speculated, versions
 
 MOST = 64  # requests at a time
@@ -41,15 +41,7 @@ class Batch:
             raise ValueError(f"forget has to be true or false, got {self.forget!r}")
 
 
-@dataclass(frozen=True)
-class Answers:
-    ids: list[list[int]]
-    seconds: float
-    drafted: int | None = None
-    accepted: int | None = None
-
-
-def load(chosen: Namespace) -> tuple[Callable[[Batch], Answers], dict[str, str]]:
+def load(chosen: Namespace) -> tuple[Callable[[Batch], Answer], dict[str, str]]:
     llm = engine(chosen, MOST)
     import torch
     from vllm import SamplingParams, TokensPrompt
@@ -61,7 +53,7 @@ def load(chosen: Namespace) -> tuple[Callable[[Batch], Answers], dict[str, str]]
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         runner.drafter = type(runner.drafter)(runner.vllm_config)
 
-    def decode(batch: Batch) -> Answers:
+    def decode(batch: Batch) -> Answer:
         if batch.forget and speculates:
             forget()
         before = speculated(llm) if speculates else None
@@ -83,7 +75,7 @@ def load(chosen: Namespace) -> tuple[Callable[[Batch], Answers], dict[str, str]]
                     ids[output.request_id] = list(output.outputs[0].token_ids)
         seconds = time.perf_counter() - start
         counts = [after - then for after, then in zip(speculated(llm), before, strict=True)] if before else []
-        return Answers([ids[str(number)] for number in range(len(ids))], seconds, *counts)
+        return Answer([ids[str(number)] for number in range(len(ids))], seconds, None, *counts)
 
     decode(Batch([[1, 2, 3]] * 2, 2, 8, 0, 0, False))  # what the engine puts off until its first text
     return decode, versions()

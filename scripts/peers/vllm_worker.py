@@ -1,8 +1,7 @@
 """vLLM on the CPU, and its draft-free speculative methods. See protocol.py, and install.sh for the environment.
 
 Methods:
-plain          compiled, as vLLM does by default, as are all but the next; what is compiled stays in vLLM's cache
-plain-eager    enforce_eager=True
+plain          compiled, as vLLM does by default, as are all; what is compiled stays in vLLM's cache
 ngram          prompt lookup, as vLLM's documentation sets it
 suffix         Arctic Inference's suffix trees, of this prompt and answer alone
 suffix-shared  also of the answers before it
@@ -22,10 +21,7 @@ OPENMP = os.path.join(sys.prefix, "lib", "libiomp5.so")
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 32}
 METHODS = {
     "plain": {},
-    "plain-eager": {"enforce_eager": True},
-    "ngram": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
-    },
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}},
     "suffix": {"speculative_config": {**SUFFIX, "suffix_decoding_max_cached_requests": 0}},
     "suffix-shared": {"speculative_config": SUFFIX},
     "lookahead": {

@@ -1,6 +1,6 @@
 """A peer: another library's decoding, in a process and a Python environment of its own.
 
-This is the side that asks; what the two say to each other stands in peers/protocol.py.
+This is the side that asks; scripts/peers/protocol.py says how the two talk.
 """
 
 import json
@@ -11,8 +11,19 @@ import subprocess
 import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 
+WORKERS = Path(__file__).parents[1] / "peers"
 PATIENCE = 10  # seconds that a process has to end once its stdin has
+
+
+def worker_command(environments: Path, worker: str, model: str, dtype: str, threads: int, method: str) -> list[str]:
+    """The command that starts a worker of scripts/peers, in the environment that install.sh made for its library."""
+    library = worker.partition("_")[0]
+    return [
+        str(environments / library / "bin" / "python"), str(WORKERS / worker), "--model", model, "--dtype", dtype,
+        "--threads", str(threads), "--method", method,
+    ]  # fmt: skip
 
 
 class PeerError(Exception):

@@ -6,7 +6,7 @@ beyond that.
 """
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from lookahead.models.adapter import POSITION_LIMITS
 
@@ -252,3 +252,13 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
                 parameter.mul_(SPREAD)
     model.generation_config.update(pad_token_id=PAD, decoder_start_token_id=BOS, num_return_sequences=1)
     return model
+
+
+def llama(seed: int = 0) -> PreTrainedModel:
+    """A random Llama, small, but large enough for all that is done for the sake of speed.
+
+    Its vocabulary holds the tokens of the packaged model.
+    """
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    return random_model(LlamaConfig(**sizes, **heads, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD), seed)
