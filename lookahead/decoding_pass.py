@@ -5,11 +5,13 @@ whatever thread and at whatever time, gets torch's.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
+from torch import nn
 
 from lookahead.compat import version_of
 
@@ -24,6 +26,8 @@ class DecodingPass:
     """Whether kernels of our own may be used on a CPU (`products`, `tree_attention`)."""
     is_traced: bool
     """Whether torch.compile looks at the pass, to make a program of it for `passes.compiled`."""
+    siblings: Mapping[int, tuple[nn.Linear, ...]]
+    """For a layer, by its id, those that are given the same input (`products.siblings`)."""
     _input: torch.Tensor | None = None  # that products were last computed of
     _version: int | None = None  # of it, then
     _products: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer, those that were not asked for yet
@@ -43,12 +47,17 @@ _thread = threading.local()
 
 
 @contextmanager
-def decoding_pass(splits_attention: bool, uses_kernels: bool, is_traced: bool = False) -> Iterator[None]:
+def decoding_pass(
+    splits_attention: bool,
+    uses_kernels: bool,
+    is_traced: bool = False,
+    siblings: Mapping[int, tuple[nn.Linear, ...]] = MappingProxyType({}),
+) -> Iterator[None]:
     """Make what this thread does in the block a pass of the decoding loop."""
     before = current_pass()
     # Tracers follow torch's own operations alone, and our kernels give no gradients.
     uses_kernels = uses_kernels and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    _thread.current = DecodingPass(splits_attention, uses_kernels, is_traced)
+    _thread.current = DecodingPass(splits_attention, uses_kernels, is_traced, siblings)
     try:
         yield
     finally:

@@ -27,9 +27,6 @@ _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, cty
 class DecodingLinear(nn.Linear):
     """A linear layer whose product is our kernel's in passes of the decoding loop, and torch's everywhere else."""
 
-    siblings: tuple[nn.Linear, ...] = ()
-    """The layers that are given the same input, itself included."""
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():  # a compiled pass has its own way (`compiled`)
             under_way = current_pass()
@@ -46,28 +43,42 @@ class DecodingLinear(nn.Linear):
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, under_way: DecodingPass
     ) -> torch.Tensor:
         """This layer's product; those of its siblings are kept until they ask."""
-        if not self.siblings:  # alone
+        siblings = under_way.siblings.get(id(self), ())
+        if not siblings:  # alone
             return multiply(input, [weight], [bias])[0]
-        layers = [layer for layer in self.siblings if layer is self or _is_as_plain(layer, input)]
+        layers = [layer for layer in siblings if layer is self or _is_as_plain(layer, input)]
         products = multiply(input, [layer.weight for layer in layers], [layer.bias for layer in layers])
-        by_layer = dict(zip(map(id, layers), products, strict=True))
-        own = by_layer.pop(id(self))
-        under_way.keep(input, by_layer)
+        of_layers = {id(layer): product for layer, product in zip(layers, products, strict=True)}
+        own = of_layers.pop(id(self))
+        under_way.keep(input, of_layers)
         return own
 
 
 def install(model: nn.Module) -> None:
     """Let the plain linear layers that are worth it be `DecodingLinear`. Parameters and hooks stay as they are."""
     for module in model.modules():
-        children = dict(module.named_children())
-        for names in GIVEN_THE_SAME:
-            layers = tuple(layer for name in names if type(layer := children.get(name)) is nn.Linear)
-            if len(set(layers)) > 1 and sum(layer.weight.numel() for layer in layers) >= LEAST_WEIGHTS:
+        for layers in _given_the_same(module, nn.Linear):
+            if sum(layer.weight.numel() for layer in layers) >= LEAST_WEIGHTS:
                 for layer in layers:
                     layer.__class__ = DecodingLinear
-                    vars(layer)["siblings"] = layers
         if type(module) is nn.Linear and module.weight.numel() >= LEAST_WEIGHTS:
             module.__class__ = DecodingLinear
+
+
+def siblings(model: nn.Module) -> dict[int, tuple[nn.Linear, ...]]:
+    """For each `DecodingLinear`, by its id, the layers that are given the same input, itself included.
+
+    To be asked in each call of generate(): the layers do not hold each other, and a model may get others.
+    """
+    groups = (layers for module in model.modules() for layers in _given_the_same(module, DecodingLinear))
+    return {id(layer): layers for layers in groups for layer in layers}
+
+
+def _given_the_same(module: nn.Module, kind: type[nn.Linear]) -> list[tuple[nn.Linear, ...]]:
+    """Layers of a kind within a module that are given the same input."""
+    children = dict(module.named_children())
+    groups = [[layer for name in names if type(layer := children.get(name)) is kind] for names in GIVEN_THE_SAME]
+    return [tuple(layers) for layers in groups if len(set(layers)) > 1]
 
 
 def are_installed(model: nn.Module) -> bool:
@@ -78,8 +89,7 @@ def remove(model: nn.Module) -> None:
     """Undo `install`."""
     for module in model.modules():
         if type(module) is DecodingLinear:
-            vars(module).pop("siblings", None)
-            module.__class__ = nn.Linear  # type: ignore[assignment]  # as it was
+            module.__class__ = nn.Linear  # type: ignore[assignment]  # which is how it was made
 
 
 def can_multiply(weight: torch.Tensor) -> bool:

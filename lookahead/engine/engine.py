@@ -15,7 +15,7 @@ from lookahead.guessing.combine import Ledger, needs_of
 from lookahead.guessing.jacobi import JacobiSource, WindowSource
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource, Needs
-from lookahead.passes import compiled
+from lookahead.models.adapter import ModelAdapter
 from lookahead.passes.compiled import CompiledRunner
 from lookahead.passes.costs import step_costs
 from lookahead.passes.graphs import GraphRunner, StepGraphs
@@ -56,11 +56,14 @@ class Lookahead:
     """What budgets are chosen by, if they are."""
     graphs: StepGraphs | None = None
     """CUDA graphs of the model, if they are asked for."""
-    runner: EagerRunner | None = None
-    """How passes are run, as the last call, or the wrap, found out."""
+    adapter: ModelAdapter | None = None
+    """What the model's layers can do, as the last call, or the wrap, found out."""
+    passes: str = EagerRunner.name
+    """How the last call ran its steps."""
     lock: Lock = field(default_factory=Lock, repr=False)
     """Of all that calls in several threads write to here."""
     _running: int = 0  # calls
+    _why_not_compiled: str | None = None
 
     def __post_init__(self) -> None:
         given = default_sources(self.config) if self.source is None else self.source
@@ -103,21 +106,21 @@ class Lookahead:
         """How passes are made, by what the last call or the wrap found out, and what kept faster ways away."""
         if self.last.plain:
             return f"the model's own decoding: lookahead does not decode {self.last.plain}"
-        if self.runner is None:
+        adapter = self.adapter
+        if adapter is None:
             return "nothing has been decoded yet"
-        adapter = self.runner.adapter
         missing = {name: native.why_missing(name) for name in native.KERNELS} if adapter.uses_kernels else {}
         served = [name for name, reason in missing.items() if reason is None]
         lines = [
-            f"passes: {self.runner.name}",
+            f"passes: {self.passes}",
             f"attention: {attention_implementation(adapter.config)}, "
             + ("in two parts" if adapter.splits_attention else "with a dense mask"),
             f"kernels: of our own on a CPU: {', '.join(served)}" if served else "kernels: torch's",
             f"guesses: {'trees' if adapter.can_branch else 'single chains'}",
         ]
         reasons = list(adapter.given_up)
-        if self.config.compile_passes and (reason := compiled.why_not(self.runner.model)):
-            reasons.append(f"compiled passes: {reason}")
+        if self._why_not_compiled is not None:
+            reasons.append(f"compiled passes: {self._why_not_compiled}")
         reasons += [f"kernel {name}: {reason}" for name, reason in missing.items() if reason is not None]
         if self.graphs is not None and self.graphs.why_not is not None:
             reasons.append(f"CUDA graphs: {self.graphs.why_not}")
@@ -139,13 +142,15 @@ class Lookahead:
         adapter, layers = inspect_model(model, self.config.cpu_kernels), self.needs.hidden_states
         runner = EagerRunner(model, adapter, layers)
         if not layers:
-            if self.config.compile_passes and why_not_compiled(model, adapter) is None:
-                runner = CompiledRunner(model, adapter)
+            if self.config.compile_passes:
+                self._why_not_compiled = why_not_compiled(model, adapter)
+                if self._why_not_compiled is None:
+                    runner = CompiledRunner(model, adapter)
             if self.config.cuda_graphs:
                 with self.lock:
                     self.graphs = self.graphs or StepGraphs(model)
                 runner = GraphRunner(self.graphs, runner)
-        self.runner = runner
+        self.adapter, self.passes = adapter, runner.name  # not the runner: it holds the model, which holds this
         return runner
 
     @property
@@ -188,4 +193,4 @@ class Lookahead:
             return self.pace
 
     def __getstate__(self) -> dict:
-        return vars(self) | {"_running": 0, "runner": None}
+        return vars(self) | {"_running": 0}

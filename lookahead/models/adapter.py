@@ -1,7 +1,6 @@
 """What a model's layers can do, and what a pass has to give them: masks, positions, a cache."""
 
 import copy
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,6 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead.compat import execution_device
-from lookahead.decoding_pass import decoding_pass
 from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.step import Visibility, mask
 
@@ -119,10 +117,6 @@ class ModelAdapter:
         if self.mask_of is None:
             return mask_for(next(v for v in self.layers if v is not None))
         return {name: mask_for(visibility) for name, visibility in self.mask_of.items()}
-
-    def in_pass(self) -> AbstractContextManager[None]:
-        """What each call of the model has to run in."""
-        return decoding_pass(self.splits_attention, self.uses_kernels)
 
     def mask_of_layers(self, masks: torch.Tensor | dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
         """`masks`, one for each layer; None for one that takes none."""

@@ -19,6 +19,7 @@ start of each call, and whatever cannot be captured, or differs, is computed as 
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -123,13 +124,19 @@ class StepGraphs:
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = capture_cuda):
         """capture: makes a replay of a function; None runs steps of static shape without capturing them."""
-        self._model = model
+        self._to_model = weakref.ref(model)  # which holds this
         self._capture = capture
         self._free = threading.Lock()
         self._warned = self._given_up = False
         self.why_not: str | None = None
         """Why steps were last decoded without graphs, if they were."""
         self._forget()
+
+    @property
+    def _model(self) -> PreTrainedModel:
+        model = self._to_model()
+        assert model is not None, "whoever runs a step holds the model"
+        return model
 
     def __getstate__(self) -> dict:
         return {"model": self._model, "capture": self._capture}  # a copy makes its own graphs and buffers

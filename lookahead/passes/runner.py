@@ -12,13 +12,15 @@ A runner serves one call of generate():
 
 import inspect
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.cpu import products
+from lookahead.decoding_pass import decoding_pass
 from lookahead.models.adapter import ModelAdapter, context_length, device_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.step import Step, lay_out, pad
@@ -47,6 +49,7 @@ class EagerRunner:
         self.model = model
         self.adapter = adapter
         self._asked = hidden_states
+        self._siblings = products.siblings(model) if adapter.uses_kernels else {}
 
     def begin(self, cache: LookaheadCache) -> LookaheadCache:
         """What holds the prompts in ``cache``, for the steps to work on. It is not used any more after `end`."""
@@ -75,7 +78,7 @@ class EagerRunner:
         # Where chains are all that there is, the model's own mask serves, which the probe has found to be causal.
         if len(steps) > 1 or (adapter.can_branch and len(steps[0]) > 1):
             inputs["attention_mask"] = adapter.masks(ancestors, positions, cache, self.model.dtype, device)
-        with adapter.in_pass(), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
+        with self._in_pass(), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
             output = self.model(input_ids=tokens[0], **inputs, **self._extras())
             return Output(output.logits[:, again:], {i: output.hidden_states[i][:, again:] for i in self._asked})
 
@@ -101,7 +104,7 @@ class EagerRunner:
             if adapter.takes_position_ids:
                 inputs["position_ids"] = positions[:, chunk]
             try:
-                with adapter.in_pass():
+                with self._in_pass():
                     output = model(**inputs, **limits, **self._extras())
             except IndexError as error:  # a table of learned positions is at its end
                 if length <= context:
@@ -122,6 +125,11 @@ class EagerRunner:
             step = lay_out(last, GuessTree.empty())
             self.run([step], cache)
             cache.commit([step], [[0]])
+
+    def _in_pass(self) -> AbstractContextManager[None]:
+        """What each call of the model has to run in."""
+        adapter = self.adapter
+        return decoding_pass(adapter.splits_attention, adapter.uses_kernels, siblings=self._siblings)
 
     def _extras(self) -> dict[str, bool]:
         return {"output_hidden_states": True} if self._asked else {}
