@@ -201,7 +201,7 @@ class NgramPool:
         nodes = tokens, parents, depths, np.empty(budget), sources
         with self._lock:
             count = kernels.grow(self._table, self._credence, path, float(min_probability), depth, bool(chain), *nodes)
-        return GuessTree(*(array[:count] for array in nodes))
+        return GuessTree.trusted(*(array[:count] for array in nodes))
 
     # Sharing
 

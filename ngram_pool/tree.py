@@ -77,7 +77,14 @@ class GuessTree:
     @classmethod
     def empty(cls) -> "GuessTree":
         nothing = np.empty(0, np.int64)
-        return cls(nothing, nothing, nothing, np.empty(0), nothing)
+        return cls.trusted(nothing, nothing, nothing, np.empty(0), nothing)
+
+    @classmethod
+    def trusted(cls, *arrays: np.ndarray) -> "GuessTree":
+        """Of arrays that keep all rules for certain, so that nothing is checked: a step has no time for it."""
+        tree = object.__new__(cls)
+        vars(tree).update(zip(cls.__dataclass_fields__, arrays, strict=True))
+        return tree
 
     @classmethod
     def of(cls, tokens: Ints, parents: Ints, source: ArrayLike = -1, probabilities: ArrayLike = 1.0) -> "GuessTree":
@@ -120,7 +127,7 @@ class GuessTree:
         """The tree of these nodes, int64 [k], rising, with each its parent."""
         places = np.full(len(self) + 1, -1)  # the last is the root's, whose index is -1
         places[kept] = np.arange(len(kept))
-        return GuessTree(
+        return GuessTree.trusted(
             self.tokens[kept],
             places[self.parents[kept]],
             self.depths[kept],

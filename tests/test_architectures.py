@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from lookahead.engine.verify import NextTokenRule
 
-PARTS = 16  # days until all had their turn
+PARTS = 24  # days until all had their turn
 
 
 def families() -> list[str]:

@@ -15,7 +15,7 @@ from transformers.generation import BaseStreamer
 
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
-from lookahead.engine.loop import Lookahead
+from lookahead.engine.engine import Lookahead
 from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.passes.costs import RUNGS, progress_bar, step_costs
 from lookahead.passes.environment import environment
