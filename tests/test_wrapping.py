@@ -209,3 +209,13 @@ def test_a_mask_of_other_rows_is_refused_as_plain_decoding_refuses_it():
     with pytest.warns(UserWarning, match="number of sequences"), pytest.raises(RuntimeError) as ours:
         model.generate(**inputs, **GREEDY)
     assert str(ours.value) == str(plain.value)
+
+
+def test_the_report_gives_no_reason_against_what_is_not_asked_for_any_more():
+    model = tiny_model("bloom")  # its attention is its own
+    for compile_passes in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lookahead.wrap(model, LookaheadConfig(compile_passes=compile_passes, budget=4, window_size=0))
+            model.generate(IDS, **GREEDY)
+        assert ("given up: compiled passes" in model.lookahead.report()) == compile_passes

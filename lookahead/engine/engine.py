@@ -141,6 +141,7 @@ class Lookahead:
         """What runs the passes of a call: the fastest way that is asked for and serves."""
         adapter, layers = inspect_model(model, self.config.cpu_kernels), self.needs.hidden_states
         runner = EagerRunner(model, adapter, layers)
+        self._why_not_compiled = None
         if not layers:
             if self.config.compile_passes:
                 self._why_not_compiled = why_not_compiled(model, adapter)

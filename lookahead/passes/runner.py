@@ -14,9 +14,11 @@ import inspect
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.cpu import products
@@ -49,7 +51,6 @@ class EagerRunner:
         self.model = model
         self.adapter = adapter
         self._asked = hidden_states
-        self._siblings = products.siblings(model) if adapter.uses_kernels else {}
 
     def begin(self, cache: LookaheadCache) -> LookaheadCache:
         """What holds the prompts in ``cache``, for the steps to work on. It is not used any more after `end`."""
@@ -125,6 +126,11 @@ class EagerRunner:
             step = lay_out(last, GuessTree.empty())
             self.run([step], cache)
             cache.commit([step], [[0]])
+
+    @cached_property
+    def _siblings(self) -> dict[int, tuple[nn.Linear, ...]]:
+        """`products.siblings`, once a call, and only where passes run eagerly."""
+        return products.siblings(self.model) if self.adapter.uses_kernels else {}
 
     def _in_pass(self) -> AbstractContextManager[None]:
         """What each call of the model has to run in."""
