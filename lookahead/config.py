@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 AUTO: Final = "auto"
-MOST_ROWS = 1024  # of one sequence in a pass; beyond, rows cost as much as tokens, and logits take gigabytes
-MOST_NGRAM_SIZE = 32
+MAX_ROWS = 1024  # of one sequence in a pass; beyond, rows cost as much as tokens, and logits take gigabytes
+MAX_NGRAM_SIZE = 32
 NGRAM_SIZE = 3  # of a window of a given size
 STRATEGIES = ("lookahead", "jacobi")
 
@@ -15,7 +15,7 @@ class LookaheadConfig:
     """Settings of a wrapped model. None of them changes the text, only how long it takes; in half precision, each may
     change which of two nearly tied tokens is written, as whatever decides the shape or order of a sum does.
 
-    Raises ValueError for a value out of range, or where a pass would have more than MOST_ROWS rows of one sequence.
+    Raises ValueError for a value out of range, or where a pass would have more than MAX_ROWS rows of one sequence.
     """
 
     strategy: str = "lookahead"
@@ -23,16 +23,16 @@ class LookaheadConfig:
     decoding, the guesses are what the last step said of the same positions (Santilli et al. 2023, arXiv 2305.10427)."""
 
     budget: int | Literal["auto"] = AUTO
-    """Most guesses verified in a step, below MOST_ROWS; 0 guesses nothing. ``auto``: in each step as many as gain the
+    """Most guesses verified in a step, below MAX_ROWS; 0 guesses nothing. ``auto``: in each step as many as gain the
     most tokens per second (`budget.Pace`). With ``jacobi`` the number of positions iterated on, of which ``auto``
     takes 16."""
 
     window_size: int | Literal["auto"] = AUTO
-    """W, columns of the Jacobi window, below MOST_ROWS; 0 turns it off. ``auto``: tried now and then, kept where it
+    """W, columns of the Jacobi window, below MAX_ROWS; 0 turns it off. ``auto``: tried now and then, kept where it
     pays (`budget.WindowTrials`). Of no effect with ``jacobi``."""
 
     ngram_size: int | Literal["auto"] = AUTO
-    """N, length of the n-grams that the window closes; it has N - 1 rows. At least 2, at most MOST_NGRAM_SIZE.
+    """N, length of the n-grams that the window closes; it has N - 1 rows. At least 2, at most MAX_NGRAM_SIZE.
     ``auto``: NGRAM_SIZE for a window of a given size, else tried along with it."""
 
     pool_memory_mb: float = 16
@@ -58,16 +58,16 @@ class LookaheadConfig:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}")
-        bounds = {"budget": (0, MOST_ROWS - 1), "window_size": (0, MOST_ROWS - 1), "ngram_size": (2, MOST_NGRAM_SIZE)}
+        bounds = {"budget": (0, MAX_ROWS - 1), "window_size": (0, MAX_ROWS - 1), "ngram_size": (2, MAX_NGRAM_SIZE)}
         for name, (least, most) in bounds.items():
             value = getattr(self, name)
             if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most):
                 raise ValueError(f"{name}={value!r} must be a whole number in {least}..{most}, or {AUTO!r}")
         rows = self._given_rows()
-        if rows > MOST_ROWS:
+        if rows > MAX_ROWS:
             raise ValueError(
                 f"budget={self.budget!r}, window_size={self.window_size!r} and ngram_size={self.ngram_size!r} make "
-                f"passes of {rows} rows, of which {MOST_ROWS} are the most: lower one of them, the window has "
+                f"passes of {rows} rows, of which {MAX_ROWS} are the most: lower one of them, the window has "
                 "window_size * (ngram_size - 1) rows"
             )
         from ngram_pool.pool import check_memory  # imports numba, which takes longer than the command line's help

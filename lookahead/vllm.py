@@ -42,7 +42,7 @@ from ngram_pool.kernels import LONGEST
 
 PREFIX = "LOOKAHEAD_VLLM_"
 FADE = 0.98  # a pass, of what was written lately
-LOOK = 0.2  # seconds between looks at whether the process has ended
+POLL_SECONDS = 0.2  # seconds between looks at whether the process has ended
 
 _logger = logging.getLogger("vllm.lookahead")  # below vLLM's, which shows what is logged
 
@@ -293,7 +293,7 @@ def _start_snapshots(proposer: PoolProposer, path: Path, seconds: float) -> None
     def write() -> None:
         saved, due, ends = pool.observations, time.monotonic() + seconds, False
         while not ends:
-            ends = dropped.wait(LOOK) or not main.is_alive()
+            ends = dropped.wait(POLL_SECONDS) or not main.is_alive()
             if not ends and time.monotonic() < due:
                 continue
             due = time.monotonic() + seconds

@@ -13,7 +13,7 @@ from lookahead.cpu import products
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.guessing.source import GuessSource
-from lookahead.passes.inspection import inspect_model
+from lookahead.passes.capabilities import find_adapter
 from ngram_pool import NgramPool
 
 
@@ -134,7 +134,7 @@ def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
     (products.install if engine.config.cpu_kernels else products.remove)(model)
     try:
         if not model.config.is_encoder_decoder:
-            engine.adapter = inspect_model(model, engine.config.cpu_kernels)
+            engine.adapter = find_adapter(model, engine.config.cpu_kernels)
     except BaseException:
         if not isinstance(model, LookaheadMixin):
             products.remove(model)

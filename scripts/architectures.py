@@ -27,12 +27,12 @@ from bench import cli
 from bench.pages import command_line, table, write_results
 from bench.tiny_models import SHAPES, random_model, tiny_config
 from lookahead import LookaheadConfig
-from lookahead.passes.inspection import inspect_model
+from lookahead.passes.capabilities import find_adapter
 from lookahead.tools.audit import first_difference
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 NEW_TOKENS = 64
-WINDOWS = (8, 40)  # both are outgrown by the texts, but only the first one already by the tokens that wrap() tries out
+WINDOW_SIZES = (8, 40)  # texts outgrow both; the tokens that wrap() tries out outgrow only the first
 PHRASE = [17, 5, 42, 29, 8, 33]
 PROMPT = [*PHRASE, 11, *PHRASE, 50, 23, *PHRASE]  # repeats itself, so that guesses have something to find
 TEXTS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0}}
@@ -89,7 +89,7 @@ def check(model_type: str) -> dict:
     row = check_windows(model_type)
     for shape in list(SHAPES)[1:]:
         try:
-            model = random_model(tiny_config(model_type, WINDOWS[0], shape))
+            model = random_model(tiny_config(model_type, WINDOW_SIZES[0], shape))
         except Exception:  # configurations and models refuse sizes that do not go together
             continue
         other = check_model(model_type, model, LookaheadConfig(budget=1))  # whose steps are chains
@@ -105,7 +105,7 @@ def check(model_type: str) -> dict:
 def check_windows(model_type: str) -> dict:
     """`check`, of the first shape with every length of window."""
     rows, configs = [], []
-    for window in WINDOWS:
+    for window in WINDOW_SIZES:
         try:
             config = tiny_config(model_type, window)
             if config.to_dict() in configs:  # has no window
@@ -128,7 +128,7 @@ def check_model(model_type: str, model: PreTrainedModel, config: LookaheadConfig
     try:
         lookahead.wrap(model)
         if not model.config.is_encoder_decoder:
-            row["guesses"] = "tree" if inspect_model(model).can_branch else "chain"
+            row["guesses"] = "tree" if find_adapter(model).can_branch else "chain"
     except lookahead.UnsupportedModelError as error:
         return row | {"result": "refused", "reason": described(error)}
     except Exception as error:
@@ -230,8 +230,8 @@ def markdown(rows: list[dict], environment: dict) -> str:
 
 Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model that shows every \
 kind of layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its sliding windows \
-and chunks, of {" and ".join(map(str, WINDOWS))} tokens in turn. Further shapes (few positions, other head counts and \
-widths, `is_decoder` as it comes) are tried, too, where they can be built. The worst result stands here, one of:
+and chunks, of {" and ".join(map(str, WINDOW_SIZES))} tokens in turn. Further shapes (few positions, other head counts \
+and widths, `is_decoder` as it comes) are tried, too, where they can be built. The worst result stands here, one of:
 
 {meanings}
 

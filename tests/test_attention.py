@@ -1,4 +1,4 @@
-"""Attention in two parts against the dense mask, alone and inside of models."""
+"""Split attention against the dense mask, alone and inside of models."""
 
 import threading
 from dataclasses import replace
@@ -16,7 +16,7 @@ from lookahead.cpu import tree_attention
 from lookahead.decoding_pass import current_pass, decoding_pass
 from lookahead.guessing.jacobi import JacobiWindow
 from lookahead.models import attention
-from lookahead.passes.inspection import inspect_model
+from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
 from ngram_pool import GuessTree, Source
@@ -109,7 +109,7 @@ def test_anything_but_a_step_is_sdpa(new):
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_models_attend_in_parts_exactly_when_they_can(name, monkeypatch):
     model = tiny_model(name)
-    adapter = inspect_model(model)
+    adapter = find_adapter(model)
     calls = []
     monkeypatch.setattr(
         attention, "_part", lambda *arguments, part=attention._part: calls.append(1) or part(*arguments)

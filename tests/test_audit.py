@@ -15,8 +15,8 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.cpu import products
+from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.compiled import CompiledRunner
-from lookahead.passes.inspection import inspect_model
 from lookahead.tools.audit import (
     GUESSING,
     Divergence,
@@ -95,7 +95,7 @@ def test_half_precision_parts_at_near_ties_only(kind, count, loudest, monkeypatc
 @pytest.mark.parametrize("plant", [everyone_sees_everyone, positions_by_row, prefix_hidden], ids=lambda f: f.__name__)
 def test_planted_defects_are_unexplained(plant, dtype, monkeypatch):
     model = tiny_model(DEFECTS[plant]).to(dtype)
-    inspect_model(model)  # probed while all is well
+    find_adapter(model)  # probed while all is well
     plant(monkeypatch)
     tallies = audit(model, prompts(8), 40)
     assert of(tallies, "lookahead").unexplained
@@ -106,7 +106,7 @@ def test_planted_defects_are_unexplained(plant, dtype, monkeypatch):
 def test_wrong_logits_of_steps_are_unexplained(size):
     """A model that errs in passes over several rows with a cache, in float32, by far less than bf16 would."""
     model = tiny_model("llama")
-    inspect_model(model)
+    find_adapter(model)
     forward = model.forward
 
     def wrong(*args, **kwargs):
@@ -212,14 +212,14 @@ def test_the_command_reads_prompts_and_has_an_assistant(tmp_path):
 
 def test_the_command_fails_at_a_defect(monkeypatch, tmp_path):
     """The packaged model, probed at every load; the defect comes in after that."""
-    inspect = lookahead.wrapping.inspect_model
+    inspect = lookahead.wrapping.find_adapter
 
     def inspect_and_break(model, cpu_kernels):
         found = inspect(model, cpu_kernels)
         everyone_sees_everyone(monkeypatch)
         return found
 
-    monkeypatch.setattr(lookahead.wrapping, "inspect_model", inspect_and_break)
+    monkeypatch.setattr(lookahead.wrapping, "find_adapter", inspect_and_break)
     out = tmp_path / "audit.json"
     result = run("--count", 3, "--max-new-tokens", 40, "--json", out)
     assert result.exit_code == 1

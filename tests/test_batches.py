@@ -13,7 +13,7 @@ import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.engine import loop
 from lookahead.engine.sampling import NextTokenRule
-from lookahead.passes.inspection import can_batch, inspect_model
+from lookahead.passes.capabilities import can_batch, find_adapter
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_processors_that_know_their_row(model, inputs):
 def test_num_return_sequences(model):
     ids = random_prompt(random.Random(2))
     options = {"num_return_sequences": 5, "do_sample": True, "temperature": 1.0, "max_new_tokens": 30}
-    can_batch(model, inspect_model(model))  # which takes some passes of its own
+    can_batch(model, find_adapter(model))  # which takes some passes of its own
     passes = []
     handle = model.register_forward_pre_hook(lambda *_, **__: passes.append(1))
     lookahead.wrap(model)

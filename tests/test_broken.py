@@ -17,7 +17,7 @@ from lookahead.engine.sampling import NextTokenRule
 from lookahead.models import adapter, attention
 from lookahead.models.adapter import ModelAdapter
 from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
-from lookahead.passes import inspection
+from lookahead.passes import capabilities
 from lookahead.step import Step, Visibility
 
 
@@ -215,7 +215,7 @@ DEFECTS = {
 }
 IN_BATCHES = {gaps_are_seen: "llama", sequences_swapped: "llama", sliding_rows_off_by_one: "mistral"}
 OF_KERNELS = {kernel_without_its_mask, kernel_that_misses_the_first_key}  # torch's are left
-IN_PARTS = {half_of_the_prefix_unseen, parts_joined_evenly, *OF_KERNELS}  # the dense mask is left, or torch's kernels
+SPLIT = {half_of_the_prefix_unseen, parts_joined_evenly, *OF_KERNELS}  # the dense mask is left, or torch's kernels
 SEEN_BY_THE_PROBE = set(DEFECTS) - {
     sliding_window_too_wide, sliding_rows_off_by_one, first_guess_always_accepted, one_draw_too_many
 }  # fmt: skip
@@ -251,7 +251,7 @@ def test_comparison_with_generate_sees_it(plant, monkeypatch):
 @pytest.mark.parametrize("plant", IN_BATCHES, ids=name)
 def test_comparison_of_batches_sees_it(plant, monkeypatch):
     model = tiny_model(IN_BATCHES[plant])
-    assert inspection.can_batch(model, inspection.inspect_model(model))
+    assert capabilities.can_batch(model, capabilities.find_adapter(model))
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         check_batches(model)
@@ -262,13 +262,13 @@ def test_comparison_of_batches_sees_it(plant, monkeypatch):
 def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
     """A defect of the masks costs the branches; one of the cache or of all positions leaves nothing to decode with."""
     model = tiny_model(DEFECTS[plant]).to(dtype)
-    before = inspection.inspect_model(model)
-    inspection._inspected.clear()
+    before = capabilities.find_adapter(model)
+    capabilities._adapters.clear()
     plant(monkeypatch)
     try:
-        after = inspection.inspect_model(model)
+        after = capabilities.find_adapter(model)
         assert not after.splits_attention or (plant in OF_KERNELS and not after.uses_kernels)
-        assert (before.can_branch, after.can_branch) == (True, plant in IN_PARTS)
+        assert (before.can_branch, after.can_branch) == (True, plant in SPLIT)
     except UnsupportedModelError as error:
         assert type(model).__name__ in str(error)  # noqa: PT017
 
@@ -278,8 +278,8 @@ def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
 def test_probe_of_batches_sees_it(plant, dtype, monkeypatch):
     model = tiny_model(IN_BATCHES[plant]).to(dtype)
     plant(monkeypatch)
-    assert inspection.inspect_model(model).can_branch
-    assert not inspection.can_batch(model, inspection.inspect_model(model))
+    assert capabilities.find_adapter(model).can_branch
+    assert not capabilities.can_batch(model, capabilities.find_adapter(model))
 
 
 def test_the_comparison_passes_without_a_defect():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from lookahead.guessing.budget import FIRST_TRIAL, MOST, TRIAL, WINDOWS, Pace, WindowTrials
+from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, TRIAL_STEPS, WINDOW_SIZES, Pace, WindowTrials
 from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
@@ -47,7 +47,7 @@ def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, toke
     chosen = pace.choose([tree_of(tree) for tree in trees], length, window_rows)
     best = max(range(max(map(len, trees)) + 1), key=worth)
     assert worth(chosen) == pytest.approx(worth(best), abs=1e-9)
-    assert 8 <= pace.reach <= MOST
+    assert 8 <= pace.reach <= MAX_GUESSES
 
 
 def test_a_row_that_costs_nothing_is_used_and_one_that_costs_a_step_is_not():
@@ -116,14 +116,14 @@ def drive(trials: WindowTrials, earns: dict, steps: int) -> list:
 def test_a_window_that_does_not_pay_is_hardly_ever_on():
     seen = drive(WindowTrials(), {}, 20_000)
     assert sum(size is not None for size in seen) / len(seen) < 0.01
-    assert seen[: FIRST_TRIAL + 1] == [None] * FIRST_TRIAL + [WINDOWS[0]]
+    assert seen[: FIRST_PAUSE + 1] == [None] * FIRST_PAUSE + [WINDOW_SIZES[0]]
 
 
-@pytest.mark.parametrize("best", range(len(WINDOWS)))
+@pytest.mark.parametrize("best", range(len(WINDOW_SIZES)))
 def test_the_largest_window_that_pays_is_kept(best):
-    earns = {size: 2.0 if number <= best else 0.5 for number, size in enumerate(WINDOWS)}
+    earns = {size: 2.0 if number <= best else 0.5 for number, size in enumerate(WINDOW_SIZES)}
     seen = drive(WindowTrials(), earns, 30_000)
-    assert sum(size == WINDOWS[best] for size in seen) / len(seen) > 0.9
+    assert sum(size == WINDOW_SIZES[best] for size in seen) / len(seen) > 0.9
 
 
 def test_a_window_that_ceases_to_pay_is_dropped():
@@ -133,7 +133,7 @@ def test_a_window_that_ceases_to_pay_is_dropped():
     assert (4, 3) in drive(trials, {(4, 3): 2.0}, 100)
     seen = drive(trials, {}, 30_000)
     assert seen[-1] is None
-    assert sum(size is not None for size in seen[-10_000:]) < 10 * TRIAL
+    assert sum(size is not None for size in seen[-10_000:]) < 10 * TRIAL_STEPS
 
 
 def test_likeliest_part_of_a_tree():

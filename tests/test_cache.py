@@ -11,7 +11,7 @@ from zoo import tiny_model
 
 import lookahead.models.cache
 from lookahead.models.cache import Accepted, InPlaceLayer, SlidingLayer
-from lookahead.passes.inspection import inspect_model
+from lookahead.passes.capabilities import find_adapter
 
 
 def states(length: int, first: int = 0) -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_sliding_layer_gives_memory_back_after_a_long_prompt():
 
 def test_cache_is_a_transformers_cache():
     model = tiny_model("mistral")
-    cache = inspect_model(model).make_cache()
+    cache = find_adapter(model).make_cache()
     theirs = DynamicCache(config=model.config)
     assert len(cache.layers) == len(theirs.layers)
     assert cache.is_sliding == theirs.is_sliding

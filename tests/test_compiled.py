@@ -15,7 +15,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.passes import compiled
-from lookahead.passes.inspection import inspect_model, why_not_compiled
+from lookahead.passes.capabilities import find_adapter, why_not_compiled
 
 COMPILED = LookaheadConfig(compile_passes=True)
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.8}
@@ -24,7 +24,7 @@ GREEDY = {"max_new_tokens": 40, "do_sample": False}
 
 def compiles(model) -> bool:
     """Whether its passes are compiled, once they were tried."""
-    return why_not_compiled(model, inspect_model(model)) is None
+    return why_not_compiled(model, find_adapter(model)) is None
 
 
 @pytest.fixture
@@ -87,14 +87,14 @@ def test_a_wrong_mask_is_noticed(traced, monkeypatch):
         lambda query, key, value, mask, scaling: attend(query, key, value, None if mask is None else mask * 0, scaling),
     )  # fmt: skip
     model = tiny_model("llama")
-    assert not inspect_model(model).splits_attention  # noticed there already, so that nothing is compiled
+    assert not find_adapter(model).splits_attention  # noticed there already, so that nothing is compiled
     with pytest.warns(UserWarning, match="without compiled passes"):
         assert not compiles(model)
 
 
 def test_a_wrong_cache_is_noticed(traced, monkeypatch):
     model = tiny_model("llama")
-    assert inspect_model(model).splits_attention
+    assert find_adapter(model).splits_attention
     attend = compiled.attention.attend_grouped
 
     def forgetful(query, key, value, mask, scaling):

@@ -13,9 +13,9 @@ from zoo import SETTINGS, VOCABULARY, tiny_model
 import lookahead
 from lookahead.models.adapter import context_length
 from lookahead.passes import costs
+from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.costs import RUNGS, StepCosts, measure, step_costs
 from lookahead.passes.graphs import GraphRunner, StepGraphs
-from lookahead.passes.inspection import inspect_model
 from lookahead.passes.runner import EagerRunner
 
 
@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 
 def runner_of(model) -> EagerRunner:
-    return EagerRunner(model, inspect_model(model))
+    return EagerRunner(model, find_adapter(model))
 
 
 def test_what_is_measured_is_what_passes_take(clock):

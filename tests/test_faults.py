@@ -8,9 +8,10 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.models.cache import InPlaceLayer
-from lookahead.passes.inspection import can_batch, inspect_model
+from lookahead.passes.capabilities import can_batch, find_adapter
 
-LONG = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": True, "temperature": 1.5}  # few guesses are accepted
+# At this temperature few guesses are accepted.
+LONG_TEXT = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": True, "temperature": 1.5}
 
 
 class Fault(Exception):
@@ -82,7 +83,7 @@ def test_a_callback_raises(wrapped, where, error, at):
         "streamer": lambda: RaisesAt(at, error),
     }
     with pytest.raises(type(error)):
-        model.generate(ids, **LONG, **{where: options[where]()})
+        model.generate(ids, **LONG_TEXT, **{where: options[where]()})
     still_right()
 
 
@@ -100,7 +101,7 @@ def test_the_cache_runs_out_of_memory(wrapped, monkeypatch, stage, at):
     with monkeypatch.context() as patch:
         patch.setattr(InPlaceLayer, stage, failing)
         with pytest.raises(torch.OutOfMemoryError):
-            model.generate(ids, **LONG)
+            model.generate(ids, **LONG_TEXT)
     still_right()
 
 
@@ -119,7 +120,7 @@ def test_the_pool_is_interrupted(wrapped, monkeypatch, stage, at):
     with monkeypatch.context() as patch:
         patch.setattr(NgramPool, stage, failing)
         with pytest.raises(KeyboardInterrupt):
-            model.generate(ids, **LONG)
+            model.generate(ids, **LONG_TEXT)
     still_right()
 
 
@@ -131,7 +132,7 @@ def test_a_guess_that_overflows_spoils_nothing(batch):
     options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
     expected = model.generate(ids, **options)
     never = next(token for token in range(3, 90) if token not in expected)
-    can_batch(model, inspect_model(model))  # tried out while all is well
+    can_batch(model, find_adapter(model))  # tried out while all is well
     with torch.no_grad():
         model.get_input_embeddings().weight[never] = float("nan")
     pool = NgramPool(1)

@@ -23,9 +23,9 @@ from zoo import END, VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig, NgramPool, UnsupportedModelError
-from lookahead.config import MOST_ROWS
+from lookahead.config import MAX_ROWS
 from lookahead.engine import fallback
-from lookahead.passes.inspection import inspect_model
+from lookahead.passes.capabilities import find_adapter
 from lookahead.tools.loading import load
 
 
@@ -407,14 +407,14 @@ def test_bad_settings_are_named(settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"budget": MOST_ROWS // 2, "window_size": MOST_ROWS // 4},
-        {"budget": 0, "window_size": MOST_ROWS // 4, "ngram_size": 5},
-        {"window_size": MOST_ROWS // 2, "ngram_size": 3},
+        {"budget": MAX_ROWS // 2, "window_size": MAX_ROWS // 4},
+        {"budget": 0, "window_size": MAX_ROWS // 4, "ngram_size": 5},
+        {"window_size": MAX_ROWS // 2, "ngram_size": 3},
     ],
 )
 def test_settings_that_make_passes_too_large_together_are_named(settings):
     """One column less, and there is room; plain Jacobi decoding has no window."""
-    with pytest.raises(ValueError, match=f"budget=.*window_size=.*ngram_size=.*{MOST_ROWS}"):
+    with pytest.raises(ValueError, match=f"budget=.*window_size=.*ngram_size=.*{MAX_ROWS}"):
         LookaheadConfig(**settings)
     LookaheadConfig(**settings | {"window_size": settings["window_size"] - 1})
     LookaheadConfig(**settings | {"strategy": "jacobi"})
@@ -423,7 +423,7 @@ def test_settings_that_make_passes_too_large_together_are_named(settings):
 def test_the_largest_passes_that_settings_allow(model, ids):
     """The text goes on being the model's own, and no pass has more rows than the settings were refused for."""
     expected = model.generate(ids, max_new_tokens=8)
-    lookahead.wrap(model, LookaheadConfig(budget=1, window_size=(MOST_ROWS - 2) // 2))
+    lookahead.wrap(model, LookaheadConfig(budget=1, window_size=(MAX_ROWS - 2) // 2))
     assert model.generate(ids, max_new_tokens=8).tolist() == expected.tolist()
 
 
@@ -457,7 +457,7 @@ def test_a_mask_that_is_ignored_is_noticed(caplog):
     model.model.forward = deaf
     lookahead.wrap(model, LookaheadConfig(window_size=4))
     assert "not honoured" in caplog.text
-    assert not inspect_model(model).can_branch
+    assert not find_adapter(model).can_branch
     assert model.generate(ids, max_new_tokens=40).tolist() == expected.tolist()
     assert model.lookahead.last.accepted.total() > 0
 

@@ -26,8 +26,8 @@ from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.models.cache import InPlaceLayer
 from lookahead.passes import graphs
+from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.graphs import GraphRunner, StaticCache, StepGraphs, capture_cuda, why_eager
-from lookahead.passes.inspection import inspect_model
 from lookahead.passes.rounding import relative_error, tolerance
 from lookahead.passes.runner import EagerRunner
 
@@ -95,7 +95,7 @@ def serving(step_graphs: StepGraphs):
 
 
 def runner_of(model) -> EagerRunner:
-    return EagerRunner(model, inspect_model(model))
+    return EagerRunner(model, find_adapter(model))
 
 
 def prefilled(runner: EagerRunner, ids: torch.Tensor):
@@ -556,7 +556,7 @@ def test_long_steps_are_not_captured():
 )
 def test_models_that_graphs_do_not_serve(model_type, reason):
     model = tiny_model(model_type)
-    assert reason in why_eager(model, inspect_model(model))
+    assert reason in why_eager(model, find_adapter(model))
     prompt = [random_prompt(random.Random(1))]
     with pytest.warns(UserWarning, match=reason), serving(StepGraphs(model, again)) as lent:
         check_identical(model, prompt, GREEDY, FIXED, seed=0)
@@ -565,7 +565,7 @@ def test_models_that_graphs_do_not_serve(model_type, reason):
 
 def test_what_a_graph_would_leave_out():
     model = tiny_model("llama")
-    adapter = inspect_model(model)
+    adapter = find_adapter(model)
     assert why_eager(model, adapter) is None
     hook = model.model.layers[1].register_forward_hook(lambda *args: None)
     assert "LlamaDecoderLayer" in why_eager(model, adapter)
@@ -584,10 +584,10 @@ def test_models_of_accelerate_and_peft():
     accelerate, peft = pytest.importorskip("accelerate"), pytest.importorskip("peft")
     model = tiny_model("llama")
     accelerate.hooks.add_hook_to_module(model.model.layers[0], accelerate.hooks.ModelHook())
-    assert "accelerate" in why_eager(model, inspect_model(model))
+    assert "accelerate" in why_eager(model, find_adapter(model))
     adapted = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(task_type="CAUSAL_LM"))
     base = adapted.get_base_model()
-    assert "adapters" in why_eager(base, inspect_model(base))
+    assert "adapters" in why_eager(base, find_adapter(base))
 
 
 def test_on_a_cpu_nothing_is_captured():
@@ -624,7 +624,7 @@ def test_a_call_without_the_buffers_is_the_other_runners():
         def end(self):
             told.append("end")
 
-    other = Told(model, inspect_model(model))
+    other = Told(model, find_adapter(model))
     cache, step_graphs = prefilled(other, torch.tensor([[3, 4]])), StepGraphs(model, None)
     with_buffers, without = GraphRunner(step_graphs, other), GraphRunner(step_graphs, other)
     assert with_buffers.begin(cache) is not cache

@@ -115,7 +115,7 @@ def test_architecture(model_type):
         accepted += stats.accepted.total()
         assert bool(stats.window_tokens) == (config.window_size > 0 and model_type not in CHAIN_ONLY)
     assert accepted > 0, "nothing was accepted, so acceptance was not tested"
-    assert lookahead.passes.inspection.inspect_model(model).can_branch == (model_type not in CHAIN_ONLY)
+    assert lookahead.passes.capabilities.find_adapter(model).can_branch == (model_type not in CHAIN_ONLY)
 
 
 tokens = st.integers(3, VOCABULARY - 1)
@@ -266,7 +266,7 @@ def test_what_a_state_makes_be_computed_again_is_bounded():
     torch.manual_seed(0)
     options = {"max_new_tokens": 100, "min_new_tokens": 100, "do_sample": True, "temperature": 1.5}
     model.generate(random_prompt(random.Random(9)), **options)
-    assert max(widths[1:]) <= (1 + 4) + loop.MOST_REPLAYED + (1 + 4)
+    assert max(widths[1:]) <= (1 + 4) + loop.MAX_REPLAYED + (1 + 4)
     assert sum(widths[1:]) > 100 + 4 * len(widths) / 2, "nothing was computed again, so nothing was tested"
 
 

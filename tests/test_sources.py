@@ -17,7 +17,7 @@ from zoo import CHAIN_ONLY, VOCABULARY, tiny_model
 import lookahead
 from lookahead import GuessSource, GuessTree, LookaheadConfig, NgramPool, PoolSource, Source
 from lookahead.guessing import combine
-from lookahead.guessing.budget import FIRST_TRIAL, LONGER, MOST, TRIAL
+from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, PAUSE_GROWTH, TRIAL_STEPS
 from lookahead.guessing.combine import Calibration, Combined, Ledger
 from lookahead.guessing.source import Batch, Limits, Needs
 
@@ -204,7 +204,7 @@ def test_a_tree_of_a_thousand_guesses_is_cut():
     for budget in ("auto", 20):
         config = LookaheadConfig(budget=budget, window_size=0)
         stats = check_identical(model, [IDS], GREEDY, config, 0, source=Random(3, most=5000, is_calibrated=True))
-        assert 0 < stats.guesses <= stats.steps * (MOST if budget == "auto" else budget)
+        assert 0 < stats.guesses <= stats.steps * (MAX_GUESSES if budget == "auto" else budget)
 
 
 class Follows(GuessSource):
@@ -551,13 +551,13 @@ def test_a_slow_source_that_earns_nothing_is_asked_now_and_then(monkeypatch):
     model = tiny_model("llama")
     lookahead.wrap(model, LookaheadConfig(window_size=0), source=kind())
     engine = model.lookahead
-    while engine.stats.steps + 220 < FIRST_TRIAL * LONGER:
+    while engine.stats.steps + 220 < FIRST_PAUSE * PAUSE_GROWTH:
         model.generate(IDS, max_new_tokens=220, min_new_tokens=220)
-        if engine.stats.steps > TRIAL:
-            assert kind.asked == TRIAL
-    while engine.stats.steps < FIRST_TRIAL * LONGER + 2 * TRIAL:
+        if engine.stats.steps > TRIAL_STEPS:
+            assert kind.asked == TRIAL_STEPS
+    while engine.stats.steps < FIRST_PAUSE * PAUSE_GROWTH + 2 * TRIAL_STEPS:
         model.generate(IDS, max_new_tokens=220, min_new_tokens=220)
-    assert kind.asked == 2 * TRIAL, "after a long pause it is tried again"
+    assert kind.asked == 2 * TRIAL_STEPS, "after a long pause it is tried again"
     assert engine.stats.accepted.total() == 0
 
 
@@ -573,7 +573,7 @@ def test_a_source_that_is_right_is_always_asked(monkeypatch, pool):
         model.lookahead.pool = NgramPool(0.1)
         model.generate(IDS, max_new_tokens=220, min_new_tokens=220)
         steps += model.lookahead.last.steps
-    assert steps > TRIAL + FIRST_TRIAL
+    assert steps > TRIAL_STEPS + FIRST_PAUSE
     assert kind.asked == steps
     assert model.lookahead.stats.accepted["Slow"] > steps // 4
 
@@ -590,7 +590,7 @@ def test_what_repeats_the_pool_and_takes_long_is_dropped(monkeypatch):
     for _ in range(4):
         model.generate(IDS, max_new_tokens=100, min_new_tokens=100)
     assert model.lookahead.stats.accepted.total() > 0
-    assert kind.asked == TRIAL < model.lookahead.stats.steps
+    assert kind.asked == TRIAL_STEPS < model.lookahead.stats.steps
 
 
 def test_a_fixed_budget_asks_always(monkeypatch):

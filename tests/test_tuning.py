@@ -10,7 +10,7 @@ from lookahead.passes import costs
 from lookahead.passes.costs import RUNGS
 from lookahead.tools import commands
 from lookahead.tools.cli import main
-from lookahead.tools.tuning import COMPILED, DENSE, IN_PARTS, StepTimes
+from lookahead.tools.tuning import COMPILED, DENSE, SPLIT, StepTimes
 
 
 def tune(*arguments):
@@ -22,7 +22,7 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
     result = tune("--contexts", "16,100,100000", "--threads", "1", "--picture", str(tmp_path / "times.png"))
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if "context" in line]
-    assert [line.split(",")[0].strip() for line in lines] == [IN_PARTS] * 2 + [DENSE] * 2
+    assert [line.split(",")[0].strip() for line in lines] == [SPLIT] * 2 + [DENSE] * 2
     assert all(float(time) > 0 for line in lines for time in line.split()[4:])
     assert "100000" not in result.stdout  # the model has no such room
     (kept,) = tmp_path.glob("*.json")
@@ -39,7 +39,7 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
 
 def test_compiled_passes_are_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
-    for arguments, ways in (((), [IN_PARTS, DENSE]), (("--compile-passes",), [COMPILED, IN_PARTS, DENSE])):
+    for arguments, ways in (((), [SPLIT, DENSE]), (("--compile-passes",), [COMPILED, SPLIT, DENSE])):
         result = tune("--contexts", "16", "--threads", "1", *arguments)
         assert result.exit_code == 0, result.output
         lines = [line for line in result.stdout.splitlines() if "context" in line]
@@ -71,6 +71,6 @@ def test_a_picture_needs_matplotlib(monkeypatch):
 
 
 def test_only_rows_timed_everywhere_are_shown():
-    times = StepTimes({IN_PARTS: {8: {1: 1e-3, 2: 2e-3, 128: 9.0}}, DENSE: {8: {1: 1e-3, 2: 2e-3}}})
+    times = StepTimes({SPLIT: {8: {1: 1e-3, 2: 2e-3, 128: 9.0}}, DENSE: {8: {1: 1e-3, 2: 2e-3}}})
     assert times.rows() == [1, 2]
     assert "9000" not in times.table()

@@ -72,7 +72,7 @@ class Engine:
     def __init__(self, rows: int, *proposers: PoolProposer):
         self.proposers = proposers
         self.rows: list[Request | None] = []
-        self.most_rows = rows
+        self.max_rows = rows
         self.tokens = np.zeros((rows, LONGEST_TEXT), np.int32)
         self.lengths = np.zeros(rows, np.int32)
         self.waiting: deque[Request] = deque()
@@ -92,7 +92,7 @@ class Engine:
     def arrange(self, swap: tuple[int, int] | None = None) -> None:
         """Fill the gaps with those that wait, then from the end, and exchange two rows."""
         running = sum(request is not None for request in self.rows)
-        while self.waiting and running < self.most_rows:
+        while self.waiting and running < self.max_rows:
             if None not in self.rows:
                 self.rows.append(None)
             self._place(self.waiting.popleft(), self.rows.index(None))

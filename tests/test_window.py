@@ -50,7 +50,7 @@ def test_jacobi_block_moves_on_by_what_was_accepted():
         return torch.nn.functional.one_hot(torch.tensor(tokens), 30).float()
 
     def propose(text, longest) -> GuessTree:
-        (tree,) = source.propose([text], Limits([longest], guesses=4, least_probability=0.0, is_chain=False))
+        (tree,) = source.propose([text], Limits([longest], guesses=4, min_probability=0.0, is_chain=False))
         return tree
 
     def guessed(text, longest):

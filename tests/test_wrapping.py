@@ -14,7 +14,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cpu import native, products
-from lookahead.guessing.budget import TRIAL, WindowTrials
+from lookahead.guessing.budget import TRIAL_STEPS, WindowTrials
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -98,7 +98,7 @@ def test_threads_end_each_trial_of_a_window_once():
             return Slow(int(self) - other)
 
     trials = WindowTrials()
-    steps = 4 * TRIAL
+    steps = 4 * TRIAL_STEPS
     trials._left = Slow(steps)
     threads = [threading.Thread(target=lambda: [trials.count(0, 0.0) for _ in range(steps // 4)]) for _ in range(4)]
     for thread in threads:
@@ -106,7 +106,7 @@ def test_threads_end_each_trial_of_a_window_once():
     for thread in threads:
         thread.join()
     assert trials.size is not None, "the pause is over, and a window is on trial"
-    assert trials._left == TRIAL
+    assert trials._left == TRIAL_STEPS
 
 
 def test_what_took_a_call_over_is_said():
@@ -139,7 +139,7 @@ def test_the_report_says_what_is_in_use_and_why_not_more(monkeypatch):
     report = model.lookahead.report()
     assert report.splitlines()[:4] == [
         "passes: eager",
-        "attention: sdpa, in two parts",
+        "attention: sdpa, split into cache and step",
         "kernels: of our own on a CPU: products, tree_attention",
         "guesses: trees",
     ]

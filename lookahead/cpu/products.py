@@ -17,7 +17,7 @@ from lookahead.cpu import native
 from lookahead.decoding_pass import DecodingPass, current_pass
 
 LEAST_WEIGHTS = 2**16  # that are multiplied at once; below, the call takes longer than torch's
-MOST_ROWS = 64  # of an input; beyond, torch's product is faster
+MAX_ROWS = 64  # of an input; beyond, torch's product is faster
 STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel takes at once
 # Layers of one module that are given the same input; if they are not, it costs time and nothing else.
 GIVEN_THE_SAME = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -147,7 +147,7 @@ def _serves(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         and input.dtype == weight.dtype
         and input.is_cpu
         and input.shape[-1] == weight.shape[1]
-        and 0 < input.numel() <= MOST_ROWS * input.shape[-1]
+        and 0 < input.numel() <= MAX_ROWS * input.shape[-1]
         and can_multiply(weight)
         and not torch.is_autocast_enabled("cpu")
     )

@@ -16,10 +16,10 @@ from lookahead.guessing.jacobi import JacobiSource, WindowSource
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource, Needs
 from lookahead.models.adapter import ModelAdapter
+from lookahead.passes.capabilities import find_adapter, why_not_compiled
 from lookahead.passes.compiled import CompiledRunner
 from lookahead.passes.costs import step_costs
 from lookahead.passes.graphs import GraphRunner, StepGraphs
-from lookahead.passes.inspection import inspect_model, why_not_compiled
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
 from ngram_pool import NgramPool
@@ -114,7 +114,7 @@ class Lookahead:
         lines = [
             f"passes: {self.passes}",
             f"attention: {attention_implementation(adapter.config)}, "
-            + ("in two parts" if adapter.splits_attention else "with a dense mask"),
+            + ("split into cache and step" if adapter.splits_attention else "with a dense mask"),
             f"kernels: of our own on a CPU: {', '.join(served)}" if served else "kernels: torch's",
             f"guesses: {'trees' if adapter.can_branch else 'single chains'}",
         ]
@@ -139,7 +139,7 @@ class Lookahead:
 
     def find_runner(self, model: PreTrainedModel) -> EagerRunner:
         """What runs the passes of a call: the fastest way that is asked for and serves."""
-        adapter, layers = inspect_model(model, self.config.cpu_kernels), self.needs.hidden_states
+        adapter, layers = find_adapter(model, self.config.cpu_kernels), self.needs.hidden_states
         runner = EagerRunner(model, adapter, layers)
         self._why_not_compiled = None
         if not layers:
@@ -159,7 +159,7 @@ class Lookahead:
         """The source of Jacobi windows, if there is one."""
         return next((source for source in self.sources if isinstance(source, WindowSource)), None)
 
-    def most_guesses(self, sequences: int) -> int | None:
+    def max_guesses(self, sequences: int) -> int | None:
         """Guesses that a step over so many sequences verifies; None: as many as pay."""
         if (jacobi := self._plain_jacobi) is not None:
             return sequences * jacobi.size

@@ -11,7 +11,7 @@ from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import CACHE_ARGUMENTS, context_length
-from lookahead.passes.inspection import can_batch, inspect_model, same_without_cache
+from lookahead.passes.capabilities import can_batch, find_adapter, same_without_cache
 
 # Attributes of configurations, by model type, that say up to which length attention sees all keys. Beyond it, these
 # models choose keys in a way that differs between their own passes of different shapes.
@@ -59,7 +59,7 @@ def why_plain(
         is_absent = value is None or value is False or (isinstance(value, dict) and not value)
         if name not in KNOWN_ARGUMENTS and not is_absent:
             return f"with {_described(name, value)}"
-    adapter = inspect_model(model, cpu_kernels=config.cpu_kernels)
+    adapter = find_adapter(model, cpu_kernels=config.cpu_kernels)
     if adapter.row_dependence and not config.allow_row_dependent:
         return (
             f"a model whose logits depend on the other rows of a pass (by {adapter.row_dependence:.1e} of their "

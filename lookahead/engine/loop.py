@@ -28,7 +28,7 @@ from lookahead.stats import Stats
 from ngram_pool import NgramPool
 
 ROOM = 4096  # positions beyond the prompt that a cache makes room for at once
-MOST_REPLAYED = 8  # tokens that a step computes again; after more of them, a step goes without guesses: all is accepted
+MAX_REPLAYED = 8  # tokens that a step computes again; after more of them, a step goes without guesses: all is accepted
 
 
 def decode(
@@ -195,7 +195,7 @@ class _Call:
         self._runner = engine.find_runner(model)
         self._pace = engine.find_pace(self._runner)
         self._source = Combined(engine.sources, engine.ledger, self._pace.rate if self._pace else None)
-        budget = Budget(engine.most_guesses(len(ids)), self._pace, self.stats)
+        budget = Budget(engine.max_guesses(len(ids)), self._pace, self.stats)
         self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
         self._batch = Batch(self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool)
         self._is_spoiled = False
@@ -242,7 +242,7 @@ class _Call:
         """Compute the prompts and emit the first tokens."""
         began = time.perf_counter()
         self._source.start(self._batch)
-        room = min(self._new_tokens, ROOM) + self._planner.most_rows
+        room = min(self._new_tokens, ROOM) + self._planner.max_rows
         chunk_size = self._generation.prefill_chunk_size
         cache, logits = prefill(self._runner, self._prompts, self._source, taken_over, room, chunk_size)
         self._cache = self._runner.begin(cache)
@@ -263,7 +263,7 @@ class _Call:
         stats, cache = self.stats, self._cache
         texts, last = [self._texts[b] for b in live], [self._last[b] for b in live]
         depths = [max(end - length, 0) for end, length in zip(last, cache.lengths, strict=True)]
-        if self._is_spoiled or len(cache.replay) > MOST_REPLAYED:
+        if self._is_spoiled or len(cache.replay) > MAX_REPLAYED:
             depths = [0] * len(live)
         stats.steps += 1
         began, waited = time.perf_counter(), stats.seconds["forward"]  # until this step, for passes

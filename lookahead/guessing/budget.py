@@ -14,12 +14,12 @@ from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
 from ngram_pool.forks import Lock
 
-MOST = 127  # guesses; with the root, the highest rung that costs are measured for
+MAX_GUESSES = 127  # guesses; with the root, the highest rung that costs are measured for
 FADE = 0.98  # of the sums that the rate is taken of, a step
-WINDOWS = ((4, 3), (8, 4), (15, 5))  # W and N that are tried, the next only if the one before pays
-FIRST_TRIAL = 128  # steps until the first trial of a window, and the length of the first pause
-LONGER = 8  # each pause after a trial that did not pay is so many times the one before
-TRIAL = 24  # steps of a trial
+WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N that are tried, the next only if the one before pays
+FIRST_PAUSE = 128  # steps until the first trial of a window, and the length of the first pause
+PAUSE_GROWTH = 8  # each pause after a trial that did not pay is so many times the one before
+TRIAL_STEPS = 24  # steps of a trial
 
 
 class Pace:
@@ -46,7 +46,7 @@ class Pace:
             gains[1 : len(tree) + 1] += tree.probabilities[tree.ranking]
         rows = len(trees) * (1 + window_rows + np.arange(len(gains)))
         chosen = int(np.argmax(np.cumsum(gains) - self.rate() * self.costs(rows, length)))
-        self.reach = min(max(self.reach - 1, 2 * chosen + 8), MOST)
+        self.reach = min(max(self.reach - 1, 2 * chosen + 8), MAX_GUESSES)
         return chosen
 
     def price(self, rows: int, fewer: int, length: int) -> float:
@@ -92,7 +92,7 @@ class Budget:
 
         pace: what goes by costs follows; None where nothing does. stats: where regret is counted.
         """
-        self.most = MOST if guesses is None else guesses
+        self.most = MAX_GUESSES if guesses is None else guesses
         """Guesses of one sequence in a step, at most."""
         self.pace = pace
         self._chooser = pace if guesses is None else None
@@ -123,16 +123,16 @@ class Budget:
 class Trials:
     """Whether something pays, and how much of it: found out by trying, what it earns against what it costs.
 
-    A level is tried for TRIAL steps. If it pays, the next one is tried, too; if not, the one before it is kept for a
-    while, which is longer from time to time. Lives as long as the wrap.
+    A level is tried for TRIAL_STEPS. If it pays, the next one is tried, too. If not, the level before it is kept for a
+    pause, and each pause is longer than the last. Lives as long as the wrap.
     """
 
     def __init__(self, levels: int, first: int = 0):
         """levels: the highest one; 0 is without. first: the level to begin with, on trial unless it is 0."""
         self._levels = levels
         self.level = first
-        self._while = FIRST_TRIAL
-        self._left = TRIAL if first else FIRST_TRIAL
+        self._while = FIRST_PAUSE
+        self._left = TRIAL_STEPS if first else FIRST_PAUSE
         self._on_trial = first > 0
         self._earned = self._cost = 0.0
         self._lock = Lock()
@@ -151,11 +151,11 @@ class Trials:
         pays = self.level == 0 or self._earned > self._cost
         if pays and self.level < self._levels:
             self.level, self._on_trial = self.level + 1, True
-            self._left = TRIAL
+            self._left = TRIAL_STEPS
         else:
             if not pays:
                 self.level -= 1
-                self._while *= LONGER if self._on_trial else 1
+                self._while *= PAUSE_GROWTH if self._on_trial else 1
             self._on_trial = False
             self._left = self._while
         self._earned = self._cost = 0.0
@@ -166,8 +166,8 @@ class WindowTrials(Trials):
 
     def __init__(self, ngram_size: int | None = None):
         """ngram_size: N of all windows, if it is given."""
-        super().__init__(len(WINDOWS))
-        self._sizes = [(size, ngram_size or n) for size, n in WINDOWS]  # of the levels from 1 on
+        super().__init__(len(WINDOW_SIZES))
+        self._sizes = [(size, ngram_size or n) for size, n in WINDOW_SIZES]  # of the levels from 1 on
 
     @property
     def size(self) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from ngram_pool.forks import Lock
 
 BINS = 10  # of claimed probabilities
 PRIOR = 8.0  # guesses of each bin that count as having come true as claimed, before any were seen
-LEAST_CLAIM = 1e-6  # that one is counted as, so that claims of nothing leave something to divide by
+MIN_CLAIM = 1e-6  # that one is counted as, so that claims of nothing leave something to divide by
 FADE = 0.995  # of what a bin has counted, each time that it counts another guess
 
 
@@ -36,7 +36,7 @@ class Calibration:
     def count(self, claim: float, is_accepted: bool) -> None:
         i = min(int(claim * BINS), BINS - 1)
         with self._lock:
-            self._claimed[i] = FADE * self._claimed[i] + max(claim, LEAST_CLAIM)
+            self._claimed[i] = FADE * self._claimed[i] + max(claim, MIN_CLAIM)
             self._accepted[i] = FADE * self._accepted[i] + is_accepted
 
 

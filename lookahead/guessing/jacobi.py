@@ -64,7 +64,7 @@ class WindowSource(GuessSource):
         self._windows: list[JacobiWindow | None] = []
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Of a window."""
         size, ngram_size = (self.trials.largest if self.trials else self._given) or (0, 1)
         return size * (ngram_size - 1)

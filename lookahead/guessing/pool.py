@@ -44,7 +44,7 @@ class PoolSource(GuessSource):
 
     def propose(self, texts: Sequence[Ints], limits: Limits) -> list[GuessTree]:
         return [
-            self._pool.guess(text, limits.guesses, limits.least_probability, depth, chain=limits.is_chain)
+            self._pool.guess(text, limits.guesses, limits.min_probability, depth, chain=limits.is_chain)
             for text, depth in zip(texts, limits.depths, strict=True)
         ]
 

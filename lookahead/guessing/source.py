@@ -44,7 +44,7 @@ class Limits:
     """For each sequence, how many tokens there is room for."""
     guesses: int
     """Of each sequence; more than that are not verified."""
-    least_probability: float
+    min_probability: float
     """A guess below it is not worth its row."""
     is_chain: bool
     """Only single branches can be verified."""

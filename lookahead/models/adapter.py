@@ -28,7 +28,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class ModelAdapter:
-    """How to drive one model. Found by `passes.inspection.inspect_model`."""
+    """How to drive one model. Found by `passes.capabilities.find_adapter`."""
 
     config: PreTrainedConfig
     """Of the text part."""

@@ -1,4 +1,4 @@
-"""Attention of a step: what is committed needs no mask, so only the step's own keys get one.
+"""Split attention: a step's queries see all committed keys, so only the step's own keys need a mask.
 
     queries of the step  x  committed keys      seen by all: no mask
                          x  keys of the step    ancestors alone, [T, T]

@@ -33,7 +33,7 @@ from lookahead.step import Step, pad
 from ngram_pool.waiting import told_if_long
 
 LEAST_ROWS = 4  # fewer are padded: one row would need a program of its own, and four take no longer
-MOST_ROWS = 128
+MAX_ROWS = 128
 
 _ASSIGNMENTS = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 
@@ -173,7 +173,7 @@ class CompiledRunner(EagerRunner):
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         device = device_of(self.model)
-        serves = len(steps) == 1 and len(steps[0]) <= MOST_ROWS and not torch.is_autocast_enabled(device.type)
+        serves = len(steps) == 1 and len(steps[0]) <= MAX_ROWS and not torch.is_autocast_enabled(device.type)
         if not serves or self.model in _given_up:
             return super().run(steps, cache, last)
         ids, positions, ancestors = pad(steps, cache.lengths, last, LEAST_ROWS)

@@ -38,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 RUNGS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that are measured
 _RUNGS = np.array(RUNGS, float)
-AT_LENGTH = (1, 16)  # those that are measured again with a longer cache
-LONG = 1024  # positions in it
-ASSUMED = 1 + np.array(RUNGS) / 32, np.array([1e-4, 1e-5])  # costs where none can be measured, in passes of one row
+ROWS_AT_LENGTH = (1, 16)  # numbers of rows that are measured again with a long cache
+LONG_CONTEXT = 1024  # positions in the long cache
+# `seconds` and `per_position` where nothing can be measured. The unit is one pass of one row.
+ASSUMED_COSTS = 1 + np.array(RUNGS) / 32, np.array([1e-4, 1e-5])
 SECONDS = 1.5  # that measuring may take, if a pass is not too long for that
-FOLLOWS = 0.02, 0.01  # how far a step's time moves the rungs beside it, and all of them
+FOLLOW_RATES = 0.02, 0.01  # how far a step's time moves the rungs beside it, and all of them
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "step-costs"
-DRIFT = 1.25  # ratio to what is stored, from which on the file is written anew
+REWRITE_RATIO = 1.25  # ratio to what is stored, from which on the file is written anew
 
 
 @dataclass
@@ -76,7 +77,7 @@ class StepCosts:
 
         What an error says of the rows and of the positions held goes by how much each of them was to take.
         """
-        local, everywhere = FOLLOWS
+        local, everywhere = FOLLOW_RATES
         expected = float(self(rows, length))
         share = float(self(rows, 0)) / expected
         ratio = min(max(seconds / expected, 1 / 3), 3.0)  # beyond, something else was going on
@@ -95,7 +96,7 @@ class StepCosts:
             return
         with self._lock:
             now = self._summary()
-            if self._kept is not None and np.abs(np.log(now / self._kept)).max() < np.log(DRIFT):
+            if self._kept is not None and np.abs(np.log(now / self._kept)).max() < np.log(REWRITE_RATIO):
                 return
             self._kept = now
         held = {"rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
@@ -109,7 +110,7 @@ class StepCosts:
             logger.info("step costs are not kept: %s", error)
 
     def _summary(self) -> np.ndarray:
-        return np.array([self(np.array(RUNGS), length) for length in (0, LONG)])
+        return np.array([self(np.array(RUNGS), length) for length in (0, LONG_CONTEXT)])
 
 
 def measure(
@@ -122,17 +123,17 @@ def measure(
     No pass goes beyond the model's positions. Raises ValueError where these are too few to measure anything.
     """
     context = context_length(runner.model)
-    long = min(LONG, context - AT_LENGTH[-1])
+    long = min(LONG_CONTEXT, context - ROWS_AT_LENGTH[-1])
     if long <= 0:
-        raise ValueError(f"the model has {context} positions, measuring takes more than {AT_LENGTH[-1]}")
-    plan = [(rows, 0) for rows in RUNGS if rows <= context] + [(rows, long) for rows in AT_LENGTH]
+        raise ValueError(f"the model has {context} positions, measuring takes more than {ROWS_AT_LENGTH[-1]}")
+    plan = [(rows, 0) for rows in RUNGS if rows <= context] + [(rows, long) for rows in ROWS_AT_LENGTH]
     times = time_passes(runner, plan, seconds, progress)
     known = [rows for rows in RUNGS if (rows, 0) in times]
     base = np.array([times[rows, 0] for rows in known])
     slope = max((base[-1] - base[-2]) / (known[-1] - known[-2]), 0.0)
     base = np.interp(RUNGS, known, base) + slope * np.maximum(np.array(RUNGS) - known[-1], 0)
-    first, second = (max(times[rows, long] - times[rows, 0], 0.0) / long for rows in AT_LENGTH)
-    further = max(second - first, 0.0) / (AT_LENGTH[1] - AT_LENGTH[0])
+    first, second = (max(times[rows, long] - times[rows, 0], 0.0) / long for rows in ROWS_AT_LENGTH)
+    further = max(second - first, 0.0) / (ROWS_AT_LENGTH[1] - ROWS_AT_LENGTH[0])
     return StepCosts(base, np.array([first, further]))
 
 
@@ -145,7 +146,7 @@ def time_passes(
     """Seconds of a pass for each (rows, positions committed) of a plan, over random tokens, timed in turn.
 
     The least time of each counts, for whatever else the machine does only adds to it. Where ``seconds`` do not suffice
-    for two rounds, the longest passes, beyond AT_LENGTH rows, are left out.
+    for two rounds, the longest passes, beyond ROWS_AT_LENGTH rows, are left out.
     """
     plan = list(plan)
     most = max(rows for rows, _ in plan)
@@ -161,7 +162,7 @@ def time_passes(
         while left:
             began = time.perf_counter()
             for rows, length in list(plan):
-                if began + seconds < time.perf_counter() and rows > AT_LENGTH[-1]:
+                if began + seconds < time.perf_counter() and rows > ROWS_AT_LENGTH[-1]:
                     plan.remove((rows, length))
                     continue
                 taken = _pass(runner, caches[length], tokens[:rows])
@@ -231,12 +232,12 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
 
 
 def _assumed(runner: EagerRunner) -> StepCosts:
-    """Costs in the usual proportions (ASSUMED), of which one pass says the scale, if the model makes one."""
+    """Costs in the usual proportions (ASSUMED_COSTS), of which one pass says the scale, if the model makes one."""
     try:
         taken = time_passes(runner, [(1, 0)], SECONDS / 100)[1, 0]
     except Exception:
         taken = 10e-3
-    seconds, per_position = ASSUMED
+    seconds, per_position = ASSUMED_COSTS
     return StepCosts(taken * seconds / seconds[0], taken * per_position)
 
 

@@ -16,7 +16,7 @@ from lookahead.step import Step, lay_out
 from ngram_pool import GuessTree, Source
 
 # Error of a middling row from which on it comes of no quantization: a cache is ignored, say.
-GROSS = 0.2
+GROSS_ERROR = 0.2
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def row_dependence(model: PreTrainedModel, adapter: ModelAdapter) -> float:
             raise
         except Exception:  # a model that takes no batches, or nothing: the probe will say
             return 0.0
-        if len(at_once) and at_once.median() < GROSS:
+        if len(at_once) and at_once.median() < GROSS_ERROR:
             errors = torch.cat([errors, at_once])
         found.append((errors.median() if is_half(model.dtype) else errors.max()).item())
         if not found[-1] > tolerance(model.dtype):
@@ -170,7 +170,7 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
 
 def _largest(errors: torch.Tensor) -> float:
     """Largest of the errors between two plain passes; 0 where these do not agree for other reasons than rounding."""
-    return errors.max().item() if errors.median() < GROSS else 0.0
+    return errors.max().item() if errors.median() < GROSS_ERROR else 0.0
 
 
 def _holds_rows_of(cache: LookaheadCache, logits: torch.Tensor) -> bool:

@@ -12,12 +12,12 @@ from typing import Any
 import click
 
 from lookahead import __version__
-from lookahead.config import AUTO, MOST_NGRAM_SIZE, MOST_ROWS, LookaheadConfig
+from lookahead.config import AUTO, MAX_NGRAM_SIZE, MAX_ROWS, LookaheadConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 FILE = click.Path(exists=True, dir_okay=False)
 SEEDS = click.IntRange(-(2**63), 2**64 - 1)  # that torch takes
-MOST_PROMPTS = 100_000  # of which the audit keeps everything in memory
+MAX_PROMPTS = 100_000  # of which the audit keeps everything in memory
 
 Decorator = Callable[[Callable], Callable]
 
@@ -117,11 +117,11 @@ decoding_options = _options(
     click.option("--seed", type=SEEDS, default=0, show_default=True, help="Seed of sampling."),
     click.option("--strategy", type=click.Choice(["lookahead", "jacobi", "plain"]), default="lookahead",
                  show_default=True, help="plain: one token a step."),
-    click.option("--budget", type=AutoOr(min=0, max=MOST_ROWS - 1), default=LookaheadConfig.budget, show_default=True,
+    click.option("--budget", type=AutoOr(min=0, max=MAX_ROWS - 1), default=LookaheadConfig.budget, show_default=True,
                  help="Most guesses verified in a step."),
-    click.option("--window-size", type=AutoOr(min=0, max=MOST_ROWS - 1), default=LookaheadConfig.window_size,
+    click.option("--window-size", type=AutoOr(min=0, max=MAX_ROWS - 1), default=LookaheadConfig.window_size,
                  show_default=True, help="Columns W of the Jacobi window; 0 turns it off."),
-    click.option("--ngram-size", type=AutoOr(min=2, max=MOST_NGRAM_SIZE), default=LookaheadConfig.ngram_size,
+    click.option("--ngram-size", type=AutoOr(min=2, max=MAX_NGRAM_SIZE), default=LookaheadConfig.ngram_size,
                  show_default=True, help="Length N of the window's n-grams."),
     click.option("--pool", "pool_path", type=FILE, metavar="FILE",
                  help="Start from a saved pool; the file stays as it is."),
@@ -162,7 +162,7 @@ def chat(**options: Any) -> None:
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--prompts", "prompts_file", type=FILE, metavar="FILE.jsonl",
               help="Prompts in Spec-Bench's format; passages of Python's standard library by default.")  # fmt: skip
-@click.option("--count", type=click.IntRange(1, MOST_PROMPTS),
+@click.option("--count", type=click.IntRange(1, MAX_PROMPTS),
               help="How many prompts. Default: all of FILE.jsonl, or 16 passages.")  # fmt: skip
 @click.option("--temperature", type=Finite(min=0), default=0.0, show_default=True,
               help="Above 0, audit sampling besides, seeded by the prompt's number.")  # fmt: skip

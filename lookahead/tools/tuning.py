@@ -1,4 +1,4 @@
-"""What `lookahead tune` shows: step costs by rows and context, with and without the attention in two parts."""
+"""What `lookahead tune` shows: step costs by rows and context, with and without split attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,13 +7,13 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
+from lookahead.passes.capabilities import find_adapter, why_not_compiled
 from lookahead.passes.compiled import CompiledRunner
 from lookahead.passes.costs import RUNGS, time_passes
-from lookahead.passes.inspection import inspect_model, why_not_compiled
 from lookahead.passes.runner import EagerRunner
 
-COMPILED, IN_PARTS, DENSE = "compiled", "two parts", "dense mask"
-LINES = {COMPILED: "-", IN_PARTS: "--", DENSE: ":"}
+COMPILED, SPLIT, DENSE = "compiled", "split", "dense mask"
+LINES = {COMPILED: "-", SPLIT: "--", DENSE: ":"}
 
 
 @dataclass
@@ -78,12 +78,12 @@ def time_steps(
     config: LookaheadConfig,
 ) -> StepTimes:
     """Time passes of up to 128 rows at these contexts, by the ways of attending that the model has, in turn."""
-    adapter = inspect_model(model, config.cpu_kernels)
+    adapter = find_adapter(model, config.cpu_kernels)
     ways: dict[str, EagerRunner] = {}
     if config.compile_passes and why_not_compiled(model, adapter) is None:
         ways[COMPILED] = CompiledRunner(model, adapter)
     if adapter.splits_attention:
-        ways[IN_PARTS] = EagerRunner(model, adapter)
+        ways[SPLIT] = EagerRunner(model, adapter)
     ways[DENSE] = EagerRunner(model, replace(adapter, splits_attention=False))
     plan = [(rows, context) for context in contexts for rows in RUNGS]
     found: dict[str, dict[int, dict[int, float]]] = {}

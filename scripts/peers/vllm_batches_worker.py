@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from protocol import Answer, Request, arguments, end_tokens, serve
 from vllm_worker import METHODS, engine, settle_environment, speculated, versions
 
-MOST = 64  # requests at a time
+MAX_REQUESTS = 64  # requests at a time
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Batch:
             raise ValueError("prompts has to be a list of one prompt or more")
         for prompt in self.prompts:
             Request(prompt, self.max_new_tokens, self.temperature, self.seed)
-        if type(self.concurrency) is not int or not 1 <= self.concurrency <= MOST:
-            raise ValueError(f"concurrency has to be an integer from 1 to {MOST}, got {self.concurrency!r}")
+        if type(self.concurrency) is not int or not 1 <= self.concurrency <= MAX_REQUESTS:
+            raise ValueError(f"concurrency has to be an integer from 1 to {MAX_REQUESTS}, got {self.concurrency!r}")
         if type(self.forget) is not bool:
             raise ValueError(f"forget has to be true or false, got {self.forget!r}")
 
 
 def load(chosen: Namespace) -> tuple[Callable[[Batch], Answer], dict[str, str]]:
-    llm = engine(chosen, MOST)
+    llm = engine(chosen, MAX_REQUESTS)
     import torch
     from vllm import SamplingParams, TokensPrompt
 

@@ -1,4 +1,4 @@
-"""How a model is driven: an adapter found from its configuration and tried out, once for each way of computing.
+"""What a model can do: its adapter is read from the configuration, then tried out, once for each way of computing.
 
 Configuration says what kind of layers there are; a probe (`probe`) then compares a branching step with plain decoding,
 because a model may accept a custom mask and ignore it.
@@ -19,22 +19,22 @@ from lookahead.passes.runner import EagerRunner
 
 logger = logging.getLogger(__name__)
 
-_inspected: WeakKeyDictionary[PreTrainedModel, dict[tuple, ModelAdapter]] = WeakKeyDictionary()
+_adapters: WeakKeyDictionary[PreTrainedModel, dict[tuple, ModelAdapter]] = WeakKeyDictionary()
 _batches: WeakKeyDictionary[PreTrainedModel, dict[tuple, bool]] = WeakKeyDictionary()
 _without_cache: WeakKeyDictionary[PreTrainedModel, dict[str | None, bool]] = WeakKeyDictionary()
 _compiles: WeakKeyDictionary[PreTrainedModel, set[tuple]] = WeakKeyDictionary()
 
 
-def inspect_model(model: PreTrainedModel, cpu_kernels: bool = True) -> ModelAdapter:
+def find_adapter(model: PreTrainedModel, cpu_kernels: bool = True) -> ModelAdapter:
     """Adapter of ``model``, probed once for each attention implementation, as its passes will run.
 
     cpu_kernels: use kernels of our own on a CPU.
     Raises UnsupportedModelError where output identical to the model's own cannot be had.
     """
-    known = _inspected.setdefault(model, {})
+    known = _adapters.setdefault(model, {})
     way = _way(model, cpu_kernels)
     if way not in known:
-        known[way] = _inspect(model, cpu_kernels)
+        known[way] = _try_ways(model, cpu_kernels)
     return known[way]
 
 
@@ -80,7 +80,7 @@ def _way(model: PreTrainedModel, cpu_kernels: bool) -> tuple:
     return attention_implementation(model.config), cpu_kernels, has_products, is_compiled_by_user(model)
 
 
-def _inspect(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
+def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     name = type(model).__name__
     adapter = replace(read_config(model), uses_kernels=cpu_kernels)
     if adapter.in_inference_mode and not probe.takes_inference_mode(model, adapter):
@@ -91,7 +91,7 @@ def _inspect(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     if adapter.can_branch:
         ways = {"trees": adapter, **ways}
         if looks_up_sdpa(model) and not is_compiled_by_user(model):
-            ways = {"attention in two parts": replace(adapter, splits_attention=True), **ways}
+            ways = {"split attention": replace(adapter, splits_attention=True), **ways}
     given_up: list[str] = []
     reason: str | None = None
     for what, way in ways.items():

@@ -25,7 +25,7 @@ from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.models.layers import read_config
 from lookahead.passes import probe
-from lookahead.passes.inspection import inspect_model, same_without_cache
+from lookahead.passes.capabilities import find_adapter, same_without_cache
 from lookahead.passes.runner import EagerRunner
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
@@ -72,7 +72,7 @@ def test_models_that_are_not_causal(model_type, budget):
 def test_models_that_are_not_causal_without_a_cache(model_type):
     """Recomputed in each pass, a prompt sees what follows it: another text, which is left to the model."""
     model = encoder(model_type)
-    assert not same_without_cache(model, inspect_model(model))
+    assert not same_without_cache(model, find_adapter(model))
     expected = model.generate(IDS, use_cache=False, **GREEDY).tolist()
     lookahead.wrap(model)
     with pytest.warns(UserWarning, match="use_cache=False"):
@@ -82,7 +82,7 @@ def test_models_that_are_not_causal_without_a_cache(model_type):
 @pytest.mark.parametrize("model_type", sorted(SETTINGS))
 def test_models_that_are_causal_say_the_same_without_a_cache(model_type):
     model = tiny_model(model_type)
-    assert same_without_cache(model, inspect_model(model))
+    assert same_without_cache(model, find_adapter(model))
 
 
 def test_chains_of_a_model_that_is_not_causal_are_refused():
@@ -134,7 +134,7 @@ def test_rounding_is_not_taken_for_dependence(model_type, dtype):
 def test_scans_are_not_taken_for_dependence(model_type):
     """Over several rows they round by more than attention does."""
     for window in (8, 40):
-        assert inspect_model(random_model(tiny_config(model_type, window))).row_dependence == 0
+        assert find_adapter(random_model(tiny_config(model_type, window))).row_dependence == 0
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -144,7 +144,7 @@ def test_probing_leaves_a_model_as_it_was(training):
     model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]
     before = torch.get_rng_state()
-    assert inspect_model(model).row_dependence == 0
+    assert find_adapter(model).row_dependence == 0
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -167,12 +167,12 @@ class Shy(nn.Module):
 
 def test_inference_mode_is_not_forced_on_tensors_that_refuse_it():
     model = tiny_model("llama", seed=3)
-    assert inspect_model(model).in_inference_mode
+    assert find_adapter(model).in_inference_mode
     expected = model.generate(IDS, **GREEDY).tolist()
     other = tiny_model("llama", seed=3)
     other.model.layers[1].mlp.down_proj = Shy(other.model.layers[1].mlp.down_proj)
     lookahead.wrap(other)
-    adapter = inspect_model(other)
+    adapter = find_adapter(other)
     assert not adapter.in_inference_mode
     assert adapter.splits_attention
     assert other.generate(IDS, **GREEDY).tolist() == expected
