@@ -1,6 +1,6 @@
-"""Names of torch, transformers and accelerate that are private, or move from version to version: a function each.
+"""Private or unstable names of torch, transformers and accelerate, each behind a function.
 
-Nothing else in the package uses them. tests/test_compat.py says which one an upgrade has moved.
+The rest of the package does not use them. tests/test_compat.py shows which one an upgrade has moved.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,26 +19,26 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 # -- generate() -------------------------------------------------------------------------------------------------------
 
 LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
-"""Methods of a model that generate() calls by name, with inputs prepared, to decode: `wrapping` overrides them."""
+"""The decoding methods that generate() calls by name, once it has prepared the inputs. `wrapping` overrides them."""
 
 
 def sampling_loop(model: PreTrainedModel) -> Callable:
-    """The model's own loop of greedy decoding and sampling, a function of the model."""
-    return type(model)._sample  # type: ignore[attr-defined]  # of GenerationMixin
+    """The model's own loop of greedy decoding and sampling. Its first argument is the model."""
+    return type(model)._sample  # type: ignore[attr-defined]  # GenerationMixin has it
 
 
 def pad_token(generation: GenerationConfig) -> int:
-    """What generate() pads sequences with that end early."""
+    """The token that generate() pads with where a sequence ends early."""
     return int(generation._pad_token_tensor)  # type: ignore[arg-type]  # generate() has set it
 
 
 def dropped_mask_length(generation: GenerationConfig) -> int | None:
-    """Columns of an attention mask that generate() has dropped, because it hid nothing."""
+    """Columns of the attention mask that generate() dropped because it hid nothing; None if it dropped none."""
     return getattr(generation, "_mask_length", None)
 
 
 def is_callers_own(cache: Cache | None) -> bool:
-    """Whether a cache was passed to generate() by its caller, who may go on with it."""
+    """Whether the caller of generate() passed this cache in, and may use it afterwards."""
     return getattr(cache, "_is_user_defined", False)
 
 
@@ -46,27 +46,27 @@ def is_callers_own(cache: Cache | None) -> bool:
 
 
 def attention_implementation(config: PretrainedConfig | None) -> str | None:
-    """The attention that a configuration has chosen, such as "sdpa"."""
+    """The attention that a configuration names, such as "sdpa"."""
     return getattr(config, "_attn_implementation", None)
 
 
 def looks_up_attention(model: PreTrainedModel) -> bool:
-    """Whether the model's layers take whatever attention is registered under the name that is chosen."""
+    """Whether the model's layers use the attention registered under the name in their configuration."""
     return model._supports_attention_backend
 
 
 def registered_attention(name: str) -> Callable:
-    """The attention function registered with transformers under a name."""
+    """The attention function that transformers has registered under a name."""
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
 def settings_of(config: PretrainedConfig) -> dict:
-    """All that a configuration says of the model itself, not of where it came from."""
+    """All that a configuration says about the model itself, without its origin."""
     return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
 
 
 def execution_device(module: nn.Module) -> torch.device | int | str | None:
-    """Where accelerate's hook on a module brings its weights and inputs, if there is one that does."""
+    """The device to which accelerate's hook brings a module's weights and inputs; None without such a hook."""
     hook = getattr(module, "_hf_hook", None)
     devices = [getattr(one, "execution_device", None) for one in getattr(hook, "hooks", [hook])]
     return next((device for device in devices if device is not None), None)
@@ -90,12 +90,12 @@ def is_compiled_wrapper(model: object) -> bool:
 
 
 def pre_hooks(module: nn.Module) -> list[Callable]:
-    """What is called before the module is."""
+    """Hooks that are called before the module."""
     return list(module._forward_pre_hooks.values())
 
 
 def hooks_of_users(module: nn.Module) -> list[Callable]:
-    """What is called before or after the module is, less transformers' own, which act where outputs are asked for."""
+    """Hooks that are called before or after the module, without transformers' own, which only collect outputs."""
     hooks = chain(module._forward_hooks.values(), pre_hooks(module))
     return [hook for hook in hooks if getattr(hook, "__module__", None) != "transformers.utils.output_capturing"]
 
@@ -106,7 +106,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to; those made in inference mode do not tell."""
+    """How often a tensor was written to; None if it was made in inference mode, which does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -114,7 +114,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def cpu_capability() -> str:
-    """What torch uses of this processor: DEFAULT, AVX2, AVX512, or AVX512_BF16. DEFAULT where it does not tell."""
+    """The instructions that torch uses: DEFAULT, AVX2, AVX512 or AVX512_BF16. DEFAULT if torch does not say."""
     capability = "DEFAULT"
     with suppress(AttributeError, RuntimeError):
         capability = torch.backends.cpu.get_cpu_capability()
@@ -126,7 +126,7 @@ def cpu_capability() -> str:
 def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and the log-sum-exp of its scores, float32 [batch, heads, queries]. On a GPU, without a mask only."""
+    """Return attention and the log-sum-exp of its scores, float32 [batch, heads, queries]. A GPU takes no mask."""
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(query, key, value, attn_mask=mask, scale=scale)
@@ -136,25 +136,25 @@ def flash_attention(
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
-"""What torch.compile raises where it cannot compile."""
+"""Errors that torch.compile raises if it cannot compile."""
 
 TRACED_LINEAR = torch._C._nn.linear
-"""What a linear layer is in a traced graph."""
+"""The operation of a linear layer in a traced graph."""
 
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-    """The program of a traced graph, which rounds to the tensors' dtype wherever the traced code does."""
+    """Compile a traced graph to a program that rounds to the tensors' dtype wherever the traced code does."""
     return torch._inductor.compile(graph, inputs, options={"emulate_precision_casts": True})
 
 
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
-    """Leave a dimension open in the program that is traced with this tensor."""
+    """Leave the size of a dimension open in the program that is traced with this tensor."""
     torch._dynamo.mark_dynamic(tensor, dimension)
 
 
 @contextmanager
 def guarded_hooks() -> Iterator[None]:
-    """Let programs that are compiled in this block notice hooks that come later."""
+    """Make programs compiled in this block notice hooks that are added later."""
     config = torch._dynamo.config
     before, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
     try:

@@ -1,9 +1,9 @@
-"""Layout of one step: which tokens go into the forward pass, where they stand, and what they see.
+"""Layout of one step: its tokens, their positions, and what each of them sees.
 
     [ root | guess tree (verification branch) | window (lookahead branch) ]
 
-The whole step is one forest below the root. A token stands at position L + depth, L being the committed length, and
-sees the committed cache and its own ancestors, nothing else. So positions and mask follow from the parents alone.
+The whole step is one forest below the root. L positions are committed. A token stands at position L + depth. It sees
+the committed cache and its own ancestors, so positions and mask follow from the parents alone.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from ngram_pool import GuessTree
 
 @dataclass(frozen=True)
 class Visibility:
-    """What a kind of attention layer lets a query see besides causality: all, a sliding window, or its own chunk."""
+    """What a query sees of the keys up to it: all of them, a sliding window, or its own chunk."""
 
     window: int | None = None
     """A query at position p sees keys at positions above p - window."""
@@ -26,7 +26,7 @@ class Visibility:
     """A query at position p sees keys at positions p // chunk * chunk and later."""
 
     def hides(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
-        """Bool [batch, queries, keys] from positions [batch, queries] and [batch, keys], or None: nothing is hidden."""
+        """Return bool [batch, queries, keys], True where hidden, by positions [batch, n]; None if nothing ever is."""
         queries, keys = queries[:, :, None], keys[:, None, :]
         if self.window is not None:
             return queries - keys >= self.window
@@ -35,7 +35,7 @@ class Visibility:
         return None
 
     def hides_any(self, keys: np.ndarray, last: int) -> bool:
-        """Whether keys at positions int64 [batch, n], -1 in a gap, may be hidden from queries at up to ``last``."""
+        """Whether a query up to position ``last`` may miss a key. keys: positions, int64 [batch, n]; -1 is a gap."""
         first = keys.min(initial=last)
         if first < 0:
             return True
@@ -46,11 +46,11 @@ class Visibility:
 
 @dataclass(frozen=True)
 class Step:
-    """T tokens of one forward pass. Row 0 is the root; rows 1..guesses are the guess tree; then comes the window.
+    """The T tokens of one pass, a row each. Row 0 is the root, rows 1..guesses are the guess tree, the rest the window.
 
-    ids, parents, depths: int64 [T]; the root's parent is -1.
-    ancestors: bool [T, T], row i marks i and all its ancestors.
-    guesses: number of guess-tree rows.
+    ids, parents, depths: int64 [T]. The root's parent is -1.
+    ancestors: bool [T, T]. Row i marks i and all its ancestors.
+    guesses: rows of the guess tree.
     """
 
     ids: np.ndarray
@@ -63,26 +63,27 @@ class Step:
         return len(self.ids)
 
     def children(self) -> dict[tuple[int, int], int]:
-        """{(row, token): row of the guess that continues this row with this token}."""
+        """Map (row, token) to the row of the guess that continues this row with this token."""
         rows = slice(1, self.guesses + 1)
         keys = zip(self.parents[rows].tolist(), self.ids[rows].tolist(), strict=True)
         return {key: row for row, key in enumerate(keys, 1)}
 
     def positions(self, length: int, last: int | None = None) -> np.ndarray:
-        """Int64 [T] when ``length`` positions are committed; window tokens are not placed beyond ``last``.
+        """Return positions, int64 [T], when ``length`` positions are committed. None lies beyond ``last``.
 
-        A window token moved back costs a guess; a position that plain decoding would never use can crash a model.
+        Only window tokens can lie beyond it; they are moved back. At worst this spoils an n-gram, while a position
+        that plain decoding would never reach can crash a model.
         """
         positions = length + self.depths
         return positions if last is None else np.minimum(positions, max(last, length))
 
     def contexts(self, text: list[int], length: int) -> np.ndarray:
-        """Int64 [1 + guesses, length]: the last tokens up to the root and up to each guess; -1 where there is none.
+        """Return the last ``length`` tokens that end with the root, and with each guess: int64 [1 + guesses, length].
 
-        text: all tokens before the root, of which the last ``length`` matter.
+        Places before the beginning of the text hold -1. text: all tokens before the root.
         """
         tail = text[-length:]
-        lines = [[-1] * (length - len(tail)) + tail]  # shifted by one: the first is that of the root's parent
+        lines = [[-1] * (length - len(tail)) + tail]  # for the root's parent, so row i is at index i + 1
         rows = slice(0, self.guesses + 1)
         for token, parent in zip(self.ids[rows].tolist(), self.parents[rows].tolist(), strict=True):
             lines.append([*lines[parent + 1][1:], token])
@@ -90,7 +91,7 @@ class Step:
 
 
 def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> Step:
-    """Put the root, the guesses and the rows of a Jacobi window, int64 [W] each, into one step."""
+    """Make a step of the root, the guesses and the rows of a Jacobi window, int64 [W] each."""
     ids = np.concatenate([[root], tree.tokens])
     parents = np.concatenate([[-1], tree.parents + 1])
     depths = np.concatenate([[0], tree.depths])
@@ -102,24 +103,22 @@ def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> St
         parents = np.concatenate([parents, np.where(w_parents < 0, 0, w_parents + n)])
         depths = np.concatenate([depths, w_depths])
         tree_ancestors, ancestors = ancestors, np.zeros((len(ids), len(ids)), bool)
-        ancestors[:n, :n] = tree_ancestors
-        ancestors[n:, n:] = w_ancestors
+        ancestors[:n, :n], ancestors[n:, n:] = tree_ancestors, w_ancestors
         ancestors[n:, 0] = True
     return Step(ids, parents, depths, ancestors, len(tree))
 
 
 def pad(
-    steps: list[Step], lengths: list[int], last: list[int] | None, least: int = 0
+    steps: list[Step], lengths: list[int], last: list[int] | None, min_rows: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids and positions [batch, T] and ancestors [batch, T, T] of the steps of a batch.
+    """Return ids and positions, int64 [batch, T], and ancestors, bool [batch, T, T], of the steps of a batch.
 
-    T is the length of the longest one, or ``least``. lengths, last: for each sequence, as `Step.positions` takes them.
-    What fills up a shorter step is a copy of its root that no other token sees.
+    T is the length of the longest step, at least ``min_rows``. Shorter steps are filled up with copies of their root
+    that no other token sees. lengths, last: the arguments of `Step.positions`, for each sequence.
     """
-    shape = len(steps), max(least, *(len(step) for step in steps))
+    shape = len(steps), max(min_rows, *(len(step) for step in steps))
     ids, positions = np.empty(shape, np.int64), np.empty(shape, np.int64)
-    ancestors = np.zeros((*shape, shape[1]), bool)
-    ancestors[:] = np.eye(shape[1], dtype=bool)
+    ancestors = np.tile(np.eye(shape[1], dtype=bool), (len(steps), 1, 1))
     for b, step in enumerate(steps):
         t = len(step)
         ids[b, :t], ids[b, t:] = step.ids, step.ids[0]
@@ -136,10 +135,10 @@ def mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Additive mask [batch, 1, T, seen + T]: 0 where a token is seen, the dtype's minimum elsewhere.
+    """Return the additive mask [batch, 1, T, seen + T]: 0 where a token is seen, the dtype's minimum elsewhere.
 
-    ancestors: bool [batch, T, T] and positions: int64 [batch, T], of the tokens of a step.
-    cached: int64 [batch or 1, seen], position of each column that the layer's cache shows, -1 where it holds nothing.
+    ancestors, positions: of the step's tokens, bool [batch, T, T] and int64 [batch, T].
+    cached: position of each column that the layer's cache shows, int64 [batch or 1, seen]; -1 marks a gap.
     """
     cached = np.broadcast_to(cached, (len(positions), cached.shape[1]))
     gaps = np.broadcast_to(cached[:, None] < 0, (*positions.shape, cached.shape[1]))
@@ -153,9 +152,9 @@ def mask(
 
 @lru_cache(maxsize=64)
 def _window_layout(columns: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Parents, depths and ancestors of a window (Fu et al. 2024, arXiv 2402.02057, section 3), -1 being the root.
+    """Return parents, depths and ancestors of a window (Fu et al. 2024, arXiv 2402.02057, section 3).
 
-    Row 0 is a chain below the root; each later row continues the one above it, column by column.
+    Row 0 is a chain below the root. Each later row continues the one above it, column by column. Parent -1 is the root.
     """
     index = np.arange(rows * columns)
     row, column = index // columns, index % columns
@@ -164,7 +163,7 @@ def _window_layout(columns: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _closure(parents: np.ndarray) -> np.ndarray:
-    """Bool [n, n]: row i marks i and all its ancestors (parents precede children; -1 is outside)."""
+    """Return bool [n, n] in which row i marks i and all its ancestors. Parents precede children; -1 is no node."""
     closure = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents.tolist()):
         if parent >= 0:
