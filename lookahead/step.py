@@ -18,7 +18,7 @@ from ngram_pool import GuessTree
 
 @dataclass(frozen=True)
 class Visibility:
-    """What a query sees of the keys up to it: all of them, a sliding window, or its own chunk."""
+    """Which of the earlier keys a query sees: all of them, a sliding window, or its own chunk."""
 
     window: int | None = None
     """A query at position p sees keys at positions above p - window."""

@@ -72,7 +72,7 @@ def test_two_parts_are_the_whole(
         Layer(groups), query.double(), key.double(), value.double(), dense.double(), scaling=scaling
     )
     kernel = tree_attention.serves if by_kernel else lambda *arguments: False
-    with mock.patch.object(attention, "SHORT", short), mock.patch.object(tree_attention, "serves", kernel):
+    with mock.patch.object(attention, "SHORT_CONTEXT", short), mock.patch.object(tree_attention, "serves", kernel):
         for mask in (own, dense, dense == 0):
             with decoding_pass(splits_attention=True, uses_kernels=True):
                 out, weights = attention.attend(Layer(groups), query, key, value, mask, scaling=scaling)
@@ -114,7 +114,7 @@ def test_models_attend_in_parts_exactly_when_they_can(name, monkeypatch):
     monkeypatch.setattr(
         attention, "_part", lambda *arguments, part=attention._part: calls.append(1) or part(*arguments)
     )
-    monkeypatch.setattr(attention, "SHORT", 0)
+    monkeypatch.setattr(attention, "SHORT_CONTEXT", 0)
     assert_a_step_is_that_of_the_dense_mask(model, adapter)  # by the kernel
     monkeypatch.setattr(tree_attention, "serves", lambda *arguments: False)
     calls.clear()

@@ -86,7 +86,7 @@ def half_of_the_prefix_unseen(monkeypatch):
 
 def in_two_parts(monkeypatch):
     """Not a defect: attention as where our kernel does not serve."""
-    monkeypatch.setattr(attention, "SHORT", 0)
+    monkeypatch.setattr(attention, "SHORT_CONTEXT", 0)
     monkeypatch.setattr(tree_attention, "serves", lambda *arguments: False)
 
 

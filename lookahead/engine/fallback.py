@@ -77,7 +77,7 @@ def why_plain(
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
     if adapter.cache_argument == "cache_params" and compat.is_callers_own(cache):
         return "on a cache of states alone, which do not say how much of the prompt they hold"
-    if cache is not None and (type(cache) is not DynamicCache or (held and not adapter.knows(cache))):
+    if cache is not None and (type(cache) is not DynamicCache or (held and not adapter.can_take_over(cache))):
         return f"on past_key_values of type {type(cache).__name__} with these layers"
     if held and len(ids) > 1:
         return "batches on past_key_values that are passed in"

@@ -1,4 +1,4 @@
-"""What a model's layers can do, and what a pass has to give them: masks, positions, a cache."""
+"""What a model's layers can do, and the masks, positions and caches that a pass gives them."""
 
 import copy
 from dataclasses import dataclass
@@ -13,9 +13,7 @@ from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.step import Visibility, mask
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-
-
-# What configurations call the number of positions that a model was made for, or has room for in its tables.
+# Settings that give the number of positions that a model was made for, or that its tables have room for.
 POSITION_LIMITS = (
     "max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "max_seq_len",
     "max_sequence_length", "n_positions", "n_ctx", "seq_length",
@@ -23,42 +21,41 @@ POSITION_LIMITS = (
 
 
 class UnsupportedModelError(ValueError):
-    """The model cannot be decoded by lookahead; the message names the layer and the reason."""
+    """Lookahead cannot decode this model. The message names the layer and the reason."""
 
 
 @dataclass(frozen=True)
 class ModelAdapter:
-    """How to drive one model. Found by `passes.capabilities.find_adapter`."""
+    """How to run one model. `passes.capabilities.find_adapter` finds it."""
 
     config: PreTrainedConfig
-    """Of the text part."""
+    """The configuration of the text part."""
     layers: tuple[Visibility | None, ...]
-    """One a layer; None for a layer that caches no keys and values here: none at all, or a state."""
+    """One entry for each layer. None: the layer caches no keys and values of its own; it may keep a state."""
     mask_of: dict[str, Visibility] | None
-    """Visibility by type of layer, where a model mixes types and takes a dict of masks; None where one serves all."""
+    """Visibility by type of layer, if the model takes a dict of masks; None if one mask serves all layers."""
     takes_position_ids: bool
     cache_argument: str = "past_key_values"
-    """What the model's forward calls its cache."""
+    """Name of the cache among the arguments of the model's forward."""
     has_state: bool = False
-    """Some layers keep a state (recurrent, short convolution), which only tokens in their order can bring on."""
+    """Some layers keep a state (recurrent, short convolution), which must see all tokens in their order."""
     can_branch: bool = True
-    """False: a custom mask cannot be honoured, so guesses are a single chain and the window is empty."""
+    """False: the model ignores or refuses a custom mask. Guesses are then a single chain, without a window."""
     in_inference_mode: bool = False
-    """A pass leaves nothing behind but in our cache, so that it may take torch's cheaper way to call an operation: what
-    is made in inference mode can be neither written to nor trained with afterwards."""
+    """Passes run in torch's inference mode, which is cheaper. Tensors made in it can be neither written to nor trained
+    with later, so a pass must leave nothing behind except in our cache."""
     splits_attention: bool = False
-    """Whether attention that the model looks up as "sdpa" is `attention.attend` in a pass, which attends to the cache
-    without a mask and to the step with one."""
+    """Attention that the model looks up as "sdpa" is `attention.attend` in a pass."""
     uses_kernels: bool = True
-    """Whether kernels of our own may be used on a CPU (`products`, `tree_attention`)."""
+    """Our own kernels may be used on a CPU (`products`, `tree_attention`)."""
     row_dependence: float = 0.0
-    """Largest error, relative to the spread of a row of logits, that the other rows of a pass make in it; 0 where it is
-    no more than rounding."""
+    """Largest error that the other rows of a pass make in a row of logits, relative to the spread of that row; 0 if it
+    is only rounding."""
     given_up: tuple[str, ...] = ()
-    """Faster ways that were tried, and why they do not serve."""
+    """Faster ways of computing that were tried, and why each of them failed."""
 
     def make_cache(self, expected_length: int = 0) -> LookaheadCache:
-        """An empty cache of one sequence. expected_length: positions that the full layers make room for at once."""
+        """Make an empty cache of one sequence, with room for ``expected_length`` positions in its full layers."""
         layers = []
         for theirs, visibility in zip(DynamicCache(config=self.config).layers, self.layers, strict=True):
             if visibility is None:
@@ -69,8 +66,8 @@ class ModelAdapter:
                 layers.append(InPlaceLayer(expected_length))
         return LookaheadCache(layers)
 
-    def knows(self, cache: Cache) -> bool:
-        """Whether `take_over` can read this cache: transformers' dynamic layers, ours, and states of the right kind."""
+    def can_take_over(self, cache: Cache) -> bool:
+        """Whether `take_over` can read this cache: each layer is of our type, or transformers' dynamic one."""
         ours = self.make_cache().layers
         return len(cache.layers) == len(ours) and all(
             type(theirs) is type(mine)
@@ -79,9 +76,9 @@ class ModelAdapter:
         )
 
     def take_over(self, cache: Cache) -> LookaheadCache:
-        """What a cache of one sequence, passed in by the caller, holds.
+        """Make a cache that holds what the caller's ``cache``, of one sequence, holds.
 
-        A full layer of ours is shared with ``cache``, for it can be rewound; everything else is copied.
+        Our own full layers are shared with ``cache``, because they can be rewound. Everything else is copied.
         """
         ours = self.make_cache(cache.get_seq_length())
         layers = []
@@ -91,7 +88,7 @@ class ModelAdapter:
             elif type(theirs) is type(mine):
                 mine = copy.deepcopy(theirs)
             elif isinstance(mine, InPlaceLayer) and isinstance(theirs, DynamicLayer) and theirs.is_initialized:
-                mine.update(theirs.keys, theirs.values)  # type: ignore[arg-type]  # tensors by now
+                mine.update(theirs.keys, theirs.values)  # type: ignore[arg-type]  # initialized, so not None
                 mine.starts = np.array([theirs.get_seq_length() - mine.columns])
             layers.append(mine)
         return LookaheadCache(layers, [cache.get_seq_length()])
@@ -104,7 +101,10 @@ class ModelAdapter:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """What to pass as ``attention_mask`` (`step.mask`): of the step's own keys where all others are seen by all."""
+        """Make the model's ``attention_mask`` for a step (`step.mask`), one for each type of layer in `mask_of`.
+
+        If attention is split and hides no cached key, the mask covers only the step's own keys.
+        """
         last = max(cache.lengths) + positions.shape[1]
 
         def mask_for(visibility: Visibility) -> torch.Tensor:
@@ -119,28 +119,28 @@ class ModelAdapter:
         return {name: mask_for(visibility) for name, visibility in self.mask_of.items()}
 
     def mask_of_layers(self, masks: torch.Tensor | dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
-        """`masks`, one for each layer; None for one that takes none."""
+        """Return the mask of each layer from the result of `masks`; None for a layer that takes none."""
         if isinstance(masks, torch.Tensor):
             return [masks] * len(self.layers)
         return [masks.get(kind) for kind in self.config.layer_types]
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where the model's inputs belong; parameters that accelerate keeps elsewhere do not tell."""
+    """The device of the model's inputs. Its parameters may be elsewhere if accelerate moves them."""
     device = execution_device(model)
-    if device is None and model.device.type == "meta":  # offloaded part by part
+    if device is None and model.device.type == "meta":  # accelerate offloads it part by part
         device = execution_device(model.get_input_embeddings())
     return torch.device(device) if device is not None else model.device
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Positions that the model was made for, the least of what its configuration names; beyond any text if it does not
-    say."""
+    """Positions that the model was made for: the smallest limit in its configuration, or 2**62 if there is none."""
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in POSITION_LIMITS]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=2**62)
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Tokens that the model knows."""
-    return model.get_input_embeddings().weight.shape[0]  # type: ignore[index, return-value]  # of a tensor
+    """Number of token ids that the model can read."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)  # missing if there are several tables
+    return model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0]

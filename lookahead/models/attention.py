@@ -1,12 +1,12 @@
 """Split attention: a step's queries see all committed keys, so only the step's own keys need a mask.
 
-    queries of the step  x  committed keys      seen by all: no mask
-                         x  keys of the step    ancestors alone, [T, T]
+    queries of the step  x  committed keys      all are seen: no mask
+                         x  keys of the step    only ancestors are seen: mask [T, T]
 
-A kernel of ours takes a single sequence on a CPU (`tree_attention`). Elsewhere, the two parts are joined by their
-log-sum-exp, as in flash decoding, and query heads that share a key head are taken as further queries of it, so keys
-and values are never repeated. The function is registered with transformers in the place of "sdpa". Outside of passes of
-the decoding loop (`decoding_pass`), and for anything but a step or a prompt, it is "sdpa".
+On a CPU, our own kernel serves single sequences (`tree_attention`). Elsewhere, the two parts are computed apart and
+joined by their log-sum-exp, as in flash decoding. Query heads that share a key head are treated as further queries of
+it, so keys and values are never repeated. `attend` is registered with transformers in place of "sdpa". Outside of the
+passes of the decoding loop (`decoding_pass`), and for anything but steps and prompts, it calls "sdpa".
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from lookahead.compat import flash_attention, registered_attention
 from lookahead.cpu import tree_attention
 from lookahead.decoding_pass import current_pass, is_traced
 
-SHORT = 1024  # keys up to which one part with a mask over all of them is quicker than two
-MOST_QUERIES = 512  # of a key head; prefills are longer
+SHORT_CONTEXT = 1024  # Cached keys. Up to this many, one part with a mask over all keys is quicker than two parts.
+MAX_QUERIES = 512  # Queries of a key head in a step, at most. Only a prefill has more.
 
 
 def attend(
@@ -33,13 +33,13 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls an attention function.
+    """Compute attention, with the signature that transformers asks of an attention function.
 
-    query: [batch, heads, T, head_dim]; key, value: [batch, key heads, L + T, head_dim].
-    attention_mask: [batch or 1, 1, T, L + T], additive or True where seen; or additive [batch or 1, 1, T, T], of the
-    step's own keys, the L before them being seen by all; or None. While a pass is traced for `passes.compiled`, nobody
-    reads it, and key and value are those of the step alone.
-    Returns [batch, T, heads, head_dim].
+    query: [batch, heads, T, head_dim]. key, value: [batch, key heads, L + T, head_dim].
+    attention_mask: [batch or 1, 1, T, L + T], additive, or True where seen. Or [batch or 1, 1, T, T], additive, for the
+    step's own keys; all queries then see the L keys before them. Or None. While a pass is traced for `passes.compiled`,
+    the mask is not read, and key and value hold only the step's own rows.
+    Returns [batch, T, heads, head_dim] and None.
     """
     is_compiling = torch.compiler.is_compiling()
     if is_compiling:
@@ -51,15 +51,15 @@ def attend(
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     unusual = dropout or torch.is_autocast_enabled(query.device.type)
     unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
-    unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # a bias of each head
+    unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # each head has its own bias
     unusual = unusual or key.shape[-1] != value.shape[-1] or not _has_kernel(query)
     if is_compiling:
         if unusual:
-            raise NotImplementedError("this attention is none that compiled passes know")
+            raise NotImplementedError("compiled passes do not support this kind of attention")
         return torch.ops.lookahead.attend(query, key, value, module.layer_idx, scaling), None
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
-    is_prefill = (attention_mask is None and new > 1) or groups * new > MOST_QUERIES
+    is_prefill = (attention_mask is None and new > 1) or groups * new > MAX_QUERIES
     is_whole = is_prefill and not unusual and attention_mask is None and held == 0 and _is_causal(module, kwargs)
     if is_whole and _kernel_serves(query, key, value, None):
         return tree_attention.attend(query, key, value, None, scaling), None
@@ -73,14 +73,14 @@ def attend(
 def attend_grouped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
-    """The attention of a step, by kernels of our choice; arguments and result as of `attend`."""
+    """Compute the attention of a step by the quickest kernel. Arguments and result are as for `attend`."""
     if _kernel_serves(query, key, value, mask):
         return tree_attention.attend(query, key, value, mask, scaling)
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     of_step = mask is not None and held > 0 and mask.shape[-1] == new
     grouped = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
-    in_one = of_step and query.device.type == "cpu" and held <= SHORT
+    in_one = of_step and query.device.type == "cpu" and held <= SHORT_CONTEXT
     if mask is not None:
         mask = _repeated_mask(mask, groups, held if in_one else 0, query.dtype)
     if of_step and not in_one:
@@ -99,8 +99,9 @@ def _kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 
 def _repeated_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mask, additive and of this dtype, for ``groups`` query heads that share a key head, behind ``held`` keys that
-    all see. Kept with the mask, for all layers of a kind ask for the same.
+    """Make the mask additive, repeat it for ``groups`` query heads, and put ``held`` keys before it that all see.
+
+    The result is kept with the mask, because all layers of a type ask for the same.
     """
     wanted = groups, held, dtype
     made_for, repeated = getattr(mask, "_repeated", (None, mask))
@@ -109,18 +110,18 @@ def _repeated_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtyp
         if mask.dtype == torch.bool:
             repeated = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
         repeated = nn.functional.pad(repeated.to(dtype).repeat(1, 1, groups, 1), (held, 0))
-        mask._repeated = wanted, repeated  # type: ignore[attr-defined]  # of our own
+        mask._repeated = wanted, repeated  # type: ignore[attr-defined]  # our own attribute
     return repeated
 
 
 def _is_causal(module: nn.Module, kwargs: dict) -> bool:
-    """Whether a pass without a mask is causal, as "sdpa" decides it."""
+    """Whether "sdpa" would take a pass without a mask as causal."""
     told = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if told is None else told
 
 
 def _has_kernel(query: torch.Tensor) -> bool:
-    """Whether `_part` knows a kernel that returns its log-sum-exp for such queries."""
+    """Whether `_part` has a kernel for such queries that also returns the log-sum-exp."""
     if query.is_cuda:
         return query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return query.device.type == "cpu"
@@ -129,7 +130,7 @@ def _has_kernel(query: torch.Tensor) -> bool:
 def _part(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to some of the keys, in the inputs' dtype, and its log-sum-exp, float32 [batch, key heads, queries]."""
+    """Return attention to some keys, in their dtype, and its log-sum-exp, float32 [batch, key heads, queries]."""
     if mask is None or query.device.type == "cpu":
         return flash_attention(query, key, value, mask, scaling)
     scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling) + mask
@@ -140,7 +141,7 @@ def _part(
 def _joined(
     first: torch.Tensor, first_log_sum: torch.Tensor, second: torch.Tensor, second_log_sum: torch.Tensor
 ) -> torch.Tensor:
-    """Attention to the keys of both parts: exp(l1 - l) first + exp(l2 - l) second, l being their joint log-sum-exp."""
+    """Join two parts: exp(l1 - l) first + exp(l2 - l) second, where l is the log-sum-exp of l1 and l2."""
     share = torch.sigmoid(second_log_sum - first_log_sum)[..., None]
     return torch.lerp(first.float(), second.float(), share).to(first.dtype)
 

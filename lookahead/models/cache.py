@@ -1,21 +1,21 @@
 """The KV cache: preallocated, written in place, and cut back to the accepted rows after each step.
 
-A layer's buffer, of shape [batch, heads, capacity, head_dim] for keys and for values alike. Each sequence of a batch
-accepts its own number of tokens, so `columns` are in use in all, of which sequence b fills the first columns - gaps[b]:
+A layer has a buffer [batch, heads, capacity, head_dim] for keys and another for values. The sequences of a batch accept
+different numbers of tokens. `columns` columns are in use, and sequence b fills the first columns - gaps[b] of them:
 
     full      column i holds position i
-    sliding   column i holds position starts[b] + i; what has left the window is dropped when room is made
+    sliding   column i holds position starts[b] + i; columns that have left the window are dropped when room is made
 
     sequence 0   [ committed .................. | step ]
     sequence 1   [ committed ......... |  gap   | step ]
 
-`update` appends the T rows of a step behind all columns; `commit` moves the accepted ones of each sequence behind what
-it holds. Room is made by doubling (full) or by moving the window to the front (sliding), so a row is copied O(1) times
-on average and no step copies the prefix. Without `commit`, the layers behave as transformers' own dynamic ones.
+`update` appends the T rows of a step after all columns. `commit` moves the accepted rows of each sequence to the end of
+its committed part. A full layer makes room by doubling, a sliding layer by moving its window to the front. So a row is
+copied O(1) times on average, and no step copies the prefix. Without `commit`, the layers behave like transformers' own.
 
-Layers that keep a state instead of positions (recurrent, short convolution) are transformers' own. They cannot be cut
-back to an accepted prefix, so they are put back to before the step, and the accepted tokens are computed once more,
-ahead of the next step's.
+Layers that keep a state instead of positions (recurrent, short convolution) are transformers' own. A state cannot be
+cut back to an accepted prefix. So it is restored to what it was before the step, and the accepted tokens are computed
+again, ahead of the next step.
 """
 
 import copy
@@ -33,10 +33,10 @@ FIRST_CAPACITY = 256  # columns
 
 @dataclass(frozen=True)
 class Accepted:
-    """Which rows of a step are kept, flat over the sequences of the batch.
+    """The rows of a step that are kept, in one list for all sequences of the batch.
 
-    sequences, rows, places: int64 [n]; row ``rows[i]`` of the step becomes position ``places[i]`` after what sequence
-    ``sequences[i]`` holds. counts: int64 [batch], how many each keeps.
+    sequences, rows, places: int64 [n]. Row ``rows[i]`` of sequence ``sequences[i]`` goes ``places[i]`` columns behind
+    the committed part of that sequence. counts: int64 [batch], rows that each sequence keeps.
     """
 
     sequences: np.ndarray
@@ -47,7 +47,7 @@ class Accepted:
 
     @classmethod
     def of(cls, paths: list[list[int]]) -> "Accepted":
-        """paths: for each sequence, rising indices into its step."""
+        """paths: ascending row indices for each sequence."""
         counts = np.array([len(path) for path in paths], np.int64)
         rows = np.array([row for path in paths for row in path], np.int64)
         places = np.array([place for path in paths for place in range(len(path))], np.int64)
@@ -56,10 +56,10 @@ class Accepted:
     def moves(
         self, base: int, gaps: np.ndarray, device: torch.device
     ) -> tuple[tuple[torch.Tensor, ...] | None, int, np.ndarray]:
-        """What becomes of a layer that had ``base`` columns in use before the step, and these gaps.
+        """Find the moves of a layer that had ``base`` columns in use, and these gaps, before the step.
 
-        Returns sequences, source and target columns, int64 [n] each on ``device``, of what has to be moved, or None
-        where nothing has; the columns then in use; the gaps, int64 [batch]. Layers that are alike ask once.
+        Returns the moves (sequences, source columns, target columns: int64 [n] each on ``device``) or None if there
+        are none; the columns then in use; and the gaps, int64 [batch]. Equal layers share one computation.
         """
         key = base, gaps.tobytes(), device
         if key not in self._moves:
@@ -73,7 +73,7 @@ class Accepted:
 
 
 class InPlaceLayer(CacheLayerMixin):
-    """Keys and values of all positions, for layers that attend to everything (or mask by chunk)."""
+    """Keys and values of all positions, for layers that attend to all of them or to chunks."""
 
     is_sliding = False
     is_croppable = True
@@ -81,17 +81,17 @@ class InPlaceLayer(CacheLayerMixin):
     _values: torch.Tensor
 
     def __init__(self, expected_length: int = 0):
-        """expected_length: positions that will be held if all goes as asked; saves growing."""
+        """expected_length: positions to make room for at first, so that the buffers need not grow."""
         self._capacity = max(expected_length, FIRST_CAPACITY)
         self.reset()
 
     def reset(self) -> None:
         self.is_initialized = False
-        self._keys = self._values = None  # type: ignore[assignment]  # nobody reads them until is_initialized
-        self.columns = 0  # in use, those of the last step included until it is committed
-        self.base = 0  # in use before the last update
-        self.gaps = np.zeros(1, np.int64)  # [batch], or [1] while all sequences are alike
-        self.starts = np.zeros(1, np.int64)  # [batch] or [1]: position held by the first column
+        self._keys = self._values = None  # type: ignore[assignment]  # not read until is_initialized
+        self.columns = 0  # Columns in use, with those of a step that is not committed yet.
+        self.base = 0  # Columns in use before the last update.
+        self.gaps = np.zeros(1, np.int64)  # [batch], or [1] while all sequences are equal
+        self.starts = np.zeros(1, np.int64)  # [batch] or [1]: position in the first column
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -100,39 +100,39 @@ class InPlaceLayer(CacheLayerMixin):
 
     @staticmethod
     def _allocate(capacity: int, *like: torch.Tensor) -> list[torch.Tensor]:
-        with torch.inference_mode(False):  # what is made in inference mode can never be written to outside of it
+        with torch.inference_mode(False):  # tensors made in inference mode can never be written to outside of it
             return [states.new_empty((*states.shape[:2], capacity, states.shape[3])) for states in like]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [batch, heads, T, head_dim] and return views of all keys and values that the layer shows."""
+        """Append states [batch, heads, T, head_dim]. Return views of all keys and values that the layer shows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[-2]
         self.make_room(new)
         begin, seen = self.columns, self.seen()
-        self._keys.narrow(2, begin, new).copy_(key_states)  # cheaper than an index
+        self._keys.narrow(2, begin, new).copy_(key_states)  # cheaper than indexing
         self._values.narrow(2, begin, new).copy_(value_states)
         self.base, self.columns = begin, begin + new
         shown = 2, begin - seen, seen + new
         return self._keys.narrow(*shown), self._values.narrow(*shown)
 
     def make_room(self, new: int) -> None:
-        """See to it that the next update may have ``new`` rows; which columns it shows may change by this."""
+        """Make room for an update of ``new`` rows. This may change the columns that the update shows."""
         if self.columns + new > self._keys.shape[-2]:
             all_columns = np.zeros(1, np.int64), np.array([self.columns])
             self._move(*all_columns, max(2 * self._keys.shape[-2], self.columns + new))
 
     def skip(self, count: int) -> None:
-        """Hold ``count`` further columns of zeros, as if computed; for measuring what it costs to attend to them."""
+        """Append ``count`` columns of zeros, to measure the cost of attending to them."""
         self.make_room(count)
         for buffer in (self._keys, self._values):
             buffer[:, :, self.columns : self.columns + count] = 0
         self.columns += count
 
     def _move(self, begins: np.ndarray, ends: np.ndarray, capacity: int) -> None:
-        """Move columns begins[b]..ends[b]-1 of each sequence to the front of new buffers."""
+        """Move columns begins[b]..ends[b]-1 of each sequence b to the front of new buffers."""
         old = self._keys, self._values
         self._keys, self._values = self._allocate(capacity, *old)
         everything, columns = slice(None), int((ends - begins).max())
@@ -140,12 +140,12 @@ class InPlaceLayer(CacheLayerMixin):
             sequence = everything if len(begins) == 1 else b
             for new_buffer, old_buffer in zip((self._keys, self._values), old, strict=True):
                 new_buffer[sequence, :, : end - begin] = old_buffer[sequence, :, begin:end]
-                # A hidden column still takes part in sums, with weight 0: it must be finite.
+                # A hidden column takes part in sums with weight 0, so it must be finite.
                 new_buffer[sequence, :, end - begin : columns] = 0
 
     @property
     def held(self) -> np.ndarray:
-        """Columns that each sequence fills, int64 [batch] or [1]."""
+        """Columns that each sequence fills: int64 [batch] or [1]."""
         return self.columns - self.gaps
 
     @property
@@ -154,40 +154,40 @@ class InPlaceLayer(CacheLayerMixin):
         return int((self.starts + self.held).max())
 
     def seen(self) -> int:
-        """Columns in use that the next update will show."""
+        """Number of columns in use that the next update will show."""
         return self.columns
 
     def positions_shown(self) -> np.ndarray:
-        """Position of each column that the next update will show, int64 [batch or 1, seen]; -1 in a gap."""
+        """Positions of the columns that the next update will show: int64 [batch or 1, seen], -1 in a gap."""
         columns = np.arange(self.columns - self.seen(), self.columns)
         return np.where(columns < self.held[:, None], self.starts[:, None] + columns, -1)
 
     def commit(self, accepted: Accepted) -> None:
-        """Keep the accepted rows of the last update, in their order, and forget its other rows."""
+        """Keep the accepted rows of the last update, in their order. Drop its other rows."""
         moves, self.columns, self.gaps = accepted.moves(self.base, self.gaps, self.device)
         if moves is not None:
             sequences, sources, targets = moves
             for buffer in (self._keys, self._values):
-                if len(accepted.counts) == 1:  # what is moved comes last, which is cheaper than by an index
+                if len(accepted.counts) == 1:  # all moved rows end up last: cheaper than indexing
                     last = buffer.narrow(2, self.columns - len(sources), len(sources))
                     last.copy_(buffer.index_select(2, sources))
                 else:
                     buffer[sequences, :, targets] = buffer[sequences, :, sources]
-        if self.dtype == torch.float16:  # a rejected guess may have overflowed, and a gap must be finite
+        if self.dtype == torch.float16:  # a rejected guess may have overflowed, but a gap must be finite
             for b in np.flatnonzero(self.gaps):
                 for buffer in (self._keys, self._values):
                     buffer[b, :, self.columns - self.gaps[b] : self.columns] = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` positions (transformers counts them as a negative number)."""
-        if not self.is_initialized:  # it uses another layer's keys and values
+        """Drop the last ``-tokens_to_remove`` positions: transformers passes a negative number."""
+        if not self.is_initialized:  # the layer uses another layer's keys and values
             return
         if tokens_to_remove > 0 or -tokens_to_remove > self.length:
             raise ValueError(f"crop({tokens_to_remove}) must lie between -{self.length} and 0")
         self.columns += tokens_to_remove
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these sequences of the batch, in this order."""
+        """Keep only these sequences of the batch, in this order."""
         if not self.is_initialized:
             return
         sequences = torch.as_tensor(indices, device=self.device)
@@ -206,10 +206,10 @@ class InPlaceLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(self._keys.shape[0]).repeat_interleave(repeats))
 
     def stack(self, layers: list["InPlaceLayer"], offsets: list[int] | None = None) -> None:
-        """Become the batch of ``layers``, of one sequence each and of this layer's kind.
+        """Become the batch of ``layers``. Each of them holds one sequence and is of this layer's class.
 
-        offsets: where not given, each sequence begins at column 0 and the shorter ones end in a gap. If given, position
-        i of sequence b stands at column offsets[b] + i, as plain decoding lays out left-padded sequences.
+        offsets: without them, each sequence begins at column 0, and the shorter ones end in a gap. With them, position
+        i of sequence b is in column offsets[b] + i, as in plain decoding of left-padded sequences.
         """
         lengths = np.array([layer.length for layer in layers])
         seen = np.array([layer.seen() for layer in layers])
@@ -218,7 +218,7 @@ class InPlaceLayer(CacheLayerMixin):
         self.starts, self.gaps = lengths - seen, self.columns - seen
         targets = np.zeros(len(layers), np.int64)
         if offsets is not None:
-            # A sequence that ended early may have nothing left among the columns that are still seen.
+            # A sequence that ended early may have no column left among those that are still seen.
             self.columns = self.base = min(int(ends.max()), self._most_seen())
             self.starts, self.gaps = np.array([int(ends.max()) - self.columns]), np.zeros(1, np.int64)
             targets = ends - seen - self.starts
@@ -237,10 +237,10 @@ class InPlaceLayer(CacheLayerMixin):
         return 2**62
 
     def states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the columns in use, once there are any."""
+        """Keys and values of the columns in use. The layer must be initialized."""
         return self._keys[:, :, : self.columns], self._values[:, :, : self.columns]
 
-    @property  # which transformers has as attributes
+    @property  # transformers reads keys and values as attributes
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         return self.states()[0] if self.is_initialized else None
 
@@ -255,12 +255,12 @@ class InPlaceLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys shown, position of the first) for a coming update of ``query_length`` rows."""
+        """Return (keys shown, position of the first of them) for the next update, of ``query_length`` rows."""
         return self.seen() + query_length, self.length - self.seen()
 
 
 class SlidingLayer(InPlaceLayer):
-    """Keys and values of the last ``window`` - 1 positions and of the step under way."""
+    """Keys and values of the last ``sliding_window`` - 1 positions and of the current step."""
 
     is_sliding = True
 
@@ -277,7 +277,7 @@ class SlidingLayer(InPlaceLayer):
     def make_room(self, new: int) -> None:
         capacity = self._keys.shape[-2]
         wanted = 2 * (self.sliding_window + new)
-        # Too small, or big from a long prompt.
+        # The buffers are too small, or too large since a long prompt.
         if self.columns + new > capacity or capacity > 2 * max(wanted, FIRST_CAPACITY):
             held = self.held
             seen = np.minimum(held, self._most_seen())
@@ -298,42 +298,38 @@ class LookaheadCache(Cache):
     """One layer for each layer of the model."""
 
     def __init__(self, layers: list, lengths: list[int] | None = None):
-        """lengths: positions that each sequence of the batch holds already; one empty sequence if not given."""
+        """lengths: positions that each sequence holds already. Default: one empty sequence."""
         super().__init__(layers=layers)
         self.lengths = lengths or [0]
-        """Positions accepted, the place of the next step's root."""
+        """Accepted positions of each sequence. The next step's root stands at this position."""
         self.replay: list[int] = []
-        """Tokens of the last of these positions, which the layers do not hold and the next pass computes again."""
+        """The last accepted tokens, if the layers do not hold them. The next pass computes them again."""
         self._in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
         self._with_state = [x for x in layers if not isinstance(x, InPlaceLayer) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []
 
     def begin(self, new: int) -> None:
-        """Make room for a pass over ``new`` rows, and note the states that `commit` may have to go back to."""
+        """Make room for a pass over ``new`` rows, and copy the states that `commit` may have to restore."""
         for layer in self._in_place:
             if layer.is_initialized:
                 layer.make_room(new)
         self._before = [_copy_of_state(vars(layer)) for layer in self._with_state]
 
     def commit(self, steps: list[Step], paths: list[list[int]]) -> None:
-        """Keep rows ``paths[b]`` of the last pass's ``steps[b]``, rising indices that start with the root's 0."""
-        lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+        """Keep rows ``paths[b]`` of the last pass's ``steps[b]``: ascending indices, beginning with the root's 0."""
+        lengths, replay = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)], []
         if self._with_state:
-            paths, replay = self._commit_state(steps[0], paths[0])
-        else:
-            replay = []
+            step, path = steps[0], paths[0]
+            if len(path) == len(step):
+                paths = [list(range(len(self.replay) + len(path)))]
+            else:
+                self._restore_states()
+                paths, replay = [[]], self.replay + step.ids[path].tolist()
         accepted = Accepted.of(paths)
         for layer in self._in_place:
-            if layer.is_initialized:  # not where another layer's keys and values are used
+            if layer.is_initialized:  # it is not if it uses another layer's keys and values
                 layer.commit(accepted)
         self.lengths, self.replay, self._before = lengths, replay, []
-
-    def _commit_state(self, step: Step, path: list[int]) -> tuple[list[list[int]], list[int]]:
-        """The path that layers with positions have to keep, and the tokens to compute again."""
-        if len(path) == len(step):
-            return [list(range(len(self.replay) + len(path)))], []
-        self._restore_states()
-        return [[]], self.replay + step.ids[path].tolist()
 
     def _restore_states(self) -> None:
         for layer, state in zip(self._with_state, self._before, strict=bool(self._before)):
@@ -341,23 +337,23 @@ class LookaheadCache(Cache):
         self._before = []
 
     def skip(self, count: int) -> None:
-        """Pretend to ``count`` further positions (`InPlaceLayer.skip`), where layers hold all positions."""
+        """Pretend to hold ``count`` more positions, with zeros in the full layers (`InPlaceLayer.skip`)."""
         for layer in self._in_place:
             if type(layer) is InPlaceLayer and layer.is_initialized:
                 layer.skip(count)
         self.lengths = [length + count for length in self.lengths]
 
     def rewind(self, length: int) -> None:
-        """Go back to ``length`` positions of one sequence, after a pass or commit that may be half done.
+        """Cut the full layers of one sequence back to ``length`` positions, even after half a pass or half a commit.
 
-        Sliding layers and states cannot: they must be copies of what is to be kept.
+        Sliding layers and states cannot be cut back. They are left as they are, so they must be copies.
         """
         for layer in self._in_place:
             if type(layer) is InPlaceLayer:
                 layer.columns, layer.gaps = length - int(layer.starts[0]), np.zeros(1, np.int64)
 
     def sequence(self, b: int) -> "LookaheadCache":
-        """A cache of sequence ``b`` alone; of a batch, a copy."""
+        """Return a cache of sequence ``b`` alone: this one if it holds one sequence, else a copy."""
         if len(self.lengths) == 1:
             return self
         one = LookaheadCache([copy.copy(layer) for layer in self.layers], self.lengths)
@@ -365,12 +361,12 @@ class LookaheadCache(Cache):
         return one
 
     def select(self, sequences: list[int]) -> None:
-        """Keep these sequences of the batch."""
+        """Keep only these sequences of the batch."""
         self.batch_select_indices(torch.tensor(sequences))
         self.lengths = [self.lengths[b] for b in sequences]
 
     def stack(self, caches: list["LookaheadCache"], offsets: list[int] | None = None) -> None:
-        """Become the batch of ``caches``, of one sequence each (`InPlaceLayer.stack`)."""
+        """Become the batch of ``caches``, each of one sequence (`InPlaceLayer.stack`)."""
         for layers in zip(self.layers, *(cache.layers for cache in caches), strict=True):
             if isinstance(layers[0], InPlaceLayer) and layers[1].is_initialized:
                 layers[0].stack(list(layers[1:]), offsets)
@@ -378,7 +374,7 @@ class LookaheadCache(Cache):
 
 
 def _copy_of_state(value: Any) -> Any:
-    """Copy of a layer's attributes; keys and values are shared, for transformers appends to them by making new ones."""
+    """Copy a layer's attributes. Keys and values are shared: transformers appends to them by making new ones."""
     if isinstance(value, dict):
         return {k: v if str(k).endswith(("keys", "values")) else _copy_of_state(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Which layers a model has, as its configuration and its classes tell."""
+"""Reads from a model's configuration and classes which layers it has."""
 
 import inspect
 
@@ -12,7 +12,10 @@ from lookahead.step import Visibility
 
 
 def read_config(model: PreTrainedModel) -> ModelAdapter:
-    """Kinds of layers, as the cache that transformers would make for this model tells them."""
+    """Make a first adapter, not yet probed, from the cache that transformers would make for this model.
+
+    Raises UnsupportedModelError if there is no such cache.
+    """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
@@ -20,17 +23,18 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
     cache_argument = next((argument for argument in CACHE_ARGUMENTS if argument in arguments), None)
     try:
         theirs = DynamicCache(config=config).layers
-    except Exception as error:  # configurations that transformers' own cache does not know either
+    except Exception as error:  # transformers' own cache does not know this configuration either
         raise UnsupportedModelError(
             f"{name} does not say what its layers cache: {error!r}. Its own generate() still works."
         ) from error
     if cache_argument is None or not theirs:
         raise UnsupportedModelError(
-            f"{name} keeps what its {config.model_type} layers remember in a cache of its own, which cannot be "
-            "taken back to an accepted prefix, so no guess can be verified. Its own generate() still works."
+            f"{name} cannot verify guesses: its {config.model_type} layers use a cache of their own, which cannot be "
+            "cut back to an accepted prefix. Its own generate() still works."
         )
     chunk = getattr(config, "attention_chunk_size", None)
     layers: list[Visibility | None] = []
+    has_state = False
     for index, layer in enumerate(theirs):
         kind = types[index] if types else "full_attention"
         if type(layer) is DynamicLayer:
@@ -40,10 +44,7 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
             layers.append(Visibility(chunk=chunk) if is_chunk else Visibility(window=layer.sliding_window))
         else:
             layers.append(None)
-    has_state = any(
-        visibility is None and type(layer).__name__ != "DummyLayer"
-        for visibility, layer in zip(layers, theirs, strict=True)
-    )
+            has_state = has_state or type(layer).__name__ != "DummyLayer"
     mask_of = None
     if types and len({v for v in layers if v is not None}) > 1:
         mask_of = {kind: v for kind, v in zip(types, layers, strict=False) if v is not None}
@@ -57,35 +58,35 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
         in_inference_mode=not has_state and not _changes_rope(config),
         can_branch=(
             attention_implementation(model.config) in ("sdpa", "eager")
-            and not _goes_by_columns(config)
+            and not _depends_on_columns(config)
             and not has_state
         ),
     )
 
 
 def _changes_rope(config: PreTrainedConfig) -> bool:
-    """Whether a pass may give the model other rotary frequencies, which it then keeps."""
+    """Whether a pass may change the model's rotary frequencies, which then stay changed."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
 
 
 def is_compiled_by_user(model: PreTrainedModel) -> bool:
-    """Whether somebody has compiled the model, or a part of it. What is compiled does not see that a pass is ours."""
+    """Whether the user has compiled the model or a part of it. Compiled code cannot tell that a pass is ours."""
     return any(is_compiled(module) for module in model.modules())
 
 
 def looks_up_sdpa(model: PreTrainedModel) -> bool:
-    """Whether modules of the model look up their attention with transformers, by the name "sdpa"."""
+    """Whether any module of the model asks transformers for the attention named "sdpa"."""
     configs = (getattr(module, "config", None) for module in model.modules())
     has_sdpa = any(attention_implementation(config) == "sdpa" for config in configs)
     return looks_up_attention(model) and has_sdpa
 
 
-def _goes_by_columns(config: PreTrainedConfig) -> bool:
-    """Whether attention depends on a key's column in the cache, which for a tree is not its position.
+def _depends_on_columns(config: PreTrainedConfig) -> bool:
+    """Whether attention depends on a key's column in the cache. In a tree, columns are not positions.
 
-    The probe would see a bias by distance (ALiBi), but not a window that is longer than its few tokens.
+    The probe would notice a bias by distance (ALiBi), but not a window longer than the probe's few tokens.
     """
     attention = getattr(config, "attn_config", None)
     return bool(
@@ -98,7 +99,7 @@ def _goes_by_columns(config: PreTrainedConfig) -> bool:
 
 
 def state_layers(adapter: ModelAdapter) -> str:
-    """Indices, type and class of the layers that keep a state."""
+    """Name the layers that keep a state: indices, type and class."""
     types = getattr(adapter.config, "layer_types", None) or [adapter.config.model_type] * 2**10
     kinds: dict[str, list[str]] = {}
     for index, layer in enumerate(adapter.make_cache().layers):
