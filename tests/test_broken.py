@@ -263,7 +263,7 @@ def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
     """A defect of the masks costs the branches; one of the cache or of all positions leaves nothing to decode with."""
     model = tiny_model(DEFECTS[plant]).to(dtype)
     before = capabilities.find_adapter(model)
-    capabilities._adapters.clear()
+    capabilities._found.clear()
     plant(monkeypatch)
     try:
         after = capabilities.find_adapter(model)

@@ -156,7 +156,7 @@ def test_recurrent_models_are_refused(tmp_path):
     load(None)[1].save_pretrained(tmp_path)
     result = run(PROMPT, "--model", str(tmp_path))
     assert result.exit_code != 0
-    assert "A state is kept by its layers 0, 1 (linear_attention" in result.stderr
+    assert "Its layers 0, 1 (linear_attention" in result.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")

@@ -435,7 +435,7 @@ def test_things_that_are_not_causal_lms():
 def test_recurrent_models_that_forget_their_state_are_refused_by_layer():
     """Given several tokens at once, these start from nothing again."""
     mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(UnsupportedModelError, match=r"state is kept by its layers 0 \("):
+    with pytest.raises(UnsupportedModelError, match=r"Its layers 0 \("):
         lookahead.wrap(mamba)
     jamba = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "num_experts": 2}
     with pytest.raises(UnsupportedModelError, match=r"layers 0 \(linear_attention, LinearAttentionLayer\)"):

@@ -1,1 +1,1 @@
-"""Kernels of our own for CPUs."""
+"""Our own kernels for CPUs."""

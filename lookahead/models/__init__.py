@@ -1,1 +1,1 @@
-"""What a model's layers can do, their attention and their cache."""
+"""A model's layers: their attention, their cache and their masks."""

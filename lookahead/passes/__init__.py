@@ -1,1 +1,1 @@
-"""How a forward pass is run, what it costs, and whether it says what the model says."""
+"""How a pass is run, what it costs, and whether its logits are those of plain decoding."""

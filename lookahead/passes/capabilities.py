@@ -1,11 +1,13 @@
-"""What a model can do: its adapter is read from the configuration, then tried out, once for each way of computing.
+"""What a model can do. Its configuration suggests an adapter, and a probe tries it out once for each way of computing.
 
-Configuration says what kind of layers there are; a probe (`probe`) then compares a branching step with plain decoding,
-because a model may accept a custom mask and ignore it.
+The configuration says what kinds of layers there are. The probe (`probe`) then compares a branching step with plain
+decoding, because a model may accept a custom mask and ignore it.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -19,83 +21,86 @@ from lookahead.passes.runner import EagerRunner
 
 logger = logging.getLogger(__name__)
 
-_adapters: WeakKeyDictionary[PreTrainedModel, dict[tuple, ModelAdapter]] = WeakKeyDictionary()
-_batches: WeakKeyDictionary[PreTrainedModel, dict[tuple, bool]] = WeakKeyDictionary()
-_without_cache: WeakKeyDictionary[PreTrainedModel, dict[str | None, bool]] = WeakKeyDictionary()
-_compiles: WeakKeyDictionary[PreTrainedModel, set[tuple]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary()
+
+
+def _once(model: PreTrainedModel, key: tuple, find: Callable[[], Any]) -> Any:
+    """Return the result of ``find``, which is called once for each model and key."""
+    found = _found.setdefault(model, {})
+    if key not in found:
+        found[key] = find()
+    return found[key]
 
 
 def find_adapter(model: PreTrainedModel, cpu_kernels: bool = True) -> ModelAdapter:
-    """Adapter of ``model``, probed once for each attention implementation, as its passes will run.
+    """Return the adapter of ``model``, probed once for each way of computing.
 
-    cpu_kernels: use kernels of our own on a CPU.
-    Raises UnsupportedModelError where output identical to the model's own cannot be had.
+    cpu_kernels: use our own kernels on a CPU.
+    Raises UnsupportedModelError if lookahead cannot give the model's own output.
     """
-    known = _adapters.setdefault(model, {})
-    way = _way(model, cpu_kernels)
-    if way not in known:
-        known[way] = _try_ways(model, cpu_kernels)
-    return known[way]
+    return _once(model, ("adapter", *_way(model, cpu_kernels)), lambda: _try_ways(model, cpu_kernels))
 
 
 def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
-    """Why passes of ``model`` are not compiled, or None: they are, and say what its own passes say.
+    """Say why passes of ``model`` are not compiled; None if they are, and their logits are right.
 
-    Probed once for each way of computing. The first reason is warned of, and holds from then on.
+    Probed once for each way of computing. The first failure is final, with a warning.
     """
-    known, way = _compiles.setdefault(model, set()), _way(model, adapter.uses_kernels)
-    if way not in known and compiled.why_not(model) is None:
-        known.add(way)
-        reason: str | None = "it does not take our attention"
-        if adapter.splits_attention and adapter.takes_position_ids:
-            reason = probe.compare_with_plain(compiled.CompiledRunner(model, adapter))
-        if reason is not None:
-            compiled.give_up(model, reason)
+    if compiled.why_not(model) is None:
+        _once(model, ("compiled", *_way(model, adapter.uses_kernels)), lambda: _try_compiled(model, adapter))
     return compiled.why_not(model)
 
 
 def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether sequences of several lengths can share a pass, probed once for each attention implementation."""
-    known = _batches.setdefault(model, {})
-    way = attention_implementation(model.config), adapter.uses_kernels
-    if way not in known:
-        runner = EagerRunner(model, adapter)
-        known[way] = adapter.can_branch and probe.compare_with_plain(runner, sequences=2) is None
-    return known[way]
+    """Whether sequences of different lengths can share a pass. Probed once for each attention implementation."""
+
+    def probe_batch() -> bool:
+        return adapter.can_branch and probe.compare_with_plain(EagerRunner(model, adapter), sequences=2) is None
+
+    return _once(model, ("batch", attention_implementation(model.config), adapter.uses_kernels), probe_batch)
 
 
 def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether plain passes over all of a text say what plain decoding on a cache does, probed once for each attention
-    implementation. They do not where attention is not causal."""
-    known = _without_cache.setdefault(model, {})
-    implementation = attention_implementation(model.config)
-    if implementation not in known:
-        known[implementation] = probe.is_same_without_cache(model, adapter)
-    return known[implementation]
+    """Whether plain passes over the whole text give the logits of plain decoding on a cache, as causal attention does.
+
+    Probed once for each attention implementation.
+    """
+    key = "no cache", attention_implementation(model.config)
+    return _once(model, key, lambda: probe.is_same_without_cache(model, adapter))
 
 
 def _way(model: PreTrainedModel, cpu_kernels: bool) -> tuple:
-    """All that can change how a model computes while it lives."""
+    """All that can change how a model computes during its life."""
     has_products = cpu_kernels and products.are_installed(model)
     return attention_implementation(model.config), cpu_kernels, has_products, is_compiled_by_user(model)
 
 
+def _try_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> None:
+    """Give compiled passes up unless their logits are right."""
+    reason: str | None = "it does not take our attention"
+    if adapter.splits_attention and adapter.takes_position_ids:
+        reason = probe.compare_with_plain(compiled.CompiledRunner(model, adapter))
+    if reason is not None:
+        compiled.give_up(model, reason)
+
+
 def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
+    """Return the fastest adapter that passes the probe, or raise UnsupportedModelError."""
     name = type(model).__name__
     adapter = replace(read_config(model), uses_kernels=cpu_kernels)
     if adapter.in_inference_mode and not probe.takes_inference_mode(model, adapter):
         adapter = replace(adapter, in_inference_mode=False)
     adapter = replace(adapter, row_dependence=probe.row_dependence(model, adapter))
-    chain = replace(adapter, can_branch=False)
-    ways = {"single chains": chain}
+    ways = {}
     if adapter.can_branch:
-        ways = {"trees": adapter, **ways}
         if looks_up_sdpa(model) and not is_compiled_by_user(model):
-            ways = {"split attention": replace(adapter, splits_attention=True), **ways}
+            ways["split attention"] = replace(adapter, splits_attention=True)
+        ways["trees"] = adapter
+    ways["single chains"] = replace(adapter, can_branch=False)
     given_up: list[str] = []
     reason: str | None = None
     for what, way in ways.items():
-        if way is chain and adapter.can_branch:
+        if what == "single chains" and adapter.can_branch:
             logger.warning("%s: %s. Guesses will be a single chain, without a Jacobi window.", name, reason)
         reason = probe.compare_with_plain(EagerRunner(model, way))
         if reason is not None and cpu_kernels:
@@ -111,7 +116,7 @@ def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         reason = "later tokens change the logits of earlier ones"
         remedy = "Loading it with is_decoder=True may make its attention causal"
     elif adapter.has_state:
-        remedy = f"A state is kept by its layers {state_layers(adapter)}"
+        remedy = f"Its layers {state_layers(adapter)} keep a state"
     else:
         others = [repr(other) for other in ("sdpa", "eager") if other != implementation]
         remedy = f"Loading it with attn_implementation={' or '.join(others)} may help"

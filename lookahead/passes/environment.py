@@ -1,4 +1,4 @@
-"""The environment that times hold in."""
+"""The environment of a measurement."""
 
 import platform
 from pathlib import Path
@@ -11,7 +11,7 @@ from lookahead import __version__
 
 
 def environment(model: PreTrainedModel) -> dict[str, str | int]:
-    """What a figure depends on beside the model and the command."""
+    """What a measurement depends on, apart from the model and the command."""
     return {
         "processor": processor(model.device),
         "threads": torch.get_num_threads(),
@@ -24,7 +24,7 @@ def environment(model: PreTrainedModel) -> dict[str, str | int]:
 
 
 def processor(device: torch.device) -> str:
-    """Name of the processor or of the GPU."""
+    """Name of the processor or the GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

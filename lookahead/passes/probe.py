@@ -1,4 +1,4 @@
-"""Experiments on a model: does a pass say what plain decoding, one token a pass, says?"""
+"""Tries a model out: do the logits of a pass agree with plain decoding, which computes one token in a pass?"""
 
 import copy
 from collections.abc import Iterator
@@ -8,20 +8,19 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from lookahead.models.adapter import ModelAdapter, device_of
+from lookahead.models.adapter import ModelAdapter, device_of, vocabulary_of
 from lookahead.models.cache import InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import is_half, relative_error, row_errors, tolerance
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import Step, lay_out
 from ngram_pool import GuessTree, Source
 
-# Error of a middling row from which on it comes of no quantization: a cache is ignored, say.
-GROSS_ERROR = 0.2
+GROSS_ERROR = 0.2  # A median error this large does not come from rounding. The model ignores its cache, for example.
 
 
 @contextmanager
 def _as_in_generate(model: PreTrainedModel) -> Iterator[None]:
-    """Without gradients and without dropout."""
+    """Run the block without gradients and without dropout."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -33,40 +32,39 @@ def _as_in_generate(model: PreTrainedModel) -> Iterator[None]:
 
 
 def takes_inference_mode(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """False where tensors of the model's own refuse it (weights quantized by some libraries do)."""
+    """Whether the model runs in inference mode. Weights that some libraries have quantized do not."""
     try:
         with _as_in_generate(model), torch.inference_mode():
             _plain_logits(model, adapter, torch.zeros(1, 2, dtype=torch.long))
-    except (torch.OutOfMemoryError, MemoryError):  # says nothing of the model
+    except (torch.OutOfMemoryError, MemoryError):  # this says nothing about the model
         raise
-    except Exception:  # what else is wrong, the probe will say
+    except Exception:  # if the model fails for another reason, the probe will tell
         return False
     return True
 
 
 def row_dependence(model: PreTrainedModel, adapter: ModelAdapter) -> float:
-    """`ModelAdapter.row_dependence`.
+    """Measure `ModelAdapter.row_dependence`.
 
-    Of several sequences, which no attention mixes, each is computed with the others and alone; one of them, where
-    attention is causal, at once and one token a pass. (Not where a state is kept: scans and steps sum otherwise.) A row
-    that a router sends elsewhere by rounding does not count: in full precision that hardly happens twice, in half
-    precision not to most rows.
+    Several sequences are computed in one batch, and each alone. If attention is causal, one sequence is also computed
+    in one pass, and token by token. (Not if layers keep a state, because scans and steps sum in another order.)
+    Rounding alone may make a router send a row to another expert. That does not count: in full precision it hardly
+    happens in both rounds, and in half precision the median ignores it.
     """
     rng = np.random.default_rng(1)
-    takes_turns = is_causal(model, adapter) and not adapter.has_state
+    token_by_token = is_causal(model, adapter) and not adapter.has_state
     found = []
     for _ in range(2):
-        tokens = torch.from_numpy(rng.integers(0, _vocabulary(model), (4, 16)))
+        tokens = torch.from_numpy(rng.integers(0, vocabulary_of(model), (4, 16)))
         try:
             with _as_in_generate(model):
-                errors = _errors_beside_others(model, adapter, tokens)
-                at_once = _errors_at_once(model, adapter, tokens[:1]) if takes_turns else errors[:0]
+                errors = _batch_errors(model, adapter, tokens)
+                if token_by_token:
+                    errors = torch.cat([errors, _unless_gross(_prefill_errors(model, adapter, tokens[:1]))])
         except (torch.OutOfMemoryError, MemoryError):
             raise
-        except Exception:  # a model that takes no batches, or nothing: the probe will say
+        except Exception:  # the model takes no batches, or nothing at all, which the probe will tell
             return 0.0
-        if len(at_once) and at_once.median() < GROSS_ERROR:
-            errors = torch.cat([errors, at_once])
         found.append((errors.median() if is_half(model.dtype) else errors.max()).item())
         if not found[-1] > tolerance(model.dtype):
             return 0.0
@@ -74,14 +72,14 @@ def row_dependence(model: PreTrainedModel, adapter: ModelAdapter) -> float:
 
 
 def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether what follows a token leaves its logits as they are, in a pass of the model's own."""
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, _vocabulary(model), (1, 12)))
+    """Whether a token's logits are independent of the tokens after it. True if the model's own pass fails."""
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (1, 12)))
     try:
         with _as_in_generate(model):
             logits = _plain_logits(model, adapter, tokens)
             tokens[0, 6:] = tokens[0, 6:].flip(0)
             other = _plain_logits(model, adapter, tokens)
-    except Exception:  # no pass, so no answer: what the probe said stands, as it does where all is NaN
+    except Exception:  # the probe has its own reason to refuse the model; so it has if all logits are NaN
         return True
     if logits.isnan().any():
         return True
@@ -89,53 +87,54 @@ def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
 
 
 def is_same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """`same_without_cache`, by a prompt of 8 tokens and 4 more."""
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, _vocabulary(model), (1, 12)))
+    """`capabilities.same_without_cache`, tried with a prompt of 8 tokens and 4 more."""
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (1, 12)))
     with _as_in_generate(model):
         cache = DynamicCache(config=adapter.config)
         cached = [_plain_logits(model, adapter, tokens[:, :8], cache)[0, -1:]]
         cached += [_plain_logits(model, adapter, tokens[:, i : i + 1], cache, i)[0] for i in range(8, 12)]
         at_once = [_plain_logits(model, adapter, tokens[:, : i + 1])[0, -1:] for i in range(7, 12)]
-        noise = _errors_beside_others(model, adapter, tokens.repeat(2, 1)).max().item()
+        noise = _batch_errors(model, adapter, tokens.repeat(2, 1)).max().item()
     rounding = tolerance(model.dtype, max(noise, adapter.row_dependence))
     return relative_error(torch.cat(at_once), torch.cat(cached)) <= rounding
 
 
 def compare_with_plain(runner: EagerRunner, sequences: int = 1) -> str | None:
-    """What is wrong with the passes of ``runner``, or None where they say what plain decoding does.
+    """Say what is wrong with the passes of ``runner``. None: their logits are those of plain decoding.
 
-    sequences: in the batch; their prompts and accepted paths differ in length.
+    sequences: sequences in the batch. Their prompts and accepted paths differ in length.
     """
     try:
         with _as_in_generate(runner.model):
             return _compare_with_plain(runner, sequences)
-    except (torch.OutOfMemoryError, MemoryError):  # says nothing of the model
+    except (torch.OutOfMemoryError, MemoryError):  # this says nothing about the model
         raise
-    except Exception as error:  # whatever a model raises at a mask or cache that it was not written for
+    except Exception as error:  # a model may raise anything if it does not know such a mask or cache
         return f"a step with {'branches' if runner.adapter.can_branch else 'several tokens'} failed with {error!r}"
 
 
 def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
-    """Run prompts, three steps and their commits; compare each row of logits with plain decoding."""
+    """Run prompts, three steps and their commits. Compare each row of logits with plain decoding."""
     model, adapter = runner.model, runner.adapter
-    tokens = np.random.default_rng(0).integers(0, _vocabulary(model), (sequences, 20))
-    tokens[:, 9] += tokens[:, 9] == tokens[:, 8]  # siblings in the first step
-    tokens[:, 9] %= _vocabulary(model)
+    vocabulary = vocabulary_of(model)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (sequences, 20))
+    # Tokens 8 and 9 are siblings in the first step, so they must differ.
+    tokens[:, 9] = (tokens[:, 9] + (tokens[:, 9] == tokens[:, 8])) % vocabulary
     texts = [tokens[b, : 6 - 2 * b].tolist() for b in range(sequences)]
     plans = [_first_step(line, adapter.can_branch, b) for b, line in enumerate(tokens)]
     worst, lines, halves = 0.0, [], []
     caches = [adapter.make_cache() for _ in range(sequences)]
-    theirs = [DynamicCache(config=adapter.config) for _ in range(sequences)]  # of plain decoding
+    theirs = [DynamicCache(config=adapter.config) for _ in range(sequences)]  # for plain decoding
     for text, cache, their in zip(texts, caches, theirs, strict=True):
         prompt = torch.tensor([text], device=device_of(model))
         logits = runner.read(prompt, cache, keep=len(text)).logits
-        if not _holds_rows_of(cache, logits):
+        if not _has_column_for_each(cache, logits):
             return "a pass leaves more or fewer positions in the cache than it has tokens"
         worst = max(worst, relative_error(logits, _plain_logits(model, adapter, prompt, their)[0]))
     cache = adapter.make_cache() if sequences > 1 else caches[0]
     if sequences > 1:
         cache.stack(caches)
-    chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Source.TEXT))  # is accepted whole
+    chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Source.TEXT))  # all of it is accepted
     rounds = [plans, [(chain, [0, 1])] * sequences, [(lay_out(tokens[0, 19], GuessTree.empty()), [0])] * sequences]
     for plan in rounds:
         steps, paths = [step for step, _ in plan], [path for _, path in plan]
@@ -148,7 +147,7 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
             for leaf in set(range(len(step))) - set(step.parents.tolist()):
                 line = [*texts[b], *step.ids[step.ancestors[leaf]]]
                 lines.append(line)
-                if is_half(model.dtype):  # sums over several rows are rounded otherwise
+                if is_half(model.dtype):  # a pass over several rows rounds otherwise than one over a single row
                     branch = expected[torch.from_numpy(step.ancestors[leaf])]
                     of_line = _plain_logits(model, adapter, torch.tensor([line]))[0, -len(branch) :]
                     halves.append(row_errors(of_line, branch))
@@ -157,55 +156,47 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
         cache.commit(steps, paths)
     longest = max(map(len, lines))
     same_length = torch.tensor([[*line, *[0] * (longest - len(line))] for line in lines])
-    noise = _errors_beside_others(model, adapter, same_length).max().item()
-    if adapter.has_state:  # scans and steps sum otherwise
-        noise = max(noise, _largest(_errors_at_once(model, adapter, same_length[-1:])))
-    if halves:  # a token at a wrong position, in a trained model, makes three times as large an error
-        noise = max(noise, _largest(torch.cat(halves)) / 2)
-    if worst <= tolerance(model.dtype, max(noise, adapter.row_dependence)):
+    noise = _batch_errors(model, adapter, same_length)
+    if adapter.has_state:  # scans and steps sum in another order
+        noise = torch.cat([noise, _unless_gross(_prefill_errors(model, adapter, same_length[-1:]))])
+    if halves:  # `tolerance` allows 4 times the noise, but a token at a wrong position is off by only 3 times as much
+        noise = torch.cat([noise, _unless_gross(torch.cat(halves)) / 2])
+    if worst <= tolerance(model.dtype, max(noise.max().item(), adapter.row_dependence)):
         return None
     what = "custom masks, position_ids or cache are" if adapter.can_branch else "the cache is"
     return f"{what} not honoured, its logits differ from plain decoding's by {worst:.1e} of their spread"
 
 
-def _largest(errors: torch.Tensor) -> float:
-    """Largest of the errors between two plain passes; 0 where these do not agree for other reasons than rounding."""
-    return errors.max().item() if errors.median() < GROSS_ERROR else 0.0
+def _unless_gross(errors: torch.Tensor) -> torch.Tensor:
+    """Return the errors between two plain passes, or none of them if something other than rounding made them."""
+    return errors if errors.median() < GROSS_ERROR else errors[:0]
 
 
-def _holds_rows_of(cache: LookaheadCache, logits: torch.Tensor) -> bool:
+def _has_column_for_each(cache: LookaheadCache, logits: torch.Tensor) -> bool:
     """Whether the last pass put a column into every layer for each row of its logits [T, vocabulary]."""
     layers = [layer for layer in cache.layers if isinstance(layer, InPlaceLayer) and layer.is_initialized]
     return all(layer.columns - layer.base == len(logits) for layer in layers)
 
 
 def _first_step(tokens: np.ndarray, can_branch: bool, b: int) -> tuple[Step, list[int]]:
-    """The probe's first step for sequence ``b`` and its accepted path."""
+    """Return the probe's first step for sequence ``b``, and its accepted path."""
     if not can_branch:
         return lay_out(tokens[6], GuessTree.chain(tokens[8:11], Source.TEXT)), [0, 1]
-    # The rejected sibling comes first, so that the accepted path has to be moved.
+    # The rejected sibling comes first, so that the commit has to move the accepted path.
     tree = GuessTree.of(tokens[8:11].tolist(), [-1, -1, 1], Source.TEXT)
     if b > 0:
         return lay_out(tokens[6], tree), [0]
     return lay_out(tokens[6], tree, window=[tokens[11:13], tokens[13:15]]), [0, 2, 3]
 
 
-def _vocabulary(model: PreTrainedModel) -> int:
-    return model.config.get_text_config(decoder=True).vocab_size
-
-
 def _plain_logits(
-    model: PreTrainedModel,
-    adapter: ModelAdapter,
-    ids: torch.Tensor,
-    cache: DynamicCache | None = None,
-    begin: int = 0,
+    model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor, cache: DynamicCache | None = None, begin: int = 0
 ) -> torch.Tensor:
-    """Logits [batch, n, vocabulary] of the model's own pass over ids [batch, n] from position ``begin`` on."""
+    """Return logits [batch, n, vocabulary] of the model's own pass over ids [batch, n], from position ``begin`` on."""
     inputs = {"input_ids": ids.to(device_of(model)), "use_cache": cache is not None}
     if cache is not None:
         inputs[adapter.cache_argument] = cache
-    if adapter.takes_position_ids:  # as generate() does; some would count from their padding token otherwise
+    if adapter.takes_position_ids:  # generate() passes them too; some models count from their padding token without
         positions = torch.arange(begin, begin + ids.shape[1], device=device_of(model))
         inputs["position_ids"] = positions.expand(ids.shape)
     return model(**inputs).logits
@@ -214,9 +205,9 @@ def _plain_logits(
 def _plain_rows(
     model: PreTrainedModel, adapter: ModelAdapter, step: Step, cache: DynamicCache, length: int
 ) -> tuple[torch.Tensor, list[DynamicCache]]:
-    """Plain decoding of each line of a step, one token a pass, on a cache that holds ``length`` positions.
+    """Decode each line of a step plainly, one token in a pass, on a cache that holds ``length`` positions.
 
-    Returns the logits [T, vocabulary], and for each row the cache that it leaves.
+    Returns the logits [T, vocabulary], and for each row the cache after it.
     """
     rows: list[torch.Tensor] = []
     caches: list[DynamicCache] = []
@@ -226,15 +217,15 @@ def _plain_rows(
     return torch.cat(rows), caches
 
 
-def _errors_beside_others(model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor) -> torch.Tensor:
-    """Error of each row (`row_errors`) that comes of computing the sequences ids [batch, n] in one pass."""
+def _batch_errors(model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor) -> torch.Tensor:
+    """Errors of rows (`row_errors`) between one pass over the sequences ids [batch, n] and a pass over each alone."""
     together = _plain_logits(model, adapter, ids)
     alone = torch.cat([_plain_logits(model, adapter, line[None]) for line in ids])
     return row_errors(together.flatten(0, 1), alone.flatten(0, 1))
 
 
-def _errors_at_once(model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor) -> torch.Tensor:
-    """Error of each row (`row_errors`) that comes of computing the tokens ids [1, n] in one pass, not one by one."""
+def _prefill_errors(model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor) -> torch.Tensor:
+    """Errors of rows (`row_errors`) between one pass over the tokens ids [1, n] and a pass over each alone."""
     at_once = _plain_logits(model, adapter, ids, DynamicCache(config=adapter.config))[0]
     cache = DynamicCache(config=adapter.config)
     single = [_plain_logits(model, adapter, token[None, None], cache, i)[0] for i, token in enumerate(ids[0])]

@@ -1,13 +1,11 @@
-"""How a pass is run: a step of each sequence, or a prompt, through the model as it is.
+"""Runs passes over prompts and steps. A runner serves one call of generate():
 
-A runner serves one call of generate():
+    read(new, cache)   compute a prompt, in one pass or several
+    begin(cache)       before the first step: return the cache that all steps will use
+    run(steps, cache)  compute a step of each sequence, in one pass
+    end()              after the last step, even if it failed
 
-    read(new, cache)   a prompt, in one pass or several
-    begin(cache)       before the first step: the cache that the steps work on from now on
-    run(steps, cache)  a step of each sequence, in one pass
-    end()              after the last step, also if one failed
-
-`compiled.CompiledRunner` and `graphs.GraphRunner` run steps faster where they can.
+`EagerRunner` runs the model's own code. `compiled.CompiledRunner` and `graphs.GraphRunner` run some steps faster.
 """
 
 import inspect
@@ -31,39 +29,39 @@ from ngram_pool import GuessTree
 
 @dataclass(frozen=True)
 class Output:
-    """What a pass says."""
+    """The result of a pass."""
 
     logits: torch.Tensor
-    """Of a step, [batch, T, vocabulary]; of a prompt, those of its last tokens, [k, vocabulary]. On the model's device,
-    in its dtype."""
+    """[batch, T, vocabulary] for a step; [k, vocabulary] for the last k tokens of a prompt. On the model's device, in
+    its dtype."""
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Of the layers that were asked for, [batch, T, hidden]; of a prompt, of all tokens, [n, hidden]."""
+    """Output of the requested layers: [batch, T, hidden] for a step; [n, hidden] for all tokens of a prompt."""
 
 
 class EagerRunner:
     """Runs the model's own code."""
 
     name = "eager"
-    """As reports call it."""
+    """The runner's name in reports."""
 
     def __init__(self, model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()):
-        """hidden_states: layers whose output is asked for; 0 is the embedding, 1 the first layer's."""
+        """hidden_states: layers whose output is requested. 0 is the embedding, 1 the first layer."""
         self.model = model
         self.adapter = adapter
-        self._asked = hidden_states
+        self._requested = hidden_states
 
     def begin(self, cache: LookaheadCache) -> LookaheadCache:
-        """What holds the prompts in ``cache``, for the steps to work on. It is not used any more after `end`."""
+        """Return a cache that holds the same prompts, for all steps until `end`."""
         return cache
 
     def end(self) -> None:
-        """No further steps will be run."""
+        """Release what the steps needed. No step follows."""
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
-        """One pass over a step of each sequence.
+        """Run one pass over a step of each sequence.
 
-        T is the length of the longest step; what shorter ones are padded with says nothing.
-        last: for each sequence, the position beyond which no window token is placed (`Step.positions`).
+        T is the length of the longest step. Rows that pad the shorter ones hold nothing useful.
+        last: for each sequence, the last position for window tokens (`Step.positions`).
         """
         adapter, device = self.adapter, device_of(self.model)
         ids, positions, ancestors = pad(steps, cache.lengths, last)
@@ -76,18 +74,18 @@ class EagerRunner:
         inputs = {adapter.cache_argument: cache, "use_cache": True}
         if adapter.takes_position_ids:
             inputs["position_ids"] = tokens[1]
-        # Where chains are all that there is, the model's own mask serves, which the probe has found to be causal.
+        # A chain needs no mask of ours: the model's own is causal, as the probe has found.
         if len(steps) > 1 or (adapter.can_branch and len(steps[0]) > 1):
             inputs["attention_mask"] = adapter.masks(ancestors, positions, cache, self.model.dtype, device)
         with self._in_pass(), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
             output = self.model(input_ids=tokens[0], **inputs, **self._extras())
-            return Output(output.logits[:, again:], {i: output.hidden_states[i][:, again:] for i in self._asked})
+            return Output(output.logits[:, again:], {i: output.hidden_states[i][:, again:] for i in self._requested})
 
     def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
-        """Add the positions of one sequence, its prompt, to its cache; logits of the last ones, at most ``keep``.
+        """Compute the prompt of one sequence into its cache. Return the logits of its last tokens, at most ``keep``.
 
-        new: ids, int64 [1, n], or embeddings [1, n, hidden]. chunk_size: positions of a pass, all of them by default.
-        Raises ValueError if a table of learned positions is too short for them.
+        new: token ids, int64 [1, n], or embeddings [1, n, hidden]. chunk_size: tokens in a pass, all by default.
+        Raises ValueError if the prompt is longer than the model's table of learned positions.
         """
         model, adapter = self.model, self.adapter
         name = "input_ids" if new.ndim == 2 else "inputs_embeds"
@@ -98,16 +96,17 @@ class EagerRunner:
         takes_limit = "logits_to_keep" in inspect.signature(model.forward).parameters
         limits = {"logits_to_keep": keep} if takes_limit else {}
         positions = torch.arange(held, length, device=device_of(model))[None]
-        hidden: dict[int, list[torch.Tensor]] = {i: [] for i in self._asked}
-        for begin in range(0, new.shape[1], chunk_size or new.shape[1]):
-            chunk = slice(begin, begin + (chunk_size or new.shape[1]))
+        hidden: dict[int, list[torch.Tensor]] = {i: [] for i in self._requested}
+        chunk_size = chunk_size or new.shape[1]
+        for begin in range(0, new.shape[1], chunk_size):
+            chunk = slice(begin, begin + chunk_size)
             inputs = {name: new[:, chunk].to(positions.device), adapter.cache_argument: cache, "use_cache": True}
             if adapter.takes_position_ids:
                 inputs["position_ids"] = positions[:, chunk]
             try:
                 with self._in_pass():
                     output = model(**inputs, **limits, **self._extras())
-            except IndexError as error:  # a table of learned positions is at its end
+            except IndexError as error:  # beyond the end of a table of learned positions
                 if length <= context:
                     raise
                 raise ValueError(
@@ -119,7 +118,7 @@ class EagerRunner:
         return Output(output.logits[0, -keep:], {i: torch.cat(states) for i, states in hidden.items()})
 
     def settle(self, cache: LookaheadCache) -> None:
-        """Compute what the cache has to compute again, so that it holds all that was accepted."""
+        """Compute the tokens in ``cache.replay``, so that the cache holds all accepted tokens."""
         if cache.replay:
             last = cache.replay.pop()
             cache.lengths[0] -= 1
@@ -129,13 +128,13 @@ class EagerRunner:
 
     @cached_property
     def _siblings(self) -> dict[int, tuple[nn.Linear, ...]]:
-        """`products.siblings`, once a call, and only where passes run eagerly."""
+        """`products.siblings`, looked up once in a call, when its first eager pass needs it."""
         return products.siblings(self.model) if self.adapter.uses_kernels else {}
 
     def _in_pass(self) -> AbstractContextManager[None]:
-        """What each call of the model has to run in."""
+        """The context of each call of the model."""
         adapter = self.adapter
         return decoding_pass(adapter.splits_attention, adapter.uses_kernels, siblings=self._siblings)
 
     def _extras(self) -> dict[str, bool]:
-        return {"output_hidden_states": True} if self._asked else {}
+        return {"output_hidden_states": True} if self._requested else {}
