@@ -1,10 +1,10 @@
-"""Passes compiled by torch.compile, which fuses a model's small operations and spares Python its calls.
+"""Passes compiled by torch.compile, which fuses a model's small operations and saves calls in Python.
 
-One program serves all steps. Only the number of rows is left open in it; what depends on what the cache holds, which
-is another number in each step, is an operation that the compiler does not look into:
+One program serves all steps. The number of rows is open in it. The length of the cache changes with every step, so all
+that depends on it is hidden from the compiler in opaque operations:
 
-    compiled    embedding, norms, rotary embedding, activations, sums, and the calls of
-    opaque      products by our kernel (`products`), and attention, which appends to the cache
+    compiled    embedding, norms, rotary embedding, activations, sums
+    opaque      products by our kernel (`products`); attention, which also appends to the cache
 """
 
 import operator
@@ -32,19 +32,19 @@ from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, pad
 from ngram_pool.waiting import told_if_long
 
-LEAST_ROWS = 4  # fewer are padded: one row would need a program of its own, and four take no longer
+MIN_ROWS = 4  # Shorter steps are padded: a single row would need its own program, and four rows take no longer.
 MAX_ROWS = 128
 
 _ASSIGNMENTS = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 
-_under_way = threading.local()  # of the pass that this thread is at: cache and masks, and the program that has run
+_current = threading.local()  # the pass that this thread is running: its cache and masks, and the last run of a program
 _compiled: WeakKeyDictionary[PreTrainedModel, Callable] = WeakKeyDictionary()
-_given_up: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # and why
+_given_up: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # and the reason
 
 
 class _OwnKeys(Cache):
-    """The cache of a compiled pass: shows each layer the keys and values of the step itself, which the opaque attention
-    then appends to the true one."""
+    """The cache that a compiled pass sees. It returns the step's own keys and values; the opaque attention appends them
+    to the true cache."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -58,31 +58,31 @@ class _OwnKeys(Cache):
 def _pass(
     model: PreTrainedModel, cache_argument: str, tokens: torch.Tensor, layer_types: tuple[str, ...]
 ) -> torch.Tensor:
-    """What is traced. The masks that the model is given are read by nobody: the opaque attention has the true ones."""
-    nothing = tokens.new_empty(1, 1, 0, 0)
-    inputs = {cache_argument: _OwnKeys(), "attention_mask": dict.fromkeys(layer_types, nothing) or nothing}
+    """The function that is traced. The model's masks are placeholders: the opaque attention has the true ones."""
+    placeholder = tokens.new_empty(1, 1, 0, 0)
+    inputs = {cache_argument: _OwnKeys(), "attention_mask": dict.fromkeys(layer_types, placeholder) or placeholder}
     return model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=True, **inputs).logits
 
 
 def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-    """What torch.compile does with what it has traced, after linear layers have become products by our kernel."""
+    """Compile a traced graph, the backend of torch.compile, with our products in place of linear layers."""
     _use_products(graph.graph)
     graph.recompile()
-    program = compat.compile_graph(graph, inputs)  # what rounds less may write another token
+    program = compat.compile_graph(graph, inputs)  # rounds as eager code does, or it could write another token
     checked: set[int] = set()
 
     def run(*arguments: Any) -> Any:
         outputs = program(*arguments)
-        _under_way.ran = program, checked, arguments, outputs
+        _current.last_run = program, checked, arguments, outputs
         return outputs
 
     return run
 
 
 def _use_products(graph: torch.fx.Graph) -> None:
-    """Let our kernel multiply what `products.DecodingLinear` would, those of the same input at once."""
+    """Use our kernel where `products.DecodingLinear` would, in one call for all layers of the same input."""
     groups: dict[tuple[torch.fx.Node, int], list[torch.fx.Node]] = {}
-    writes = 0  # after which an input may be another one
+    writes = 0  # a write may change an input, so a group ends there
     for node in graph.nodes:
         writes += _may_write(node)
         if node.target is compat.TRACED_LINEAR and _is_ours(node):
@@ -98,7 +98,7 @@ def _use_products(graph: torch.fx.Graph) -> None:
 
 
 def _is_ours(node: torch.fx.Node) -> bool:
-    """Whether a linear layer is one that multiplies by our kernel in a pass."""
+    """Whether our kernel would multiply for this linear layer in an eager pass."""
     modules = list(node.meta.get("nn_module_stack", {}).values())
     values = [argument.meta["example_value"] for argument in node.args if isinstance(argument, torch.fx.Node)]
     return (
@@ -111,14 +111,14 @@ def _is_ours(node: torch.fx.Node) -> bool:
 
 
 def _may_write(node: torch.fx.Node) -> bool:
-    """Whether a call may write to what it is given, by the names that torch and Python have for that."""
+    """Whether a call may write to its inputs, judged by the naming rules of torch and Python."""
     name = getattr(node.target, "__name__", str(node.target))
     in_place = name.endswith("_") or (node.target in _ASSIGNMENTS) or bool({"out", "inplace"} & set(node.kwargs))
     return node.op in ("call_function", "call_method") and in_place
 
 
 def _compiled_pass(model: PreTrainedModel) -> Callable:
-    """`_pass` as code of this model's own, for torch.compile makes but a few programs of one code, and keeps them."""
+    """Return `_pass` with a code object of this model's own: torch.compile makes only a few programs for each."""
     if model not in _compiled:
         own = FunctionType(_pass.__code__.replace(), globals())
         _compiled[model] = torch.compile(own, fullgraph=True, backend=_compile)
@@ -127,39 +127,37 @@ def _compiled_pass(model: PreTrainedModel) -> Callable:
 
 @dataclass(frozen=True)
 class Program:
-    """What was compiled, without what torch.compile does around it."""
+    """A compiled program, called without the checks that torch.compile makes before it."""
 
     _program: Callable
-    _checked: set[int]  # numbers of rows that torch.compile has let through
+    checked: set[int]  # numbers of rows for which torch.compile has checked the model
     _arguments: list
-    _place: int  # of tokens among the arguments
-    _size: int  # and of their number
+    _tokens: int  # index of the tokens among the arguments
+    _rows: int  # index of the number of rows
 
     @classmethod
-    def that_gave(cls, logits: torch.Tensor, tokens: torch.Tensor) -> "Program | None":
-        """What has just computed ``logits`` from ``tokens``; None where it may not be all that was done."""
-        program, checked, arguments, outputs = _under_way.ran
-        sizes = [i for i, argument in enumerate(arguments) if isinstance(argument, int)]
+    def of_last_run(cls, logits: torch.Tensor, tokens: torch.Tensor) -> "Program | None":
+        """Return the program that has just computed ``logits`` from ``tokens``; None if other code may have taken part."""
+        program, checked, arguments, outputs = _current.last_run
+        numbers = [i for i, argument in enumerate(arguments) if isinstance(argument, int)]
         places = [i for i, argument in enumerate(arguments) if argument is tokens]
-        if len(sizes) != 1 or len(places) != 1 or len(outputs) != 1 or outputs[0] is not logits:
+        if len(numbers) != 1 or len(places) != 1 or len(outputs) != 1 or outputs[0] is not logits:
             return None
         checked.add(tokens.shape[1])
-        return cls(program, checked, list(arguments), places[0], sizes[0])
-
-    def serves(self, rows: int) -> bool:
-        return rows in self._checked
+        return cls(program, checked, list(arguments), places[0], numbers[0])
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         arguments = self._arguments.copy()
-        arguments[self._place], arguments[self._size] = tokens, tokens.shape[1]
+        arguments[self._tokens], arguments[self._rows] = tokens, tokens.shape[1]
         return self._program(*arguments)[0]
 
 
 class CompiledRunner(EagerRunner):
-    """Runs steps of single sequences as one compiled program; everything else runs eagerly.
+    """Runs steps of single sequences as one compiled program. Everything else runs eagerly.
 
-    Whether the model is still what was compiled is looked at in the first step, and whether the program serves steps of
-    T rows, in the first of them. A model that does not compile, or changes too often, runs as it is, with one warning.
+    torch.compile checks whether the model has changed since it was compiled: in the first step of a call, and in the
+    first step of a process with so many rows. A model that does not compile, or changes too often, runs eagerly, with
+    one warning.
     """
 
     name = "compiled"
@@ -169,14 +167,14 @@ class CompiledRunner(EagerRunner):
         self._program: Program | None = None
 
     def end(self) -> None:
-        self._program = None  # which holds on to the weights
+        self._program = None  # it refers to the weights
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         device = device_of(self.model)
         serves = len(steps) == 1 and len(steps[0]) <= MAX_ROWS and not torch.is_autocast_enabled(device.type)
         if not serves or self.model in _given_up:
             return super().run(steps, cache, last)
-        ids, positions, ancestors = pad(steps, cache.lengths, last, LEAST_ROWS)
+        ids, positions, ancestors = pad(steps, cache.lengths, last, MIN_ROWS)
         tokens = torch.from_numpy(np.concatenate([ids, positions])).to(device)
         cache.begin(tokens.shape[1])
         try:
@@ -189,16 +187,15 @@ class CompiledRunner(EagerRunner):
         return Output(logits[:, : len(steps[0])])
 
     def _run(self, tokens: torch.Tensor, cache: LookaheadCache, masks: list[torch.Tensor | None]) -> torch.Tensor:
-        """Logits [1, T, vocabulary]; keys and values of the step are appended to ``cache``.
+        """Return logits [1, T, vocabulary] and append the step's keys and values to ``cache``.
 
-        tokens: int64 [2, T], ids and positions, T of at least LEAST_ROWS. masks: of each layer.
+        tokens: ids and positions, int64 [2, T], where T is at least MIN_ROWS. masks: one for each layer.
         """
-        adapter = self.adapter
-        program = self._program
-        known = program if program is not None and program.serves(tokens.shape[1]) else None
+        adapter, program = self.adapter, self._program
+        known = program if program is not None and tokens.shape[1] in program.checked else None
         with (
             decoding_pass(adapter.splits_attention, adapter.uses_kernels, is_traced=known is None),
-            _at_pass(cache, masks),
+            _cache_and_masks(cache, masks),
         ):
             if known is not None:
                 return known(tokens)
@@ -206,36 +203,36 @@ class CompiledRunner(EagerRunner):
             with compat.guarded_hooks(), told_if_long("compiling passes"):
                 kinds = tuple(adapter.mask_of or ())
                 logits = _compiled_pass(self.model)(self.model, adapter.cache_argument, tokens, kinds)
-            self._program = Program.that_gave(logits, tokens)
+            self._program = Program.of_last_run(logits, tokens)
             return logits
 
 
 def give_up(model: PreTrainedModel, reason: str) -> None:
-    """Run this model's passes as they are from now on."""
+    """Run this model's passes eagerly from now on, and warn."""
     first_line = _given_up[model] = reason.strip().splitlines()[0]
     warnings.warn(f"{type(model).__name__} runs without compiled passes: {first_line}", stacklevel=2)
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """Why this model's passes are not compiled, if that was given up."""
+    """The reason for which compiled passes of this model were given up; None if they were not."""
     return _given_up.get(model)
 
 
 @contextmanager
-def _at_pass(cache: LookaheadCache, masks: list[torch.Tensor | None]) -> Iterator[None]:
-    _under_way.now = cache, masks
+def _cache_and_masks(cache: LookaheadCache, masks: list[torch.Tensor | None]) -> Iterator[None]:
+    """Give the opaque attention of this thread its cache and masks."""
+    _current.cache, _current.masks = cache, masks
     try:
         yield
     finally:
-        vars(_under_way).clear()
+        vars(_current).clear()
 
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float | None
 ) -> torch.Tensor:
-    cache, masks = _under_way.now
-    key, value = cache.update(key, value, layer)
-    return attention.attend_grouped(query, key, value, masks[layer], scaling)
+    key, value = _current.cache.update(key, value, layer)
+    return attention.attend_grouped(query, key, value, _current.masks[layer], scaling)
 
 
 def _shape_of_attended(
@@ -245,7 +242,7 @@ def _shape_of_attended(
     return query.new_empty(batch, rows, heads, size)
 
 
-# Plain definitions: what torch.library.custom_op wraps around each call takes as long as a small layer.
+# Defined by hand, because the wrapper of torch.library.custom_op takes as long as a small layer in each call.
 _library = torch.library.Library("lookahead", "FRAGMENT")
 _library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float? scaling) -> Tensor")
 _library.impl("attend", _attend, "CompositeExplicitAutograd")

@@ -1,7 +1,7 @@
-"""What a step costs: c(T, L), the seconds of a forward pass over T rows when L positions are committed.
+"""What a step costs: c(T, L), the seconds of a pass over T rows when L positions are committed.
 
-Measured once for a model on a machine, by dtype, threads and way of computing, kept in the user's cache directory, and
-brought along with every step that is decoded.
+Costs are measured once for each model, machine, dtype, number of threads and way of computing. They are kept in the
+user's cache directory. Every decoded step corrects them a little.
 """
 
 import json
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from lookahead.compat import attention_implementation, settings_of
 from lookahead.cpu import products
-from lookahead.models.adapter import context_length, device_of
+from lookahead.models.adapter import context_length, device_of, vocabulary_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes.environment import environment
 from lookahead.passes.runner import EagerRunner
@@ -40,12 +40,12 @@ RUNGS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that are measured
 _RUNGS = np.array(RUNGS, float)
 ROWS_AT_LENGTH = (1, 16)  # numbers of rows that are measured again with a long cache
 LONG_CONTEXT = 1024  # positions in the long cache
-# `seconds` and `per_position` where nothing can be measured. The unit is one pass of one row.
+# `seconds` and `per_position` if nothing can be measured. The unit is one pass over one row.
 ASSUMED_COSTS = 1 + np.array(RUNGS) / 32, np.array([1e-4, 1e-5])
-SECONDS = 1.5  # that measuring may take, if a pass is not too long for that
-FOLLOW_RATES = 0.02, 0.01  # how far a step's time moves the rungs beside it, and all of them
+SECONDS = 1.5  # time for measuring; long passes take more
+FOLLOW_RATES = 0.02, 0.01  # how far the time of a step moves the nearest rungs, and all of them
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "step-costs"
-REWRITE_RATIO = 1.25  # ratio to what is stored, from which on the file is written anew
+REWRITE_RATIO = 1.25  # the file is rewritten when the costs differ from it by this ratio
 
 
 @dataclass
@@ -53,18 +53,18 @@ class StepCosts:
     """c(T, L) of one model on one machine."""
 
     seconds: np.ndarray
-    """Float64 [rungs], of a pass over RUNGS rows when nothing is committed."""
+    """Seconds of passes over RUNGS rows when nothing is committed, float64 [rungs]."""
     per_position: np.ndarray
-    """Float64 [2], seconds that a committed position adds to a pass of one row, and to every further row of it."""
+    """Seconds that each committed position adds to the first row of a pass, and to each further row, float64 [2]."""
     overhead: float = 1e-3
-    """Seconds of a step outside its pass."""
+    """Seconds of a step outside of its pass."""
     path: Path | None = None
-    """The file that keeps them from one process to the next; None for what was not measured."""
-    _kept: np.ndarray | None = None  # `_summary` of what the file holds
+    """The file that keeps the costs for other processes; None if they were not measured."""
+    _kept: np.ndarray | None = None  # `_summary` of the costs in the file
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def __call__(self, rows: np.ndarray | int, length: int) -> np.ndarray:
-        """Seconds of passes over ``rows``, when each sequence holds ``length`` positions."""
+        """Return the seconds of passes over ``rows`` rows when each sequence holds ``length`` positions."""
         rows = np.asarray(rows)
         base = np.interp(rows, _RUNGS, self.seconds)
         if rows.max(initial=0) > RUNGS[-1]:
@@ -73,25 +73,22 @@ class StepCosts:
         return base + length * (self.per_position[0] + self.per_position[1] * (rows - 1))
 
     def follow(self, rows: int, length: int, seconds: float, overhead: float) -> None:
-        """Take in what a step of the session took: its pass, and what it spent outside of it.
+        """Correct the costs by a step whose pass took ``seconds``, with ``overhead`` seconds outside of it.
 
-        What an error says of the rows and of the positions held goes by how much each of them was to take.
+        The correction is divided between rows and positions in proportion to the seconds expected of each.
         """
         local, everywhere = FOLLOW_RATES
         expected = float(self(rows, length))
         share = float(self(rows, 0)) / expected
-        ratio = min(max(seconds / expected, 1 / 3), 3.0)  # beyond, something else was going on
-        beside = np.maximum(1 - np.abs(np.log2(_RUNGS / min(rows, RUNGS[-1]))), 0)
-        with self._lock:  # new arrays, for other threads read the old ones
-            self.seconds = self.seconds * ratio ** (share * (everywhere + local * beside))
+        ratio = min(max(seconds / expected, 1 / 3), 3.0)  # anything beyond has another cause
+        nearness = np.maximum(1 - np.abs(np.log2(_RUNGS / min(rows, RUNGS[-1]))), 0)
+        with self._lock:  # other threads may be reading the old arrays, so make new ones
+            self.seconds = self.seconds * ratio ** (share * (everywhere + local * nearness))
             self.per_position = self.per_position * ratio ** ((1 - share) * (everywhere + local))
             self.overhead += local * (min(overhead, 3 * self.overhead) - self.overhead)
 
     def keep(self) -> None:
-        """Write them to their file, as a whole, if they have drifted from what it holds.
-
-        If that is not possible, the next process measures them again.
-        """
+        """Replace the file if the costs have drifted from it. If that fails, the next process measures them again."""
         if self.path is None:
             return
         with self._lock:
@@ -114,18 +111,16 @@ class StepCosts:
 
 
 def measure(
-    runner: EagerRunner,
-    seconds: float = SECONDS,
-    progress: Callable[[float], None] = lambda done: None,
+    runner: EagerRunner, seconds: float = SECONDS, progress: Callable[[float], None] = lambda done: None
 ) -> StepCosts:
-    """Measure the costs for about ``seconds``; progress is called with the share of that which has passed.
+    """Measure the costs for about ``seconds``. progress is called with the share of that time that has passed.
 
-    No pass goes beyond the model's positions. Raises ValueError where these are too few to measure anything.
+    No pass goes beyond the model's positions. Raises ValueError if there are too few of them.
     """
     context = context_length(runner.model)
     long = min(LONG_CONTEXT, context - ROWS_AT_LENGTH[-1])
     if long <= 0:
-        raise ValueError(f"the model has {context} positions, measuring takes more than {ROWS_AT_LENGTH[-1]}")
+        raise ValueError(f"the model has {context} positions; measuring needs more than {ROWS_AT_LENGTH[-1]}")
     plan = [(rows, 0) for rows in RUNGS if rows <= context] + [(rows, long) for rows in ROWS_AT_LENGTH]
     times = time_passes(runner, plan, seconds, progress)
     known = [rows for rows in RUNGS if (rows, 0) in times]
@@ -143,16 +138,15 @@ def time_passes(
     seconds: float,
     progress: Callable[[float], None] = lambda done: None,
 ) -> dict[tuple[int, int], float]:
-    """Seconds of a pass for each (rows, positions committed) of a plan, over random tokens, timed in turn.
+    """Return the seconds of a pass for each (rows, committed positions) of a plan. The tokens are random.
 
-    The least time of each counts, for whatever else the machine does only adds to it. Where ``seconds`` do not suffice
-    for two rounds, the longest passes, beyond ROWS_AT_LENGTH rows, are left out.
+    Passes are timed in turn. The shortest time of each counts, because other work of the machine only adds to it. If
+    ``seconds`` are too few for two rounds, passes over more than ROWS_AT_LENGTH[-1] rows are left out.
     """
     plan = list(plan)
-    most = max(rows for rows, _ in plan)
-    vocabulary = runner.model.config.get_text_config(decoder=True).vocab_size
-    tokens = np.random.default_rng(0).integers(0, vocabulary, most + 1)
-    caches = {length: runner.adapter.make_cache(length + most) for _, length in plan}
+    max_rows = max(rows for rows, _ in plan)
+    tokens = np.random.default_rng(0).integers(0, vocabulary_of(runner.model), max_rows + 1)
+    caches = {length: runner.adapter.make_cache(length + max_rows) for _, length in plan}
     best = dict.fromkeys(plan, np.inf)
     with torch.no_grad():
         for length, cache in caches.items():
@@ -168,13 +162,13 @@ def time_passes(
                 taken = _pass(runner, caches[length], tokens[:rows])
                 best[rows, length] = min(best[rows, length], taken if rounds else np.inf)
                 progress(min((time.perf_counter() - start) / seconds, 1.0))
-            rounds += 1  # the first warms up
+            rounds += 1  # the first round warms up
             left = rounds < 2 or 2 * time.perf_counter() - began < start + seconds
-    return {of: best[of] for of in plan}
+    return {key: best[key] for key in plan}
 
 
 def _pass(runner: EagerRunner, cache: LookaheadCache, tokens: np.ndarray) -> float:
-    """Seconds of one pass, which leaves the cache as it was."""
+    """Return the seconds of one pass. The cache is left as it was."""
     step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Source.TEXT))
     start = time.perf_counter()
     runner.run([step], cache)
@@ -185,7 +179,7 @@ def _pass(runner: EagerRunner, cache: LookaheadCache, tokens: np.ndarray) -> flo
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given."""
+    """Wait until an accelerator has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -194,12 +188,12 @@ _known: WeakKeyDictionary[PreTrainedModel, dict[tuple, StepCosts]] = WeakKeyDict
 
 
 def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
-    """The costs of the runner's passes: known from before, read from the cache directory, or measured.
+    """Return the costs of the runner's passes, already known in this process, read from their file, or measured.
 
-    Where they cannot be measured, a table stands in, with a warning, for they decide nothing but how long a text takes.
-    Steps that are replayed as CUDA graphs begin with the costs of others, and are brought along.
+    If they cannot be measured, assumed costs are used, with a warning: costs only change how long a text takes. Costs
+    of steps replayed as CUDA graphs are first measured without graphs, then corrected by the steps.
 
-    anew: measure them in any case, for so many seconds; what goes wrong then is raised.
+    anew: measure again, for this many seconds, and raise any error.
     """
     model, adapter = runner.model, runner.adapter
     now = (
@@ -218,11 +212,12 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
         costs = None if anew else _read(path)
         if costs is None:
             try:
-                costs = _measured(runner, anew or SECONDS)
-            except Exception as error:  # whatever a model raises at lengths that the caller did not ask for
+                with progress_bar("measuring step costs") as progress:
+                    costs = measure(runner, anew or SECONDS, progress)
+            except Exception as error:  # a model may raise anything at lengths that the caller did not ask for
                 if anew:
                     raise
-                warnings.warn(f"step costs could not be measured, budgets go by assumed ones: {error!r}", stacklevel=2)
+                warnings.warn(f"step costs could not be measured, so budgets use assumed ones: {error!r}", stacklevel=2)
                 known[now] = _assumed(runner)
                 return known[now]
         costs.path = path
@@ -232,7 +227,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
 
 
 def _assumed(runner: EagerRunner) -> StepCosts:
-    """Costs in the usual proportions (ASSUMED_COSTS), of which one pass says the scale, if the model makes one."""
+    """Return costs in the usual proportions (ASSUMED_COSTS). The time of one pass, if it succeeds, gives the scale."""
     try:
         taken = time_passes(runner, [(1, 0)], SECONDS / 100)[1, 0]
     except Exception:
@@ -241,27 +236,22 @@ def _assumed(runner: EagerRunner) -> StepCosts:
     return StepCosts(taken * seconds / seconds[0], taken * per_position)
 
 
-def _measured(runner: EagerRunner, seconds: float) -> StepCosts:
-    with progress_bar("measuring step costs") as progress:
-        return measure(runner, seconds, progress)
-
-
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
-    """On a terminal, a bar that follows the share of the work that its function is told."""
+    """Show a bar on a terminal. Yields a function that is called with the share of the work that is done."""
     with click.progressbar(length=100, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
         yield lambda share: bar.update(int(100 * share) - bar.pos)
 
 
 def _path(model: PreTrainedModel, now: tuple) -> Path:
-    """The file of all that step costs depend on. now: what of it can change while the model lives."""
+    """Name the file by all that step costs depend on. now: the part that can change while the model lives."""
     depends_on = [type(model).__name__, settings_of(model.config), environment(model), *now]
     text = json.dumps(depends_on, sort_keys=True, default=str)
     return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(text.encode())}.json"
 
 
 def _read(path: Path) -> StepCosts | None:
-    """What a file holds; None if there is none, or not a sound one."""
+    """Read a file. None: there is none, or its content is not valid."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
         seconds, per_position = np.array(held["seconds"], float), np.array(held["per_position"], float)
