@@ -537,7 +537,7 @@ def test_long_steps_are_not_captured():
     with serving(step_graphs):
         config = LookaheadConfig(strategy="jacobi", budget=200)
         check_identical(model, [random_prompt(random.Random(1))], {"max_new_tokens": 300}, config, seed=0)
-    assert all(rows <= graphs.MOST_TOKENS for rows, _ in step_graphs._replays)
+    assert all(rows <= graphs.MAX_ROWS for rows, _ in step_graphs._replays)
     assert 256 in step_graphs._inputs
 
 

@@ -137,7 +137,7 @@ class Program:
 
     @classmethod
     def of_last_run(cls, logits: torch.Tensor, tokens: torch.Tensor) -> "Program | None":
-        """Return the program that has just computed ``logits`` from ``tokens``; None if other code may have taken part."""
+        """Return the program that has just made ``logits`` from ``tokens``; None if other code may have had a part."""
         program, checked, arguments, outputs = _current.last_run
         numbers = [i for i, argument in enumerate(arguments) if isinstance(argument, int)]
         places = [i for i, argument in enumerate(arguments) if argument is tokens]

@@ -1,20 +1,20 @@
-"""Steps of static shape, which a GPU replays as CUDA graphs: one launch a step instead of one for each kernel.
+"""Steps of fixed shape, which a GPU replays as CUDA graphs: one launch for a step instead of one for each kernel.
 
-An eager pass of a large model over a few tokens waits for Python to launch its kernels several times as long as for the
-weights to be read. A CUDA graph is launched at once, but always does the same to the same memory. So, while a call
-decodes, everything that a step touches has a place and a shape of its own:
+In an eager pass of a large model over a few tokens, Python takes several times as long to launch the kernels as the GPU
+takes to read the weights. A CUDA graph is launched at once, but it always does the same to the same memory. So while a
+call decodes, all that a step uses has a fixed place and a fixed shape:
 
-    keys and values   buffers of all layers, which outlive calls; a call's prompt is copied into them once
-    tokens            T is rounded up to a power of two; what pads a step is seen by nobody
-    columns shown     rounded up to a power of two as well; the mask hides those that hold nothing
+    keys and values   buffers for all layers, kept from call to call; a call's prompt is copied into them once
+    tokens            T is rounded up to a power of two; no other token sees those that pad a step
+    columns shown     also rounded up to a power of two; the mask hides the empty ones
     ids, positions, first column, ancestors   copied into fixed tensors before each step; the mask is made on the device
 
-One graph is kept for each pair of T and columns shown, captured when it is first needed: at most 8 for `FIRST_CAPACITY`
-columns and 8 more for each doubling that the longest text so far has needed. They share their memory. When the buffers
-grow they move, and all graphs are dropped.
+There is one graph for each pair of T and columns shown, captured when it is first needed: at most 8 for the first
+`FIRST_CAPACITY` columns, and 8 more for each doubling for a longer text. The graphs share their memory. When the
+buffers grow they move, and all graphs are dropped.
 
-Nothing of it changes a text. A graph's first runs are compared with the pass that was captured, so is one graph at the
-start of each call, and whatever cannot be captured, or differs, is computed as without graphs, with one warning.
+Graphs never change a text. The first runs of each graph are compared with an eager pass, and one graph again at the
+start of each call. A step that cannot be captured, or differs, is computed without graphs, with one warning.
 """
 
 import threading
@@ -39,9 +39,9 @@ from lookahead.step import Step, Visibility, lay_out
 from ngram_pool import GuessTree
 
 FIRST_CAPACITY = 1024  # columns
-MOST_TOKENS = 128  # of a step that is captured
-RUNS_CHECKED = 2  # of each graph: what a model takes from Python, such as a length, is still right in the first run
-WARM_UP_RUNS = 3  # let libraries choose their kernels and allocate before anything is captured
+MAX_ROWS = 128  # rows of a step that is captured, at most
+RUNS_CHECKED = 2  # Runs of each graph. A value taken from Python, such as a length, is still right in the first run.
+WARM_UP_RUNS = 3  # before a capture, so that libraries have chosen their kernels and allocated memory
 
 Replay = Callable[[], torch.Tensor]
 Capture = Callable[[Callable[[], torch.Tensor], torch.device, Replay | None], Replay]
@@ -49,14 +49,14 @@ Capture = Callable[[Callable[[], torch.Tensor], torch.device, Replay | None], Re
 _capturing = threading.Lock()  # torch captures one graph at a time
 
 
-def capture_cuda(function: Callable[[], torch.Tensor], device: torch.device, beside: Replay | None) -> Replay:
-    """A CUDA graph of what ``function`` does on ``device``; each replay returns the same tensor, written anew.
+def capture_cuda(function: Callable[[], torch.Tensor], device: torch.device, earlier: Replay | None) -> Replay:
+    """Capture ``function`` on ``device`` as a CUDA graph. Each replay returns the same tensor with new content.
 
-    beside: an earlier one, to share memory with. What either returned is then overwritten by a replay of the other.
-    While it captures, no other thread may draw random numbers on this device.
-    Raises whatever ``function`` raises when it cannot be captured, mostly RuntimeError.
+    earlier: a replay to share memory with. Each of the two then overwrites the result of the other.
+    During the capture, no other thread may draw random numbers on this device.
+    Raises any error of ``function`` if it cannot be captured, mostly RuntimeError.
     """
-    pool = beside.graph.pool() if isinstance(beside, _CudaReplay) else None
+    pool = earlier.graph.pool() if isinstance(earlier, _CudaReplay) else None
     with _capturing, torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -67,8 +67,8 @@ def capture_cuda(function: Callable[[], torch.Tensor], device: torch.device, bes
             for _ in range(WARM_UP_RUNS):
                 function()
         current.wait_stream(side)
-        # A capture that fails leaves its stream the current one, and the generator's state unfit for drawing from: it
-        # gets another state to spoil.
+        # A failed capture leaves its own stream as the current one, and the generator's state unusable. So it gets a
+        # copy of that state.
         generator.graphsafe_set_state(state.clone_state())
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -90,9 +90,9 @@ class _CudaReplay:
 
 
 def why_eager(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
-    """What about the model does not go into a graph, wherever it runs, or None."""
+    """Say why the model cannot run as a graph on any device, or return None."""
     if not adapter.can_branch or not adapter.takes_position_ids:
-        return "its steps are not told apart by mask and position_ids alone"
+        return "its steps depend on more than mask and position_ids"
     if adapter.mask_of is not None or any(visibility != Visibility() for visibility in adapter.layers):
         return "not all of its layers attend to everything"
     if compat.is_compiled(model):
@@ -106,36 +106,36 @@ def why_eager(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
             return f"a hook on {type(module).__name__} would not be called"
     weights = list(_weights(model))
     if not all(compat.is_plain(weight) for weight in weights):
-        return "some of its weights are no plain tensors"
+        return "some of its weights are not plain tensors"
     if len({weight.device for weight in weights}) > 1:
         return "it is spread over several devices"
     return None
 
 
 class StepGraphs:
-    """The graphs of one model and the buffers that they work on.
+    """The graphs of one model, and their buffers.
 
     A call's `GraphRunner` borrows the buffers with `lend` and returns them with `take_back`. Only one call at a time
-    has them: another one, in another thread or nested, goes without graphs.
+    can have them. Another call, nested or in another thread, runs without graphs.
     """
 
     _made_for: tuple
     _lent: "StaticCache | None"
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = capture_cuda):
-        """capture: makes a replay of a function; None runs steps of static shape without capturing them."""
-        self._to_model = weakref.ref(model)  # which holds this
+        """capture: makes a replay of a function. None: run steps of fixed shape without capturing them."""
+        self._to_model = weakref.ref(model)  # the model refers to this object
         self._capture = capture
         self._free = threading.Lock()
         self._warned = self._given_up = False
         self.why_not: str | None = None
-        """Why steps were last decoded without graphs, if they were."""
+        """Why the last steps ran without graphs; None if they ran with them."""
         self._forget()
 
     @property
     def _model(self) -> PreTrainedModel:
         model = self._to_model()
-        assert model is not None, "whoever runs a step holds the model"
+        assert model is not None, "the caller of a step keeps the model alive"
         return model
 
     def __getstate__(self) -> dict:
@@ -145,11 +145,11 @@ class StepGraphs:
         StepGraphs.__init__(self, **state)
 
     def lend(self, cache: LookaheadCache, adapter: ModelAdapter) -> LookaheadCache:
-        """A cache in the buffers that holds what ``cache`` does, for `take_back`; or ``cache`` itself, without graphs.
+        """Return a copy of ``cache`` in the buffers, until `take_back`; or ``cache`` itself to run without graphs.
 
-        cache: of a call, after its prompts were computed. It is not changed. adapter: of the model.
-        Until it is taken back, the logits of a step are valid until the next step only, and what is to outlive the call
-        has to be asked for by `LookaheadCache.sequence`.
+        cache: the cache of a call whose prompts have been computed. It is not changed. adapter: the model's.
+        With the copy, the logits of a step are valid only until the next step. `LookaheadCache.sequence` copies what
+        must outlive the call.
         """
         if self._given_up:
             return cache
@@ -187,7 +187,7 @@ class StepGraphs:
         return self._lent
 
     def take_back(self, cache: LookaheadCache) -> None:
-        """End a call's use of the buffers; does nothing where `lend` gave it its own cache back."""
+        """End a call's use of the buffers. Does nothing if `lend` returned the call's own cache."""
         if cache is self._lent:
             self._lent = None
             if self._given_up:
@@ -195,7 +195,7 @@ class StepGraphs:
             self._free.release()
 
     def forward(self, step: Step, cache: "StaticCache", last: int | None = None) -> torch.Tensor:
-        """One pass over a step; logits [1, T, vocabulary], valid until the next one."""
+        """Run one pass over a step. Returns logits [1, T, vocabulary], valid until the next pass."""
         if cache is not self._lent:
             raise RuntimeError("this cache was taken back by the model's StepGraphs when its call ended")
         buffers = self._buffers
@@ -232,10 +232,10 @@ class StepGraphs:
             warnings.warn(f"{what}: {reason}. It is decoded without them.", stacklevel=2)
 
     def _fill(self, rows: int, step: Step, positions: np.ndarray) -> None:
-        """Put a step into the tensors that passes of so many rows read. What pads it is a root that sees itself."""
+        """Copy a step into the input tensors of passes over ``rows`` rows. Copies of the root, unseen, pad the step."""
         device = device_of(self._model)
         if rows not in self._inputs:
-            with torch.inference_mode(False):  # what is made in inference mode can never be written to outside of it
+            with torch.inference_mode(False):  # tensors made in inference mode can never be written to outside of it
                 self._inputs[rows] = (
                     torch.zeros(2 * rows + 1, dtype=torch.int64, device=device),
                     torch.zeros(rows, rows, dtype=torch.bool, device=device),
@@ -251,7 +251,7 @@ class StepGraphs:
         self._buffers.written = max(self._buffers.written, self._buffers.columns + rows)
 
     def _pass(self, rows: int, shown: int) -> torch.Tensor:
-        """What is captured: a pass over the inputs of so many rows that sees so many columns; [1, rows, vocabulary]."""
+        """Run the pass to capture, over ``rows`` input rows and ``shown`` columns. Returns [1, rows, vocabulary]."""
         numbers, ancestors = self._inputs[rows]
         with torch.inference_mode(False), torch.no_grad():
             ids, positions, begin = numbers.split([rows, rows, 1])
@@ -273,31 +273,31 @@ class StepGraphs:
     def _run(self, rows: int, shown: int) -> torch.Tensor:
         key = rows, shown
         direct = partial(self._pass, *key)
-        if self._capture is None or self._given_up or rows > MOST_TOKENS:
+        if self._capture is None or self._given_up or rows > MAX_ROWS:
             return direct()
         if key not in self._replays:
-            beside = next(iter(self._replays.values()), None)
+            earlier = next(iter(self._replays.values()), None)
             try:
-                self._replays[key] = self._capture(direct, device_of(self._model), beside)
-            except Exception as error:  # whatever a model does that cannot be captured
-                # One that ends a capture early is followed by another, at the capture's end.
+                self._replays[key] = self._capture(direct, device_of(self._model), earlier)
+            except Exception as error:  # many things that a model may do cannot be captured
+                # An error within a capture causes a second one at its end. The first one is the reason.
                 self._give_up(f"a step of {rows} tokens cannot be captured, {(error.__context__ or error)!r}")
                 return direct()
             self._unchecked[key] = RUNS_CHECKED
         replayed = self._replays[key]()
         if not self._unchecked[key]:
             return replayed
-        logits = direct()  # writes the same rows of the buffers once more
-        if not logits.isnan().any():  # what has overflowed cannot be compared
+        logits = direct()  # writes the same rows of the buffers again
+        if not logits.isnan().any():  # an overflow cannot be compared
             self._unchecked[key] -= 1
             if not self._agree(replayed, logits):
                 self._give_up(f"a graph of {rows} tokens does not give the model's logits")
         return logits
 
     def _prove(self, root: Step, length: int) -> None:
-        """Drop the graphs of earlier calls unless one of them still says what the model says of a step's root.
+        """Drop the graphs of earlier calls unless one of them still gives the model's logits for a step's root.
 
-        Weights that were replaced are known by their address; this is for whatever else was changed in the model.
+        Replaced weights are found by their addresses. This check finds other changes of the model.
         """
         begin = self._buffers.columns
         fitting = [key for key in self._replays if begin + key[0] <= key[1]]
@@ -314,7 +314,7 @@ class StepGraphs:
 
 
 class GraphRunner(EagerRunner):
-    """Replays the steps of a call whose cache is in the buffers; runs others as another runner does."""
+    """Replays the steps of a call whose cache is in the buffers. Another runner runs all other steps."""
 
     name = "CUDA graphs"
 
@@ -340,7 +340,7 @@ class GraphRunner(EagerRunner):
 
 
 class StaticCache(LookaheadCache):
-    """One sequence in the buffers of a `StepGraphs`, for as long as it is lent."""
+    """The cache of one sequence, in the buffers that a `StepGraphs` has lent."""
 
     def __init__(self, buffers: "_Buffers", layers: int, lengths: list[int]):
         self._parts = [_Part(buffers, index) for index in range(layers)]
@@ -348,7 +348,7 @@ class StaticCache(LookaheadCache):
         self._in_place, self._with_state = [buffers], []
 
     def sequence(self, b: int) -> LookaheadCache:
-        """A copy in layers of its own, for the buffers stay with the model."""
+        """Return a copy in layers of its own, because the buffers stay with the model."""
         layers = []
         for part in self._parts:
             layer = InPlaceLayer(self.lengths[0])
@@ -358,21 +358,21 @@ class StaticCache(LookaheadCache):
 
 
 class _Buffers(InPlaceLayer):
-    """Keys and values of all layers as one layer whose heads are theirs in turn, so that a commit is the same for all.
+    """Keys and values of all layers as one layer with the heads of all of them, so that one commit serves them all.
 
-    Whatever stands behind the columns in use is hidden, not cut off, and takes part in sums with weight 0. It must be
-    finite, so `commit` leaves zeros.
+    Columns behind those in use are hidden, not cut off. They take part in sums with weight 0, so they must be finite:
+    `commit` fills them with zeros.
     """
 
     def __init__(self) -> None:
         super().__init__(FIRST_CAPACITY)
-        self.heads = 0  # of one layer
-        self.written = 0  # columns behind which all are zero
-        self.places: torch.Tensor  # int64 [T], columns of the pass under way
-        self.shown = 0  # columns that the pass under way sees, hidden ones included
+        self.heads = 0  # heads of one layer
+        self.written = 0  # all columns from this one on are zero
+        self.places: torch.Tensor  # int64 [T], columns of the current pass
+        self.shown = 0  # columns that the current pass is shown, hidden ones included
 
     def load(self, layers: list[InPlaceLayer]) -> bool:
-        """Hold what these layers hold, instead of what was held; whether the buffers have moved for it."""
+        """Replace the content by that of these layers. Returns whether the buffers have moved."""
         columns = layers[0].columns
         self.columns = 0
         moved = not self.is_initialized
@@ -390,8 +390,8 @@ class _Buffers(InPlaceLayer):
         self.columns = self.base = self.written = columns
         return moved
 
-    def make_room(self, new: int) -> bool:  # type: ignore[override]  # of the base, nothing is to be known
-        """Whether the buffers had to be moved for ``new`` more columns."""
+    def make_room(self, new: int) -> bool:  # type: ignore[override]  # the base class returns nothing
+        """Make room for ``new`` more columns. Returns whether the buffers have moved."""
         wanted = _power_of_two(self.columns + new)
         if wanted <= self._keys.shape[2]:
             return False
@@ -424,7 +424,7 @@ class _Part(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [1, heads, T, head_dim] to the columns of the pass under way and return all that it is shown."""
+        """Write states [1, heads, T, head_dim] to the columns of the current pass. Return all that it is shown."""
         shown = slice(self._buffers.shown)
         keys = self._buffers._keys[:, self._heads, shown]
         values = self._buffers._values[:, self._heads, shown]
@@ -451,7 +451,7 @@ class _Part(CacheLayerMixin):
 
 
 def _layers_of_one_sequence(cache: LookaheadCache) -> list[InPlaceLayer]:
-    """The cache's layers, if it holds one sequence, position i in column i of each, and all are of one shape."""
+    """Return the cache's layers if it holds one sequence, position i in column i of each, and all have one shape."""
     layers = [layer for layer in cache.layers if type(layer) is InPlaceLayer]
     if len(cache.lengths) > 1 or cache.replay or len(layers) < len(cache.layers):
         return []
@@ -476,6 +476,6 @@ def _address(weight: torch.Tensor) -> tuple[int, torch.dtype, torch.Size]:
     return weight.data_ptr(), weight.dtype, weight.shape
 
 
-def _power_of_two(least: int) -> int:
-    """The smallest that is not below ``least``, which is at least 1."""
-    return 1 << (least - 1).bit_length()
+def _power_of_two(minimum: int) -> int:
+    """Return the smallest power of two that is not below ``minimum``, which is at least 1."""
+    return 1 << (minimum - 1).bit_length()
