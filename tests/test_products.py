@@ -119,7 +119,7 @@ def test_not_a_number_stays_in_its_row(dtype):
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_architecture_computes_the_same(name, monkeypatch):
-    monkeypatch.setattr(products, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(products, "MIN_WEIGHTS", 0)
     model = tiny_model(name)
     plain = logits(model)
     install(model)
@@ -148,7 +148,7 @@ def test_siblings_get_each_its_own(calls, outputs, bias, dtype, inference):
     )
     inputs = [torch.randn(2, 5, 64, dtype=dtype) for _ in range(2)]
     mode = torch.inference_mode() if inference else torch.no_grad()
-    with mock.patch.object(products, "LEAST_WEIGHTS", 0):
+    with mock.patch.object(products, "MIN_WEIGHTS", 0):
         install(model)
     assert set(products.siblings(model)) == {id(layer) for layer in model.values()}
     with mode, pass_of(model):

@@ -1,7 +1,7 @@
-"""C++ of this package: ready in the wheel, or built on first use by the machine's compiler and kept in a cache.
+"""The package's C++: ready in the wheel, or built by the machine's compiler on first use and kept in a cache.
 
-Whoever can write to a library that is loaded can do what its process may. So of what is kept, nothing is loaded unless
-this user wrote it, and it is what was built.
+Anybody who can write to a library can act as the process that loads it. So a kept library is loaded only if this user
+wrote it, and if it is exactly what was built.
 """
 
 import contextlib
@@ -28,29 +28,29 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 READY = SOURCES / "kernels"
-"""What a wheel has brought along, as trustworthy as this module beside it."""
+"""Libraries in the wheel, which can be trusted as much as this module."""
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "kernels"
 KERNELS = "products", "tree_attention"
 DAY = 24 * 60 * 60
 _DIGEST = hashlib.sha256().digest_size
 
 Kernels = Mapping[torch.dtype, Callable[..., None]]
-"""One function of a library, by the dtype that it takes."""
+"""The versions of a function in a library, by the dtype of their arguments."""
 
 
 def _capability() -> str:
-    """DEFAULT where torch names what no kernel of ours is built for."""
+    """The processor's capability according to torch; DEFAULT if our kernels are not built for it."""
     capability = cpu_capability()
     return capability if capability in toolchain.INSTRUCTIONS else "DEFAULT"
 
 
 CAPABILITY = _capability()
-"""The key of `toolchain.INSTRUCTIONS` for what torch uses of this processor; ATEN_CPU_CAPABILITY can lower it."""
+"""Key of `toolchain.INSTRUCTIONS` for the instructions that torch uses. ATEN_CPU_CAPABILITY can lower it."""
 HAS_BF16 = CAPABILITY == "AVX512_BF16"
 
 
 def kernels(name: str, function: str, dtypes: Iterable[torch.dtype], arguments: Sequence[type]) -> Kernels:
-    """What ``name``.cpp defines as ``function``, by dtype; without those that it lacks, all where it is missing."""
+    """Return ``function`` of ``name``.cpp, for each dtype that it is defined for; empty if the library is missing."""
     library = _library(name)
     if isinstance(library, str):
         return {}
@@ -62,35 +62,32 @@ def kernels(name: str, function: str, dtypes: Iterable[torch.dtype], arguments: 
 
 
 def why_missing(name: str) -> str | None:
-    """Why nothing of ``name``.cpp can be used here, in a line that the compiler's output may follow.
-
-    None where it can be used.
-    """
+    """Say why ``name``.cpp cannot be used here: a line, then the compiler's output if any. None if it can be used."""
     library = _library(name)
     return library if isinstance(library, str) else None
 
 
 @cache
 def _library(name: str) -> ctypes.CDLL | str:
-    """What ``name``.cpp defines; or, after a warning in the log, why it is missing."""
+    """Return the library of ``name``.cpp. If there is none, log a warning and return the reason."""
     ready = READY / f"{name}-{CAPABILITY}.so"
     refused = ""
     if ready.exists():
         try:
             return ctypes.CDLL(str(ready))
         except OSError as error:
-            refused = f"what the package brings cannot be loaded ({error}), and "
+            refused = f"the wheel's library cannot be loaded ({error}), and "
     try:
-        return _own(name)
+        return _kept_or_built(name)
     except (OSError, toolchain.BuildError) as error:
         logger.warning("%s is left to torch, which is slower: %s%s", name, refused, error)
         return f"{refused}{error}"
 
 
-def _own(name: str) -> ctypes.CDLL:
-    """The library that this user's cache holds, or else is built."""
+def _kept_or_built(name: str) -> ctypes.CDLL:
+    """Return the library in this user's cache, or build it."""
     if os.name != "posix":
-        raise toolchain.BuildError("it is built on POSIX systems alone")
+        raise toolchain.BuildError("it can be built only on POSIX systems")
     compiler = toolchain.compiler()
     key = _key(name, compiler)
     try:
@@ -98,8 +95,8 @@ def _own(name: str) -> ctypes.CDLL:
             return _kept(name, compiler, key, folder)
     except OSError as error:
         logger.warning(
-            "%s is built for this process alone, in a temporary folder: %s. To keep it, delete %s, or make it a "
-            "folder of this user's own that others cannot write to",
+            "%s is built for this process alone, in a temporary folder: %s. To keep the library, delete %s, or make it "
+            "a folder that belongs to this user and that others cannot write to",
             name, error, FOLDER,
         )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="lookahead-") as path, private.opened_folder(Path(path)) as folder:
@@ -107,7 +104,7 @@ def _own(name: str) -> ctypes.CDLL:
 
 
 def _kept(name: str, compiler: list[str], key: str, folder: int) -> ctypes.CDLL:
-    """The library that FOLDER, opened as ``folder``, holds, or else is built and held there."""
+    """Return the library in FOLDER, opened as ``folder``, or build it there."""
     try:
         return _loaded(name, key, folder)
     except FileNotFoundError:
@@ -116,19 +113,19 @@ def _kept(name: str, compiler: list[str], key: str, folder: int) -> ctypes.CDLL:
         logger.warning("%s is built again: %s", name, error)
     failure = f"{_file_name(name, key)}.failed"
     again = f"It is tried again in a day, or when CXX names another compiler, or {FOLDER / failure} is deleted."
-    if said := _said_today(failure, folder):
-        raise toolchain.BuildError(f"tried within a day: {said}")
+    if earlier := _failure_of_last_day(failure, folder):
+        raise toolchain.BuildError(f"tried within a day: {earlier}")
     try:
         return _built(name, compiler, key, folder)
     except toolchain.BuildError as error:
         why, *output = str(error).split("\n", 1)
-        said = "\n".join([f"{why}. {again}", *output])
-        private.write(failure, said.encode(), folder)
-        raise toolchain.BuildError(said) from None
+        message = "\n".join([f"{why}. {again}", *output])
+        private.write(failure, message.encode(), folder)
+        raise toolchain.BuildError(message) from None
 
 
 def _built(name: str, compiler: list[str], key: str, folder: int) -> ctypes.CDLL:
-    """The library, built now, and held in an opened folder."""
+    """Build the library, keep it in an opened folder, and return it."""
     with told_if_long(f"building {name}.cpp, once on a machine"):
         instructions = toolchain.INSTRUCTIONS[CAPABILITY]
         content = toolchain.build(SOURCES / f"{name}.cpp", compiler, instructions, linking=["-fopenmp"])
@@ -137,11 +134,11 @@ def _built(name: str, compiler: list[str], key: str, folder: int) -> ctypes.CDLL
 
 
 def _loaded(name: str, key: str, folder: int) -> ctypes.CDLL:
-    """The library that an opened folder holds: what was built, its digest behind it.
+    """Load the library that an opened folder holds. Its file ends with the digest of what was built.
 
     Raises:
-        FileNotFoundError: It holds none.
-        OSError: It is not this user's, not what was built, or cannot be loaded.
+        FileNotFoundError: There is no such file.
+        OSError: The file is not this user's, not what was built, or cannot be loaded.
     """
     with contextlib.ExitStack() as stack:
         file = private.opened(_file_name(name, key), folder)
@@ -150,16 +147,16 @@ def _loaded(name: str, key: str, folder: int) -> ctypes.CDLL:
         if content[-_DIGEST:] != _digest(content[:-_DIGEST], key):
             raise OSError(f"{_file_name(name, key)} is not what was built")
         if os.path.exists(f"/proc/self/fd/{file}"):
-            library = ctypes.CDLL(f"/proc/self/fd/{file}")  # what was looked at, whatever has its name by now
-            stack.pop_all()  # it stays open: to the linker, another file of this number would be the same library
+            library = ctypes.CDLL(f"/proc/self/fd/{file}")  # the file that was checked, even if it was replaced since
+            stack.pop_all()  # Keep it open: the linker would take a later file of the same number for this library.
             return library
         copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lookahead-"))) / _file_name(name, key)
         copy.write_bytes(content)
         return ctypes.CDLL(str(copy))
 
 
-def _said_today(failure: str, folder: int) -> str | None:
-    """Why it could not be built, if that is less than a day ago."""
+def _failure_of_last_day(failure: str, folder: int) -> str | None:
+    """The reason of a failed build that is less than a day old."""
     try:
         file = private.opened(failure, folder)
     except OSError:
@@ -181,13 +178,13 @@ def _file_name(name: str, key: str) -> str:
 
 
 def _key(name: str, compiler: list[str]) -> str:
-    """A hash of all that a library depends on: sources, options, compiler and processor."""
+    """Hash all that a library depends on: sources, options, compiler and processor."""
     parts = [
         platform.machine(),
         _processor_flags(),
         repr((compiler, toolchain.FLAGS, toolchain.INSTRUCTIONS[CAPABILITY])),
     ]
-    for program in filter(None, map(shutil.which, compiler)):  # more than one in "ccache g++"
+    for program in filter(None, map(shutil.which, compiler)):  # "ccache g++" names two programs
         status = os.stat(program)
         parts.append(repr((os.path.realpath(program), status.st_size, status.st_mtime_ns)))
     hashed = hashlib.sha256("\0".join(parts).encode())
@@ -197,7 +194,7 @@ def _key(name: str, compiler: list[str]) -> str:
 
 
 def _processor_flags() -> str:
-    """What the processor can do, for compilers that are told to use all of it; nothing where Linux does not tell."""
+    """What the processor can do, because CXX may tell the compiler to use all of it. Empty if Linux does not say."""
     try:
         with open("/proc/cpuinfo") as lines:
             return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,7 +1,7 @@
-"""Files that nobody but the user of this process can have written.
+"""Files that only the user of this process can have written.
 
-A folder and a file are judged once they are open, so nobody can exchange them between the look and the use, and it does
-not matter who may write to the folders above.
+Folders and files are checked after they are opened. So nobody can replace them between the check and the use, and it
+does not matter who may write to the folders above them.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Iterator[int]:
-    """A descriptor of the folder, which is made unless it is there; its mode becomes 0700.
+    """Open a folder, make it if it is missing, and set its mode to 0700. Yields its descriptor.
 
     Raises:
         PermissionError: It belongs to another user, others may write to it, or it is a symbolic link.
@@ -31,17 +31,17 @@ def opened_folder(path: Path) -> Iterator[int]:
 
 
 def opened(name: str, folder: int) -> int:
-    """A descriptor, for reading, of a file in an opened folder; the caller closes it.
+    """Open a file in an opened folder for reading. Returns its descriptor, which the caller closes.
 
     Raises:
         PermissionError: It belongs to another user, others may write to it, or it is a symbolic link.
-        OSError: It is not there, or cannot be opened.
+        OSError: It is missing, or cannot be opened.
     """
-    return _opened(name, folder, os.O_NONBLOCK)  # a pipe must not be waited for
+    return _opened(name, folder, os.O_NONBLOCK)  # do not wait if it is a pipe
 
 
 def write(name: str, content: bytes, folder: int) -> None:
-    """Put a file into an opened folder, whole or not at all, in place of what has its name."""
+    """Write a file of an opened folder, as a whole or not at all. It replaces a file of the same name."""
     new = f"{name}.{secrets.token_hex(8)}"
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder), "wb") as file:
@@ -60,13 +60,13 @@ def _opened(name: str, folder: int | None, flags: int) -> int:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise PermissionError(f"{name} is a symbolic link, or no folder") from None
+            raise PermissionError(f"{name} is a symbolic link, or not a folder") from None
         raise
     found = os.fstat(descriptor)
     if found.st_uid != os.geteuid():
-        why = f"{name} belongs to user {found.st_uid}, and this process to user {os.geteuid()}"
+        why = f"{name} belongs to user {found.st_uid}, but this process to user {os.geteuid()}"
     elif found.st_mode & 0o022:
-        why = f"others than its owner may write to {name} (mode {found.st_mode & 0o777:04o})"
+        why = f"other users may write to {name} (mode {found.st_mode & 0o777:04o})"
     else:
         return descriptor
     os.close(descriptor)

@@ -1,8 +1,8 @@
-// Products of a few rows with weights as torch keeps them: row by row, a row for each output.
+// Products of a few rows with weights in torch's own order: one row of weights for each output.
 //
-// A tile of M rows of the input by O outputs keeps a vector of partial sums for each pair, along the inputs, and adds
-// up its lanes in the end. So each weight is read once, in the order of memory, for up to TILE rows of the input, and
-// nothing has to be rearranged beforehand.
+// A tile of M rows of the input by O outputs keeps a vector of partial sums for each pair of row and output. It runs
+// along the inputs, and adds up the lanes of each vector at the end. So each weight is read once, in memory order, for
+// up to TILE rows of the input, and no weights are reordered.
 
 #include <algorithm>
 #include <utility>
@@ -14,10 +14,10 @@ constexpr int L = 16, REGISTERS = 32, TILE = 12;
 #else
 constexpr int L = 8, REGISTERS = 16, TILE = 6;
 #endif
-constexpr int MOST_OUTPUTS = 4;    // of a tile
+constexpr int MAX_OUTPUTS = 4;     // outputs of a tile, at most
 constexpr long BLOCK = 96;         // outputs that a thread takes at a time
-constexpr long SMALL_BLOCK = 24;   // the same where they are read for several tiles, from the processor's cache
-constexpr long AHEAD = 12 * 1024;  // bytes: memory is asked for what is multiplied that much later
+constexpr long SMALL_BLOCK = 24;   // the same for several tiles, so that the weights stay in the processor's cache
+constexpr long AHEAD = 12 * 1024;  // bytes between a weight and the one that is prefetched with it
 typedef Lanes<L>::Floats Floats;
 typedef Lanes<L>::Ints Ints;
 
@@ -27,8 +27,8 @@ using Unaligned __attribute__((aligned(1), may_alias)) = T;
 #define UNROLL _Pragma("GCC unroll 64")
 #define INLINE inline __attribute__((always_inline))
 
-// How numbers of a type are multiplied: STRIDE of them at a time, in the form Factors; those of the input are Prepared
-// where they are not taken as they are.
+// How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
+// after `prepare`, if the kernel does not take it as it is.
 struct ByFloats {
     typedef float Number;
     typedef float Prepared;
@@ -50,8 +50,8 @@ struct ByPairs {
     }
 };
 #else
-// Two neighbours of bf16 in a lane are a float each once the other's bits are gone. The input is taken apart beforehand:
-// of each STRIDE numbers, first those at even places, then those at odd ones.
+// A lane holds two bf16 numbers. Each is a float once the bits of the other are cleared. The input is split beforehand:
+// of each STRIDE numbers, first those at even places, then those at odd places.
 struct ByPairs {
     typedef BFloat16 Number;
     typedef float Prepared;
@@ -68,8 +68,8 @@ struct ByPairs {
 };
 #endif
 
-// Of two vectors in which every STEP lanes hold sums of a kind, one in which every 2 * STEP lanes do: neighbours of a are
-// added up, then those of b.
+// Join two vectors of partial sums. In a and in b, each block of STEP lanes holds partial sums of STEP vectors, one lane
+// each. Neighbouring blocks are added. A block of the result has 2 * STEP lanes: those of a, then those of b.
 template <int STEP, int... I>
 static INLINE Floats merged(Floats a, Floats b, std::integer_sequence<int, I...>) {
 #define FIRST(I) (I / (2 * STEP) * 2 * STEP + I % STEP + (I / STEP % 2) * L)
@@ -80,7 +80,7 @@ static INLINE Floats merged(Floats a, Floats b, std::integer_sequence<int, I...>
 #endif
 }
 
-// The sums of the lanes of vectors begin, begin + 1, ..., of which there are COUNT in all: those of L vectors, in order.
+// The sum of the lanes of each of the vectors BEGIN, BEGIN + 1, ..., COUNT - 1: one lane each, L at most, in order.
 template <int COUNT, int BEGIN, int STEP = L / 2>
 static INLINE Floats lanes_added(const Floats* v) {
     if constexpr (BEGIN >= COUNT)
@@ -92,7 +92,7 @@ static INLINE Floats lanes_added(const Floats* v) {
                             std::make_integer_sequence<int, L>());
 }
 
-// sums[m][o]: of row m of x, `inputs` apart, with the weights of output o.
+// sums[m][o] = product of row m of x with the weights of output o. Rows of x are `inputs` numbers apart.
 template <class By, int M, int O>
 static INLINE void multiply_tile(const typename By::Prepared* x, const typename By::Number* weights, long inputs,
                                  float* sums) {
@@ -114,11 +114,11 @@ static INLINE void multiply_tile(const typename By::Prepared* x, const typename 
 template <class T>
 struct Matrix {
     const T* weights;  // [outputs][inputs]
-    const T* bias;     // [outputs], or none
+    const T* bias;     // [outputs], or null
     T* out;            // [rows][outputs]
     long outputs;
 
-    // Outputs first..first+O-1 of M rows, from sums[m][o], of which there are 32.
+    // Store outputs first..first+O-1 of M rows from sums[m][o], an array of 32 numbers.
     template <int M, int O>
     INLINE void put(float* sums, long row, long first) const {
         T numbers[32];
@@ -129,7 +129,7 @@ struct Matrix {
     }
 };
 
-// Outputs begin..end-1 of M rows.
+// Compute outputs begin..end-1 of M rows.
 template <class By, int M, int O>
 static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
                                  long inputs, long begin, long end) {
@@ -143,20 +143,20 @@ static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<ty
         if (first < end) multiply_rows<By, M, 1>(x, matrix, row, inputs, first, end);
 }
 
-// The same of a number of rows that is known when it runs. As many outputs as the registers have room for.
+// The same for a number of rows that is known only at run time. A tile has as many outputs as the registers can hold.
 template <class By, int M = TILE>
 static void multiply_some(int rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
                           long inputs, long begin, long end) {
     if constexpr (M > 0) {
         constexpr int fitting = (REGISTERS - 2) / (M + 1);
         if (rows == M)
-            multiply_rows<By, M, fitting < MOST_OUTPUTS ? fitting : MOST_OUTPUTS>(x, matrix, row, inputs, begin, end);
+            multiply_rows<By, M, fitting < MAX_OUTPUTS ? fitting : MAX_OUTPUTS>(x, matrix, row, inputs, begin, end);
         else
             multiply_some<By, M - 1>(rows, x, matrix, row, inputs, begin, end);
     }
 }
 
-// x [rows][inputs] with each matrix; inputs is a multiple of STRIDE. room: of as many floats as x has numbers.
+// Multiply x [rows][inputs] with each matrix. inputs is a multiple of STRIDE. room: as many floats as x has numbers.
 template <class By>
 static void multiply(const typename By::Number* x, const Matrix<typename By::Number>* matrices, long count, long rows,
                      long inputs, float* room, long threads) {

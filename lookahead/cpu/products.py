@@ -1,8 +1,8 @@
-"""Linear layers on a CPU, multiplied by a kernel of our own while lookahead decodes: `products.cpp`.
+"""Linear layers on a CPU use our own kernel, `products.cpp`, while lookahead decodes.
 
-torch brings the weights of a linear layer into another order in each call. For the few rows of a decoding step, that
-takes longer than to multiply. Our kernel takes the weights as they are, so nothing is copied, and whatever becomes of
-them is seen. Layers that are given the same input, such as query, key and value, are multiplied at once.
+torch reorders the weights of a linear layer in each call. For the few rows of a step, this takes longer than the
+product itself. Our kernel reads the weights as they are. So nothing is copied, and every change of a weight takes
+effect. Layers with the same input, such as query, key and value, are computed in one call.
 """
 
 import ctypes
@@ -16,68 +16,68 @@ from lookahead.compat import pre_hooks
 from lookahead.cpu import native
 from lookahead.decoding_pass import DecodingPass, current_pass
 
-LEAST_WEIGHTS = 2**16  # that are multiplied at once; below, the call takes longer than torch's
-MAX_ROWS = 64  # of an input; beyond, torch's product is faster
-STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel takes at once
-# Layers of one module that are given the same input; if they are not, it costs time and nothing else.
-GIVEN_THE_SAME = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+MIN_WEIGHTS = 2**16  # Weights in one call, at least. Below this, torch is faster.
+MAX_ROWS = 64  # Rows of an input, at most. Beyond this, torch is faster.
+STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads at a time
+# Names of layers in a module that usually have the same input. If they do not, only time is lost.
+SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 
 
 class DecodingLinear(nn.Linear):
-    """A linear layer whose product is our kernel's in passes of the decoding loop, and torch's everywhere else."""
+    """A linear layer that uses our kernel in passes of the decoding loop, and torch everywhere else."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():  # a compiled pass has its own way (`compiled`)
-            under_way = current_pass()
-            if under_way is not None and under_way.uses_kernels:
-                product = under_way.product(id(self), input)
+        if not torch.compiler.is_compiling():  # `passes.compiled` puts our products into its programs itself
+            decoding = current_pass()
+            if decoding is not None and decoding.uses_kernels:
+                product = decoding.product(id(self), input)
                 if product is not None:
                     return product
                 weight, bias = self.weight, self.bias
                 if _serves(input, weight, bias):
-                    return self._multiplied(input, weight, bias, under_way)
+                    return self._multiply(input, weight, bias, decoding)
         return nn.functional.linear(input, self.weight, self.bias)
 
-    def _multiplied(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, under_way: DecodingPass
+    def _multiply(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, decoding: DecodingPass
     ) -> torch.Tensor:
-        """This layer's product; those of its siblings are kept until they ask."""
-        siblings = under_way.siblings.get(id(self), ())
-        if not siblings:  # alone
+        """Return this layer's product. The products of its siblings are kept until they are called."""
+        siblings = decoding.siblings.get(id(self), ())
+        if not siblings:
             return multiply(input, [weight], [bias])[0]
-        layers = [layer for layer in siblings if layer is self or _is_as_plain(layer, input)]
+        layers = [layer for layer in siblings if layer is self or _can_be_early(layer, input)]
         products = multiply(input, [layer.weight for layer in layers], [layer.bias for layer in layers])
         of_layers = {id(layer): product for layer, product in zip(layers, products, strict=True)}
         own = of_layers.pop(id(self))
-        under_way.keep(input, of_layers)
+        decoding.keep(input, of_layers)
         return own
 
 
 def install(model: nn.Module) -> None:
-    """Let the plain linear layers that are worth it be `DecodingLinear`. Parameters and hooks stay as they are."""
+    """Make the larger plain linear layers `DecodingLinear`. Parameters and hooks stay as they are."""
     for module in model.modules():
-        for layers in _given_the_same(module, nn.Linear):
-            if sum(layer.weight.numel() for layer in layers) >= LEAST_WEIGHTS:
+        for layers in _same_input(module, nn.Linear):
+            if sum(layer.weight.numel() for layer in layers) >= MIN_WEIGHTS:
                 for layer in layers:
                     layer.__class__ = DecodingLinear
-        if type(module) is nn.Linear and module.weight.numel() >= LEAST_WEIGHTS:
+        if type(module) is nn.Linear and module.weight.numel() >= MIN_WEIGHTS:
             module.__class__ = DecodingLinear
 
 
 def siblings(model: nn.Module) -> dict[int, tuple[nn.Linear, ...]]:
-    """For each `DecodingLinear`, by its id, the layers that are given the same input, itself included.
+    """Return, by the id of each `DecodingLinear`, the layers with the same input, itself included.
 
-    To be asked in each call of generate(): the layers do not hold each other, and a model may get others.
+    Called anew for each generate(): the layers do not refer to each other, and a model's layers may be replaced.
     """
-    groups = (layers for module in model.modules() for layers in _given_the_same(module, DecodingLinear))
+    groups = (layers for module in model.modules() for layers in _same_input(module, DecodingLinear))
     return {id(layer): layers for layers in groups for layer in layers}
 
 
-def _given_the_same(module: nn.Module, kind: type[nn.Linear]) -> list[tuple[nn.Linear, ...]]:
-    """Layers of a kind within a module that are given the same input."""
+def _same_input(module: nn.Module, kind: type[nn.Linear]) -> list[tuple[nn.Linear, ...]]:
+    """Return groups of a module's layers, all of this class, that have the same input."""
     children = dict(module.named_children())
-    groups = [[layer for name in names if type(layer := children.get(name)) is kind] for names in GIVEN_THE_SAME]
+    groups = [[layer for name in names if type(layer := children.get(name)) is kind] for names in SAME_INPUT]
     return [tuple(layers) for layers in groups if len(set(layers)) > 1]
 
 
@@ -89,11 +89,11 @@ def remove(model: nn.Module) -> None:
     """Undo `install`."""
     for module in model.modules():
         if type(module) is DecodingLinear:
-            module.__class__ = nn.Linear  # type: ignore[assignment]  # which is how it was made
+            module.__class__ = nn.Linear  # type: ignore[assignment]  # it was made as an nn.Linear
 
 
 def can_multiply(weight: torch.Tensor) -> bool:
-    """Whether there is a kernel for this weight, [outputs, inputs]."""
+    """Whether our kernel takes this weight, [outputs, inputs]."""
     return (
         weight.is_cpu
         and weight.dtype in STRIDE
@@ -104,20 +104,21 @@ def can_multiply(weight: torch.Tensor) -> bool:
 
 
 def multiply(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """[..., outputs] for each weight [outputs, inputs] and bias: what linear layers give for an input [..., inputs].
+    """Return the product [..., outputs] of the input [..., inputs] with each weight [outputs, inputs], plus its bias.
 
-    All are of one dtype, on the CPU, weights and biases contiguous. Summed in float32. Nothing is checked.
+    All tensors are on the CPU and have one dtype. Weights and biases are contiguous. Sums are in float32. Nothing is
+    checked.
     """
     input = input.contiguous()
     *shape, inputs = input.shape
     rows = math.prod(shape)
-    matrices: list[int] = []  # for each a Matrix of the source
+    matrices: list[int] = []  # the fields of a Matrix in products.cpp, for each weight
     outs: list[torch.Tensor] = []
     for weight, bias in zip(weights, biases, strict=True):
         out = input.new_empty((*shape, weight.shape[0]))
         matrices += weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), weight.shape[0]
         outs.append(out)
-    is_prepared = input.dtype == torch.bfloat16 and not native.HAS_BF16  # as floats, which need room
+    is_prepared = input.dtype == torch.bfloat16 and not native.HAS_BF16  # the kernel first converts the input to floats
     room = input.new_empty(rows * inputs, dtype=torch.float32) if is_prepared else None
     kernels()[input.dtype](
         input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(weights), rows, inputs,
@@ -128,18 +129,18 @@ def multiply(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torc
 
 @cache
 def kernels() -> native.Kernels:
-    """What multiplies, by dtype; nothing where it cannot be built."""
+    """The kernel for each dtype; empty if it cannot be built."""
     return native.kernels("products", "multiply", tuple(STRIDE), _ARGUMENTS)
 
 
-def _is_as_plain(layer: nn.Linear, input: torch.Tensor) -> bool:
-    """Whether a layer's product can be computed before it is called, with the same input. Hooks may write to that."""
+def _can_be_early(layer: nn.Linear, input: torch.Tensor) -> bool:
+    """Whether the product can be computed before the layer is called. A hook or another forward could change it."""
     has_hooks = pre_hooks(layer) or "forward" in vars(layer)
     return type(layer) is DecodingLinear and not has_hooks and _serves(input, layer.weight, layer.bias)
 
 
 def _serves(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether `multiply` takes these; others are for torch."""
+    """Whether `multiply` takes these tensors. torch takes all others."""
     return (
         type(input) is torch.Tensor
         and type(weight) in (nn.Parameter, torch.Tensor)
@@ -162,7 +163,7 @@ def _shapes(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> l
     return [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
 
 
-# For compiled passes. A plain definition, for what torch.library.custom_op adds to a call takes as long as a layer.
+# For compiled passes. Defined by hand, because the wrapper of torch.library.custom_op takes as long as a small layer.
 _library = torch.library.Library("lookahead", "FRAGMENT")
 _library.define("products(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
 _library.impl("products", multiply, "CPU")

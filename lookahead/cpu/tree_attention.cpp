@@ -1,20 +1,19 @@
 // Attention of a step's or a prompt's tokens to the cache and to each other, for one sequence.
 //
-// Query heads that share a key head are taken together, and L of their queries side by side in a vector, W vectors at a
-// time: a key, and a value, is then one number for all of them, nothing has to be transposed, and maxima and sums are
-// those of vectors.
-// Keys are taken KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al.
-// 2022, arXiv 2205.14135, algorithm 1), summed in float32.
+// Query heads that share a key head are computed together. A vector holds L of their queries, and W vectors are computed
+// at a time. So one number of a key or a value serves all of them, nothing is transposed, and maxima and sums are
+// computed lane by lane. Keys are taken KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv
+// 1805.02867; Dao et al. 2022, arXiv 2205.14135, algorithm 1). Sums are in float32.
 
 #include <algorithm>
 #include <limits>
 
 #include "vectors.h"
 
-constexpr int KEYS = 64, TILE = 8, WIDEST = 256;
+constexpr int KEYS = 64, TILE = 8, MAX_SIZE = 256;
 constexpr float HIDDEN = std::numeric_limits<float>::lowest();
 
-// How a product takes its numbers: each by itself, in float32.
+// A product takes its numbers one by one, in float32.
 struct Singles {
     static constexpr int TOGETHER = 1;
     typedef float Factor;
@@ -22,7 +21,7 @@ struct Singles {
     using Factors = typename Lanes<L>::Floats;
 };
 
-// Two by two in bf16, next to each other in memory, added up in float32.
+// A product takes two bf16 numbers at a time, neighbours in memory, and adds them up in float32.
 struct Pairs {
     static constexpr int TOGETHER = 2;
     typedef int32_t Factor __attribute__((may_alias, aligned(2)));
@@ -30,7 +29,7 @@ struct Pairs {
     using Factors = typename Lanes<L>::Ints;
 };
 
-// a * b + sum, lane by lane; of pairs, both products, added up in float32.
+// a * b + sum, lane by lane. For pairs, both products are added, in float32.
 template <class Floats>
 static inline Floats multiply_add(float a, Floats b, Floats sum) {
     return a * b + sum;
@@ -67,7 +66,7 @@ struct BySingles : Singles {
         to[lane] = number(x);
     }
 
-    // n keys, or values, of this size; in room unless memory has them so.
+    // n keys, or values, of this size as factors. They are converted into room if necessary.
     static const float* keys(const float* x, long, long, float*) { return x; }
     static const float* values(const float* x, long, long, float*) { return x; }
     static const float* keys(const BFloat16* x, long n, long size, float* room) { return values(x, n, size, room); }
@@ -89,8 +88,8 @@ struct BySingles : Singles {
 };
 
 #ifdef __AVX512BF16__
-// Two numbers next to each other in a key, or the values of two keys, whose weights are rounded for that, as in torch's
-// kernel.
+// A pair is two neighbouring numbers of a key, or the values of two keys. The weights of the values are rounded to bf16
+// for this, as in torch's kernel.
 struct ByPairs : Pairs {
     template <class Ints>
     static void put(BFloat16 x, long d, int lane, Ints& to) {
@@ -99,7 +98,7 @@ struct ByPairs : Pairs {
 
     static const Factor* keys(const BFloat16* x, long, long, Factor*) { return (const Factor*)x; }
 
-    // size is a multiple of 16. A key too few is one of zeros.
+    // size is a multiple of 16. If n is odd, the last value is paired with zeros.
     static const Factor* values(const BFloat16* x, long n, long size, Factor* room) {
         for (long j = 0; j < n; j += 2)
             for (long d = 0; d < size; d += 16) {
@@ -122,7 +121,7 @@ struct ByPairs : Pairs {
 };
 #endif
 
-// exp(x) for x <= 0 to 2 units in the last place; 0 where it would be next to nothing; NaN stays NaN.
+// exp(x) for x <= 0, to 2 units in the last place. 0 for x < -87. NaN stays NaN.
 template <int L, class Floats = typename Lanes<L>::Floats, class Ints = typename Lanes<L>::Ints>
 static inline Floats exponential(Floats x) {
     Floats least = Floats{} - 87.0f;
@@ -140,7 +139,7 @@ static inline Floats exponential(Floats x) {
     return gone ? Floats{} : (Floats)((Ints)y + (power << 23));
 }
 
-// `multiply_tile` for m rows of c; meanwhile memory fetches `bytes` from `next` on.
+// `multiply_tile` for m rows of c. Meanwhile, `bytes` bytes from `next` on are prefetched.
 template <class By, int W, class Floats, class Factors>
 static inline void multiply(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b, long m,
                             long k, const void* next, long bytes) {
@@ -166,15 +165,15 @@ struct Attention {
         typedef typename By::template Factors<L> Factors;
         constexpr int TOGETHER = By::TOGETHER;
         const long groups = heads / key_heads, queries = groups * rows, blocks = (queries + L * W - 1) / (L * W);
-        const long free = keys - (mask ? masked : rows);  // keys that all rows see
+        const long free = keys - (mask ? masked : rows);  // number of first keys, which all rows see
 #pragma omp parallel for num_threads(threads)
         for (long item = 0; item < key_heads * blocks; item++) {
             const long head = item / blocks, first = item % blocks * (L * W);
             const int lanes = std::min<long>(L * W, queries - first);
             const T *keys_here = key + head * key_stride, *values_here = value + head * key_stride;
-            typename By::Factor room[KEYS / TOGETHER * WIDEST];
-            Factors q[WIDEST / TOGETHER * W] = {}, weights[KEYS / TOGETHER * W];
-            Floats sums[WIDEST * W] = {}, p[(KEYS + 1) * W], largest[W], total[W] = {};
+            typename By::Factor room[KEYS / TOGETHER * MAX_SIZE];
+            Factors q[MAX_SIZE / TOGETHER * W] = {}, weights[KEYS / TOGETHER * W];
+            Floats sums[MAX_SIZE * W] = {}, p[(KEYS + 1) * W], largest[W], total[W] = {};
             std::fill(largest, largest + W, Floats{} + HIDDEN);
             long row[L * W];
             T* outs[L * W];
@@ -185,7 +184,7 @@ struct Attention {
                 for (long d = 0; d < size; d++) By::put(x[d], d, lane % L, q[d / TOGETHER * W + lane / L]);
                 outs[lane] = out + (row[lane] * heads + of) * size;
             }
-            const long from = mask ? free : free + *std::min_element(row, row + lanes) + 1;  // first hidden from any
+            const long from = mask ? free : free + *std::min_element(row, row + lanes) + 1;  // first masked key
             const long end = mask ? keys : free + *std::max_element(row, row + lanes) + 1;
             for (long begin = 0; begin < end; begin += KEYS) {
                 const long n = std::min<long>(KEYS, end - begin), bytes = n * size * sizeof(T);
@@ -237,8 +236,8 @@ static void attend(const Attention<BFloat16>& attention) {
     attend_by<BySingles>(attention);
 }
 
-// query [heads][rows][size], by strides; key, value [key_heads][keys][size], their heads key_stride apart; size is at
-// most WIDEST. mask [rows][masked] is added to the scores of the last `masked` keys; without one, row i of the last
+// query [heads][rows][size], with strides. key, value [key_heads][keys][size], key_stride from head to head. size is at
+// most MAX_SIZE. mask [rows][masked] is added to the scores of the last `masked` keys. Without one, key i of the last
 // `rows` keys is seen by rows i and later. out [rows][heads][size].
 #define FOR(NAME, T)                                                                                                 \
     extern "C" void NAME(const T* query, const T* key, const T* value, const T* mask, T* out, long heads,            \

@@ -1,4 +1,4 @@
-"""Attention on a CPU: a few queries, many keys, and a mask for the last of them alone. `tree_attention.cpp`.
+"""Attention of a few queries to many keys on a CPU, with a mask for only the last keys: `tree_attention.cpp`.
 
 For so few queries, torch's own kernel takes two to three times as long.
 """
@@ -10,19 +10,19 @@ import torch
 
 from lookahead.cpu import native
 
-WIDEST = 256  # head_dim, as in the source
+MAX_HEAD_DIM = 256  # MAX_SIZE in tree_attention.cpp
 _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 10 + [ctypes.c_float]
 
 
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether `attend` takes these."""
+    """Whether `attend` takes these tensors."""
     return (
         query.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype
         and (mask is None or (mask.dtype == query.dtype and mask.shape[2] == query.shape[2]))
         and (mask is None or mask.shape[3] <= key.shape[2])
         and len(query) == 1
-        and query.shape[3] <= WIDEST
+        and query.shape[3] <= MAX_HEAD_DIM
         and query.stride(3) == 1
         and key.stride() == value.stride()
         and key.stride()[2:] == (key.shape[3], 1)
@@ -35,11 +35,11 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of one sequence's tokens: [1, T, heads, head_dim], in the dtype of the inputs, summed in float32.
+    """Return the attention of one sequence's tokens, [1, T, heads, head_dim], in the inputs' dtype, summed in float32.
 
-    query: [1, heads, T, head_dim]; key, value: [1, key heads, L + T, head_dim].
-    mask: [1, 1, T, masked], added to the scores of the last ``masked`` keys, those before being seen by all; None: each
-    token sees all up to itself.
+    query: [1, heads, T, head_dim]. key, value: [1, key heads, L + T, head_dim].
+    mask: [1, 1, T, masked], added to the scores of the last ``masked`` keys; all tokens see the keys before them. None:
+    attention is causal.
     """
     _, heads, rows, size = query.shape
     out = query.new_empty(1, rows, heads, size)
@@ -56,5 +56,5 @@ def attend(
 
 @cache
 def _kernels() -> native.Kernels:
-    """What attends, by dtype; nothing where it cannot be built."""
+    """The kernel for each dtype; empty if it cannot be built."""
     return native.kernels("tree_attention", "attend", (torch.float32, torch.bfloat16), _ARGUMENTS)

@@ -1,4 +1,4 @@
-// Numbers side by side in a vector, and bf16: to float32, and rounded back.
+// Vectors of numbers, and bf16: to float32, and rounded back.
 
 #include <cstdint>
 #include <cstring>
@@ -24,14 +24,14 @@ static inline float number(BFloat16 x) {
     return y;
 }
 
-// The bits of 16 numbers, each in the lower half of a lane.
+// The bits of 16 numbers, each in the lower half of its lane.
 static inline Lanes<16>::Ints bits(const BFloat16* x) {
     Lanes<16>::BFloat16s some;
     memcpy(&some, x, sizeof some);
     return __builtin_convertvector(some, Lanes<16>::Ints);
 }
 
-// The nearest bf16 number, the even one of two, its bits in the lower half of a lane; not for NaNs.
+// The bits of the nearest bf16 number (ties to even), in the lower half of each lane. Not for NaN.
 template <class Ints, class Floats>
 static inline Ints rounded(Floats x) {
     return ((Ints)x + 0x7fff + ((Ints)x >> 16 & 1)) >> 16 & 0xffff;
