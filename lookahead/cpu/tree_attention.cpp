@@ -1,8 +1,8 @@
 // Attention of a step's or a prompt's tokens to the cache and to each other, for one sequence.
 //
-// Query heads that share a key head are computed together. A vector holds L of their queries, and W vectors are computed
-// at a time. So one number of a key or a value serves all of them, nothing is transposed, and maxima and sums are
-// computed lane by lane. Keys are taken KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv
+// Query heads that share a key head are computed together. A vector holds L of their queries; W vectors are computed at
+// a time. So one number of a key or a value serves all of them, nothing is transposed, and maxima and sums are computed
+// lane by lane. Keys are taken KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv
 // 1805.02867; Dao et al. 2022, arXiv 2205.14135, algorithm 1). Sums are in float32.
 
 #include <algorithm>
