@@ -68,8 +68,8 @@ struct ByPairs {
 };
 #endif
 
-// Join two vectors of partial sums. In a and in b, each block of STEP lanes holds partial sums of STEP vectors, one in a
-// lane. Neighbouring blocks are added. A block of the result has 2 * STEP lanes: those of a, then those of b.
+// Join two vectors of partial sums. In a and in b, each block of STEP lanes holds partial sums of STEP vectors.
+// Neighbouring blocks are added. A block of the result has 2 * STEP lanes: those of a, then those of b.
 template <int STEP, int... I>
 static INLINE Floats merged(Floats a, Floats b, std::integer_sequence<int, I...>) {
 #define FIRST(I) (I / (2 * STEP) * 2 * STEP + I % STEP + (I / STEP % 2) * L)
