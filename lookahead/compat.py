@@ -18,9 +18,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # -- generate() -------------------------------------------------------------------------------------------------------
 
-LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
-"""The decoding methods that generate() calls by name, once it has prepared the inputs. `wrapping` overrides them."""
-
 
 def sampling_loop(model: PreTrainedModel) -> Callable:
     """The model's own loop of greedy decoding and sampling. Its first argument is the model."""

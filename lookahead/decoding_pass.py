@@ -72,5 +72,5 @@ def current_pass() -> DecodingPass | None:
 @torch.compiler.assume_constant_result
 def is_traced() -> bool:
     """Whether this thread traces a pass for `passes.compiled`. Users who compile a model get torch's attention."""
-    under_way = current_pass()
-    return under_way is not None and under_way.is_traced
+    decoding = current_pass()
+    return decoding is not None and decoding.is_traced

@@ -159,7 +159,7 @@ def _is_plain_bias(bias: torch.Tensor, weight: torch.Tensor) -> bool:
     return is_plain and bias.dtype == weight.dtype and bias.is_cpu and bias.is_contiguous()
 
 
-def _shapes(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:
+def _empty_products(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:
     return [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
 
 
@@ -167,4 +167,4 @@ def _shapes(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> l
 _library = torch.library.Library("lookahead", "FRAGMENT")
 _library.define("products(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
 _library.impl("products", multiply, "CPU")
-_library.impl("products", _shapes, "Meta")
+_library.impl("products", _empty_products, "Meta")

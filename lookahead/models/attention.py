@@ -45,8 +45,8 @@ def attend(
     if is_compiling:
         is_ours = is_traced()
     else:
-        under_way = current_pass()
-        is_ours = under_way is not None and under_way.splits_attention
+        decoding = current_pass()
+        is_ours = decoding is not None and decoding.splits_attention
     if not is_ours:
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     unusual = dropout or torch.is_autocast_enabled(query.device.type)
@@ -94,8 +94,8 @@ def attend_grouped(
 
 
 def _kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    under_way = current_pass()
-    return under_way is not None and under_way.uses_kernels and tree_attention.serves(query, key, value, mask)
+    decoding = current_pass()
+    return decoding is not None and decoding.uses_kernels and tree_attention.serves(query, key, value, mask)
 
 
 def _repeated_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:

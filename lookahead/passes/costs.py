@@ -96,12 +96,12 @@ class StepCosts:
             if self._kept is not None and np.abs(np.log(now / self._kept)).max() < np.log(REWRITE_RATIO):
                 return
             self._kept = now
-        held = {"rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
+        data = {"rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
                 "overhead": self.overhead}  # fmt: skip
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".new", delete=False) as file:
-                json.dump(held, file, indent=1)
+                json.dump(data, file, indent=1)
             os.replace(file.name, self.path)
         except OSError as error:
             logger.info("step costs are not kept: %s", error)
@@ -214,13 +214,12 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
             try:
                 with progress_bar("measuring step costs") as progress:
                     costs = measure(runner, anew or SECONDS, progress)
+                costs.path = path
             except Exception as error:  # a model may raise anything at lengths that the caller did not ask for
                 if anew:
                     raise
                 warnings.warn(f"step costs could not be measured, so budgets use assumed ones: {error!r}", stacklevel=2)
-                known[now] = _assumed(runner)
-                return known[now]
-        costs.path = path
+                costs = _assumed(runner)
         costs.keep()
         known[now] = costs
     return known[now]
@@ -253,14 +252,14 @@ def _path(model: PreTrainedModel, now: tuple) -> Path:
 def _read(path: Path) -> StepCosts | None:
     """Read a file. None: there is none, or its content is not valid."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        seconds, per_position = np.array(held["seconds"], float), np.array(held["per_position"], float)
-        costs = StepCosts(seconds, per_position, float(held["overhead"]), path)
+        data = json.loads(path.read_text(encoding="utf-8"))
+        seconds, per_position = np.array(data["seconds"], float), np.array(data["per_position"], float)
+        costs = StepCosts(seconds, per_position, float(data["overhead"]), path)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    sound = held.get("rungs") == list(RUNGS) and seconds.shape == (len(RUNGS),) and per_position.shape == (2,)
-    sound = sound and (seconds > 0).all() and (per_position >= 0).all() and costs.overhead > 0
-    if not (sound and np.isfinite(seconds).all() and np.isfinite(per_position).all()):
+    is_valid = data.get("rungs") == list(RUNGS) and seconds.shape == (len(RUNGS),) and per_position.shape == (2,)
+    is_valid = is_valid and (seconds > 0).all() and (per_position >= 0).all() and costs.overhead > 0
+    if not (is_valid and np.isfinite(seconds).all() and np.isfinite(per_position).all()):
         return None
     costs._kept = costs._summary()
     return costs

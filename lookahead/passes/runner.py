@@ -49,6 +49,7 @@ class EagerRunner:
         self.model = model
         self.adapter = adapter
         self._requested = hidden_states
+        self._extras = {"output_hidden_states": True} if hidden_states else {}
 
     def begin(self, cache: LookaheadCache) -> LookaheadCache:
         """Return a cache that holds the same prompts, for all steps until `end`."""
@@ -78,7 +79,7 @@ class EagerRunner:
         if len(steps) > 1 or (adapter.can_branch and len(steps[0]) > 1):
             inputs["attention_mask"] = adapter.masks(ancestors, positions, cache, self.model.dtype, device)
         with self._in_pass(), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
-            output = self.model(input_ids=tokens[0], **inputs, **self._extras())
+            output = self.model(input_ids=tokens[0], **inputs, **self._extras)
             return Output(output.logits[:, again:], {i: output.hidden_states[i][:, again:] for i in self._requested})
 
     def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
@@ -105,7 +106,7 @@ class EagerRunner:
                 inputs["position_ids"] = positions[:, chunk]
             try:
                 with self._in_pass():
-                    output = model(**inputs, **limits, **self._extras())
+                    output = model(**inputs, **limits, **self._extras)
             except IndexError as error:  # beyond the end of a table of learned positions
                 if length <= context:
                     raise
@@ -135,6 +136,3 @@ class EagerRunner:
         """The context of each call of the model."""
         adapter = self.adapter
         return decoding_pass(adapter.splits_attention, adapter.uses_kernels, siblings=self._siblings)
-
-    def _extras(self) -> dict[str, bool]:
-        return {"output_hidden_states": True} if self._requested else {}
