@@ -98,7 +98,7 @@ def hooks_of_users(module: nn.Module) -> list[Callable]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """False for a tensor that stands for others, such as a quantized weight."""
+    """False for a tensor that wraps other tensors, such as a quantized weight."""
     return not is_traceable_wrapper_subclass(tensor)
 
 

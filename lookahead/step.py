@@ -35,7 +35,7 @@ class Visibility:
         return None
 
     def hides_any(self, keys: np.ndarray, last: int) -> bool:
-        """Whether a query up to position ``last`` may miss a key. keys: positions, int64 [batch, n]; -1 is a gap."""
+        """Whether a key may be hidden from a query up to position ``last``. keys: positions [batch, n]; -1 is a gap."""
         first = keys.min(initial=last)
         if first < 0:
             return True

@@ -116,8 +116,8 @@ def _repeated_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtyp
 
 def _is_causal(module: nn.Module, kwargs: dict) -> bool:
     """Whether "sdpa" would take a pass without a mask as causal."""
-    told = kwargs.get("is_causal")
-    return getattr(module, "is_causal", True) if told is None else told
+    is_causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
 def _has_kernel(query: torch.Tensor) -> bool:

@@ -88,8 +88,8 @@ class InPlaceLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.is_initialized = False
         self._keys = self._values = None  # type: ignore[assignment]  # not read until is_initialized
-        self.columns = 0  # Columns in use, with those of a step that is not committed yet.
-        self.base = 0  # Columns in use before the last update.
+        self.columns = 0  # columns in use, with those of a step not yet committed
+        self.base = 0  # columns in use before the last update
         self.gaps = np.zeros(1, np.int64)  # [batch], or [1] while all sequences are equal
         self.starts = np.zeros(1, np.int64)  # [batch] or [1]: position in the first column
 

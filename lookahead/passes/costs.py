@@ -80,7 +80,7 @@ class StepCosts:
         local, everywhere = FOLLOW_RATES
         expected = float(self(rows, length))
         share = float(self(rows, 0)) / expected
-        ratio = min(max(seconds / expected, 1 / 3), 3.0)  # anything beyond has another cause
+        ratio = min(max(seconds / expected, 1 / 3), 3.0)  # a larger error has another cause
         nearness = np.maximum(1 - np.abs(np.log2(_RUNGS / min(rows, RUNGS[-1]))), 0)
         with self._lock:  # other threads may be reading the old arrays, so make new ones
             self.seconds = self.seconds * ratio ** (share * (everywhere + local * nearness))

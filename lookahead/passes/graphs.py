@@ -40,7 +40,7 @@ from ngram_pool import GuessTree
 
 FIRST_CAPACITY = 1024  # columns
 MAX_ROWS = 128  # rows of a step that is captured, at most
-RUNS_CHECKED = 2  # Runs of each graph. A value taken from Python, such as a length, is still right in the first run.
+RUNS_CHECKED = 2  # runs of each graph; a value fixed by the capture, such as a length, is still right in the first
 WARM_UP_RUNS = 3  # before a capture, so that libraries have chosen their kernels and allocated memory
 
 Replay = Callable[[], torch.Tensor]
@@ -279,7 +279,7 @@ class StepGraphs:
             earlier = next(iter(self._replays.values()), None)
             try:
                 self._replays[key] = self._capture(direct, device_of(self._model), earlier)
-            except Exception as error:  # many things that a model may do cannot be captured
+            except Exception as error:  # a model may do many things that cannot be captured
                 # An error within a capture causes a second one at its end. The first one is the reason.
                 self._give_up(f"a step of {rows} tokens cannot be captured, {(error.__context__ or error)!r}")
                 return direct()

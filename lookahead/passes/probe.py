@@ -15,7 +15,7 @@ from lookahead.passes.runner import EagerRunner
 from lookahead.step import Step, lay_out
 from ngram_pool import GuessTree, Source
 
-GROSS_ERROR = 0.2  # A median error this large does not come from rounding. The model ignores its cache, for example.
+GROSS_ERROR = 0.2  # A median error this large comes neither from rounding nor from quantization.
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def row_dependence(model: PreTrainedModel, adapter: ModelAdapter) -> float:
                     errors = torch.cat([errors, _unless_gross(_prefill_errors(model, adapter, tokens[:1]))])
         except (torch.OutOfMemoryError, MemoryError):
             raise
-        except Exception:  # the model takes no batches, or nothing at all, which the probe will tell
+        except Exception:  # a model that takes no batches, or that the probe will refuse
             return 0.0
         found.append((errors.median() if is_half(model.dtype) else errors.max()).item())
         if not found[-1] > tolerance(model.dtype):
@@ -79,7 +79,7 @@ def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
             logits = _plain_logits(model, adapter, tokens)
             tokens[0, 6:] = tokens[0, 6:].flip(0)
             other = _plain_logits(model, adapter, tokens)
-    except Exception:  # the probe has its own reason to refuse the model; so it has if all logits are NaN
+    except Exception:  # the reason of the probe stands, as it does if logits are NaN
         return True
     if logits.isnan().any():
         return True
@@ -147,7 +147,7 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
             for leaf in set(range(len(step))) - set(step.parents.tolist()):
                 line = [*texts[b], *step.ids[step.ancestors[leaf]]]
                 lines.append(line)
-                if is_half(model.dtype):  # a pass over several rows rounds otherwise than one over a single row
+                if is_half(model.dtype):  # a pass over several rows rounds differently
                     branch = expected[torch.from_numpy(step.ancestors[leaf])]
                     of_line = _plain_logits(model, adapter, torch.tensor([line]))[0, -len(branch) :]
                     halves.append(row_errors(of_line, branch))
@@ -168,7 +168,7 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
 
 
 def _unless_gross(errors: torch.Tensor) -> torch.Tensor:
-    """Return the errors between two plain passes, or none of them if something other than rounding made them."""
+    """Return the errors between two plain passes, or an empty tensor if they are gross, as if a cache is ignored."""
     return errors if errors.median() < GROSS_ERROR else errors[:0]
 
 
@@ -196,7 +196,7 @@ def _plain_logits(
     inputs = {"input_ids": ids.to(device_of(model)), "use_cache": cache is not None}
     if cache is not None:
         inputs[adapter.cache_argument] = cache
-    if adapter.takes_position_ids:  # generate() passes them too; some models count from their padding token without
+    if adapter.takes_position_ids:  # as generate() does; without them, some models count from their padding token
         positions = torch.arange(begin, begin + ids.shape[1], device=device_of(model))
         inputs["position_ids"] = positions.expand(ids.shape)
     return model(**inputs).logits
