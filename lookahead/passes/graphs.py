@@ -35,7 +35,7 @@ from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import Accepted, InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import relative_error, tolerance
 from lookahead.passes.runner import EagerRunner, Output
-from lookahead.step import Step, Visibility, lay_out
+from lookahead.step import Step, Visibility, lay_out, pad
 from ngram_pool import GuessTree
 
 FIRST_CAPACITY = 1024  # columns
@@ -194,7 +194,7 @@ class StepGraphs:
                 self._forget()
             self._free.release()
 
-    def forward(self, step: Step, cache: "StaticCache", last: int | None = None) -> torch.Tensor:
+    def forward(self, step: Step, cache: "StaticCache", last: list[int] | None = None) -> torch.Tensor:
         """Run one pass over a step. Returns logits [1, T, vocabulary], valid until the next pass."""
         if cache is not self._lent:
             raise RuntimeError("this cache was taken back by the model's StepGraphs when its call ended")
@@ -205,7 +205,7 @@ class StepGraphs:
         if not self._are_proven:
             self._prove(lay_out(int(step.ids[0]), GuessTree.empty()), cache.lengths[0])
             self._are_proven = True
-        self._fill(rows, step, step.positions(cache.lengths[0], last))
+        self._fill(rows, step, cache.lengths[0], last)
         logits = self._run(rows, max(_power_of_two(begin + rows), FIRST_CAPACITY))
         buffers.base, buffers.columns = begin, begin + len(step)
         return logits[:, : len(step)]
@@ -231,7 +231,7 @@ class StepGraphs:
             self._warned = True
             warnings.warn(f"{what}: {reason}. It is decoded without them.", stacklevel=2)
 
-    def _fill(self, rows: int, step: Step, positions: np.ndarray) -> None:
+    def _fill(self, rows: int, step: Step, length: int, last: list[int] | None = None) -> None:
         """Copy a step into the input tensors of passes over ``rows`` rows. Copies of the root, unseen, pad the step."""
         device = device_of(self._model)
         if rows not in self._inputs:
@@ -240,13 +240,9 @@ class StepGraphs:
                     torch.zeros(2 * rows + 1, dtype=torch.int64, device=device),
                     torch.zeros(rows, rows, dtype=torch.bool, device=device),
                 )
-        t = len(step)
-        numbers, ancestors = np.empty(2 * rows + 1, np.int64), np.eye(rows, dtype=bool)
-        numbers[:t], numbers[t:rows] = step.ids, step.ids[0]
-        numbers[rows : rows + t], numbers[rows + t : -1] = positions, positions[0]
-        numbers[-1] = self._buffers.columns
-        ancestors[:t, :t] = step.ancestors
-        for tensor, values in zip(self._inputs[rows], (numbers, ancestors), strict=True):
+        ids, positions, ancestors = pad([step], [length], last, rows)
+        numbers = np.concatenate([ids[0], positions[0], [self._buffers.columns]])
+        for tensor, values in zip(self._inputs[rows], (numbers, ancestors[0]), strict=True):
             tensor.copy_(torch.from_numpy(values))
         self._buffers.written = max(self._buffers.written, self._buffers.columns + rows)
 
@@ -303,7 +299,7 @@ class StepGraphs:
         fitting = [key for key in self._replays if begin + key[0] <= key[1]]
         if fitting:
             rows, shown = min(fitting)
-            self._fill(rows, root, root.positions(length))
+            self._fill(rows, root, length)
             replayed = self._replays[rows, shown]()
             if self._agree(replayed, self._pass(rows, shown)):
                 return
@@ -335,7 +331,7 @@ class GraphRunner(EagerRunner):
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         if isinstance(cache, StaticCache):
-            return Output(self._graphs.forward(steps[0], cache, last[0] if last else None))
+            return Output(self._graphs.forward(steps[0], cache, last))
         return self._other.run(steps, cache, last)
 
 

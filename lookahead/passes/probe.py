@@ -72,14 +72,14 @@ def row_dependence(model: PreTrainedModel, adapter: ModelAdapter) -> float:
 
 
 def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether a token's logits are independent of the tokens after it. True if the model's own pass fails."""
+    """Whether later tokens leave a token's logits as they are. True if a plain pass fails or gives NaN."""
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (1, 12)))
     try:
         with _as_in_generate(model):
             logits = _plain_logits(model, adapter, tokens)
             tokens[0, 6:] = tokens[0, 6:].flip(0)
             other = _plain_logits(model, adapter, tokens)
-    except Exception:  # the reason of the probe stands, as it does if logits are NaN
+    except Exception:  # then the probe has another reason to refuse the model
         return True
     if logits.isnan().any():
         return True
@@ -168,7 +168,7 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
 
 
 def _unless_gross(errors: torch.Tensor) -> torch.Tensor:
-    """Return the errors between two plain passes, or an empty tensor if they are gross, as if a cache is ignored."""
+    """Return errors between two plain passes, or none of them if they are gross: the model ignores its cache, say."""
     return errors if errors.median() < GROSS_ERROR else errors[:0]
 
 
