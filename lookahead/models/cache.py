@@ -35,8 +35,8 @@ FIRST_CAPACITY = 256  # columns
 class Accepted:
     """The rows of a step that are kept, in one list for all sequences of the batch.
 
-    sequences, rows, places: int64 [n]. Row ``rows[i]`` of sequence ``sequences[i]`` goes ``places[i]`` columns behind
-    the committed part of that sequence. counts: int64 [batch], rows that each sequence keeps.
+    sequences, rows, places: int64 [n]. Row ``rows[i]`` of sequence ``sequences[i]`` moves to column ``places[i]``,
+    counted from the end of that sequence's committed part. counts: int64 [batch], rows that each sequence keeps.
     """
 
     sequences: np.ndarray

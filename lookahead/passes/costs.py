@@ -41,7 +41,7 @@ _RUNGS = np.array(RUNGS, float)
 ROWS_AT_LENGTH = (1, 16)  # numbers of rows that are measured again with a long cache
 LONG_CONTEXT = 1024  # positions in the long cache
 # `seconds` and `per_position` if nothing can be measured. The unit is one pass over one row.
-ASSUMED_COSTS = 1 + np.array(RUNGS) / 32, np.array([1e-4, 1e-5])
+ASSUMED_COSTS = 1 + _RUNGS / 32, np.array([1e-4, 1e-5])
 SECONDS = 1.5  # time for measuring; long passes take more
 FOLLOW_RATES = 0.02, 0.01  # how far the time of a step moves the nearest rungs, and all of them
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "step-costs"
@@ -107,7 +107,7 @@ class StepCosts:
             logger.info("step costs are not kept: %s", error)
 
     def _summary(self) -> np.ndarray:
-        return np.array([self(np.array(RUNGS), length) for length in (0, LONG_CONTEXT)])
+        return np.array([self(_RUNGS, length) for length in (0, LONG_CONTEXT)])
 
 
 def measure(
@@ -126,7 +126,7 @@ def measure(
     known = [rows for rows in RUNGS if (rows, 0) in times]
     base = np.array([times[rows, 0] for rows in known])
     slope = max((base[-1] - base[-2]) / (known[-1] - known[-2]), 0.0)
-    base = np.interp(RUNGS, known, base) + slope * np.maximum(np.array(RUNGS) - known[-1], 0)
+    base = np.interp(_RUNGS, known, base) + slope * np.maximum(_RUNGS - known[-1], 0)
     first, second = (max(times[rows, long] - times[rows, 0], 0.0) / long for rows in ROWS_AT_LENGTH)
     further = max(second - first, 0.0) / (ROWS_AT_LENGTH[1] - ROWS_AT_LENGTH[0])
     return StepCosts(base, np.array([first, further]))
