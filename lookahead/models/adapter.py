@@ -45,7 +45,7 @@ class ModelAdapter:
     """Passes run in torch's inference mode, which is cheaper. Tensors made in it can be neither written to nor trained
     with later, so a pass must leave nothing behind except in our cache."""
     splits_attention: bool = False
-    """Attention that the model looks up as "sdpa" is `attention.attend` in a pass."""
+    """Passes use `attention.attend` in place of "sdpa": the cache then needs no mask, only the step does."""
     uses_kernels: bool = True
     """Our own kernels may be used on a CPU (`products`, `tree_attention`)."""
     row_dependence: float = 0.0
