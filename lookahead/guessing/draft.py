@@ -33,6 +33,7 @@ TOP_K = 8  # guesses after each row
 MAX_ROWS = 16  # guesses of one text that a pass computes
 MAX_LACKING = 32  # tokens of a text that a step's first pass may compute beside guesses; more are read before
 ROOM = 1024  # positions beyond the text that a cache makes room for at once
+MIN_TOKENS = 0.2  # that a further pass is expected to add, where no rate says what its time is worth
 PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0  # accepted rows, and those with the next token among their guesses, before any
 
 
@@ -364,14 +365,15 @@ class DraftModelSource(GuessSource):
     def _choose(self, wanted: list[list[_Guess]], waiting: int, texts: list[list[int]], limits: Limits) -> int:
         """How many guesses of each draft the next pass computes, beside the rows that wait for it."""
         count = max(map(len, wanted))
-        if limits.rate is None:
-            return count
         gains = np.zeros(count + 1)
         for guesses in wanted:
             gains[1 : len(guesses) + 1] += [guess.chance for guess in guesses]
+        tokens = np.cumsum(gains) * self._hits / self._rows
+        if limits.rate is None:
+            return count if waiting or tokens[-1] >= MIN_TOKENS * len(texts) else 0
         rows = len(texts) * (waiting + np.arange(count + 1))
         seconds = np.where(rows > 0, self._costs(rows, max(map(len, texts))), 0.0)
-        return int(np.argmax(np.cumsum(gains) * self._hits / self._rows - limits.rate * seconds))
+        return int(np.argmax(tokens - limits.rate * seconds))
 
     def _compute(self, asked: list[_Asked]) -> None:
         """Run the planned rows, and take in what the model says after them."""
