@@ -28,7 +28,7 @@ import argparse, json, os, sys, time
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
-for name in ("model", "dtype", "threads", "method"):
+for name in ("model", "dtype", "threads", "method", "requests"):
     parser.add_argument("--" + name, required=True)
 chosen = parser.parse_args()
 with Path(__file__).with_name("starts").open("a") as starts:
@@ -46,8 +46,8 @@ for number, line in enumerate(sys.stdin):
     if request["temperature"]:
         answer = {"error": "greedy only"}
     else:
-        answer = {"ids": request["ids"][:1] * request["max_new_tokens"], "seconds": 0.5, "steps": None,
-                  "drafted": 6, "accepted": 2}
+        ids = [prompt[:1] * request["max_new_tokens"] for prompt in request["prompts"]]
+        answer = {"ids": ids, "seconds": 0.5, "steps": None, "drafted": 6, "accepted": 2}
     print(json.dumps(answer), flush=True)
 """
 
@@ -88,7 +88,7 @@ def peer(peers):
     made = []
 
     def make(method: str, timeout: float = 60) -> Peer:
-        options = ["--model", "m", "--dtype", "float32", "--threads", "1", "--method", method]
+        options = ["--model", "m", "--dtype", "float32", "--threads", "1", "--requests", "1", "--method", method]
         made.append(Peer([sys.executable, str(peers / "lade_worker.py"), *options], timeout))
         return made[-1]
 
@@ -137,7 +137,7 @@ def test_page(model, prompts, tmp_path):
     assert text.count("| auto-torch |") == 2 * 2, "over all prompts and by category"
     assert "| method | code0 | code1 |" in text
     assert text.count("| plain | 1.00 | 1.00 |") == 2
-    assert text.count("Memory yields all weights, ") == 2
+    assert text.count("Reading all weights, ") == 2
 
 
 def test_differences_are_found(prompts, tmp_path, monkeypatch):
@@ -420,13 +420,13 @@ def test_peers(model, prompts, peers, tmp_path):
     assert drafted == [6, 6]
 
 
-REQUEST = {"ids": [3], "max_new_tokens": 2, "temperature": 0.0, "seed": 0}
+REQUEST = [[3]], {"max_new_tokens": 2}, 0
 
 
 def test_a_peer_is_suspended_between_requests(peer):
     one = peer("plain")
     for _ in range(2):
-        assert one.ask(REQUEST)["ids"] == [3, 3]
+        assert one.ask(*REQUEST)["ids"] == [[3, 3]]
         stopped = os.waitid(os.P_PID, one._process.pid, os.WSTOPPED)
         assert stopped.si_status == signal.SIGSTOP
     assert one.versions == {"toy": "1.2"}
@@ -439,7 +439,7 @@ def test_a_peer_that_is_not_there(peers):
     absent = Peer([str(peers / "nowhere" / "python"), "worker.py"], 60)
     for _ in range(2):
         with pytest.raises(PeerError, match="could not be started"):
-            absent.ask(REQUEST)
+            absent.ask(*REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -448,10 +448,10 @@ def test_a_peer_that_is_not_there(peers):
 )
 def test_a_peer_that_does_not_keep_the_protocol(says, message):
     with pytest.raises(PeerError, match=message):
-        Peer([sys.executable, "-c", says], 60).ask(REQUEST)
+        Peer([sys.executable, "-c", says], 60).ask(*REQUEST)
     answer = f"print('{{\"ready\": true}}', flush=True); input(); {says}"
     with pytest.raises(PeerError, match=message):
-        Peer([sys.executable, "-c", answer], 60).ask(REQUEST)
+        Peer([sys.executable, "-c", answer], 60).ask(*REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -461,14 +461,14 @@ def test_a_peer_that_does_not_keep_the_protocol(says, message):
         (["--dtype", "float16"], "float16"),
         (["--temperature", "warm"], "warm"),
         (["--contexts", "1"], "1 is not in the range x>=2"),
-        (["--contexts", "250"], "made for 256 positions, a context of 250 and 128 new tokens are 378"),
+        (["--contexts", "250"], "made for 256 positions, but a context of 250 and 128 new tokens are 378"),
         (["--contexts", "40", "--limit", "1"], "two prompts or more"),
         (["--methods", "assisted"], "--assistant"),
         (["--methods", "vllm-plain"], "--peers"),
-        (["--methods", "vllm-plain", "--device", "cuda"], "on the CPU alone: vllm-plain"),
+        (["--methods", "vllm-plain", "--device", "cuda"], "on the CPU only: vllm-plain"),
         (["--never-slower"], "leave out --prompts"),
         (["--model", "no/such/folder/tiny2"], "cannot read the model"),
-        (["--model", "elsewhere/tiny"], "two models of the same name"),
+        (["--model", "elsewhere/tiny"], "two models have the same name"),
     ],
 )
 def test_bad_input_is_named(model, prompts, tmp_path, arguments, message):

@@ -11,7 +11,7 @@ import pytest
 from lookahead import DEMO_MODEL
 
 PEERS = Path(__file__).parents[1] / "scripts" / "peers"
-REQUEST = {"ids": [5, 6], "max_new_tokens": 3, "temperature": 0, "seed": 0}
+REQUEST = {"prompts": [[5, 6]], "max_new_tokens": 3, "temperature": 0, "seed": 0}
 TOY = """
 import os
 from protocol import Answer, arguments, serve
@@ -27,7 +27,7 @@ def load(chosen):
         os.write(1, b"from C\\n")
         if request.temperature > 0:
             raise ValueError("greedy only")
-        return Answer([request.ids[-1] + 1] * request.max_new_tokens, 0.5, chosen.threads)
+        return Answer([[ids[-1] + 1] * request.max_new_tokens for ids in request.prompts], 0.5, chosen.threads)
 
     return decode, {"toy": "1"}
 
@@ -40,7 +40,7 @@ def peer(monkeypatch):
     """Imports a module of scripts/peers."""
     monkeypatch.syspath_prepend(PEERS)
     yield importlib.import_module
-    for name in ("protocol", "lade_worker", "vllm_worker", "vllm_batches_worker"):
+    for name in ("protocol", "lade_worker", "vllm_worker"):
         sys.modules.pop(name, None)
 
 
@@ -62,12 +62,14 @@ def talk(tmp_path):
 
 
 def test_answers_alone_are_on_stdout(talk):
-    status, said, stderr = talk(json.dumps(REQUEST), json.dumps({**REQUEST, "ids": [9], "max_new_tokens": 1}))
+    status, said, stderr = talk(
+        json.dumps(REQUEST), json.dumps({**REQUEST, "prompts": [[9], [3]], "max_new_tokens": 1})
+    )
     assert status == 0
     assert said == [
         {"ready": True, "versions": {"toy": "1"}},
-        {"ids": [7, 7, 7], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
-        {"ids": [10], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
+        {"ids": [[7, 7, 7]], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
+        {"ids": [[10], [4]], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
     ]
     for printed in ("loading", "from a child", "decoding", "from C"):
         assert printed in stderr
@@ -77,14 +79,18 @@ def test_answers_alone_are_on_stdout(talk):
     ("line", "named"),
     [
         ("not json", "JSONDecodeError"),
-        (json.dumps({"ids": [1]}), "max_new_tokens"),
-        (json.dumps({**REQUEST, "ids": []}), "ids"),
-        (json.dumps({**REQUEST, "ids": [1, -1]}), "ids"),
-        (json.dumps({**REQUEST, "ids": "text"}), "ids"),
+        (json.dumps({"prompts": [[1]]}), "max_new_tokens"),
+        (json.dumps({**REQUEST, "prompts": []}), "prompts has to be"),
+        (json.dumps({**REQUEST, "prompts": [[1], []]}), "a prompt has to be"),
+        (json.dumps({**REQUEST, "prompts": [[1, -1]]}), "a prompt has to be"),
+        (json.dumps({**REQUEST, "prompts": "text"}), "prompts has to be"),
         (json.dumps({**REQUEST, "max_new_tokens": 0}), "max_new_tokens"),
         (json.dumps({**REQUEST, "temperature": -1}), "temperature"),
         (json.dumps({**REQUEST, "temperature": float("nan")}), "temperature"),
         (json.dumps({**REQUEST, "seed": None}), "seed"),
+        (json.dumps({**REQUEST, "concurrency": 0}), "concurrency has to be"),
+        (json.dumps({**REQUEST, "concurrency": True}), "concurrency has to be"),
+        (json.dumps({**REQUEST, "forget": 1}), "forget has to be"),
         (json.dumps({**REQUEST, "temperature": 0.6}), "greedy only"),
     ],
 )
@@ -93,7 +99,7 @@ def test_a_bad_request_is_answered_and_the_next_one_too(talk, line, named):
     assert status == 0
     assert list(said[1]) == ["error"]
     assert named in said[1]["error"]
-    assert said[2]["ids"] == [7, 7, 7]
+    assert said[2]["ids"] == [[7, 7, 7]]
 
 
 def test_a_peer_that_does_not_load_says_why(talk):
@@ -159,22 +165,3 @@ def test_lade_methods(peer):
     for method in ("lade", "lade-15-5", "lade-0-5-15", "lade-15-2-15", "lookahead"):
         with pytest.raises(ValueError, match=method):
             lade_sizes(method)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompts": []}, "prompts has to be"),
-        ({"prompts": [[1], []]}, "ids has to be"),
-        ({"concurrency": 0}, "concurrency has to be"),
-        ({"concurrency": True}, "concurrency has to be"),
-        ({"temperature": -1}, "temperature has to be"),
-        ({"forget": 1}, "forget has to be"),
-    ],
-)
-def test_batches_that_make_no_sense_are_refused(peer, change, message):
-    batch = {"prompts": [[1]], "concurrency": 1, "max_new_tokens": 2, "temperature": 0, "seed": 0, "forget": True}
-    worker = peer("vllm_batches_worker")
-    worker.Batch(**batch)
-    with pytest.raises(ValueError, match=message):
-        worker.Batch(**(batch | change))
