@@ -42,8 +42,8 @@ def raising(wrap):
     [
         (honest, "equal"),
         (other, "DIFFERS: in 1 values, first ['wrapped']: False became True"),
-        (silent, "FAILS: nothing was decoded by lookahead"),
-        (unwrapped, "FAILS: nothing was decoded by lookahead"),
+        (silent, "FAILS: lookahead did not decode for 1 of 1 wrapped models"),
+        (unwrapped, "FAILS: lookahead did not decode for 1 of 1 wrapped models"),
         (raising, "FAILS: the wrapped model raises KeyError: 'taken'"),
         (lambda wrap: 1 / 0, "FAILS: the plain model raises ZeroDivisionError: division by zero"),
     ],
