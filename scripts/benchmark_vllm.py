@@ -83,22 +83,6 @@ def markdown(rows: list[dict], where: dict, failures: dict[str, str]) -> str:
     return heading(where) + table(columns, cells, "rlrrrrrrr") + failed + "\n"
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    """Draw tokens per second of every method, in a panel for each concurrency. Needs matplotlib (extra ``bench``)."""
-    from matplotlib.figure import Figure
-
-    concurrencies = sorted({row["concurrency"] for row in rows})
-    figure = Figure(figsize=(5 * len(concurrencies) + 2, 4), layout="constrained")
-    panels = figure.subplots(1, len(concurrencies), sharey=True, squeeze=False)[0]
-    for panel, concurrency in zip(panels, concurrencies, strict=True):
-        mine = [row for row in rows if row["concurrency"] == concurrency][::-1]
-        bars = panel.barh([row["method"] for row in mine], [row["tokens_per_second"] for row in mine], color="tab:blue")
-        panel.bar_label(bars, [f"{row['times_plain']:.2f}x" for row in mine], padding=3)
-        panel.set(xlabel="tokens/s", title=f"{concurrency} at once")
-        panel.margins(x=0.15)
-    figure.savefig(path)
-
-
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--model", type=cli.FOLDER, default=DEMO_MODEL, help="A folder. Default: the packaged model.")
 @cli.prompts
@@ -115,7 +99,7 @@ def draw(rows: list[dict], path: Path) -> None:
 @cli.repeats
 @cli.limit
 @click.option("--timeout", default=1200, show_default=True, help="Most seconds for an engine's start or answer.")
-@click.option("--out", type=cli.OUT, help="Write OUT.json, OUT.md and OUT.png.")
+@click.option("--out", type=cli.OUT, help="Write OUT.json and OUT.md.")
 def main(
     model, prompts_file, peers, pool, methods, concurrencies, dtype, threads, max_new_tokens, temperature, repeats,
     limit, timeout, out,
@@ -168,7 +152,6 @@ def main(
     click.echo(text)
     if out:
         write_results(out, text, {"where": where, "table": rows, "failures": failures})
-        draw(rows, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

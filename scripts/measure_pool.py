@@ -1,14 +1,12 @@
-"""Measure the n-gram pool: its speed, tokens per step by budget, and whether memory and times stay flat.
+"""Measure the n-gram pool: its speed, and tokens per step by budget.
 
     python scripts/measure_pool.py speed
     python scripts/measure_pool.py steps --model M --prompts FILE.jsonl
-    python scripts/measure_pool.py soak
 
 Tokens per step, (tokens - 1) / steps, do not depend on the clock: models run in float32 and sampling is seeded. They
 are averaged over the categories. ``fresh`` gives each prompt a new pool; ``shared`` keeps one pool for all prompts.
 """
 
-import resource
 import statistics
 import tempfile
 import time
@@ -35,8 +33,6 @@ from lookahead.tools.loading import load
 from lookahead.tools.prompts import read_prompts
 from ngram_pool.kernels import LONGEST
 
-CORPUS = 1_000_000  # tokens
-
 
 def logits_rows(ids: np.ndarray, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return contexts from a text, tokens and probabilities; like a step's logits, they favour what followed there."""
@@ -58,7 +54,7 @@ def main() -> None:
 
 @main.command()
 @click.option("--memory-mb", type=float, default=16, show_default=True)
-@click.option("--observations", default=CORPUS, show_default=True, help="Tokens of text to learn beforehand.")
+@click.option("--observations", default=1_000_000, show_default=True, help="Tokens of text to learn beforehand.")
 def speed(memory_mb, observations) -> None:
     """Microseconds of each operation, on one thread."""
     ids = standard_library(observations, AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL))
@@ -187,39 +183,6 @@ def steps(model_name, prompts_file, limit, budgets, temperature, max_new_tokens,
         where = {"command": command_line(__file__), **environment(model)}
         write_results(out, heading(where) + text + "\n", {"environment": where, "results": results})
         draw(results, out.with_suffix(".svg"))
-
-
-@main.command()
-@click.option("--steps", "total", default=1_000_000, show_default=True)
-@click.option("--memory-mb", type=float, default=16, show_default=True)
-def soak(total, memory_mb) -> None:
-    """Guess, calibrate and learn on random and real tokens in turn; show memory and times, ten times."""
-    real = standard_library(CORPUS, AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL))
-    rng = np.random.default_rng(0)
-    texts = [real, rng.integers(0, 2**31 - 1, CORPUS), rng.integers(0, 300, CORPUS)]
-    rows = [logits_rows(text, 20_000, rng) for text in texts]
-    pool = NgramPool(memory_mb)
-    click.echo(f"{'steps':>10} {'us a guess':>10} {'us a step':>10} {'resident MiB':>12} {'table MiB':>9}")
-    guesses, begun, tenth = [], time.perf_counter(), max(total // 10, 1)
-    for step in range(1, total + 1):
-        text = texts[step % 3]
-        at = int(rng.integers(LONGEST, len(text) - 4))
-        context = text[at - LONGEST : at].tolist()
-        start = time.perf_counter()
-        pool.guess(context, 16, MIN_PROBABILITY)
-        guesses.append(time.perf_counter() - start)
-        first = int(rng.integers(0, 20_000 - 17))
-        contexts, tokens, probabilities = (part[first : first + 17] for part in rows[step % 3])
-        pool.calibrate(contexts[:2], tokens[:2], probabilities[:2])
-        pool.learn_next(contexts, tokens, probabilities)
-        pool.learn(text[at - LONGEST : at + 2], start=LONGEST)
-        if step % tenth == 0:
-            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            spent = (time.perf_counter() - begun) / tenth * 1e6
-            guess = statistics.median(guesses) * 1e6
-            click.echo(f"{step:>10,} {guess:>10.1f} {spent:>10.0f} {resident:>12.0f} {pool.nbytes / 2**20:>9.2f}")
-            guesses, begun = [], time.perf_counter()
-    pool.check_integrity()
 
 
 if __name__ == "__main__":

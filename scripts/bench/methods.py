@@ -1,6 +1,5 @@
 """The methods of the benchmark, and one timed call of each."""
 
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from transformers import BatchEncoding, CompileConfig, GenerationConfig, PreTrai
 
 import lookahead
 from bench.peer_process import Peer, worker_command
-from bench.timing import timed
+from bench.timing import time_limit, timed
 from lookahead import Lookahead, LookaheadConfig, NgramPool
 from lookahead.tools.loading import load
 
@@ -45,22 +44,6 @@ DEFAULT = {
     "cuda": ("plain", "static-compiled", "prompt-lookup", "steps-of-one", "auto", "auto-graphs"),
 }
 GUESS_AT_ONCE = ("prompt-lookup", "assisted")  # their first pass verifies guesses, so it counts as a step
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if the body runs longer."""
-
-    def ring(*_) -> None:
-        raise TimeoutError(f"took more than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again each second, because some code swallows exceptions
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

@@ -5,13 +5,13 @@ This is the asking side; scripts/peers/protocol.py describes the protocol.
 
 import json
 import os
-import select
 import signal
 import subprocess
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
+
+from bench.timing import time_limit
 
 WORKERS = Path(__file__).parents[1] / "peers"
 PATIENCE = 10  # seconds that a process has to end after its stdin
@@ -93,7 +93,6 @@ class Peer:
 
     def _start(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, open as long as the process runs
-        self._unread = b""
         try:
             # In its own process group, so that its children are suspended with it.
             self._process = subprocess.Popen(
@@ -110,16 +109,13 @@ class Peer:
 
     def _read(self) -> dict:
         """Read the next line of its stdout."""
-        deadline = time.monotonic() + self._timeout
-        stdout = self._process.stdout.fileno()
-        while b"\n" not in self._unread:
-            if not select.select([stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
-                self._fail(f"no answer within {self._timeout:g} s")
-            piece = os.read(stdout, 2**16)
-            if not piece:
-                self._fail(self._obituary())
-            self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
+        try:
+            with time_limit(self._timeout):
+                line = self._process.stdout.readline()
+        except TimeoutError:
+            self._fail(f"no answer within {self._timeout:g} s")
+        if not line.endswith(b"\n"):
+            self._fail(self._obituary())
         try:
             message = json.loads(line)
         except ValueError:

@@ -1,7 +1,9 @@
 """How calls are made and timed: from a seed, several methods in turn."""
 
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers import BatchEncoding, PreTrainedModel
@@ -34,3 +36,19 @@ def timed(model: PreTrainedModel, inputs: BatchEncoding, options: dict, seed: in
     output = model.generate(**inputs, **options)
     texts = output[:, inputs.input_ids.shape[1] :].tolist()
     return texts, time.perf_counter() - start
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError if the body runs longer. Works in the main thread only."""
+
+    def ring(*_) -> None:
+        raise TimeoutError(f"took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again each second, because some code swallows exceptions
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
