@@ -1,22 +1,10 @@
-"""Texts to decode and to learn: prompts as token ids, and Python's standard library."""
+"""The prompts to decode, as token ids."""
 
 import click
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
-
-from lookahead.tools.prompts import STANDARD_LIBRARY
+from transformers import AutoConfig, AutoTokenizer
 
 RANDOM_LENGTH = 64  # tokens of a random prompt
-
-
-def standard_library(count: int, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the first ``count`` tokens of Python's standard library, its files in the order of their names."""
-    ids: list[int] = []
-    for path in sorted(STANDARD_LIBRARY.glob("*.py")):
-        ids += tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
-        if len(ids) >= count:
-            break
-    return np.resize(ids, count)
 
 
 def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
