@@ -72,13 +72,9 @@ def generate(model: PreTrainedModel, how: dict, **options) -> list[int]:
 def row_of(model_type: str, **known) -> dict:
     """Return a row of the table. known: the fields that are known already."""
     row = {"model_type": model_type, "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}
-    texts = dict.fromkeys(("layers", "guesses", "result", "reason"), "")
-    counts = {"accepted": 0, "different_tokens": 0}  # guesses in all texts, and tokens in the greedy text
-    return row | texts | counts | {"tokens_per_step": {}} | known
-
-
-def joined(*remarks: str) -> str:
-    return "; ".join(filter(None, remarks))
+    row |= dict.fromkeys(("layers", "guesses", "result", "reason"), "")
+    # Accepted guesses are counted in all texts, different tokens in the greedy one.
+    return row | {"accepted": 0, "different_tokens": 0, "tokens_per_step": {}} | known
 
 
 def check(model_type: str) -> dict:
@@ -98,7 +94,8 @@ def check(model_type: str) -> dict:
         if other["result"] == "wrong":
             return other | {"reason": f"in the shape {shape!r}: {other['reason']}"}
         if (row["result"], other["result"]) == ("identical", "refused"):
-            row["reason"] = joined(row["reason"], f"refused in the shape {shape!r}: {other['reason']}")
+            remarks = row["reason"], f"refused in the shape {shape!r}: {other['reason']}"
+            row["reason"] = "; ".join(filter(None, remarks))
     return row
 
 
@@ -147,7 +144,7 @@ def check_model(model_type: str, model: PreTrainedModel, config: LookaheadConfig
         remarks += [record.getMessage().split(". Guesses")[0] for record in said.buffer]
     if uncached != expected["greedy"]:
         remarks.append("its own generate writes another text with use_cache=False")
-    return row | {"reason": joined(*remarks)}
+    return row | {"reason": "; ".join(filter(None, remarks))}
 
 
 def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config: LookaheadConfig | None) -> dict:

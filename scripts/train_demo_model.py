@@ -1,8 +1,8 @@
 """Train the small Llama that comes with the package, from scratch, on the Python standard library.
 
-The data are only the ``.py`` files of the interpreter that runs this script (PSF License 2.0). One file in twenty, chosen
-by the hash of its path, is held out to measure the loss. The output is an ordinary Hugging Face folder: config, bf16
-weights, byte-level BPE tokenizer, and a model card with the figures of the run.
+The data are only the ``.py`` files of the interpreter that runs this script (PSF License 2.0). One file in twenty,
+chosen by the hash of its path, is held out to measure the loss. The output is an ordinary Hugging Face folder: config,
+bf16 weights, byte-level BPE tokenizer, and a model card with the figures of the run.
 
     python scripts/train_demo_model.py --out lookahead/demo_model
 """

