@@ -74,7 +74,7 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def peers(tmp_path, monkeypatch):
-    """The environments of two libraries, whose workers are toys."""
+    """Make the environments of two libraries, with toys as workers."""
     for library in ("lade", "vllm"):
         (tmp_path / library / "bin").mkdir(parents=True)
         (tmp_path / library / "bin" / "python").symlink_to(sys.executable)
@@ -161,7 +161,7 @@ def test_differences_are_found(prompts, tmp_path, monkeypatch):
 
 
 def test_the_margin_is_that_of_the_draw():
-    """With the generator's noise drawn again, the token that was drawn has the best score."""
+    """If the generator's noise is drawn again, the drawn token has the best score."""
     model, tokenizer = load(None)
     inputs = tokenizer("def f(x):\n    return", return_tensors="pt")
     options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 12}
@@ -247,12 +247,12 @@ def test_what_fails_is_a_row(model, prompts, tmp_path, monkeypatch):
     rows = rows_of(report_of(out)["cells"][0])
     assert rows["jacobi"] == {"method": "jacobi", "failed": "RuntimeError: out of | guesses"}
     assert rows["steps-of-one"]["identical"] == 2
-    assert len(calls) == 1, "what failed once in a cell is not tried again"
+    assert len(calls) == 1, "a method that failed is not tried again in the cell"
     assert "| jacobi | failed: RuntimeError: out of / guesses |" in out.with_suffix(".md").read_text()
 
 
 def test_static_cache_compiled(model, prompts, tmp_path, monkeypatch):
-    """By a backend that traces as all do, and then runs what it traced as it stands."""
+    """Use a backend that traces like any other, but runs the traced code as it is."""
 
     class Eager(methods.CompileConfig):
         def __init__(self):
@@ -300,9 +300,9 @@ def test_finished_cells_are_kept(model, prompts, tmp_path, monkeypatch):
 
 
 class Recorder:
-    """A subject that writes down what it is asked, and writes tokens 1, 2, 3; static-compiled another at the end."""
+    """A subject that records its calls and writes tokens 1, 2, 3; static-compiled writes another last token."""
 
-    plain = torch.zeros(0)  # of which the device is asked
+    plain = torch.zeros(0)  # has a device
 
     def __init__(self):
         self.calls = []
@@ -334,7 +334,7 @@ def test_order_pools_and_medians(monkeypatch):
     assert len(set(map(id, engines["auto"]))) == 1
     for shared in (pools["auto-shared"], engines["auto-shared"]):
         assert shared[1:4] == shared[4:], "kept over the prompts of a repeat"
-        assert len(set(map(id, shared))) == 4, "each repeat has its own, and so has the warm-up"
+        assert len(set(map(id, shared))) == 4, "each repeat and the warm-up have their own"
     first = {row["method"]: row for row in rows if row["prompt"] == 0}
     assert first["plain"]["all_seconds"] == [5, 12, 15]
     assert first["plain"]["seconds"] == 12
@@ -378,7 +378,7 @@ def test_figures_by_hand():
 
 
 def test_the_interval_is_over_prompts():
-    """Two prompts, once and three times as fast: a quarter of the resamples at 1, a half at 2, a quarter at 3."""
+    """Of two prompts, one is three times as fast: a quarter of the resamples is at 1, half at 2, a quarter at 3."""
     plain = [row("plain", 10, 1.0, 9), row("plain", 10, 3.0, 9)]
     other = [row("auto", 10, 1.0, 9), row("auto", 10, 1.0, 9)]
     assert SPREAD > 0.5
@@ -432,7 +432,7 @@ def test_a_peer_is_suspended_between_requests(peer):
     assert one.versions == {"toy": "1.2"}
     process = one._process
     one.close()
-    assert process.returncode == 0, "its stdin ended, and it was awake to see it"
+    assert process.returncode == 0, "it was awake when its stdin ended"
 
 
 def test_a_peer_that_is_not_there(peers):

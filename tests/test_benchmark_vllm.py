@@ -1,4 +1,4 @@
-"""The benchmark of vLLM's methods, with a toy in the engines' place."""
+"""The benchmark of vLLM's methods, with a toy as the engine."""
 
 import json
 import os

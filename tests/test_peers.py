@@ -1,4 +1,4 @@
-"""The peers' protocol, with a toy in a peer's place, and what the workers decide before they load anything."""
+"""The protocol of the peers, with a toy as the peer, and the workers, without the libraries behind them."""
 
 import importlib
 import json
@@ -39,7 +39,7 @@ serve(load, arguments())
 
 @pytest.fixture
 def peer(monkeypatch):
-    """Imports a module of scripts/peers."""
+    """Import a module of scripts/peers."""
     monkeypatch.syspath_prepend(PEERS)
     yield importlib.import_module
     for name in ("protocol", "lade_worker", "vllm_worker"):
@@ -48,7 +48,7 @@ def peer(monkeypatch):
 
 @pytest.fixture
 def talk(tmp_path):
-    """Runs the toy with lines on its stdin; its exit status, what it answers, and its stderr."""
+    """Run the toy with lines on its stdin; return its exit status, its answers and its stderr."""
     toy = tmp_path / "toy_worker.py"
     toy.write_text(TOY)
 
@@ -170,7 +170,7 @@ def test_lade_methods(peer):
 
 
 class Engine:
-    """vLLM's engine, which writes two tokens a step, one of them a guess, and counts the requests at a time."""
+    """A toy of vLLM's engine. It takes two tokens a step off each request, and counts the requests at a time."""
 
     def __init__(self):
         self.running, self.most, self.seeds, self.steps = {}, 0, [], 0
@@ -191,7 +191,7 @@ class Engine:
 
 @pytest.mark.parametrize("requests", [1, 4])
 def test_requests_to_vllm(peer, monkeypatch, requests):
-    """As many as asked for run at a time, answers come in the order of the prompts, and guesses are counted."""
+    """The requested number runs at a time, answers come in the order of the prompts, and guesses are counted."""
     engine = Engine()
 
     def metrics():
