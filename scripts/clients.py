@@ -95,9 +95,6 @@ def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict:
     return {"loss": loss.detach(), "gradients": gradients(model)}
 
 
-# Training
-
-
 @client("trl")
 def trl_grpo(wrap: Wrap) -> object:
     """Two steps of GRPOTrainer, and one by its optimizer after unwrap: gradients, parameters, losses, texts."""
@@ -211,9 +208,6 @@ def peft_adapters(wrap: Wrap) -> object:
         return [*found, text(adapted)]
 
 
-# Devices and dtypes
-
-
 @client("accelerate")
 def offloads(wrap: Wrap) -> object:
     """cpu_offload, disk_offload and dispatch_model, each called before and after wrap: texts."""
@@ -250,9 +244,6 @@ def casts(wrap: Wrap) -> object:
         model.float()
         found += [text(model), values(lookahead.unwrap(model)), text(model), same_objects(held, model)]
     return found
-
-
-# Copies
 
 
 def _both(model: PreTrainedModel, copied: PreTrainedModel) -> list:
@@ -331,9 +322,6 @@ def spawned_process(wrap: Wrap) -> object:
     return [*found, text(model)]
 
 
-# Compilers
-
-
 @client("torch")
 def model_compile(wrap: Wrap) -> object:
     """model.compile() before and after wrap, with logits of a pass of its own: texts, gradients."""
@@ -356,9 +344,6 @@ def torch_compile(wrap: Wrap) -> object:
     torch.compiler.reset()
     model = torch.compile(wrap(llama()), backend="aot_eager")
     return text(model), step(model, torch.optim.SGD(model.parameters(), lr=0.1)), text(model)
-
-
-# Text
 
 
 @client("transformers")
@@ -461,9 +446,6 @@ def smolagents_model(wrap: Wrap) -> object:
     options = {"do_sample": False}
     found = [engine.generate(asked, **options).content, engine.generate(asked, ["return"], **options).content]
     return [*found, [piece.content for piece in engine.generate_stream(asked, **options)]]
-
-
-# Comparison
 
 
 def differences(plain: object, wrapped: object, place: str = "") -> Iterator[str]:

@@ -70,8 +70,7 @@ def sequences(tokens: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarr
 def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers, and AdamW for the tied embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in chosen]
+    others = [p for p in model.parameters() if p.ndim == 1 or p is model.model.embed_tokens.weight]
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
