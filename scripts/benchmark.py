@@ -57,7 +57,7 @@ def margin_at(
 
 
 def reading(model: PreTrainedModel) -> dict:
-    """Return the bytes of all weights, and the seconds that memory takes to read them in order: no pass takes less.
+    """Return the bytes of all weights, and the seconds that memory takes to read them in sequence: no pass takes less.
 
     The time is the best of ten sums over up to 1 GiB of numbers.
     """

@@ -324,7 +324,7 @@ def spawned_process(wrap: Wrap) -> object:
 
 @client("torch")
 def model_compile(wrap: Wrap) -> object:
-    """model.compile() before and after wrap, with logits of a pass of its own: texts, gradients."""
+    """model.compile() before and after wrap, and a separate pass: texts, gradients."""
     found = []
     for compiled_first in (True, False):
         torch.compiler.reset()
