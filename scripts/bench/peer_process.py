@@ -32,8 +32,8 @@ class PeerError(Exception):
 
 
 class Peer:
-    """One peer. Its process starts with the first request. Between requests it is suspended, lest its threads spin
-    while something else is timed.
+    """One peer. Its process starts with the first request. It is suspended between requests, so that its
+    threads do not spin while something else is timed.
 
     If it dies or takes too long, the next request starts it anew. If it never got ready, every later request fails too.
     """
