@@ -51,6 +51,7 @@ class Step:
     ids, parents, depths: int64 [T]. The root's parent is -1.
     ancestors: bool [T, T]. Row i marks i and all its ancestors.
     guesses: rows of the guess tree.
+    computed: first rows that earlier passes have computed. The next pass computes the others.
     """
 
     ids: np.ndarray
@@ -58,6 +59,7 @@ class Step:
     depths: np.ndarray
     ancestors: np.ndarray
     guesses: int
+    computed: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -90,6 +92,13 @@ class Step:
         return np.array(lines[1:], np.int64)
 
 
+def grow(ids: Sequence[int], parents: Sequence[int], computed: int) -> Step:
+    """Make a step of these rows, parents first. Earlier passes have computed the first ``computed`` of them."""
+    forest = np.array(parents, np.int64)
+    ancestors = _closure(forest)
+    return Step(np.array(ids, np.int64), forest, ancestors.sum(1) - 1, ancestors, len(ids) - 1, computed)
+
+
 def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> Step:
     """Make a step of the root, the guesses and the rows of a Jacobi window, int64 [W] each."""
     ids = np.concatenate([[root], tree.tokens])
@@ -111,19 +120,23 @@ def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> St
 def pad(
     steps: list[Step], lengths: list[int], last: list[int] | None, min_rows: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids and positions, int64 [batch, T], and ancestors, bool [batch, T, T], of the steps of a batch.
+    """Return ids and positions, int64 [batch, T], and ancestors, bool [batch, T, C + T], of the steps of a batch.
 
-    T is the length of the longest step, at least ``min_rows``. Shorter steps are filled up with copies of their root
-    that no other token sees. lengths, last: the arguments of `Step.positions`, for each sequence.
+    C rows of each step are computed already. T is the number of other rows of the longest step, at least ``min_rows``.
+    Shorter steps are filled up with copies of their root that no other token sees. lengths, last: the arguments of
+    `Step.positions`, for each sequence.
     """
-    shape = len(steps), max(min_rows, *(len(step) for step in steps))
+    computed = steps[0].computed
+    shape = len(steps), max(min_rows, *(len(step) - computed for step in steps))
     ids, positions = np.empty(shape, np.int64), np.empty(shape, np.int64)
-    ancestors = np.tile(np.eye(shape[1], dtype=bool), (len(steps), 1, 1))
+    ancestors = np.zeros((*shape, computed + shape[1]), bool)
+    ancestors[:, :, computed:] = np.eye(shape[1], dtype=bool)
     for b, step in enumerate(steps):
-        t = len(step)
-        ids[b, :t], ids[b, t:] = step.ids, step.ids[0]
-        positions[b, :t], positions[b, t:] = step.positions(lengths[b], last[b] if last else None), lengths[b]
-        ancestors[b, :t, :t] = step.ancestors
+        t = len(step) - computed
+        ids[b, :t], ids[b, t:] = step.ids[computed:], step.ids[0]
+        positions[b, :t] = step.positions(lengths[b], last[b] if last else None)[computed:]
+        positions[b, t:] = lengths[b]
+        ancestors[b, :t, : len(step)] = step.ancestors[computed:]
     return ids, positions, ancestors
 
 
@@ -135,10 +148,10 @@ def mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the additive mask [batch, 1, T, seen + T]: 0 where a token is seen, the dtype's minimum elsewhere.
+    """Return the additive mask [batch, 1, T, seen + C + T]: 0 where a token is seen, the dtype's minimum elsewhere.
 
-    ancestors, positions: of the step's tokens, bool [batch, T, T] and int64 [batch, T].
-    cached: position of each column that the layer's cache shows, int64 [batch or 1, seen]; -1 marks a gap.
+    ancestors, positions: as `pad` returns them. If ``visibility`` hides any key, C must be 0.
+    cached: position of each committed column that the layer's cache shows, int64 [batch or 1, seen]; -1 marks a gap.
     """
     cached = np.broadcast_to(cached, (len(positions), cached.shape[1]))
     gaps = np.broadcast_to(cached[:, None] < 0, (*positions.shape, cached.shape[1]))

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -44,11 +44,18 @@ class Ledger:
     """What sources have claimed and earned, over all calls."""
 
     def __init__(self, sources: Sequence[GuessSource]):
-        self.names = [source.name.lower() for source in Source] + [type(source).__name__ for source in sources]
+        self.names = [source.name.lower() for source in Source]
         """What accepted guesses are counted as, by the number in `GuessTree.sources`."""
-        self.trials = [None if source.is_free else Trials(1, first=1) for source in sources]
+        self.trials: list[Trials | None] = []
         """Of each source: whether asking it pays."""
         self._calibrations: dict[frozenset[int], Calibration] = {}
+        for source in sources:
+            self.enter(source)
+
+    def enter(self, source: GuessSource) -> None:
+        """Begin the account of one more source."""
+        self.names.append(type(source).__name__)
+        self.trials.append(None if source.is_free else Trials(1, first=1))
 
     def calibration(self, proposers: frozenset[int]) -> Calibration:
         """That of guesses which just these sources propose: what several of them say is worth more."""
@@ -119,12 +126,14 @@ class Combined(GuessSource):
         self._sources = [copy.copy(source) for source in sources]
         self._ledger = ledger
         self._rate = rate
+        self._begun: list[GuessSource] = []
         self._seconds = np.zeros(len(sources))  # of the step under way
         self._roots: list[Node | int] = []  # of each sequence's tree, or whose it is (`_merge`)
 
     def start(self, batch: Batch) -> None:
         self._vocabulary = batch.vocabulary
         for source in self._sources:
+            self._begun.append(source)
             source.start(batch)
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
@@ -162,13 +171,18 @@ class Combined(GuessSource):
             else:
                 earned[root] += len(path) - 1
         if self._rate:
-            for i, trials in enumerate(self._ledger.trials):
-                if trials:  # of what was not asked, the pause goes on
+            for i in range(len(self._sources)):
+                if trials := self._ledger.trials[i]:  # of what was not asked, the pause goes on
                     trials.count(earned[i], self._rate() * self._seconds[i])
 
     def keep(self, sequences: list[int]) -> None:
         for source in self._sources:
             source.keep(sequences)
+
+    def end(self) -> None:
+        with ExitStack() as ending:  # each is told, whatever others raise
+            for source in self._begun:
+                ending.callback(source.end)
 
     def _taken(self, i: int, tree: GuessTree, depth: int, limits: Limits) -> GuessTree:
         """What can be verified of a source's tree."""

@@ -48,6 +48,8 @@ class Limits:
     """A guess below it is not worth its row."""
     is_chain: bool
     """Only single branches can be verified."""
+    rate: float | None = None
+    """Tokens per second that decoding reaches, which a source's time is worth; None where time is no matter."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,10 @@ class GuessSource(Protocol):
 
     def keep(self, sequences: list[int]) -> None:
         """The batch shrinks to these of its sequences."""
+        return
+
+    def end(self) -> None:
+        """The call is over, or has failed, even in `start`."""
         return
 
 

@@ -54,6 +54,11 @@ class ModelAdapter:
     given_up: tuple[str, ...] = ()
     """Faster ways of computing that were tried, and why each of them failed."""
 
+    @property
+    def can_grow(self) -> bool:
+        """Whether several passes can compute one step. The rows of each pass see those of the passes before."""
+        return self.can_branch and all(visibility in (None, Visibility()) for visibility in self.layers)
+
     def make_cache(self, expected_length: int = 0) -> LookaheadCache:
         """Make an empty cache of one sequence, with room for ``expected_length`` positions in its full layers."""
         layers = []

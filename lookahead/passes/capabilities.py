@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from lookahead.compat import attention_implementation
+from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError
 from lookahead.models.layers import is_compiled_by_user, looks_up_sdpa, read_config, state_layers
@@ -49,6 +50,22 @@ def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | Non
     if compiled.why_not(model) is None:
         _once(model, ("compiled", *_way(model, adapter.uses_kernels)), lambda: _try_compiled(model, adapter))
     return compiled.why_not(model)
+
+
+def choose_runner(
+    model: PreTrainedModel, config: LookaheadConfig, hidden_states: tuple[int, ...] = ()
+) -> tuple[EagerRunner, str | None]:
+    """Return the fastest runner that the settings ask for, and why passes are not compiled if they ask for that.
+
+    hidden_states: layers whose output is requested (`EagerRunner`). Compiled passes cannot return it.
+    """
+    adapter = find_adapter(model, config.cpu_kernels)
+    reason = None
+    if config.compile_passes and not hidden_states:
+        reason = why_not_compiled(model, adapter)
+        if reason is None:
+            return compiled.CompiledRunner(model, adapter), None
+    return EagerRunner(model, adapter, hidden_states), reason
 
 
 def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:

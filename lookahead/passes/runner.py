@@ -61,7 +61,8 @@ class EagerRunner:
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         """Run one pass over a step of each sequence.
 
-        T is the length of the longest step. Rows that pad the shorter ones hold nothing useful.
+        T is the number of rows of the longest step that are not computed yet (`Step.computed`, the same in all steps).
+        Rows that pad the shorter steps hold nothing useful.
         last: for each sequence, the last position for window tokens (`Step.positions`).
         """
         adapter, device = self.adapter, device_of(self.model)
@@ -71,7 +72,7 @@ class EagerRunner:
             ids = np.concatenate([[cache.replay], ids], axis=1)
             positions = np.concatenate([np.arange(cache.lengths[0] - again, cache.lengths[0])[None], positions], axis=1)
         tokens = torch.from_numpy(np.stack([ids, positions])).to(device)
-        cache.begin(tokens.shape[2])
+        cache.begin(tokens.shape[2], steps[0].computed)
         inputs = {adapter.cache_argument: cache, "use_cache": True}
         if adapter.takes_position_ids:
             inputs["position_ids"] = tokens[1]
