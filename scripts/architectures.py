@@ -12,8 +12,10 @@ import platform
 import sys
 import warnings
 from collections import Counter
+from functools import partial
 from logging.handlers import BufferingHandler
 from multiprocessing.connection import Connection
+from multiprocessing.pool import ThreadPool
 from textwrap import shorten
 
 import click
@@ -251,8 +253,10 @@ Tokens per step are of the greedy and of the sampled text. A trained model will 
 @click.option("--seconds", default=120.0, show_default=True, help="Time limit for a family.")
 @click.option("--out", type=cli.OUT, help="Write OUT.md and OUT.json.")
 def main(families, seconds, out) -> None:
-    with click.progressbar(sorted(families), label="families", item_show_func=str, file=sys.stderr) as progress:
-        rows = [check_alone(family, seconds) for family in progress]
+    with ThreadPool() as processors:  # one family each
+        done = processors.imap(partial(check_alone, seconds=seconds), sorted(families))
+        with click.progressbar(done, length=len(families), label="families", file=sys.stderr) as progress:
+            rows = list(progress)
     versions = {module.__name__: module.__version__ for module in (lookahead, transformers, torch)}
     environment = {"command": command_line(__file__), **versions, "python": platform.python_version()}
     for row in rows:
