@@ -1,4 +1,7 @@
-"""A bounded table of next-token evidence, and the trees of guesses grown from it. Knows nothing of models."""
+"""A table of fixed size that learns which token follows which context, and grows trees of guesses from it.
+
+This package needs no model and imports neither torch nor transformers.
+"""
 
 from ngram_pool.pool import NgramPool, contexts_of
 from ngram_pool.storage import PoolFileError
