@@ -197,8 +197,8 @@ class PoolProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return guesses for each of the n texts of the batch: at most num_speculative_tokens, and as many as the model
-        has room for.
+        """Return guesses for each of the n texts of the batch: at most num_speculative_tokens each, and no more than
+        the model has room for.
 
         sampled_token_ids: [n], the tokens that this step has written to each text; empty while its prompt is read.
         num_tokens_no_spec: int [rows], rows >= n, the length of each text, including the tokens just sampled.
