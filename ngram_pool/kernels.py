@@ -454,7 +454,7 @@ def _held(table, entry, token):
     weight = np.float32(0)
     for place in range(WIDTH):
         if table.tokens[entry, place] == token:
-            weight = max(weight, table.weights[entry, place])  # a place of weight 0 holds no token, whatever it says
+            weight = max(weight, table.weights[entry, place])  # another place with this token has weight 0: it is empty
     return weight
 
 

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import click
 import torch
@@ -31,6 +31,18 @@ from lookahead.tools.tuning import time_steps
 from lookahead.wrapping import engine_of, unwrap, wrap
 
 
+class Decoded(NamedTuple):
+    """A decoded text: its new ids, and the seconds that they took."""
+
+    ids: list[int]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return len(self.ids) / self.seconds
+
+
 def generate(
     prompt: str | None,
     prompt_file: TextIO | None,
@@ -49,13 +61,12 @@ def generate(
     length = inputs.input_ids.shape[1]
     options["max_new_tokens"] = _fitting(max_new_tokens, length, model)
 
-    def decode(streamer: BaseStreamer | None = None) -> tuple[list[int], float]:
-        """Return the new ids, and the seconds that they took."""
+    def decode(streamer: BaseStreamer | None = None) -> Decoded:
         torch.manual_seed(seed)
         start = time.perf_counter()
         output = model.generate(**inputs, **options, streamer=streamer)  # type: ignore[operator]  # a method
         ids = output[0, length:].tolist()
-        return ids, time.perf_counter() - start
+        return Decoded(ids, time.perf_counter() - start)
 
     streaming = stream and not as_json
     plain = None
@@ -64,28 +75,28 @@ def generate(
             start = time.perf_counter()
             step_costs(engine.find_runner(model))
             click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
-        ids, seconds = decode(StepStreamer(tokenizer, _step_of(engine)) if streaming else None)
+        ours = decode(StepStreamer(tokenizer, _step_of(engine)) if streaming else None)
         if compare:
             unwrap(model)
             click.echo("decoding plainly for comparison ...", err=True)
             plain = decode()
 
     stats = engine.last if engine else None
-    text = tokenizer.decode(ids, skip_special_tokens=True)
+    text, count = tokenizer.decode(ours.ids, skip_special_tokens=True), len(ours.ids)
     if as_json:
-        result: dict[str, Any] = {"prompt": prompt, "text": text, "tokens": len(ids), "seconds": seconds}
+        result: dict[str, Any] = {"prompt": prompt, "text": text, "tokens": count, "seconds": ours.seconds}
         result |= {"strategy": strategy, "stats": stats.as_dict() if stats else None}
         if plain:
-            speedup = len(ids) / seconds / (len(plain[0]) / plain[1])
-            result["plain"] = {"seconds": plain[1], "speedup": speedup, "identical": ids == plain[0]}
+            verdict = {"speedup": ours.rate / plain.rate, "identical": ours.ids == plain.ids}
+            result["plain"] = {"seconds": plain.seconds, **verdict}
         click.echo(json.dumps(result))
         return
     if not streaming:
         click.echo(text)
     if show_stats:
-        click.echo(str(stats) if stats else f"{len(ids)} tokens in {len(ids) - 1} steps: plain decoding", err=True)
+        click.echo(str(stats) if stats else f"{count} tokens in {count - 1} steps: plain decoding", err=True)
     if plain:
-        click.echo(_comparison(strategy, ids, seconds, *plain, stats))
+        click.echo(_comparison(strategy, ours, plain, stats))
 
 
 def chat(template_file: TextIO | None, max_new_tokens: int, seed: int, model_name: str | None, **shared: Any) -> None:
@@ -231,17 +242,12 @@ def _check_length(length: int, model: PreTrainedModel, what: str = "the prompt")
         raise click.UsageError(f"{what} has {length} tokens, the model's context is {context}: shorten the prompt")
 
 
-def _comparison(
-    strategy: str, ids: list[int], seconds: float, plain_ids: list[int], plain_seconds: float, stats: Stats | None
-) -> str:
-    rates = len(ids) / seconds, len(plain_ids) / plain_seconds
-    if ids == plain_ids:
-        verdict = "the texts are identical"
-    else:
-        verdict = f"THE TEXTS DIFFER from token {first_difference(ids, plain_ids)} on"
+def _comparison(strategy: str, ours: Decoded, plain: Decoded, stats: Stats | None) -> str:
+    index = first_difference(ours.ids, plain.ids)
+    verdict = "the texts are identical" if index is None else f"THE TEXTS DIFFER from token {index} on"
     steps = f", {stats.tokens_per_step:.2f} tokens per step" if stats else ""
     return (
-        f"\n{strategy}: {len(ids)} tokens in {seconds:.2f} s, {rates[0]:.0f} tokens/s{steps}\n"
-        f"plain: {len(plain_ids)} tokens in {plain_seconds:.2f} s, {rates[1]:.0f} tokens/s\n"
-        f"{rates[0] / rates[1]:.2f} times as fast; {verdict}"
+        f"\n{strategy}: {len(ours.ids)} tokens in {ours.seconds:.2f} s, {ours.rate:.0f} tokens/s{steps}\n"
+        f"plain: {len(plain.ids)} tokens in {plain.seconds:.2f} s, {plain.rate:.0f} tokens/s\n"
+        f"{ours.rate / plain.rate:.2f} times as fast; {verdict}"
     )
