@@ -4,14 +4,7 @@
                                    "num_speculative_tokens": 16})
 
 This class proposes a chain of guesses for each request, and vLLM verifies it. One pool serves all requests of an
-engine, and learns from their prompts and texts. Environment variables, which vLLM's processes inherit, configure it:
-
-LOOKAHEAD_VLLM_POOL               pool file to start from; the pool is empty by default
-LOOKAHEAD_VLLM_MEMORY_MB          size of an empty pool in MiB, 64 by default
-LOOKAHEAD_VLLM_FREE_ROWS          how cheap a guess is on this machine, 12 by default: see `break_even`
-LOOKAHEAD_VLLM_MIN_PROBABILITY    less likely guesses are never proposed, 0.4 by default
-LOOKAHEAD_VLLM_SNAPSHOT           file to which the pool is written now and then, and when the process ends
-LOOKAHEAD_VLLM_SNAPSHOT_SECONDS   seconds between two such files, 300 by default
+engine, and learns from their prompts and texts. Environment variables configure it (`Settings`).
 
 This module imports neither vLLM nor its dependencies.
 """
@@ -48,14 +41,14 @@ _logger = logging.getLogger("vllm.lookahead")  # below vLLM's logger, so that me
 
 @dataclass(frozen=True)
 class Settings:
-    """The environment variables; the module's docstring describes them."""
+    """The environment variables LOOKAHEAD_VLLM_POOL, ..._MEMORY_MB and so on, which vLLM's processes inherit."""
 
-    pool: Path | None = None
-    memory_mb: float = 64.0
-    free_rows: float = 12.0
-    min_probability: float = 0.4
-    snapshot: Path | None = None
-    snapshot_seconds: float = 300.0
+    pool: Path | None = None  # the pool file to start from
+    memory_mb: float = 64.0  # size of an empty pool in MiB
+    free_rows: float = 12.0  # how cheap a guess is on this machine: see `break_even`
+    min_probability: float = 0.4  # less likely guesses are never proposed
+    snapshot: Path | None = None  # file to which the pool is written now and then, and when the process ends
+    snapshot_seconds: float = 300.0  # between two such files
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
@@ -115,15 +108,8 @@ class PoolProposer:
 
     The same calls give the same guesses on every rank: nothing depends on time, chance or memory addresses.
 
-    **Recognizing requests.** vLLM does not tell which row holds which request, which requests have ended, or which were
-    preempted and wait. But the pool has learned all of a request's text that it has seen. So the proposer keeps one
-    hash (xxh3-128) of each text. In the next call, a row holds a text and the tokens just sampled. If the hash of the
-    text without these tokens is kept, only these tokens are new. If not, the request is new, and that text is its
-    prompt. If several requests have the same text, the hash is kept once for each; it does not matter which is which.
-
-    The hashes of ended and of waiting requests cannot be told apart. At most `max_num_seqs` requests run, and preempted
-    ones resume before others begin (with vLLM's scheduling by arrival). So the latest 2 * `max_num_seqs` hashes are
-    enough to recognize every request that resumes.
+    vLLM does not tell which row holds which request. The proposer recognizes a request by a hash (xxh3-128) of its text
+    before the tokens just sampled; "How it recognizes requests" in docs/vllm.md explains why this is enough.
     """
 
     def __init__(self, vllm_config: Any):

@@ -128,13 +128,8 @@ class GuessTree:
         """Return the tree of the nodes ``kept``: int64 [k], ascending, each node's parent among them."""
         places = np.full(len(self) + 1, -1)  # the last place is the root's, whose index is -1
         places[kept] = np.arange(len(kept))
-        return GuessTree.trusted(
-            self.tokens[kept],
-            places[self.parents[kept]],
-            self.depths[kept],
-            self.probabilities[kept],
-            self.sources[kept],
-        )
+        parents, chances = places[self.parents[kept]], self.probabilities[kept]
+        return GuessTree.trusted(self.tokens[kept], parents, self.depths[kept], chances, self.sources[kept])
 
 
 def _of_all(values: np.ndarray, count: int) -> np.ndarray:

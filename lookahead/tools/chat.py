@@ -17,6 +17,7 @@ from transformers.generation import BaseStreamer
 from lookahead.models.adapter import context_length
 from lookahead.stats import Stats
 from lookahead.streaming import StopWhenAsked, render, without_half_character
+from lookahead.tools.audit import first_difference
 
 COMMAND = re.compile(r"/[a-z]+")
 COMMANDS = """\
@@ -125,11 +126,9 @@ class Conversation:
         """Return a cache of the longest possible proper prefix of ``ids``; None to let generate() make a cache."""
         if self._cache is not None:
             held = self.tokens[: self._cache.get_seq_length()]
-            shared = next((i for i, (a, b) in enumerate(zip(held, ids[:-1], strict=False)) if a != b), None)
-            if shared is None:
-                shared = min(len(held), len(ids) - 1)
+            shared = first_difference(held, ids[:-1])
             try:
-                if shared < len(held):
+                if shared is not None and shared < len(held):
                     self._cache.crop(shared - len(held))
                 return self._cache
             except RuntimeError:  # recurrent layers, and sliding layers beyond their window, cannot be shortened

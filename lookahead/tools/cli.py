@@ -1,4 +1,4 @@
-"""The ``lookahead`` command and its options. The commands themselves are imported when they run: that takes seconds."""
+"""The ``lookahead`` command and its options. The commands are functions in `commands` and `pool_commands`."""
 
 import math
 import os
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import reduce
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,12 @@ class FileToWrite(click.Path):
 
 def _options(*options: Decorator) -> Decorator:
     """Combine several options into one decorator, for the commands that share them."""
+    return lambda command: reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
-    def decorate(command: Callable) -> Callable:
-        return reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
-    return decorate
+def _run(module: str, command: str, options: dict[str, Any]) -> None:
+    """Import the module of a command, which takes seconds, and call the command."""
+    getattr(import_module(f"lookahead.tools.{module}"), command)(**options)
 
 
 model_options = _options(
@@ -140,9 +142,7 @@ decoding_options = _options(
 @click.option("--compare", is_flag=True, help="Also decode plainly; print the speed-up and whether the texts agree.")
 def generate(**options: Any) -> None:
     """Continue PROMPT (or - for standard input) by lookahead decoding."""
-    from lookahead.tools import commands
-
-    commands.generate(**options)
+    _run("commands", "generate", options)
 
 
 @main.command()
@@ -152,9 +152,7 @@ def generate(**options: Any) -> None:
               help="Chat template (jinja); the tokenizer's own by default.")  # fmt: skip
 def chat(**options: Any) -> None:
     """Talk with a model. Each line of standard input is a turn; the history stays in the model's cache."""
-    from lookahead.tools import commands
-
-    commands.chat(**options)
+    _run("commands", "chat", options)
 
 
 @main.command()
@@ -173,9 +171,7 @@ def audit(**options: Any) -> None:
 
     The exit status is 1 if a difference is not a near tie; see docs/numerics.md.
     """
-    from lookahead.tools import commands
-
-    commands.audit(**options)
+    _run("commands", "audit", options)
 
 
 @main.command()
@@ -193,9 +189,7 @@ def audit(**options: Any) -> None:
 @click.option("--picture", type=FileToWrite(), metavar="PNG", help="Also draw the times.")
 def tune(**options: Any) -> None:
     """Measure what steps cost on this machine, keep the costs for decoding with this model, and show them."""
-    from lookahead.tools import commands
-
-    commands.tune(**options)
+    _run("commands", "tune", options)
 
 
 @main.group()
@@ -221,9 +215,7 @@ tokenizer_option = click.option(
               help="Size of a new pool in MiB, 64 by default; a token of new text takes up to 700 bytes.")  # fmt: skip
 def build(**options: Any) -> None:
     """Learn FILES (text, UTF-8: code, past answers) into a pool."""
-    from lookahead.tools import pool_commands
-
-    pool_commands.build(**options)
+    _run("pool_commands", "build", options)
 
 
 @pool.command()
@@ -239,9 +231,7 @@ def merge(**options: Any) -> None:
     \b
     lookahead pool merge base.pool replica-*.pool --since base.pool --out base.pool
     """
-    from lookahead.tools import pool_commands
-
-    pool_commands.merge(**options)
+    _run("pool_commands", "merge", options)
 
 
 @pool.command()
@@ -250,6 +240,4 @@ def merge(**options: Any) -> None:
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Contexts to list.")
 def show(**options: Any) -> None:
     """Show what a pool holds: size, fill, origins of its evidence, and the contexts whose next token is surest."""
-    from lookahead.tools import pool_commands
-
-    pool_commands.show(**options)
+    _run("pool_commands", "show", options)
