@@ -1,7 +1,4 @@
-"""A table of fixed size that learns which token follows which context, and grows trees of guesses from it.
-
-This package needs no model and imports neither torch nor transformers.
-"""
+"""A table of fixed size that learns what follows a context, and grows trees of guesses. It needs no model, no torch."""
 
 from ngram_pool.pool import NgramPool, contexts_of
 from ngram_pool.storage import PoolFileError

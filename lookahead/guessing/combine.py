@@ -59,6 +59,10 @@ class Ledger:
         known = self._calibrations.get(proposers)
         return known or self._calibrations.setdefault(proposers, Calibration())
 
+    def is_asked(self, number: int) -> bool:
+        trials = self.trials[number]
+        return trials is None or trials.level > 0
+
 
 @dataclass
 class Node:
@@ -134,7 +138,7 @@ class Combined(GuessSource):
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         self._seconds[:] = 0
-        self._asked = [i for i, trials in enumerate(self._ledger.trials) if trials is None or trials.level > 0]
+        self._asked = [i for i in range(len(self._sources)) if self._ledger.is_asked(i)]
         proposed: list[dict[int, GuessTree]] = [{} for _ in texts]
         for i in self._asked:
             with self._timed(i):
