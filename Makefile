@@ -1,5 +1,5 @@
-# Everything sets itself up in a local virtual environment. On Linux without a GPU, PyPI's torch brings gigabytes of CUDA;
-# `make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"` takes the CPU build instead.
+# Every target makes the virtual environment that it needs. On Linux, PyPI's torch comes with gigabytes of CUDA. Without a
+# GPU, take the CPU build: `make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"`.
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -27,15 +27,15 @@ test: lint
 test-versions: $(WITH_TESTS)
 	PIP_FLAGS="$(PIP_FLAGS)" sh scripts/test_versions.sh $(VENV)/bin/python .versions
 
-# In an environment of its own, of some GB, with vLLM's build for the CPU (Linux on x86-64, Python 3.11). The engines run
-# in the processes that look into them, with the OpenMP that vLLM wants.
+# In its own environment of some GB, with vLLM's build for the CPU (Linux on x86-64, Python 3.11). The engines run in the
+# test processes, so that tests can look into them, and with the OpenMP that vLLM wants.
 test-vllm:
 	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" sh scripts/peers/install.sh .peers vllm
 	LD_PRELOAD="$(CURDIR)/$(VLLM)/lib/libiomp5.so" KMP_BLOCKTIME=5 NUMBA_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 \
 	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
 	$(VLLM)/bin/python -m pytest --override-ini pythonpath=tests_vllm tests_vllm
 
-# In an environment of its own, of 2.5 GB (Linux on x86-64, Python 3.11): trl, PEFT, accelerate, lm-eval, xgrammar, ...
+# In its own environment of 2.5 GB (Linux on x86-64, Python 3.11): trl, PEFT, accelerate, lm-eval, xgrammar, ...
 test-clients:
 	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" sh scripts/peers/install.sh .peers clients
 	.peers/clients/bin/python scripts/clients.py

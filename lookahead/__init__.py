@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lookahead.config import LookaheadConfig
     from lookahead.engine.engine import Lookahead
     from lookahead.engine.loop import decode
+    from lookahead.guessing.draft import DraftModelSource
     from lookahead.guessing.pool import PoolSource
     from lookahead.guessing.source import GuessSource
     from lookahead.models.adapter import UnsupportedModelError
@@ -27,6 +28,7 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 __all__ = [
     "DEMO_MODEL",
+    "DraftModelSource",
     "GuessSource",
     "GuessTree",
     "Lookahead",
@@ -46,6 +48,7 @@ __all__ = [
 
 # Imported when first asked for (PEP 562), since torch, transformers and numba take seconds.
 _HOMES = {
+    "DraftModelSource": "lookahead.guessing.draft",
     "GuessSource": "lookahead.guessing.source",
     "GuessTree": "ngram_pool",
     "Lookahead": "lookahead.engine.engine",

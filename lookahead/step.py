@@ -51,6 +51,7 @@ class Step:
     ids, parents, depths: int64 [T]; the root's parent is -1.
     ancestors: bool [T, T], row i marks i and all its ancestors.
     guesses: number of guess-tree rows.
+    computed: number of first rows that an earlier pass has computed. The next pass computes the others.
     """
 
     ids: np.ndarray
@@ -58,6 +59,7 @@ class Step:
     depths: np.ndarray
     ancestors: np.ndarray
     guesses: int
+    computed: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -89,6 +91,15 @@ class Step:
         return np.array(lines[1:], np.int64)
 
 
+def grow(ids: Sequence[int], parents: Sequence[int], computed: int) -> Step:
+    """A step of these rows, parents first, of which the first ``computed`` were part of an earlier pass."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    forest = np.array(parents, np.int64)
+    return Step(np.array(ids, np.int64), forest, np.array(depths, np.int64), _closure(forest), len(ids) - 1, computed)
+
+
 def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> Step:
     """Put the root, the guesses and the rows of a Jacobi window, int64 [W] each, into one step."""
     ids = np.concatenate([[root], tree.tokens])
@@ -111,20 +122,23 @@ def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> St
 def pad(
     steps: list[Step], lengths: list[int], last: list[int] | None, least: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids and positions [batch, T] and ancestors [batch, T, T] of the steps of a batch.
+    """Ids and positions [batch, T] and ancestors [batch, T, C + T] of the steps of a batch, from which C rows, the same
+    number in each step, were computed before.
 
-    T is the length of the longest one, or ``least``. lengths, last: for each sequence, as `Step.positions` takes them.
-    What fills up a shorter step is a copy of its root that no other token sees.
+    T is the number of other rows of the longest step, or ``least``. lengths, last: for each sequence, as
+    `Step.positions` takes them. A shorter step is filled up by copies of its root that no other token sees.
     """
-    shape = len(steps), max(least, *(len(step) for step in steps))
+    computed = steps[0].computed
+    shape = len(steps), max(least, *(len(step) - computed for step in steps))
     ids, positions = np.empty(shape, np.int64), np.empty(shape, np.int64)
-    ancestors = np.zeros((*shape, shape[1]), bool)
-    ancestors[:] = np.eye(shape[1], dtype=bool)
+    ancestors = np.zeros((*shape, computed + shape[1]), bool)
+    ancestors[:, :, computed:] = np.eye(shape[1], dtype=bool)
     for b, step in enumerate(steps):
-        t = len(step)
-        ids[b, :t], ids[b, t:] = step.ids, step.ids[0]
-        positions[b, :t], positions[b, t:] = step.positions(lengths[b], last[b] if last else None), lengths[b]
-        ancestors[b, :t, :t] = step.ancestors
+        t = len(step) - computed
+        ids[b, :t], ids[b, t:] = step.ids[computed:], step.ids[0]
+        positions[b, :t] = step.positions(lengths[b], last[b] if last else None)[computed:]
+        positions[b, t:] = lengths[b]
+        ancestors[b, :t, : len(step)] = step.ancestors[computed:]
     return ids, positions, ancestors
 
 
@@ -136,10 +150,11 @@ def mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Additive mask [batch, 1, T, seen + T]: 0 where a token is seen, the dtype's minimum elsewhere.
+    """Additive mask [batch, 1, T, seen + C + T]: 0 where a token is seen, the dtype's minimum elsewhere.
 
-    ancestors: bool [batch, T, T] and positions: int64 [batch, T], of the tokens of a step.
-    cached: int64 [batch or 1, seen], position of each column that the layer's cache shows, -1 where it holds nothing.
+    ancestors: bool [batch, T, C + T] and positions: int64 [batch, T], as `pad` gives them. Where something hides keys
+    by their positions, C must be 0.
+    cached: int64 [batch or 1, seen], position of each committed column that the layer's cache shows, -1 in a gap.
     """
     cached = np.broadcast_to(cached, (len(positions), cached.shape[1]))
     gaps = np.broadcast_to(cached[:, None] < 0, (*positions.shape, cached.shape[1]))

@@ -2,16 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, SupportsIndex
 
-from transformers import GenerationMixin, PreTrainedModel
+import torch
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import BaseStreamer
 
 from lookahead.compat import is_compiled_wrapper
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
+from lookahead.engine.fallback import ASSISTED_ARGUMENTS, why_no_draft_model
 from lookahead.guessing.source import GuessSource
 from lookahead.passes.capabilities import find_adapter
 from ngram_pool import NgramPool
@@ -37,10 +46,29 @@ class LookaheadMixin:
             engine.decode_plainly(self, "beam search")
         return _own_method(self, "_beam_search")(self, *args, **kwargs)
 
-    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if engine := _engine(self):
-            engine.decode_plainly(self, "with an assistant model or prompt lookup")
-        return _own_method(self, "_assisted_decoding")(self, *args, **kwargs)
+    def _assisted_decoding(
+        self: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        assistant_model: PreTrainedModel | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """An assistant model becomes a further source of guesses. Other ways of assisting are the model's own."""
+        own = {name: kwargs.pop(name) for name in ASSISTED_ARGUMENTS if name in kwargs}
+        plain = partial(_own_method(self, "_assisted_decoding"), assistant_model=assistant_model, **own)
+        inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
+        engine = _engine(self)
+        if engine is None:
+            return plain(self, *inputs, **kwargs)
+        reason = why_no_draft_model(assistant_model, generation_config, own)
+        if reason is not None:
+            engine.decode_plainly(self, reason)
+            return plain(self, *inputs, **kwargs)
+        return loop.run(engine, plain, self, *inputs, assistant_model, **kwargs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         reduced: tuple = super().__reduce_ex__(protocol)  # type: ignore[assignment]  # no name
@@ -86,7 +114,8 @@ def wrap(
     """Make ``model.generate`` decode by lookahead, with the same signature and the same result; returns ``model``.
 
     A few tokens are run through the model to see that it can be decoded so. Modes that lookahead does not cover (beam
-    search, an assistant model, an encoder-decoder) are decoded by the model itself, with one warning.
+    search, prompt lookup, an encoder-decoder) are decoded by the model itself, with one warning.
+    An ``assistant_model`` given to ``generate`` is one more source of guesses (`DraftModelSource`).
     Wrapping a wrapped model changes nothing, unless a new ``config``, ``pool`` or ``source`` is given, which then
     replaces the old; what is not given stays.
     Of a PEFT model, the base model is wrapped. Weights, gradients and whatever else is done with the model stay as they

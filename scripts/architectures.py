@@ -1,7 +1,7 @@
 """Try lookahead on a tiny random model of every causal LM in transformers, against the model's own generate().
 
-Each family is built in float32 (`bench/tiny_models.py`). It writes a greedy and a sampled text, plainly and by
-lookahead, in a process of its own, so that a crash or a hang ends that family alone.
+Each family is built in float32 (`bench/tiny_models.py`) and writes a greedy and a sampled text, plainly and by
+lookahead. It has its own process, so that a crash or a hang does not end the other families.
 
     python scripts/architectures.py --out docs/architectures.md
 """
@@ -32,21 +32,21 @@ from lookahead.tools.audit import first_difference
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 NEW_TOKENS = 64
-WINDOW_SIZES = (8, 40)  # texts outgrow both; the tokens that wrap() tries out outgrow only the first
+WINDOW_SIZES = (8, 40)  # texts outgrow both; the tokens of wrap()'s probe outgrow only the first
 PHRASE = [17, 5, 42, 29, 8, 33]
-PROMPT = [*PHRASE, 11, *PHRASE, 50, 23, *PHRASE]  # repeats itself, so that guesses have something to find
+PROMPT = [*PHRASE, 11, *PHRASE, 50, 23, *PHRASE]  # repeats itself, so that there is something to guess
 TEXTS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0}}
 RESULTS = {
-    "identical": "greedy and sampled text are those of `model.generate`, token for token",
+    "identical": "greedy and sampled texts equal those of `model.generate`, token for token",
     "refused": "`UnsupportedModelError`, or the model's own decoding took over with a warning",
     "wrong": "another text, or an error that `model.generate` does not raise",
-    "not built": "no model, or one whose own `generate` fails",
+    "not built": "the model cannot be built, or its own `generate` fails",
 }
 WORST = ("wrong", "not built", "refused", "identical")
 
 
 def layer_kinds(model: PreTrainedModel) -> str:
-    """What the layers are, in the words of the configuration."""
+    """Name the kinds of layers, in the words of the configuration."""
     config = model.config.get_text_config(decoder=True)
     names = ("layer_types", "layers_block_type", "attention_layers", "attn_layers")
     kinds = next((kinds for name in names if isinstance(kinds := getattr(config, name, None), list)), None)
@@ -62,7 +62,7 @@ def layer_kinds(model: PreTrainedModel) -> str:
 
 
 def generate(model: PreTrainedModel, how: dict, **options) -> list[int]:
-    """New tokens, always from the same seed."""
+    """Return the new tokens, always from the same seed."""
     torch.manual_seed(0)
     ids = torch.tensor([PROMPT], device=model.device)
     length = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
@@ -70,49 +70,46 @@ def generate(model: PreTrainedModel, how: dict, **options) -> list[int]:
 
 
 def row_of(model_type: str, **known) -> dict:
-    """A row of the table. known: what differs from a row of which nothing is known yet."""
+    """Return a row of the table. known: the fields that are known already."""
     row = {"model_type": model_type, "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}
-    texts = dict.fromkeys(("layers", "guesses", "result", "reason"), "")
-    counts = {"accepted": 0, "different_tokens": 0}  # guesses in all texts, and tokens in the greedy text
-    return row | texts | counts | {"tokens_per_step": {}} | known
-
-
-def joined(*remarks: str) -> str:
-    return "; ".join(filter(None, remarks))
+    row |= dict.fromkeys(("layers", "guesses", "result", "reason"), "")
+    # Accepted guesses are counted in all texts, different tokens in the greedy one.
+    return row | {"accepted": 0, "different_tokens": 0, "tokens_per_step": {}} | known
 
 
 def check(model_type: str) -> dict:
-    """Build the family in every shape and decode both ways; a row of the table, the worst of them.
+    """Build the family in every shape and decode both ways; return the worst row.
 
-    What cannot be built or is refused in one of the further shapes alone is a remark.
+    A shape other than the first that cannot be built does not count. If only such a shape is refused, the row says so.
     """
     row = check_windows(model_type)
     for shape in list(SHAPES)[1:]:
         try:
             model = random_model(tiny_config(model_type, WINDOW_SIZES[0], shape))
-        except Exception:  # configurations and models refuse sizes that do not go together
+        except Exception:  # many configurations and models refuse sizes that do not match
             continue
-        other = check_model(model_type, model, LookaheadConfig(budget=1))  # whose steps are chains
+        other = check_model(model_type, model, LookaheadConfig(budget=1))  # its steps are chains
         if other["result"] != "wrong":
             other = check_model(model_type, model)
         if other["result"] == "wrong":
             return other | {"reason": f"in the shape {shape!r}: {other['reason']}"}
         if (row["result"], other["result"]) == ("identical", "refused"):
-            row["reason"] = joined(row["reason"], f"refused in the shape {shape!r}: {other['reason']}")
+            remarks = row["reason"], f"refused in the shape {shape!r}: {other['reason']}"
+            row["reason"] = "; ".join(filter(None, remarks))
     return row
 
 
 def check_windows(model_type: str) -> dict:
-    """`check`, of the first shape with every length of window."""
+    """Do what `check` does for the first shape, with every length of window."""
     rows, configs = [], []
     for window in WINDOW_SIZES:
         try:
             config = tiny_config(model_type, window)
-            if config.to_dict() in configs:  # has no window
+            if config.to_dict() in configs:  # it has no window
                 continue
             configs.append(config.to_dict())
             rows.append(check_model(model_type, random_model(config)))
-        except Exception as error:  # configurations and models raise whatever they like
+        except Exception as error:  # configurations and models raise errors of many types
             rows.append(row_of(model_type, result="not built", reason=described(error)))
         if len(configs) > 1 and rows[-1]["reason"]:
             rows[-1]["reason"] = f"with windows of {window}: {rows[-1]['reason']}"
@@ -121,7 +118,7 @@ def check_windows(model_type: str) -> dict:
 
 
 def check_model(model_type: str, model: PreTrainedModel, config: LookaheadConfig | None = None) -> dict:
-    """Decode both ways; a row of the table. config: of `lookahead.wrap`."""
+    """Decode both ways and return a row of the table. config: for `lookahead.wrap`."""
     row = row_of(model_type, layers=layer_kinds(model))
     logger, said = logging.getLogger("lookahead"), BufferingHandler(capacity=1000)
     logger.addHandler(said)
@@ -147,11 +144,11 @@ def check_model(model_type: str, model: PreTrainedModel, config: LookaheadConfig
         remarks += [record.getMessage().split(". Guesses")[0] for record in said.buffer]
     if uncached != expected["greedy"]:
         remarks.append("its own generate writes another text with use_cache=False")
-    return row | {"reason": joined(*remarks)}
+    return row | {"reason": "; ".join(filter(None, remarks))}
 
 
 def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config: LookaheadConfig | None) -> dict:
-    """Decode by lookahead and compare; what a row says of that."""
+    """Decode by lookahead and compare; return fields of a row."""
     lookahead.wrap(model, config)
     steps = {}
     for name, how in TEXTS.items():
@@ -177,14 +174,14 @@ def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config:
 
 
 def described(error: Exception) -> str:
-    """What an error says, in one line of a bearable length, after its name where that adds something."""
+    """Return an error's message in one short line, after the name of its type unless the error is lookahead's own."""
     text = shorten(str(error), 300, placeholder=" ...")
-    named = type(error).__name__
-    return text if isinstance(error, lookahead.UnsupportedModelError) else f"{named}: {text}" if text else named
+    own = isinstance(error, lookahead.UnsupportedModelError)
+    return text if own else ": ".join(filter(None, (type(error).__name__, text)))
 
 
 def check_into(sender: Connection, model_type: str) -> None:
-    """`check` in a process of its own."""
+    """Send a family's row from a process of its own."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -192,9 +189,9 @@ def check_into(sender: Connection, model_type: str) -> None:
 
 
 def check_alone(model_type: str, seconds: float) -> dict:
-    """`check` in a process of its own, which is ended after ``seconds``."""
+    """Check a family in a process of its own, and end the process after ``seconds``."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lookahead"])  # imports what takes long, once
+    context.set_forkserver_preload(["lookahead"])  # the long imports happen once
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=check_into, args=(sender, model_type))
     process.start()
@@ -210,7 +207,7 @@ def check_alone(model_type: str, seconds: float) -> dict:
 
 
 def summary(rows: list[dict]) -> str:
-    """Counts of the results, in one line."""
+    """Count the results, in one line."""
     counts = Counter(row["result"] for row in rows)
     trees = sum(row["guesses"] == "tree" for row in rows if row["result"] == "identical")
     identical = f"identical {counts['identical']} ({trees} by trees, {counts['identical'] - trees} by chains)"
@@ -228,10 +225,11 @@ def markdown(rows: list[dict], environment: dict) -> str:
     ]  # fmt: skip
     return f"""# Architectures
 
-Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model that shows every \
-kind of layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its sliding windows \
-and chunks, of {" and ".join(map(str, WINDOW_SIZES))} tokens in turn. Further shapes (few positions, other head counts \
-and widths, `is_decoder` as it comes) are tried, too, where they can be built. The worst result stands here, one of:
+Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model with every kind of \
+layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its sliding windows and \
+chunks, which have {" and ".join(map(str, WINDOW_SIZES))} tokens in turn. Other shapes (few positions, other head \
+counts and widths, the default `is_decoder`) are tried too, if they can be built. The table shows each family's worst \
+result:
 
 {meanings}
 
@@ -241,7 +239,7 @@ and widths, `is_decoder` as it comes) are tried, too, where they can be built. T
 
 {versions}
 
-Tokens per step are those of the greedy and the sampled text; a trained model will have others.
+Tokens per step are of the greedy and of the sampled text. A trained model will have others.
 
 {table(columns, cells)}
 """
@@ -249,19 +247,14 @@ Tokens per step are those of the greedy and the sampled text; a trained model wi
 
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--only", "families", type=cli.ListOf(click.Choice(FAMILIES)), default=",".join(FAMILIES),
-              metavar="TYPE,TYPE,...", help="Model types; all by default.")  # fmt: skip
+              metavar="TYPE,TYPE,...", help="Model types; default: all.")  # fmt: skip
 @click.option("--seconds", default=120.0, show_default=True, help="Time limit for a family.")
 @click.option("--out", type=cli.OUT, help="Write OUT.md and OUT.json.")
 def main(families, seconds, out) -> None:
     with click.progressbar(sorted(families), label="families", item_show_func=str, file=sys.stderr) as progress:
         rows = [check_alone(family, seconds) for family in progress]
-    environment = {
-        "command": command_line(__file__),
-        "lookahead": lookahead.__version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    versions = {module.__name__: module.__version__ for module in (lookahead, transformers, torch)}
+    environment = {"command": command_line(__file__), **versions, "python": platform.python_version()}
     for row in rows:
         if row["result"] != "identical" or row["reason"]:
             click.echo(f"{row['model_type']}: {row['result']}: {row['reason']}")

@@ -1,12 +1,12 @@
-"""Attack a wrapped model for long, and count what it withstood.
+"""Attack a wrapped model for a long time, and count what it withstood.
 
     python scripts/attack.py cases --number 20000      random cases of tests/test_lossless.py
     python scripts/attack.py interrupts --number 300   interrupted calls, and the calls after them
     python scripts/attack.py cycles --wraps 1000 --calls 10000
     python scripts/attack.py threads --calls 200
 
-Each prints the case that failed, and the exit status is 1 then. On two cores the first takes most of an hour, each of
-the others some minutes. pytest and hypothesis are needed for the first (extra `test`).
+Each prints the case that failed and exits with status 1. On two cores, cases takes most of an hour and the others take
+some minutes each. cases needs pytest and hypothesis (extra `test`).
 """
 
 import ctypes
@@ -39,24 +39,24 @@ from lookahead.passes import costs
 
 ROOT = Path(__file__).parents[1]
 OURS = [Path(package.__file__).parent for package in (lookahead, ngram_pool)]
-PATIENCE = 120  # seconds after which a call hangs
-GROWTH = 16 * 2**20  # bytes of memory that wraps or calls may add after the first tenth of them, all together
+PATIENCE = 120  # seconds; a call that takes longer hangs
+GROWTH = 16 * 2**20  # bytes by which memory may grow in all, after the first tenth of the wraps or calls
 PROMPTS = [[[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]], [[9, 4, 9, 4, 9]], [[5, 6, 7, 8, 5, 6], [3, 9, 3, 9, 3, 9]]]
 
 
 def text(model: PreTrainedModel, prompt: list[list[int]], tokens: int = 24) -> list[list[int]]:
-    """Greedy ids."""
+    """Return greedy ids."""
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     return model.generate(torch.tensor(prompt), **options).tolist()
 
 
 def texts(model: PreTrainedModel, tokens: int = 24) -> list[list[list[int]]]:
-    """Greedy ids of single prompts and of a batch."""
+    """Return greedy ids for single prompts and a batch."""
     return [text(model, prompt, tokens) for prompt in PROMPTS]
 
 
 def in_thread(call: Callable[[], object]) -> object:
-    """What ``call`` returns in a thread of its own: a lock that this thread still holds stops it."""
+    """Return what ``call`` returns in its own thread, so that a lock that this thread still holds would block it."""
     future = Future()
 
     def run() -> None:
@@ -81,18 +81,15 @@ def demand(right: bool, otherwise: str) -> None:
 
 @click.group(help=__doc__.split("\n")[0])
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT by default
     torch.set_num_threads(1)
     costs.FOLDER, costs.SECONDS = Path(tempfile.mkdtemp()), 0.05
 
 
-# -- random cases -----------------------------------------------------------------------------------------------------
-
-
 @main.command()
 @click.option("--number", default=20_000, show_default=True)
-@click.option("--processes", default=os.cpu_count(), show_default="one a core")
-@click.option("--seed", default=0, show_default=True, help="Of the first process; the others count on.")
+@click.option("--processes", default=os.cpu_count(), show_default="one for each core")
+@click.option("--seed", default=0, show_default=True, help="Of the first process; the next ones count up.")
 def cases(number: int, processes: int, seed: int) -> None:
     """Random architectures, batches, masks, options and settings: the property test of tests/test_lossless.py."""
     began = time.perf_counter()
@@ -105,23 +102,19 @@ def cases(number: int, processes: int, seed: int) -> None:
         for i in range(processes)
     ]  # fmt: skip
     outputs = [process.communicate()[0] for process in running]
-    for process, output in zip(running, outputs, strict=True):
-        if process.returncode:
-            click.echo(output)
+    failed = [output for process, output in zip(running, outputs, strict=True) if process.returncode]
+    click.echo("".join(failed), nl=False)
     passing = sum(int(count) for output in outputs for count in re.findall(r"(\d+) passing,", output))
     click.echo(f"{passing} random cases are identical, in {time.perf_counter() - began:.0f} s")
-    sys.exit(int(any(process.returncode for process in running) or passing < number))
-
-
-# -- interrupts -------------------------------------------------------------------------------------------------------
+    sys.exit(int(bool(failed) or passing < number))
 
 
 class Stop(BaseException):
-    """Thrown into a thread from outside. (Any Exception may be what a model answers a probe with.)"""
+    """An exception thrown into a thread. (A probe may take any Exception for the model's answer.)"""
 
 
 def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> str | None:
-    """Interrupt ``call`` after ``delay`` seconds; the function of ours that stopped, None if it had ended before."""
+    """Interrupt ``call`` after ``delay`` seconds; return our function that it was in, None if it had ended."""
     main_thread, ended = threading.main_thread().ident, False
 
     def interrupt() -> None:
@@ -136,7 +129,7 @@ def interrupted(call: Callable[[], object], delay: float, by_signal: bool) -> st
         call()
         ended = True
         timer.join()
-        time.sleep(0.01)  # for an interrupt that was late
+        time.sleep(0.01)  # wait for a late interrupt
     except (KeyboardInterrupt, Stop) as error:
         if not ended:
             places = [(Path(frame.filename), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
@@ -155,7 +148,7 @@ def interrupts(number: int, seed: int) -> None:
     expected = {model_seed: texts(llama(model_seed)) for model_seed in range(3)}
     while places.total() < number:
         rounds += 1
-        if rounds % 10 == 1:  # a new model, of which the first call finds out what it costs
+        if rounds % 10 == 1:  # take a new model; its first call measures step costs
             model_seed = rng.randrange(3)
             model, pool = llama(model_seed), NgramPool(1)
             configuration = {**vars(model.config)}
@@ -166,7 +159,7 @@ def interrupts(number: int, seed: int) -> None:
         case = f"seed {seed}, round {rounds}, {'SIGINT' if by_signal else 'exception'} after {delay:.4f} s, {config}"
         began = time.perf_counter()
         try:
-            place = interrupted(lambda model=model: texts(model), delay, by_signal)
+            place = interrupted(partial(texts, model), delay, by_signal)
         except BaseException as error:
             raise click.ClickException(f"{case}: turned into {error!r}\n{traceback.format_exc()}") from error
         if place is None:
@@ -177,27 +170,24 @@ def interrupts(number: int, seed: int) -> None:
         changed = {name: value for name, value in vars(model.config).items() if configuration.get(name) != value}
         demand(vars(model.config) == configuration, f"{case}: the configuration holds {changed}")
         try:
-            right = in_thread(lambda model=model: texts(model)) == expected[model_seed]
+            right = in_thread(partial(texts, model)) == expected[model_seed]
             in_thread(pool.check_integrity)
         except BaseException as error:
             raise click.ClickException(f"{case}: the next call {error!r}") from error
         demand(right, f"{case}: the next call writes another text")
-        # An automatic budget may rightly be 0 where a pass took long by chance.
+        # An automatic budget may rightly be 0 after a pass that happened to take long.
         guessed = model.lookahead.config.budget == "auto" or model.lookahead.last.accepted.total()
         demand(guessed, f"{case}: the next call accepts no guess")
         if rounds % 10 == 0:
             lookahead.unwrap(model)
             demand(texts(model) == expected[model_seed], f"{case}: the unwrapped model writes another text")
-    click.echo(f"{number} interrupts, after each of which the next call was right; they came in")
+    click.echo(f"{number} interrupts, and the next call was right after each; they came in")
     for place, count in places.most_common():
         click.echo(f"{count:6d}  {place}")
 
 
-# -- what is left behind ----------------------------------------------------------------------------------------------
-
-
 def _held() -> tuple[int, int, int]:
-    """Bytes of resident memory, open handles, threads of this process."""
+    """Return this process's bytes of resident memory, its open handles and its threads."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
     resident = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
@@ -206,7 +196,7 @@ def _held() -> tuple[int, int, int]:
 
 
 def watched(what: str, number: int, once: Callable[[], None]) -> None:
-    """Call ``once`` so many times: memory, handles and threads may not grow after the first tenth."""
+    """Call ``once`` ``number`` times; memory, handles and threads must not grow after the first tenth."""
     began, trace = time.perf_counter(), []
     for i in range(number):
         once()
@@ -223,7 +213,7 @@ def watched(what: str, number: int, once: Callable[[], None]) -> None:
 @click.option("--wraps", default=1000, show_default=True)
 @click.option("--calls", default=10_000, show_default=True)
 def cycles(wraps: int, calls: int) -> None:
-    """Wrap, generate and unwrap, again and again: memory, handles, threads and parameters stay what they were."""
+    """Wrap, generate and unwrap again and again: memory, handles, threads and parameters stay as they were."""
     model = llama()
     held = list(model.parameters())
     copies = [parameter.detach().clone() for parameter in held]
@@ -238,14 +228,11 @@ def cycles(wraps: int, calls: int) -> None:
         lookahead.unwrap(model)
         for before, copied, now in zip(held, copies, model.parameters(), strict=True):
             kept = now is before and torch.equal(now, copied)
-            demand(kept, f"a parameter [{tuple(copied.shape)}] is another one after unwrap")
+            demand(kept, f"a parameter {list(copied.shape)} is another one after unwrap")
 
     watched("wraps", wraps, cycle)
     lookahead.wrap(model)
     watched("calls", -(-calls // len(PROMPTS)), once)
-
-
-# -- threads ----------------------------------------------------------------------------------------------------------
 
 
 @main.command()
@@ -255,46 +242,47 @@ def threads(calls: int, threads: int) -> None:
     """Calls from several threads on one model and one pool, first alone, then while another wraps and unwraps."""
     model, pool = llama(), NgramPool(1)
     expected = texts(model)
-    for with_wrapper in (False, True):
-        lookahead.wrap(model, pool=pool)
-        wrong, counts, over = [], Counter(), threading.Event()
+    wrong, counts, over = [], Counter(), threading.Event()
 
-        def generate(number: int, with_wrapper=with_wrapper, wrong=wrong, counts=counts) -> None:
-            for i in range(number, calls, threads):
-                which = i % len(PROMPTS)
+    def generate(number: int, pause: float) -> None:
+        for i in range(number, calls, threads):
+            which = i % len(PROMPTS)
+            try:
+                if text(model, PROMPTS[which]) != expected[which]:
+                    wrong.append(f"call {i} writes another text")
+            except Exception:
+                wrong.append(f"call {i}: {traceback.format_exc()}")
+            counts["calls"] += 1
+            time.sleep(pause)
+
+    def change() -> None:
+        while not over.is_set():
+            for name, act in (("unwrap", lookahead.unwrap), ("wrap", partial(lookahead.wrap, pool=pool))):
                 try:
-                    if text(model, PROMPTS[which]) != expected[which]:
-                        wrong.append(f"call {i} writes another text")
+                    act(model)
+                    counts[name] += 1
+                except RuntimeError as error:  # says that the model is in use
+                    counts[f"{name} refused: {error}"] += 1
                 except Exception:
-                    wrong.append(f"call {i}: {traceback.format_exc()}")
-                counts["calls"] += 1
-                time.sleep(0.1 * with_wrapper)  # so that there are moments in which nobody decodes
+                    wrong.append(f"{name}: {traceback.format_exc()}")
+                time.sleep(0.002)
 
-        def change(wrong=wrong, counts=counts, over=over) -> None:
-            while not over.is_set():
-                for name, act in (("unwrap", lookahead.unwrap), ("wrap", partial(lookahead.wrap, pool=pool))):
-                    try:
-                        act(model)
-                        counts[name] += 1
-                    except RuntimeError as error:  # which says that the model is in use
-                        counts[f"{name} refused: {error}"] += 1
-                    except Exception:
-                        wrong.append(f"{name}: {traceback.format_exc()}")
-                    time.sleep(0.002)
-
-        callers = [threading.Thread(target=generate, args=(i,), daemon=True) for i in range(threads)]
-        changer = threading.Thread(target=change, daemon=True)
-        for thread in [*callers, *([changer] if with_wrapper else [])]:
+    for pause, what in ((0, "alone"), (0.1, "while wrapped and unwrapped")):  # there, at some moments nobody decodes
+        lookahead.wrap(model, pool=pool)
+        counts.clear()
+        callers = [threading.Thread(target=generate, args=(i, pause), daemon=True) for i in range(threads)]
+        changers = [threading.Thread(target=change, daemon=True)] if pause else []
+        for thread in [*callers, *changers]:
             thread.start()
         deadline = time.monotonic() + calls * PATIENCE / 10
         for thread in callers:
             thread.join(max(deadline - time.monotonic(), 0))
-        over.set()
-        if with_wrapper:
-            changer.join(PATIENCE)
-        if any(thread.is_alive() for thread in [*callers, changer]):
+        if changers:
+            over.set()
+            changers[0].join(PATIENCE)
+        if any(thread.is_alive() for thread in [*callers, *changers]):
             wrong.append("a thread hangs")
-        click.echo(f"{'while wrapped and unwrapped' if with_wrapper else 'alone'}: {dict(counts)}")
+        click.echo(f"{what}: {dict(counts)}")
         demand(not wrong, f"{len(wrong)} failed, first: {''.join(wrong[:1])}")
         lookahead.unwrap(model)
         demand(texts(model) == expected, "the unwrapped model writes another text")

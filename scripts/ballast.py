@@ -1,8 +1,8 @@
 """Give a small trained Llama the size, and so the cost, of a big one, without changing what it computes.
 
-How much faster a way of decoding is depends on how often its guesses are accepted, which takes a trained model, and on
-what a pass costs, which takes a big one. A small trained model with ballast is both: it writes the texts of the small
-model at the cost of the big one. What is added computes as any weights do, and the results are multiplied by zero.
+The speed-up of a way of decoding depends on how often its guesses are accepted, which takes a trained model, and on
+what a pass costs, which takes a big one. A small trained model with ballast is both: it writes the small model's texts
+at the big model's cost. The added weights are computed with like any others, and their results are multiplied by zero.
 
     python scripts/ballast.py --model M --size 80M --out FOLDER
     python scripts/ballast.py --model M --hidden-size 512 --layers 12 --intermediate-size 1408 --out FOLDER
@@ -19,9 +19,9 @@ from transformers import LlamaForCausalLM
 from bench import cli
 from lookahead.tools.loading import load
 
-# As many parameters as the name says, with a tied vocabulary of 4096 and heads of 64. 135M and 360M are SmolLM2's, with
-# wider feed-forward layers in place of its vocabulary; 1B and 8B are the layers of Llama 3, whose 8B has a
-# billion more in its vocabulary.
+# Names give the parameters with a tied vocabulary of 4096 and heads of 64. 135M and 360M have SmolLM2's shapes, with
+# wider feed-forward layers in place of its vocabulary. 1B and 8B have the layers of Llama 3, whose 8B has a billion
+# more parameters in its vocabulary.
 SHAPES = {
     "80M": {"hidden_size": 768, "layers": 12, "intermediate_size": 2048, "heads": 12, "kv_heads": 6},
     "135M": {"hidden_size": 576, "layers": 30, "intermediate_size": 2048, "heads": 9, "kv_heads": 3},
@@ -31,7 +31,7 @@ SHAPES = {
 }
 
 LENGTH_FREE = ("default", "linear", "llama3")  # rotary embeddings that do not depend on max_position_embeddings
-WRITERS = ("o_proj", "down_proj")  # what they write is added to the hidden state
+WRITERS = ("o_proj", "down_proj")  # their results are added to the hidden state
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return [line.rstrip() for line in file]\n\n\n"
 TOLERANCE = 4  # times the trained model's own rounding error
 
@@ -47,33 +47,33 @@ def ballast(
     max_position_embeddings: int | None = None,
     seed: int = 0,
 ) -> LlamaForCausalLM:
-    """A Llama of the given size that computes the same function as ``model``, on its device and in its dtype.
+    """Return a Llama of the given size that computes the same function as ``model``, on its device and in its dtype.
 
-    heads, kv_heads: by default as many heads as fill hidden_size, with the trained number of them to a KV head. Heads
-        keep their dimension. Where there are fewer heads to a KV head than trained, trained KV heads are repeated.
-    max_position_embeddings: the trained number by default; more is only a promise, since the function stays the same.
-    seed: of the random weights.
+    heads: default: as many as fill hidden_size. Heads keep their dimension.
+    kv_heads: default: as many heads for each as in ``model``. With fewer heads for each, trained KV heads are repeated.
+    max_position_embeddings: default: the trained number. More is only a promise, because the function stays the same.
+    seed: for the random weights.
 
-    Trained layers are spread evenly, the last at the end, so that no part of the depth is the whole model. Trained
-    hidden dimensions and feed-forward units come first. The other hidden dimensions are zero throughout: the embedding
-    and the rows of o_proj and down_proj that write to them are. So are the columns of o_proj and down_proj that read
-    other heads and units, and both matrices altogether in other layers. All else that is new is random, of the standard
-    deviation ``config.initializer_range``. Zeros are read and multiplied like other weights; but a GPU at its limit of
-    power may clock higher where there are many.
+    Trained layers are spread evenly, with the last at the end, so that no part of the depth is the whole model. Trained
+    hidden dimensions and feed-forward units come first. The other hidden dimensions are always zero, because the
+    embedding and the rows of o_proj and down_proj that write them are zero. The columns of o_proj and down_proj that
+    read other heads and units are zero too, and in added layers both matrices are. All other new weights are random,
+    with the standard deviation ``config.initializer_range``. Zeros are read and multiplied like other weights, but a
+    GPU at its power limit may clock higher where there are many.
 
-    Depth alone leaves logits as they are, bit for bit. With a greater width, a RMSNorm sees a mean square that is
-    smaller by old / new: its eps is scaled by as much and its weights by the square root, so that logits are the same
-    but for rounding. In bf16 and fp16 the scaled weights are rounded too, unless new / old is a power of four.
+    Added depth leaves logits unchanged, bit for bit. With a greater width, the mean square in a RMSNorm shrinks by
+    old / new. So its eps is scaled by that and its weights by the square root of it, and logits change by rounding
+    only. In bf16 and fp16 the scaled weights are rounded too, unless new / old is a power of four.
 
-    Raises ValueError for a model that is no Llama, a size smaller than the trained one, sizes that do not divide each
-    other, too few KV heads for the trained ones, and more positions where the rotary embedding depends on their number.
+    Raises ValueError if the model is no Llama, a size is smaller than the trained one, sizes do not divide each other,
+    the KV heads are too few for the trained ones, or the rotary embedding depends on a changed number of positions.
     """
     if not isinstance(model, LlamaForCausalLM) or model.config.model_type != "llama":
         kind = f"{type(model).__name__} of type {model.config.model_type!r}"
-        raise ValueError(f"model is a {kind}, whose layers this does not know: give a LlamaForCausalLM")
+        raise ValueError(f"model is a {kind}, whose layers are unknown here: give a LlamaForCausalLM")
     trained = model.config
     head_dim, trained_heads, trained_kv = trained.head_dim, trained.num_attention_heads, trained.num_key_value_heads
-    trained_group = trained_heads // trained_kv
+    trained_group = trained_heads // trained_kv  # heads for each KV head
     _at_least("hidden_size", hidden_size, trained.hidden_size)
     _at_least("layers", layers, trained.num_hidden_layers)
     _at_least("intermediate_size", intermediate_size, trained.intermediate_size)
@@ -91,13 +91,12 @@ def ballast(
             f"kv_heads={kv_heads} are too few: with {group} heads to a KV head instead of {trained_group}, the trained "
             f"{trained_kv} take {trained_kv * copies}; give as many, or more heads"
         )
-    if max_position_embeddings is None:
-        max_position_embeddings = trained.max_position_embeddings
-    _at_least("max_position_embeddings", max_position_embeddings, trained.max_position_embeddings)
+    positions = trained.max_position_embeddings if max_position_embeddings is None else max_position_embeddings
     rope_type = model.model.rotary_emb.rope_type
-    if max_position_embeddings != trained.max_position_embeddings and rope_type not in LENGTH_FREE:
+    _at_least("max_position_embeddings", positions, trained.max_position_embeddings)
+    if positions != trained.max_position_embeddings and rope_type not in LENGTH_FREE:
         raise ValueError(
-            f"max_position_embeddings={max_position_embeddings} would change the rotary embedding of type "
+            f"max_position_embeddings={positions} would change the rotary embedding of type "
             f"{rope_type!r}: leave it at {trained.max_position_embeddings}"
         )
 
@@ -105,10 +104,10 @@ def ballast(
     config.update({
         "hidden_size": hidden_size, "num_hidden_layers": layers, "intermediate_size": intermediate_size,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "dtype": model.dtype,
-        "max_position_embeddings": max_position_embeddings,
+        "max_position_embeddings": positions,
         "rms_norm_eps": trained.rms_norm_eps * trained.hidden_size / hidden_size,
     })  # fmt: skip
-    with torch.device("meta"):  # allocates and draws nothing yet
+    with torch.device("meta"):  # does not allocate or draw weights yet
         big = LlamaForCausalLM(config)
     big.to(model.dtype).to_empty(device=model.device)
     big.tie_weights()
@@ -175,10 +174,10 @@ def _random(parameter: torch.Tensor, generator: torch.Generator, config) -> torc
 
 
 def _query_rows(trained_heads: int, trained_group: int, group: int, head_dim: int) -> torch.Tensor:
-    """Rows of the new q_proj that hold those of the trained one, int64 [trained_heads * head_dim].
+    """Return the rows of the new q_proj for the rows of the trained one, int64 [trained_heads * head_dim].
 
-    Head j reads KV head j // group. The trained heads of one KV head take as many groups as they need, none of which
-    they share with those of another; a KV head that takes several is repeated in them.
+    Head j reads KV head j // group. The trained heads of one KV head take as many groups as they need and share none
+    with another KV head's; their KV head is repeated in each group.
     """
     copies = -(-trained_group // group)
     head = torch.arange(trained_heads)
@@ -189,15 +188,15 @@ def _query_rows(trained_heads: int, trained_group: int, group: int, head_dim: in
 
 @torch.no_grad()
 def departure(model: LlamaForCausalLM, reference: LlamaForCausalLM, ids: torch.Tensor) -> float:
-    """Largest difference between two models' logits for ``ids`` [1, n], in standard deviations of the reference's."""
+    """Return the largest difference of two models' logits for ``ids`` [1, n], in standard deviations of reference's."""
     theirs = reference(ids, use_cache=False).logits.double()
     ours = model(ids, use_cache=False).logits.double()
     return ((ours - theirs).abs().max() / theirs.std()).item()
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Trained Llama; the packaged one by default.")
-@click.option("--size", type=click.Choice(SHAPES), help="A shape; the options below alter it, or replace it.")
+@click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Trained Llama. Default: the packaged model.")
+@click.option("--size", type=click.Choice(SHAPES), help="A shape; the options below alter or replace it.")
 @click.option("--hidden-size", type=cli.COUNT)
 @click.option("--layers", type=cli.COUNT)
 @click.option("--intermediate-size", type=cli.COUNT)
@@ -224,14 +223,12 @@ def main(model_name, size, dtype, device, out, **shape) -> None:
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids.to(model.device)
     difference = departure(big, model, ids)
     rounding = departure(model, copy.deepcopy(model).double(), ids)
-    verdict = (
-        f"logits differ from the trained model's by at most {difference:.1e} of their spread; its own rounding is "
-    )
-    verdict += f"{rounding:.1e}"
+    verdict = f"logits differ from the trained model's by {difference:.1e} of their spread, at most; "
+    verdict += f"the trained model's own rounding is {rounding:.1e}"
     if not difference <= TOLERANCE * rounding:
         raise click.ClickException(
             f"{verdict}. More than {TOLERANCE} times that is not the same function, so nothing was written. Try "
-            "--dtype float32; if that fails too, this script does not know something about the model."
+            "--dtype float32. If that fails too, the model has a feature that this script does not know."
         )
     click.echo(verdict)
     big.save_pretrained(out)

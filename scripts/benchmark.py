@@ -1,8 +1,8 @@
-"""Benchmark lookahead beside plain decoding, transformers' own speculative methods and other libraries.
+"""Benchmark lookahead against plain decoding, transformers' speculative methods and other libraries.
 
-A cell is a model, a dtype, a temperature and a length of context. For each of its prompts the methods run in turn, in
-an order that rotates from prompt to prompt and from repeat to repeat; texts are compared with plain decoding's from the
-same seed, the prompt's number. OUT.md, OUT.json and the pictures are written anew after each cell.
+A cell is a model, a dtype, a temperature and a context length. For each prompt of a cell the methods run in turn, in an
+order that rotates from prompt to prompt and from repeat to repeat. Texts are compared with those of plain decoding from
+the same seed, the prompt's number. OUT.md, OUT.json and the pictures are rewritten after each cell.
 
     python scripts/benchmark.py --model M --prompts FILE.jsonl --out OUT
     python scripts/benchmark.py --model M --prompts FILE.jsonl --dtype float32,bfloat16 --temperature 0.6,0 --out OUT
@@ -10,9 +10,9 @@ same seed, the prompt's number. OUT.md, OUT.json and the pictures are written an
     python scripts/benchmark.py --model M --prompts FILE.jsonl --methods plain,auto,vllm-ngram --peers FOLDER --out OUT
     python scripts/benchmark.py --model M --never-slower --out OUT
 
-Prompts come in Spec-Bench's JSONL format: one object a line with question_id, category and turns, of which the first
-is used. Peers are other libraries, on the CPU, each in a Python environment of its own (FOLDER/lade, FOLDER/vllm)
-behind a worker in scripts/peers. What fails is a row of the table, with the reason.
+Prompts are in Spec-Bench's JSONL format: one object a line with question_id, category and turns. Only the first turn is
+used. Peers are other libraries, on the CPU, each in its own Python environment (FOLDER/lade, FOLDER/vllm) behind a
+worker in scripts/peers. A method that fails gets a row with the reason.
 """
 
 import importlib.util
@@ -21,6 +21,7 @@ import signal
 import statistics
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from transformers import BatchEncoding, PreTrainedModel
 import lookahead
 from bench import cli
 from bench.benchmark_page import draw, markdown
-from bench.corpora import RANDOM_TOKENS, tokenized_prompts
+from bench.corpora import RANDOM_LENGTH, tokenized_prompts
 from bench.methods import DEFAULT, KEEP_DRAWS, METHODS, PEERS, Engines, Subject, as_inputs
 from bench.pages import command_line, write_results
 from bench.peer_process import PeerError
@@ -49,16 +50,16 @@ MEDIANS = ("seconds", "first_seconds", "steps", "stepped", "drafted", "accepted"
 def margin_at(
     model: PreTrainedModel, inputs: BatchEncoding, text: list[int], index: int, options: dict, seed: int
 ) -> float:
-    """How close plain decoding's choice of new token ``index`` was, in logits: zero is a tie."""
+    """Return how close plain decoding's choice of new token ``index`` was, in logits: zero is a tie."""
     row = next_logits(model, inputs.input_ids, text[: index + 1])[-1]
     best = choice_scores(row, options.get("temperature", 0.0), seed, index).topk(2).values
     return (best[0] - best[1]).item()
 
 
 def reading(model: PreTrainedModel) -> dict:
-    """Bytes of all weights, and the seconds in which memory yields so many, in order: no pass takes less.
+    """Return the bytes of all weights, and the seconds that memory takes to read them in sequence: no pass takes less.
 
-    By summing up to 1 GiB of numbers, the best of ten times.
+    The time is the best of ten sums over up to 1 GiB of numbers.
     """
     size = sum(weight.nbytes for weight in model.parameters())
     numbers = torch.ones(min(size, 2**30) // 4, device=model.device)
@@ -75,9 +76,9 @@ def measure(
     subject: Subject, prompts: list[list[int]], categories: list[str], methods: list[str], options: dict, repeats: int,
     label: str,
 ) -> tuple[list[dict], dict[str, str]]:  # fmt: skip
-    """Measure a cell. prompts: token ids. categories: of each. methods: plain among them.
+    """Measure a cell. prompts: token ids, each with its category. methods: plain among them.
 
-    Returns a row for each prompt and method, and for each method that failed the reason; it has no rows.
+    Returns a row for each prompt and method, and the reason for each method that failed, which has no rows.
     Raises what plain decoding raises.
     """
     longest = max(map(len, prompts)) + options["max_new_tokens"]
@@ -99,7 +100,7 @@ def measure(
     for method in methods:
         click.echo(f"{label}: warming up {method}", err=True)
         if method == "static-compiled":
-            torch.compiler.reset()  # what was compiled for another length
+            torch.compiler.reset()  # forget what was compiled for another length
         attempt(0, method, -1)
     rows = []
     with click.progressbar(list(enumerate(prompts)), label=label, file=sys.stderr) as progress:
@@ -134,28 +135,28 @@ def median(values: list[float | None]) -> float | None:
 
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--model", "models", multiple=True, default=[str(lookahead.DEMO_MODEL)], metavar="NAME_OR_PATH",
-              help="May be repeated; the packaged one by default.")  # fmt: skip
+              help="May be repeated. Default: the packaged model.")  # fmt: skip
 @click.option("--prompts", "prompts_file", type=cli.FILE, help="In Spec-Bench's JSONL format.")
 @click.option("--dtype", "dtypes", type=cli.ListOf(click.Choice(["float32", "bfloat16"])), default="float32",
               show_default=True, help="float32, bfloat16 or both.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
 @click.option("--temperature", "temperatures", type=cli.ListOf(click.FloatRange(min=0)),
-              help="One or several; 0 does not sample.  [default: 0.6,0]")  # fmt: skip
+              help="One or several; 0: greedy, no sampling.  [default: 0.6,0]")  # fmt: skip
 @click.option("--methods", type=cli.ListOf(click.Choice(METHODS)),
-              help=f"Of {', '.join(METHODS)}; plain always runs.  [default: {','.join(DEFAULT['cpu'])}; on a GPU "
+              help=f"Any of {', '.join(METHODS)}; plain always runs.  [default: {','.join(DEFAULT['cpu'])}; on a GPU "
               f"{','.join(DEFAULT['cuda'])}]")  # fmt: skip
 @click.option("--contexts", type=cli.ListOf(cli.WholeOr("none", least=2)), default="none", show_default=True,
-              help="Tokens of a prompt; none leaves it as it is.")  # fmt: skip
+              help="Tokens of each prompt; none leaves prompts as they are.")  # fmt: skip
 @click.option("--never-slower", is_flag=True,
-              help=f"On {RANDOM_TOKENS} random tokens each, at temperature {RANDOM_TEMPERATURE}.")  # fmt: skip
+              help=f"Use prompts of {RANDOM_LENGTH} random tokens, at temperature {RANDOM_TEMPERATURE}.")  # fmt: skip
 @cli.new_tokens
 @cli.repeats
 @cli.limit
-@click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model of the method assisted.")
-@click.option("--peers", type=cli.FOLDER, help="Folder of the environments of other libraries.")
+@click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model for the method assisted.")
+@click.option("--peers", type=cli.FOLDER, help="Folder with the environments of other libraries.")
 @click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
-              help="Seconds that a peer or a compilation may take.")  # fmt: skip
-@click.option("--threads", type=cli.COUNT, help="CPU threads; torch's default if not given.")
+              help="Most seconds for a peer's answer or for a compilation.")  # fmt: skip
+@click.option("--threads", type=cli.COUNT, help="CPU threads; default: torch's.")
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md, OUT.json and OUT-*.png.")
 def main(
     models, prompts_file, dtypes, device, temperatures, methods, contexts, never_slower, max_new_tokens, repeats, limit,
@@ -170,33 +171,33 @@ def main(
         (importlib.util.find_spec("matplotlib") is None,
          "the page has pictures, which need matplotlib: pip install 'lookahead-decoding[bench]'"),
         (foreign and device != "cpu",
-         f"on the CPU alone: {', '.join(foreign)}; leave out --device or these of --methods"),
+         f"these methods run on the CPU only: {', '.join(foreign)}; leave out --device, or these of --methods"),
         (foreign and peers is None, "methods of other libraries need --peers, the folder of their environments"),
         ("assisted" in methods and assistant is None, "the method assisted needs --assistant"),
         (never_slower and (prompts_file or temperatures or contexts != [None]),
-         "--never-slower brings its prompts and temperature: leave out --prompts, --temperature and --contexts"),
+         "--never-slower has its own prompts and temperature: leave out --prompts, --temperature and --contexts"),
         (not never_slower and not prompts_file, "give --prompts, or --never-slower, which makes its own"),
-        (len(set(names)) < len(names), f"two models of the same name: {', '.join(names)}"),
+        (len(set(names)) < len(names), f"two models have the same name: {', '.join(names)}"),
     ):  # fmt: skip
         if wrong:
             raise click.UsageError(message)
     if threads:
         torch.set_num_threads(threads)
     if never_slower:
-        texts, temperatures, what = None, [RANDOM_TEMPERATURE], f"{RANDOM_TOKENS} random tokens each"
+        texts, temperatures, what = None, [RANDOM_TEMPERATURE], f"{RANDOM_LENGTH} random tokens each"
         categories = ["random"] * (limit or RANDOM_PROMPTS)
     else:
         read = read_prompts(prompts_file, limit)
         texts, categories = [prompt["turns"][0] for prompt in read], [prompt["category"] for prompt in read]
         temperatures, what = temperatures or [0.6, 0.0], prompts_file.name
-    # All prompts are read before anything is measured, so that an error does not come hours later.
+    # Read the prompts of all models first, so that an error does not come after hours of measuring.
     prompts = {model: tokenized_prompts(model, texts, contexts, len(categories), max_new_tokens) for model in models}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what ends the peers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit through the code that ends the peers
     report = {"environment": {}, "cells": []}
     versions: dict[str, dict] = {}
     out.parent.mkdir(parents=True, exist_ok=True)
     for (model, name), dtype in itertools.product(zip(models, names, strict=True), dtypes):
-        with Subject(model, dtype, device, methods, assistant, peers, timeout) as subject:
+        with closing(Subject(model, dtype, device, methods, assistant, peers, timeout)) as subject:
             for temperature, (context, ids) in itertools.product(temperatures, prompts[model].items()):
                 options = decoding_options(max_new_tokens, temperature)
                 cell = {"model": name, "dtype": dtype, "temperature": temperature, "context": context}
@@ -205,13 +206,9 @@ def main(
                 report["cells"].append({**cell, "table": summarise(rows, methods, failures), "prompts": rows})
                 versions |= {PEERS[method][0]: peer.versions for method, peer in subject.peers.items() if peer.versions}
                 report["environment"] = {
-                    "command": command_line(__file__),
-                    **environment(subject.plain),
-                    "peers": versions,
-                    "prompts": f"{len(ids)} prompts: {what}",
-                    "max_new_tokens": max_new_tokens,
-                    "repeats": repeats,
-                }
+                    "command": command_line(__file__), **environment(subject.plain), "peers": versions,
+                    "prompts": f"{len(ids)} prompts: {what}", "max_new_tokens": max_new_tokens, "repeats": repeats,
+                }  # fmt: skip
                 text = markdown(report, draw(report, out))
                 write_results(out, text, report)
     click.echo(text)

@@ -1,8 +1,8 @@
 """Compare ways to speculate in vLLM on the CPU: none, ngram, suffix trees, lookahead's pool.
 
-Each method has an engine of its own, in the environment FOLDER/vllm that scripts/peers/install.sh makes, which is
+Each method has its own engine in the environment FOLDER/vllm, which scripts/peers/install.sh makes. An engine is
 suspended while others run. The methods run in turn, in an order that rotates from repeat to repeat; times are medians.
-Methods that remember earlier prompts are timed twice: after they forgot, and "again", on the same prompts once more.
+A method that remembers earlier prompts is timed twice: after it forgot them, and "again" on the same prompts.
 
     python scripts/benchmark_vllm.py --model M --prompts FILE.jsonl --peers FOLDER --pool code.pool --out results
 """
@@ -20,45 +20,43 @@ from transformers import AutoTokenizer
 from bench import cli
 from bench.pages import command_line, heading, table, write_results
 from bench.peer_process import Peer, PeerError, worker_command
-from bench.timing import in_turn
+from bench.timing import decoding_options, in_turn
 from lookahead import DEMO_MODEL
 from lookahead.passes.environment import processor
 from lookahead.tools.prompts import read_prompts
 
-METHODS = {  # what the worker calls each
-    "plain": "plain",
-    "ngram": "ngram",
-    "suffix": "suffix",
-    "suffix, shared": "suffix-shared",
-    "lookahead": "lookahead",
-    "lookahead, built pool": "lookahead",
+MAX_REQUESTS = 64  # requests that an engine takes at a time
+BUILT = "lookahead, built pool"
+METHODS = {  # (the worker's name for the method, whether it remembers earlier prompts)
+    "plain": ("plain", False),
+    "ngram": ("ngram", False),
+    "suffix": ("suffix", False),
+    "suffix, shared": ("suffix-shared", True),
+    "lookahead": ("lookahead", True),
+    BUILT: ("lookahead", True),
 }
-REMEMBER = ("suffix, shared", "lookahead", "lookahead, built pool")
-AGAIN = {method: (False, True) if method in REMEMBER else (False,) for method in METHODS}  # how each is timed
 
 
 def start(method: str, model: Path, dtype: str, threads: int, peers: Path, pool: Path | None, timeout: int) -> Peer:
-    command = worker_command(peers, "vllm_batches_worker.py", str(model), dtype, threads, METHODS[method])
-    if method == "lookahead, built pool":
-        command = ["env", f"LOOKAHEAD_VLLM_POOL={pool.resolve()}", *command]
-    return Peer(command, timeout)
+    command = worker_command(peers, "vllm", str(model), dtype, threads, METHODS[method][0], MAX_REQUESTS)
+    return Peer(["env", f"LOOKAHEAD_VLLM_POOL={pool.resolve()}", *command] if method == BUILT else command, timeout)
 
 
 def summarize(runs: dict[tuple, list[dict]], greedy: bool) -> list[dict]:
-    """A row for each (concurrency, method, whether again), from its answers.
+    """Return a row for each (concurrency, method), from its answers.
 
-    Greedy answers are compared with the first of plain vLLM.
+    Greedy answers are compared with the first answer of plain vLLM.
     """
     rows = []
-    for (concurrency, method, again), answers in runs.items():
+    for (concurrency, method), answers in runs.items():
         tokens = [sum(map(len, answer["ids"])) for answer in answers]
         rates = [n / answer["seconds"] for n, answer in zip(tokens, answers, strict=True)]
-        plain = runs[concurrency, "plain", False][0]["ids"]
+        plain = runs[concurrency, "plain"][0]["ids"]
         same = [one == other for answer in answers for one, other in zip(answer["ids"], plain, strict=True)]
         drafted, accepted = (sum(answer[name] or 0 for answer in answers) for name in ("drafted", "accepted"))
         rows.append({
             "concurrency": concurrency,
-            "method": method + (", again" if again else ""),
+            "method": method,
             "tokens_per_second": statistics.median(rates),
             "rates": rates,
             "drafted_per_token": drafted / sum(tokens),
@@ -85,80 +83,66 @@ def markdown(rows: list[dict], where: dict, failures: dict[str, str]) -> str:
     return heading(where) + table(columns, cells, "rlrrrrrrr") + failed + "\n"
 
 
-def picture(rows: list[dict], path: Path) -> None:
-    """Tokens a second of every method, a panel for each concurrency. Needs matplotlib (extra ``bench``)."""
-    from matplotlib.figure import Figure
-
-    concurrencies = sorted({row["concurrency"] for row in rows})
-    figure = Figure(figsize=(5 * len(concurrencies) + 2, 4), layout="constrained")
-    panels = figure.subplots(1, len(concurrencies), sharey=True, squeeze=False)[0]
-    for panel, concurrency in zip(panels, concurrencies, strict=True):
-        mine = [row for row in rows if row["concurrency"] == concurrency][::-1]
-        bars = panel.barh([row["method"] for row in mine], [row["tokens_per_second"] for row in mine], color="tab:blue")
-        panel.bar_label(bars, [f"{row['times_plain']:.2f}x" for row in mine], padding=3)
-        panel.set(xlabel="tokens/s", title=f"{concurrency} at once")
-        panel.margins(x=0.15)
-    figure.savefig(path)
-
-
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--model", type=cli.FOLDER, default=DEMO_MODEL, help="A folder; the packaged model's by default.")
+@click.option("--model", type=cli.FOLDER, default=DEMO_MODEL, help="A folder. Default: the packaged model.")
 @cli.prompts
-@click.option("--peers", required=True, type=cli.FOLDER, help="Folder that scripts/peers/install.sh made.")
-@click.option("--pool", type=cli.FILE, help="Of `lookahead pool build`, for the method with a built pool.")
+@click.option("--peers", required=True, type=cli.FOLDER, help="Folder made by scripts/peers/install.sh.")
+@click.option("--pool", type=cli.FILE, help="From `lookahead pool build`, for the method with a built pool.")
 @click.option("--methods", type=cli.ListOf(click.Choice(list(METHODS)), ";"), default=";".join(METHODS),
               show_default=True, help="Separated by semicolons; plain always runs.")  # fmt: skip
-@click.option("--concurrency", type=cli.ListOf(cli.COUNT), default="1,8", show_default=True, help="Requests at once.")
+@click.option("--concurrency", "concurrencies", type=cli.ListOf(click.IntRange(1, MAX_REQUESTS)), default="1,8",
+              show_default=True, help="Requests at once.")  # fmt: skip
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
 @click.option("--threads", default=2, show_default=True, type=cli.COUNT)
 @cli.new_tokens
 @cli.temperature(0.0)
 @cli.repeats
 @cli.limit
-@click.option("--timeout", default=1200, show_default=True, help="Seconds that an engine has to start, and for a pass.")
-@click.option("--out", type=cli.OUT, help="Write OUT.json, OUT.md and OUT.png.")
+@click.option("--timeout", default=1200, show_default=True, help="Most seconds for an engine's start or answer.")
+@click.option("--out", type=cli.OUT, help="Write OUT.json and OUT.md.")
 def main(
-    model, prompts_file, peers, pool, methods, concurrency, dtype, threads, max_new_tokens, temperature, repeats,
+    model, prompts_file, peers, pool, methods, concurrencies, dtype, threads, max_new_tokens, temperature, repeats,
     limit, timeout, out,
 ) -> None:  # fmt: skip
     chosen = [
-        method for method in METHODS
-        if method == "plain" or (method in methods and (pool or method != "lookahead, built pool"))
+        method for method in METHODS if method == "plain" or (method in methods and (pool or method != BUILT))
     ]  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [tokenizer(prompt["turns"][0]).input_ids for prompt in read_prompts(prompts_file, limit)]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what ends the engines
+    options = decoding_options(max_new_tokens, temperature)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit through the code that ends the engines
     engines = {method: start(method, model, dtype, threads, peers, pool, timeout) for method in chosen}
     failures: dict[str, str] = {}
-    runs: dict[tuple[int, str, bool], list[dict]] = {}
+    runs: dict[tuple[int, str], list[dict]] = {}
 
-    def ask(requests: int, method: str, repeat: int) -> list[dict] | None:
-        """An answer after the method forgot and, where it remembers, one more."""
+    def ask(concurrency: int, method: str, repeat: int) -> list[dict] | None:
+        """Return an answer after the method forgot and, if it remembers, another one."""
         progress.update(1)
         if method in failures:
             return None
-        request = {"prompts": prompts, "concurrency": requests, "max_new_tokens": max_new_tokens,
-                   "temperature": temperature, "seed": repeat}  # fmt: skip
         try:
-            return [engines[method].ask(request | {"forget": not again}) for again in AGAIN[method]]
+            forgets = (True, False) if METHODS[method][1] else (True,)
+            batch = {"concurrency": concurrency}
+            return [engines[method].ask(prompts, options, repeat, **batch, forget=forget) for forget in forgets]
         except PeerError as error:
             failures[method] = str(error)
 
     try:
-        steps = len(concurrency) * len(chosen) * repeats
+        steps = len(concurrencies) * len(chosen) * repeats
         with click.progressbar(length=steps, label="runs", file=sys.stderr) as progress:
-            for requests in concurrency:
-                calls = in_turn(chosen, repeats, 0, partial(ask, requests))
+            for concurrency in concurrencies:
+                calls = in_turn(chosen, repeats, 0, partial(ask, concurrency))
                 for method in [method for method in chosen if method not in failures]:
-                    for number, again in enumerate(AGAIN[method]):
-                        runs[requests, method, again] = [answers[number] for answers in calls[method]]
+                    for again, answers in enumerate(zip(*calls[method], strict=True)):
+                        runs[concurrency, method + again * ", again"] = answers
         versions = next((engine.versions for engine in engines.values() if engine.versions), {})
     finally:
         for engine in engines.values():
             engine.close()
     if "plain" in failures:
         raise click.ClickException(f"plain vLLM failed: {failures['plain']}")
-    rows = summarize({key: answers for key, answers in runs.items() if key[1] not in failures}, temperature == 0)
+    runs = {key: answers for key, answers in runs.items() if key[1].removesuffix(", again") not in failures}
+    rows = summarize(runs, temperature == 0)
     where = {
         "command": command_line(__file__), "processor": processor(torch.device("cpu")), "threads": threads,
         "dtype": dtype, "prompts": len(prompts), "new tokens": max_new_tokens, "temperature": temperature,
@@ -168,7 +152,6 @@ def main(
     click.echo(text)
     if out:
         write_results(out, text, {"where": where, "table": rows, "failures": failures})
-        picture(rows, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Try real clients of a model, wrapped and not: both must give the same, to the last bit.
+"""Run real clients of a model, wrapped and not: both runs must give the same, to the last bit.
 
     PYTHON=python3.11 sh scripts/peers/install.sh .peers clients
     .peers/clients/bin/python scripts/clients.py [NAME ...]
 
-Every client is a function that is called twice: with a `wrap` that does nothing, then with `lookahead.wrap`. Lookahead
-must have decoded some text then. What the two calls return is compared. The exit status is 1 if anything differs or a
+Each client is a function. It runs twice: with a `wrap` that does nothing, then with `lookahead.wrap`. The two results
+are compared, and every wrapped model must have decoded by lookahead. The exit status is 1 if anything differs or a
 client is not installed. No model or data set is downloaded.
 """
 
@@ -18,8 +18,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -35,23 +35,23 @@ from bench.pages import table
 from bench.tiny_models import llama
 from lookahead import LookaheadConfig
 
-CONFIG = LookaheadConfig(budget=12, window_size=4, ngram_size=3)  # fixed, so that no time is spent on measuring steps
+CONFIG = LookaheadConfig(budget=12, window_size=4, ngram_size=3)  # fixed, so that no time goes into measuring steps
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n"
 IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
-LEARNED = torch.arange(40).reshape(2, 20) + 100  # what is trained on
+TRAINING_IDS = torch.arange(40).reshape(2, 20) + 100
 
 Wrap = Callable[[PreTrainedModel], PreTrainedModel]
 CLIENTS: dict[str, tuple[str, Callable[[Wrap], object]]] = {}
 
 
 def client(package: str) -> Callable:
-    """Enlist a function, by its name, that tries ``package``; its docstring says what is compared."""
+    """Register a function, by its name, as a client of ``package``. Its docstring says what is compared."""
 
-    def enlist(function: Callable[[Wrap], object]) -> Callable[[Wrap], object]:
+    def register(function: Callable[[Wrap], object]) -> Callable[[Wrap], object]:
         CLIENTS[function.__name__] = package, function
         return function
 
-    return enlist
+    return register
 
 
 def demo() -> PreTrainedModel:
@@ -65,7 +65,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def text(model: PreTrainedModel, ids: torch.Tensor = IDS, **options) -> list:
-    """Ids of a greedy text and of a sampled one."""
+    """Return the ids of a greedy text and of a sampled one."""
     torch.manual_seed(1)
     options |= {"input_ids": ids, "max_new_tokens": 24}
     return [model.generate(do_sample=do_sample, **options).tolist() for do_sample in (False, True)]
@@ -79,23 +79,25 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor | None]:
     return {name: x.grad if x.grad is None else x.grad.clone() for name, x in model.named_parameters()}
 
 
+def same_objects(held: list, model: PreTrainedModel) -> list[bool]:
+    """Compare ``held`` with the model's parameters by identity."""
+    return [a is b for a, b in zip(held, model.parameters(), strict=True)]
+
+
 def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict:
-    """One step of training; what it gives."""
+    """Make one training step; return its loss and gradients."""
     model.train()
     optimizer.zero_grad()
-    loss = model(input_ids=LEARNED, labels=LEARNED).loss
+    loss = model(input_ids=TRAINING_IDS, labels=TRAINING_IDS).loss
     loss.backward()
     optimizer.step()
     model.eval()
     return {"loss": loss.detach(), "gradients": gradients(model)}
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
-
-
 @client("trl")
 def trl_grpo(wrap: Wrap) -> object:
-    """Two steps of GRPOTrainer, and one more by its optimizer after unwrap: gradients, parameters, losses, texts."""
+    """Two steps of GRPOTrainer, and one by its optimizer after unwrap: gradients, parameters, losses, texts."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -108,12 +110,12 @@ def trl_grpo(wrap: Wrap) -> object:
         return [float(sum(ids) % 11) for ids in completion_ids]
 
     seen, model = [], wrap(llama())
-    texts = [text(model)]  # GRPOTrainer's own are written in training mode, in which lookahead does not decode
+    texts = [text(model)]  # GRPOTrainer generates in training mode, where lookahead does not decode
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             folder, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=12,
             learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, bf16=False,
-            # Whose rule may look at the whole batch, so its sequences go in step and draw what they draw unwrapped.
+            # This rule may look at the whole batch, so sequences go in step and draw the same as unwrapped.
             generation_kwargs={"top_h": 0.99},
         )  # fmt: skip
         prompts = Dataset.from_list([{"prompt": PROMPT}, {"prompt": "import os\n"}] * 4)
@@ -129,24 +131,30 @@ def trl_grpo(wrap: Wrap) -> object:
 
 @client("torch")
 def optimizer_over_unwrap(wrap: Wrap) -> object:
-    """AdamW made while wrapped; steps before and after unwrap, texts between: gradients, parameters, objects."""
+    """AdamW made while wrapped, steps before and after unwrap, texts between: gradients, parameters, objects."""
     model = llama()
     held = list(model.parameters())
     wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = [text(model), step(model, optimizer), text(model), step(model, optimizer)]
     found += [values(lookahead.unwrap(model)), step(model, optimizer), values(model), text(model)]
-    return found, [a is b for a, b in zip(held, model.parameters(), strict=True)]
+    return found, same_objects(held, model)
 
 
 @client("torch")
 def gradient_of_one_weight(wrap: Wrap) -> object:
-    """F.linear(h, model.lm_head.weight), by which losses in chunks go past the layer: the gradient."""
+    """F.linear(h, model.lm_head.weight), as in chunked losses, which bypass the layer: the gradient."""
     model = wrap(llama())
     before = text(model)
-    hidden = model.model(LEARNED).last_hidden_state
+    hidden = model.model(TRAINING_IDS).last_hidden_state
     torch.nn.functional.linear(hidden, model.lm_head.weight).logsumexp(-1).sum().backward()
     return before, gradients(model)
+
+
+def adapt(model: PreTrainedModel, name: str = "default", **settings) -> PreTrainedModel:
+    from peft import get_peft_model
+
+    return get_peft_model(model, lora(**settings), adapter_name=name)
 
 
 def lora(**settings) -> object:
@@ -156,34 +164,21 @@ def lora(**settings) -> object:
     return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
 
 
-def _lora_training(adapted: PreTrainedModel) -> list:
-    optimizer = torch.optim.AdamW([x for x in adapted.parameters() if x.requires_grad], lr=1e-2)
-    found = [text(adapted)] + [step(adapted, optimizer) for _ in range(3)]
-    return [*found, values(adapted), text(adapted), values(lookahead.unwrap(adapted))]
-
-
 @client("peft")
-def peft_training_of_a_wrapped_model(wrap: Wrap) -> object:
-    """Three steps of a LoRA put onto a wrapped model: gradients, adapters, texts."""
-    from peft import get_peft_model
-
-    return _lora_training(get_peft_model(wrap(llama()), lora()))
-
-
-@client("peft")
-def peft_training_wrapped_later(wrap: Wrap) -> object:
-    """The same with the adapted model wrapped: gradients, adapters, texts."""
-    from peft import get_peft_model
-
-    return _lora_training(wrap(get_peft_model(llama(), lora())))
+def peft_training(wrap: Wrap) -> object:
+    """Three steps of a LoRA on a wrapped model, and of a wrapped model with a LoRA: gradients, adapters, texts."""
+    found = []
+    for adapted in (adapt(wrap(llama())), wrap(adapt(llama()))):
+        optimizer = torch.optim.AdamW([x for x in adapted.parameters() if x.requires_grad], lr=1e-2)
+        found += [text(adapted), *[step(adapted, optimizer) for _ in range(3)]]
+        found += [values(adapted), text(adapted), values(lookahead.unwrap(adapted))]
+    return found
 
 
 @client("peft")
 def peft_merge(wrap: Wrap) -> object:
     """merge_and_unload, merge_adapter and unmerge_adapter of a LoRA on a wrapped model: weights, texts."""
-    from peft import get_peft_model
-
-    adapted = get_peft_model(wrap(llama()), lora(init_lora_weights=False))
+    adapted = adapt(wrap(llama()), init_lora_weights=False)
     found = [text(adapted)]
     adapted.merge_adapter()
     found += [text(adapted), values(adapted)]
@@ -196,8 +191,6 @@ def peft_merge(wrap: Wrap) -> object:
 @client("peft")
 def peft_adapters(wrap: Wrap) -> object:
     """Two adapters added to a wrapped model by transformers and by PEFT, switched on and off: texts."""
-    from peft import get_peft_model
-
     model = wrap(llama())
     found = [text(model)]
     for name in ("one", "two"):
@@ -206,7 +199,7 @@ def peft_adapters(wrap: Wrap) -> object:
         found.append(text(model))
     model.disable_adapters()
     found.append(text(model))
-    adapted = get_peft_model(wrap(llama()), lora(init_lora_weights=False), adapter_name="one")
+    adapted = adapt(wrap(llama()), "one", init_lora_weights=False)
     adapted.add_adapter("two", lora(init_lora_weights=False))
     for name in ("one", "two"):
         adapted.set_adapter(name)
@@ -215,80 +208,65 @@ def peft_adapters(wrap: Wrap) -> object:
         return [*found, text(adapted)]
 
 
-# -- devices ----------------------------------------------------------------------------------------------------------
+@client("accelerate")
+def offloads(wrap: Wrap) -> object:
+    """cpu_offload, disk_offload and dispatch_model, each called before and after wrap: texts."""
+    import accelerate
 
-
-CPU = torch.device("cpu")
-PLACES = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
-          "model.norm": "cpu", "lm_head": "disk"}  # fmt: skip
-OFFLOADS = {
-    "cpu_offload": lambda accelerate, model, folder: accelerate.cpu_offload(model, CPU),
-    "disk_offload": lambda accelerate, model, folder: accelerate.disk_offload(model, folder, CPU),
-    "dispatch_model": lambda accelerate, model, folder: accelerate.dispatch_model(
-        model, PLACES, main_device="cpu", offload_dir=folder, force_hooks=True
-    ),
-}
-
-
-def enlist_offload(name: str, when: str) -> None:
-    def run(wrap: Wrap) -> object:
-        import accelerate
-
+    cpu, found = torch.device("cpu"), {}
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu",
+              "model.layers.1": "disk", "model.norm": "cpu", "lm_head": "disk"}  # fmt: skip
+    for name, before in product(("cpu_offload", "disk_offload", "dispatch_model"), (True, False)):
         with tempfile.TemporaryDirectory() as folder:
-            first, then = partial(OFFLOADS[name], accelerate, folder=folder), wrap
-            if when == "after":
-                first, then = then, first
-            model = then(first(llama()))
-            return [text(model), text(model), text(lookahead.unwrap(model))]
-
-    run.__name__ = f"{name}_{when}_wrap"
-    run.__doc__ = f"A model under accelerate's {name}, which is called {when} wrap: texts."
-    client("accelerate")(run)
-
-
-for name in OFFLOADS:
-    for when in ("before", "after"):
-        enlist_offload(name, when)
+            options = {
+                "cpu_offload": {"execution_device": cpu},
+                "disk_offload": {"execution_device": cpu, "offload_dir": folder},
+                "dispatch_model": {"device_map": places, "main_device": "cpu", "offload_dir": folder,
+                                   "force_hooks": True},
+            }  # fmt: skip
+            model = llama() if before else wrap(llama())
+            model = getattr(accelerate, name)(model, **options[name])
+            model = wrap(model) if before else model
+            found[name, before] = [text(model), text(model), text(lookahead.unwrap(model))]
+    return found
 
 
 @client("torch")
 def casts(wrap: Wrap) -> object:
-    """.to("cpu"), .to(torch.bfloat16), .half(), .float(), .double(): parameters stay the objects that they are."""
+    """.to("cpu"), .to(torch.bfloat16), .half(), .float() and .double(): parameters stay the same objects."""
     found = []
     for name, *given in (("to", "cpu"), ("to", torch.bfloat16), ("half",), ("float",), ("double",)):
         model = llama()
         held = list(model.parameters())
         found.append(text(wrap(model)))
         getattr(model, name)(*given)
-        found += [values(model), [a is b for a, b in zip(held, model.parameters(), strict=True)]]
+        found += [values(model), same_objects(held, model)]
         model.float()
-        found += [text(model), values(lookahead.unwrap(model)), text(model)]
-        found.append([a is b for a, b in zip(held, model.parameters(), strict=True)])
+        found += [text(model), values(lookahead.unwrap(model)), text(model), same_objects(held, model)]
     return found
-
-
-# -- copies -----------------------------------------------------------------------------------------------------------
 
 
 def _both(model: PreTrainedModel, copied: PreTrainedModel) -> list:
     return [text(model), text(copied), values(copied), values(lookahead.unwrap(copied)), text(copied)]
 
 
+def _file(saved: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return file
+
+
 @client("torch")
 def copies(wrap: Wrap) -> object:
     """deepcopy, pickle, torch.save and torch.load of a whole model: weights, texts."""
     found = []
-    for how in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), _saved_whole):
+    for how in (
+        copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: torch.load(_file(x), weights_only=False)
+    ):  # fmt: skip
         model = wrap(llama())
         found.append((text(model), _both(model, how(model))))
     return found
-
-
-def _saved_whole(model: PreTrainedModel) -> PreTrainedModel:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @client("transformers")
@@ -304,7 +282,7 @@ def save_pretrained(wrap: Wrap) -> object:
 
 @client("torch")
 def state_dicts(wrap: Wrap) -> object:
-    """state_dict and load_state_dict, copied in and assigned, saved by torch.save: weights, texts."""
+    """state_dict, saved by torch.save, and load_state_dict, which copies or assigns: weights, texts."""
     found, other = [], llama()
     torch.manual_seed(5)
     with torch.no_grad():
@@ -314,10 +292,8 @@ def state_dicts(wrap: Wrap) -> object:
         model = wrap(llama())
         found.append(text(model))
         model.load_state_dict(values(other), assign=assign)
-        file = io.BytesIO()
-        torch.save(model.state_dict(), file)
+        file = _file(model.state_dict())
         found += [text(model), values(model), len(file.getvalue())]
-        file.seek(0)
         other.load_state_dict(torch.load(file))
         found += [text(other), values(lookahead.unwrap(model)), text(model)]
     return found
@@ -330,7 +306,7 @@ def _answer(model: PreTrainedModel, pipe: Connection) -> None:
 
 @client("torch")
 def spawned_process(wrap: Wrap) -> object:
-    """A model handed to a process that multiprocessing spawns: texts there and here."""
+    """A model sent to a process that multiprocessing spawns: texts there and here."""
     model = wrap(llama())
     found = [text(model)]
     for context in (multiprocessing.get_context("spawn"), torch.multiprocessing.get_context("spawn")):
@@ -346,20 +322,16 @@ def spawned_process(wrap: Wrap) -> object:
     return [*found, text(model)]
 
 
-# -- compilers --------------------------------------------------------------------------------------------------------
-
-
 @client("torch")
 def model_compile(wrap: Wrap) -> object:
-    """model.compile() before and after wrap, with logits of a pass of its own: texts, gradients."""
+    """model.compile() before and after wrap, and a separate pass: texts, gradients."""
     found = []
     for compiled_first in (True, False):
         torch.compiler.reset()
         model = llama()
         if compiled_first:
             model.compile(backend="aot_eager")
-        wrap(model)
-        found.append(text(model))
+        found.append(text(wrap(model)))
         if not compiled_first:
             model.compile(backend="aot_eager")
         found += [text(model), step(model, torch.optim.SGD(model.parameters(), lr=0.1)), text(model)]
@@ -374,12 +346,9 @@ def torch_compile(wrap: Wrap) -> object:
     return text(model), step(model, torch.optim.SGD(model.parameters(), lr=0.1)), text(model)
 
 
-# -- text -------------------------------------------------------------------------------------------------------------
-
-
 @client("transformers")
 def text_generation_pipeline(wrap: Wrap) -> object:
-    """pipeline("text-generation"), one prompt, several in a batch, several texts of one."""
+    """pipeline("text-generation") with one prompt, a batch of prompts, and sampling."""
     pipe = pipeline("text-generation", model=wrap(demo()), tokenizer=tokenizer())
     options = {"max_new_tokens": 30, "do_sample": False}
     found = [pipe(PROMPT, **options), pipe([PROMPT, "import os\n", "class Tree:\n"], batch_size=3, **options)]
@@ -401,8 +370,7 @@ def lm_eval_tasks(wrap: Wrap) -> object:
 
         def task(kind: str, target: str, metric: str, **settings) -> dict:
             asked = {"task": kind, "output_type": kind, "doc_to_text": "{{text}}", "doc_to_target": target}
-            asked["test_split"] = "test"
-            return data | asked | {"metric_list": [{"metric": metric}]} | settings
+            return {**data, **asked, "test_split": "test", "metric_list": [{"metric": metric}], **settings}
 
         stop = {"until": ["\n\n"], "max_gen_toks": 20}
         tasks = [
@@ -469,7 +437,7 @@ def llama_index_llm(wrap: Wrap) -> object:
 
 @client("smolagents")
 def smolagents_model(wrap: Wrap) -> object:
-    """TransformersModel: an answer with a stop sequence, and a stream."""
+    """TransformersModel: an answer, an answer with a stop sequence, and a stream."""
     from smolagents import TransformersModel
 
     engine = TransformersModel(str(lookahead.DEMO_MODEL), device_map="cpu", torch_dtype="float32", max_new_tokens=30)
@@ -480,11 +448,8 @@ def smolagents_model(wrap: Wrap) -> object:
     return [*found, [piece.content for piece in engine.generate_stream(asked, **options)]]
 
 
-# -- comparison -------------------------------------------------------------------------------------------------------
-
-
 def differences(plain: object, wrapped: object, place: str = "") -> Iterator[str]:
-    """Where two results differ, which may be nested."""
+    """List where two results differ; they may be nested."""
     if isinstance(plain, dict) and isinstance(wrapped, dict) and plain.keys() == wrapped.keys():
         for key in plain:
             yield from differences(plain[key], wrapped[key], f"{place}[{key!r}]")
@@ -501,7 +466,7 @@ def differences(plain: object, wrapped: object, place: str = "") -> Iterator[str
 
 
 def tried(run: Callable[[Wrap], object]) -> str:
-    """What came of a client: "equal", or what is other, or what was raised."""
+    """Run a client both ways; return "equal", or what differs, or what was raised."""
     engines = []
 
     def wrap(model: PreTrainedModel) -> PreTrainedModel:
@@ -519,8 +484,9 @@ def tried(run: Callable[[Wrap], object]) -> str:
         return f"FAILS: the {which} model raises {type(error).__name__}: {error}"
     if found:
         return f"DIFFERS: in {len(found)} values, first {found[0]}"
-    if not any(engine.stats.steps for engine in engines):
-        return "FAILS: nothing was decoded by lookahead"
+    idle = sum(not engine.stats.steps for engine in engines)
+    if idle or not engines:
+        return f"FAILS: lookahead did not decode for {idle} of {len(engines)} wrapped models"
     return "equal"
 
 

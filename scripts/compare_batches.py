@@ -1,8 +1,8 @@
 """Compare lookahead with plain decoding on batches of several sizes.
 
-Prompts come in Spec-Bench's JSONL format and are batched in their order, with padding to the left. For every batch the
-methods run in turn, in an order that rotates from repeat to repeat; a method's time is the median of its repeats.
-Greedy texts are compared with plain decoding's, of the batch and of each prompt alone; sampled ones are other draws.
+Prompts are in Spec-Bench's JSONL format. They are batched in their order, with padding to the left. For each batch the
+methods run in turn, in an order that rotates from repeat to repeat; the time of a method is the median of its repeats.
+Greedy texts are compared with plain decoding of the batch and of each prompt alone; sampled texts are other draws.
 
     python scripts/compare_batches.py --model M --prompts FILE.jsonl --sizes 1,2,4,8
 """
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import click
-from transformers import BatchEncoding, Cache, PreTrainedModel
+from transformers import BatchEncoding, PreTrainedModel
 
 import lookahead
 from bench import cli
@@ -28,20 +28,17 @@ from lookahead.tools.prompts import read_prompts, up_to_its_end
 METHODS = ("plain", "fresh pool", "shared pool")
 
 
-def cache_bytes(cache: Cache) -> int:
-    """Memory that a cache's buffers hold, whether in use or not."""
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
 @contextmanager
 def watch_caches(model: PreTrainedModel) -> Iterator[list[int]]:
-    """The bytes of each cache that the model's passes were given."""
+    """List the bytes of the cache in each pass of the model, whether in use or not."""
     sizes = []
 
     def look(model, args, kwargs, output) -> None:
-        if kwargs.get("past_key_values") is not None:  # a pass that tries the model out has none
-            sizes.append(cache_bytes(kwargs["past_key_values"]))
+        cache = kwargs.get("past_key_values")
+        if cache is not None:  # the passes that try the model out have none
+            tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+            storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+            sizes.append(sum(storage.nbytes() for storage in storages.values()))
 
     hook = model.register_forward_hook(look, with_kwargs=True)
     try:
@@ -89,7 +86,7 @@ def main(
         return tokenizer(batch, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
 
     def run(inputs: BatchEncoding, seed: int, pools: list[NgramPool | None], method: str, repeat: int = 0) -> dict:
-        """A call of a method. pools: for each repeat the pool of the method with a shared one."""
+        """Call a method. pools: the shared pool of each repeat."""
         if method != "plain":
             lookahead.wrap(model, config, pools[repeat] if method == "shared pool" else None)
         texts, seconds = timed(model, inputs, options, seed)
@@ -97,19 +94,18 @@ def main(
         lookahead.unwrap(model)
         return {"texts": texts, "seconds": seconds, "stats": stats}
 
-    run(encode(texts[:1]), 0, [], "fresh pool")  # step costs are measured, on a cache that is not to be counted
+    run(encode(texts[:1]), 0, [], "fresh pool")  # measures step costs, on a cache that must not count
     alone = []
     if not temperature:
         with click.progressbar(texts, label="each alone", file=sys.stderr) as progress:
-            for text in progress:
-                alone.append(up_to_its_end(run(encode([text]), 0, [], "plain")["texts"][0], ends))
+            alone = [up_to_its_end(run(encode([text]), 0, [], "plain")["texts"][0], ends) for text in progress]
     rows = []
     for size in sizes:
         batches = [texts[begin : begin + size] for begin in range(0, len(texts), size)]
-        shared = [NgramPool() for _ in range(repeats)]  # each has seen the earlier batches once
-        totals = {method: {"seconds": 0.0, "tokens": 0, "identical": 0, "cache": 0} for method in METHODS}
+        shared = [NgramPool() for _ in range(repeats)]  # in each repeat, it has seen the earlier batches once
+        totals = {method: {"seconds": 0.0, "tokens": 0, "identical": 0} for method in METHODS}
         stats = {method: lookahead.Stats() for method in METHODS}
-        for method in METHODS:  # warm up, and look at the memory, which takes time
+        for method in METHODS:  # warm up, and look at the memory, because that takes time
             with watch_caches(model) as caches:
                 run(encode(batches[0]), 0, [None], method)
             totals[method]["cache"] = max(caches, default=0)
@@ -128,14 +124,13 @@ def main(
                         total["identical"] += sum(a == b and c == d for a, b, c, d in same)
                     if first["stats"]:
                         stats[method] += first["stats"]
-        plain_rate = totals["plain"]["tokens"] / totals["plain"]["seconds"]
         for method, total in totals.items():
             rate = total["tokens"] / total["seconds"]
             rows.append({
                 "batch": size,
                 "method": method,
                 "tokens_per_second": rate,
-                "speedup": rate / plain_rate,
+                "speedup": rate * totals["plain"]["seconds"] / totals["plain"]["tokens"],
                 "tokens_per_step": stats[method].tokens_per_step if method != "plain" else 1.0,
                 "cache_mib": total["cache"] / 2**20,
                 "identical": total["identical"] if alone else None,

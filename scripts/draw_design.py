@@ -2,8 +2,8 @@
 
     python scripts/draw_design.py --out docs
 
-rooms.svg shows what each room of the package is for, and which others it imports, in the order of the layers in
-pyproject.toml. step.svg shows the tokens of a step and its mask. Needs extra `test` (import-linter).
+rooms.svg shows the purpose of each room of the package and its imports, in the order of the layers in pyproject.toml.
+step.svg shows the tokens of a step and its mask. Needs extra `test` (import-linter).
 """
 
 import ast
@@ -20,37 +20,35 @@ from ngram_pool import GuessTree
 ROOT = Path(__file__).parents[1]
 ROOMS = ("tools", "engine", "guessing", "passes", "models", "cpu")
 AT_THE_TOP, AT_THE_BOTTOM = "wrap, stream, vllm", "step, stats, config, compat"
-OF_MODULE = {
-    **dict.fromkeys(("lookahead.wrapping", "lookahead.streaming", "lookahead.vllm"), AT_THE_TOP),
-    **dict.fromkeys(
-        [f"lookahead.{name}" for name in ("step", "stats", "config", "compat", "decoding_pass", "vocabulary")],
-        AT_THE_BOTTOM,
-    ),
+ROOM_OF_MODULE = {
+    **dict.fromkeys(("wrapping", "streaming", "vllm"), AT_THE_TOP),
+    **dict.fromkeys(("step", "stats", "config", "compat", "decoding_pass", "vocabulary"), AT_THE_BOTTOM),
+    **{room: room for room in ROOMS},
+}
+PURPOSES = {
+    AT_THE_TOP: "What a user calls.",
+    AT_THE_BOTTOM: "Plain data: a step, its layout, its mask; counts; settings.",
 }
 WIDTH, HEIGHT, GAP, LEFT = 560, 46, 22, 20
 
 
 def room_of(module: str) -> str | None:
-    """The room that a module lies in; None for the package itself."""
-    if module.startswith("ngram_pool"):
-        return "ngram_pool"
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else OF_MODULE.get(module)
+    """Return the room of a module, None for the package itself."""
+    package, _, rest = module.partition(".")
+    return package if package == "ngram_pool" else ROOM_OF_MODULE.get(rest.split(".")[0])
 
 
 def purpose(room: str) -> str:
-    """First sentence of the room's docstring."""
-    if room == AT_THE_TOP:
-        return "What a user calls."
-    if room == AT_THE_BOTTOM:
-        return "Plain data: a step, its layout, its mask; counts; settings."
+    """Return the first sentence of the room's docstring."""
+    if room in PURPOSES:
+        return PURPOSES[room]
     folder = ROOT / (room if room == "ngram_pool" else f"lookahead/{room}")
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
     return docstring.split(".")[0] + "."
 
 
 def arrows() -> set[tuple[str, str]]:
-    """Which room imports from which other."""
+    """Return (room, room that it imports from) pairs."""
     graph = grimp.build_graph("lookahead", "ngram_pool", exclude_type_checking_imports=True)
     imports = ((m, other) for m in graph.modules for other in graph.find_modules_directly_imported_by(m))
     pairs = {(room_of(module), room_of(imported)) for module, imported in imports}
@@ -58,39 +56,22 @@ def arrows() -> set[tuple[str, str]]:
 
 
 def rooms() -> str:
-    """As SVG: rooms from top to bottom, and an arc from each room to each that it imports from."""
+    """Return an SVG with rooms from top to bottom, and an arc from each room to each room that it imports from."""
     names = ["tools", AT_THE_TOP, *ROOMS[1:], AT_THE_BOTTOM, "ngram_pool"]
     top = {room: 20 + i * (HEIGHT + GAP) for i, room in enumerate(names)}
     right = LEFT + WIDTH
     parts = []
     for above, below in sorted(arrows()):
         begin, end = top[above] + HEIGHT * 0.65, top[below] + HEIGHT * 0.35
-        reach = 24 + 0.3 * (end - begin)
-        color = "#c0392b" if end < begin else "#7f8c8d"
-        parts.append(
-            f'<path d="M{right} {begin:.0f} C{right + reach:.0f} {begin:.0f} {right + reach:.0f} {end:.0f} '
-            f'{right + 4} {end:.0f}" fill="none" stroke="{color}" stroke-width="1.2" '
-            'marker-end="url(#head)"/>'
-        )
+        reach = right + 24 + 0.3 * (end - begin)
+        curve = f"M{right} {begin:.0f} C{reach:.0f} {begin:.0f} {reach:.0f} {end:.0f} {right + 4} {end:.0f}"
+        color = "#c0392b" if end < begin else "#7f8c8d"  # red: upwards
+        parts.append(f'<path d="{curve}" fill="none" stroke="{color}" stroke-width="1.2" marker-end="url(#head)"/>')
     for room in names:
-        parts.append(
-            f'<rect x="{LEFT}" y="{top[room]}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#eef3f8" '
-            'stroke="#5b7da3"/>'
-            + text(LEFT + 14, top[room] + 20, room, 15)
-            + text(LEFT + 14, top[room] + 37, purpose(room), 12)
-        )
+        box = rectangle(LEFT, top[room], WIDTH, HEIGHT, 'rx="6" fill="#eef3f8" stroke="#5b7da3"')
+        words = text(LEFT + 14, top[room] + 20, room, 15) + text(LEFT + 14, top[room] + 37, purpose(room), 12)
+        parts.append(box + words)
     return picture(right + 230, top[names[-1]] + HEIGHT + 20, parts)
-
-
-def picture(width: int, height: int, parts: list[str]) -> str:
-    """An SVG file."""
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">
-<rect width="100%" height="100%" fill="white"/>
-<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">
-<path d="M0 0 L8 4 L0 8 z" fill="#7f8c8d"/></marker></defs>
-{chr(10).join(parts)}
-</svg>
-"""
 
 
 CELL = 26
@@ -98,56 +79,65 @@ WORDS = ["return", "x", "+", "y", "*", "y", "n", "-"]  # of the root and of the 
 COLORS = {"root": "#f4c95d", "guess": "#9ccc9c", "window": "#a9c4e4"}
 
 
-def example() -> Step:
-    """A step of a root, seven guesses and a window of W = 3 and N = 3."""
-    tree = GuessTree.of(range(1, 8), [-1, 0, 1, 0, 3, -1, 5])
-    return lay_out(0, tree, window=[np.arange(8, 11), np.arange(11, 14)])
-
-
 def kind(step: Step, row: int) -> str:
     return "root" if row == 0 else "guess" if row <= step.guesses else "window"
 
 
 def step() -> str:
-    """As SVG: the tokens of a step, each below the one it continues, and what each of them sees."""
-    step = example()
+    """Return an SVG with the tokens of a step, each connected to its parent, and the tokens that each of them sees.
+
+    The step has a root, seven guesses and a window of W = 3 and N = 3.
+    """
+    tree = GuessTree.of(range(1, 8), [-1, 0, 1, 0, 3, -1, 5])
+    step = lay_out(0, tree, window=[np.arange(8, 11), np.arange(11, 14)])
     names = [WORDS[i] if i <= step.guesses else f"w{i - step.guesses - 1}" for i in range(len(step))]
     parts = [text(20, 24, "The tokens of a step, by position", 14), text(420, 24, "What each of them sees", 14)]
     lane: dict[int, int] = {}
-    for row, parent in enumerate(step.parents.tolist()):  # a first child goes on in its parent's lane
-        is_first = parent >= 0 and parent not in step.parents[:row].tolist()
+    parents = step.parents.tolist()
+    for row, parent in enumerate(parents):  # a first child stays in its parent's lane
+        is_first = parent >= 0 and parent not in parents[:row]
         lane[row] = 0 if parent < 0 else lane[parent] if is_first else max(lane.values()) + 1
     place = {row: (30 + 74 * int(step.depths[row]), 70 + 40 * lane[row]) for row in range(len(step))}
-    for row, parent in enumerate(step.parents.tolist()):
+    for row, parent in enumerate(parents):
         if parent >= 0:
             (x, y), (to_x, to_y) = place[parent], place[row]
             parts.append(f'<path d="M{x + 56} {y} L{to_x} {to_y}" stroke="#7f8c8d" marker-end="url(#head)"/>')
     for row, (x, y) in place.items():
-        parts.append(
-            f'<rect x="{x}" y="{y - 13}" width="56" height="26" rx="5" fill="{COLORS[kind(step, row)]}"/>'
-            + text(x + 28, y + 5, names[row], 13, "middle")
-        )
+        box = rectangle(x, y - 13, 56, 26, f'rx="5" fill="{COLORS[kind(step, row)]}"')
+        parts.append(box + text(x + 28, y + 5, names[row], 13, "middle"))
     left, top = 480, 60
     for row in range(len(step)):
         parts.append(text(left - 8, top + CELL * row + 17, names[row], 12, "end"))
         for column in range(len(step) + 1):
             seen = column == 0 or step.ancestors[row, column - 1]
-            fill = "#d9d9d9" if column == 0 else COLORS[kind(step, column - 1)]
-            parts.append(
-                f'<rect x="{left + CELL * column}" y="{top + CELL * row}" width="{CELL - 2}" height="{CELL - 2}" '
-                f'fill="{fill if seen else "#f7f7f7"}"/>'
-            )
+            fill = "#d9d9d9" if column == 0 else COLORS[kind(step, column - 1)] if seen else "#f7f7f7"
+            parts.append(rectangle(left + CELL * column, top + CELL * row, CELL - 2, CELL - 2, f'fill="{fill}"'))
     parts.append(text(left, top - 8, "cache | root | guesses | window", 12))
     legend = [("root", "root: the last accepted token"), ("guess", "guess tree"), ("window", "Jacobi window")]
     bottom = top + CELL * len(step) + 24
     for i, (name, words) in enumerate(legend):
-        parts.append(f'<rect x="{20 + 220 * i}" y="{bottom}" width="14" height="14" fill="{COLORS[name]}"/>')
+        parts.append(rectangle(20 + 220 * i, bottom, 14, 14, f'fill="{COLORS[name]}"'))
         parts.append(text(40 + 220 * i, bottom + 12, words, 12))
     return picture(left + CELL * (len(step) + 1) + 20, bottom + 30, parts)
 
 
+def rectangle(x: int, y: int, width: int, height: int, style: str) -> str:
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" {style}/>'
+
+
 def text(x: int, y: int, words: str, size: int, anchor: str = "start") -> str:
     return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def picture(width: int, height: int, parts: list[str]) -> str:
+    """Return an SVG file."""
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">
+<rect width="100%" height="100%" fill="white"/>
+<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">
+<path d="M0 0 L8 4 L0 8 z" fill="#7f8c8d"/></marker></defs>
+{chr(10).join(parts)}
+</svg>
+"""
 
 
 @click.command(help=__doc__.split("\n")[0])

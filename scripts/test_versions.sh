@@ -1,10 +1,10 @@
 #!/bin/sh
-# Run the core tests with the oldest and the newest transformers that pyproject.toml admits, from the repository's root:
+# Run the core tests with the oldest and the newest transformers that pyproject.toml allows. In the repository's root:
 #
 #     sh scripts/test_versions.sh PYTHON DIR
 #
-# Each gets an environment of its own, DIR/oldest and DIR/newest, which holds transformers and what this version of it
-# requires; everything else, torch above all, is what PYTHON has installed. PIP_FLAGS names options of pip.
+# Each version gets its own environment, DIR/oldest or DIR/newest, with transformers and its requirements. Everything
+# else, above all torch, comes from PYTHON's environment. PIP_FLAGS holds options for pip.
 set -eu
 
 [ $# -eq 2 ] || { echo "usage: sh $0 PYTHON DIR" >&2; exit 2; }

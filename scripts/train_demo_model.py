@@ -1,8 +1,8 @@
-"""Train the small Llama that the package carries, from nothing, on the Python standard library.
+"""Train the small Llama that comes with the package, from scratch, on the Python standard library.
 
-The data are the ``.py`` files of the interpreter that runs this script (PSF License 2.0); no other text is read. One
-file in twenty, chosen by the hash of its path, is held out and only measured. Output is an ordinary Hugging Face
-folder: config, bf16 weights, byte-level BPE tokenizer and a model card with the figures of the run.
+The data are only the ``.py`` files of the interpreter that runs this script (PSF License 2.0). One file in twenty,
+chosen by the hash of its path, is held out to measure the loss. The output is an ordinary Hugging Face folder: config,
+bf16 weights, byte-level BPE tokenizer, and a model card with the figures of the run.
 
     python scripts/train_demo_model.py --out lookahead/demo_model
 """
@@ -29,7 +29,7 @@ END = "<|end|>"
 
 
 def standard_library() -> tuple[list[str], list[str]]:
-    """Texts of the standard library's modules: (for training, held out)."""
+    """Return the texts of the standard library's modules: (for training, held out)."""
     train, held_out = [], []
     for path in sorted(STANDARD_LIBRARY.rglob("*.py")):
         name = path.relative_to(STANDARD_LIBRARY).as_posix()
@@ -52,14 +52,14 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
-    """All texts as one int32 row of ids, each text preceded by the end token."""
+    """Return all texts as one int32 row of ids, with the end token before each text."""
     end = tokenizer.eos_token_id
     encodings = tokenizer.backend_tokenizer.encode_batch(texts)
     return np.concatenate([np.array([end, *encoding.ids], dtype=np.int32) for encoding in encodings])
 
 
 def sequences(tokens: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Endless sequences of CONTEXT + 1 ids: each epoch cuts at a new offset and shuffles the pieces."""
+    """Yield sequences of CONTEXT + 1 ids without end; each epoch cuts at a new offset and shuffles the pieces."""
     while True:
         pieces = tokens[rng.integers(CONTEXT) :]
         pieces = pieces[: len(pieces) // (CONTEXT + 1) * (CONTEXT + 1)].reshape(-1, CONTEXT + 1)
@@ -68,10 +68,9 @@ def sequences(tokens: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarr
 
 
 def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the tied embedding and the norms."""
+    """Return Muon for the matrices of the layers, and AdamW for the tied embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in chosen]
+    others = [p for p in model.parameters() if p.ndim == 1 or p is model.model.embed_tokens.weight]
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
@@ -79,20 +78,16 @@ def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimiz
 
 
 def schedule(step: int, steps: int) -> float:
-    """Factor on the learning rate: 2% linear warm-up, constant, then linear to zero over the last 60%."""
+    """Return the factor on the learning rate: 2% linear warm-up, constant, then linear to zero over the last 60%."""
     return min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.6 * steps))
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, sequences_read: int) -> float:
-    """Mean cross-entropy in nats per token, over up to ``sequences_read`` sequences of the held-out files."""
-    pieces = tokens[: len(tokens) // CONTEXT * CONTEXT].reshape(-1, CONTEXT)[:sequences_read]
-    losses = []
-    for start in range(0, len(pieces), 8):
-        ids = torch.from_numpy(pieces[start : start + 8]).long()
-        with torch.autocast("cpu", torch.bfloat16):
-            losses += [model(input_ids=ids, labels=ids).loss.item()] * len(ids)
-    return sum(losses) / len(losses)
+def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, most: int | None = None) -> float:
+    """Return the mean cross-entropy in nats per token, over at most ``most`` sequences of the held-out files."""
+    pieces = torch.from_numpy(tokens[: len(tokens) // CONTEXT * CONTEXT]).long().view(-1, CONTEXT)[:most]
+    with torch.autocast("cpu", torch.bfloat16):
+        return sum(model(input_ids=ids, labels=ids).loss.item() * len(ids) for ids in pieces.split(8)) / len(pieces)
 
 
 CARD = """---
@@ -104,14 +99,14 @@ tags: [python, demonstration]
 # lookahead demo model
 
 A Llama of {parameters:.1f} million parameters (6 layers of 256, 4 heads, 2 KV heads, feed-forward 704, tied byte-level
-BPE vocabulary of {vocabulary:,}, context {context:,}), which the `lookahead` package carries so that it works offline.
-It continues Python source code plausibly and understands nothing: it is for demonstrations and tests.
+BPE vocabulary of {vocabulary:,}, context {context:,}). It comes with the `lookahead` package, which so works offline.
+It continues Python source code plausibly but understands nothing: it is for demonstrations and tests.
 
 | | |
 |---|---|
-| data | the `.py` files of the CPython {python} standard library, {files:,} files, {tokens:.1f} million tokens |
+| data | the `.py` files of the CPython {python} standard library: {files:,} files, {tokens:.1f} million tokens |
 | licence of the data | PSF License 2.0, (c) 2001-2023 Python Software Foundation; some modules add notices |
-| held out | {held_files} of these files, by the hash of their path |
+| held out | {held_files} of these files, chosen by the hash of their path |
 | training | {steps:,} steps of {batch} x {context:,} tokens, {seen:.1f} million in all; bf16 autocast |
 | optimizers | Muon for the matrices of the layers, AdamW for the rest; peak rate {rate} |
 | seed | {seed} |
@@ -135,8 +130,7 @@ def main(out: Path, steps: int, batch: int, rate: float, seed: int) -> None:
     random.Random(seed).shuffle(train)
     tokenizer = train_tokenizer(train)
     tokens, held_tokens = encode(tokenizer, train), encode(tokenizer, held_out)
-    sizes = f"{len(train)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(held_tokens):,} tokens"
-    click.echo(sizes)
+    click.echo(f"{len(train)} files, {len(tokens):,} tokens; held out {len(held_out)}, {len(held_tokens):,} tokens")
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
@@ -165,10 +159,9 @@ def main(out: Path, steps: int, batch: int, rate: float, seed: int) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(loss.item()):
-            raise click.ClickException(f"the loss is {loss.item()} at step {step}; try a lower --rate than {rate}")
+            raise click.ClickException(f"the loss is {loss.item()} at step {step}: lower --rate, which is {rate}")
         if step % 20 == 19 or step == steps - 1:
-            spent = time.perf_counter() - start
-            left = spent / (step + 1) * (steps - step - 1)
+            left = (time.perf_counter() - start) / (step + 1) * (steps - step - 1)
             held = f", held out {held_out_loss(model, held_tokens, 32):.3f}" if step % 200 == 199 else ""
             click.echo(f"step {step + 1}/{steps}: loss {loss.item():.3f}{held}, {left / 60:.0f} minutes left")
 
@@ -179,7 +172,7 @@ def main(out: Path, steps: int, batch: int, rate: float, seed: int) -> None:
         parameters=model.num_parameters() / 1e6, vocabulary=VOCABULARY, context=CONTEXT,
         python=platform.python_version(), files=len(train) + len(held_out), held_files=len(held_out),
         tokens=(len(tokens) + len(held_tokens)) / 1e6, steps=steps, batch=batch, seen=steps * batch * CONTEXT / 1e6,
-        rate=rate, seed=seed, loss=held_out_loss(model, held_tokens, len(held_tokens)), minutes=minutes,
+        rate=rate, seed=seed, loss=held_out_loss(model, held_tokens), minutes=minutes,
         threads=torch.get_num_threads(), torch=torch.__version__,
     )  # fmt: skip
     (out / "README.md").write_text(card, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A part of the architectures that transformers knows, another one every day; scripts/architectures.py tries them all.
+"""Another part of transformers' architectures every day; scripts/architectures.py tries them all.
 
 LOOKAHEAD_FAMILIES=llama,bart names the model types to test instead.
 """
@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from lookahead.engine.verify import NextTokenRule
 
-PARTS = 24  # days until all had their turn
+PARTS = 24  # days until all families had their turn
 
 
 def families() -> list[str]:
@@ -23,7 +23,7 @@ def families() -> list[str]:
 
 @pytest.mark.parametrize("family", families())
 def test_family_of_the_day(family):
-    """Identical or refused, never wrong."""
+    """A family is identical or refused, never wrong."""
     row = architectures.check(family)
     assert row["result"] != "wrong", f"{row}; LOOKAHEAD_FAMILIES={family} repeats this"
 

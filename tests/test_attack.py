@@ -1,4 +1,4 @@
-"""scripts/attack.py notices what it is made to notice."""
+"""scripts/attack.py notices hangs, leaks and where an interrupt hit."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ def test_interrupted(by_signal):
             pool.learn([1, 2, 3] * 1000)
 
     assert interrupted(endless, 0.2, by_signal).startswith("pool.")
-    assert interrupted(lambda: None, 0.05, by_signal) is None, "what comes late hit nothing"
+    assert interrupted(lambda: None, 0.05, by_signal) is None, "a late interrupt hits nothing"
 
 
 def test_in_thread(monkeypatch):

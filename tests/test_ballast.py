@@ -55,12 +55,12 @@ def test_depth_alone_is_exact(layers):
     assert torch.equal(logits(big), logits(model))
     writes = [layer.self_attn.o_proj.weight.any().item() for layer in big.model.layers]
     assert sum(writes) == len(model.model.layers)
-    assert writes[-1], "the last trained layer is the last, so that the first layers alone are not the model"
+    assert writes[-1], "the last trained layer is the last layer: the first layers alone are not the model"
 
 
 @st.composite
 def growths(draw):
-    """Settings of a trained model, and a size that its own fits into."""
+    """Draw settings of a trained model, and a size that it fits into."""
     head_dim = draw(st.sampled_from([2, 8]))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     new_group = draw(st.integers(1, 5))
@@ -127,7 +127,7 @@ def test_heads_keep_their_kv_head(heads, kv_heads, new_heads, new_kv_heads):
 
 
 def test_ballast_is_neither_zero_nor_tiny():
-    """Weights that read are of ordinary scale everywhere, in extra layers as in extra rows and columns."""
+    """Weights that read the hidden state have an ordinary scale in extra layers, rows and columns."""
     model = trained()
     big = ballast(model, 96, 4, 192)
     for layer in big.model.layers:

@@ -28,7 +28,7 @@ import argparse, json, os, sys, time
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
-for name in ("model", "dtype", "threads", "method"):
+for name in ("model", "dtype", "threads", "method", "requests"):
     parser.add_argument("--" + name, required=True)
 chosen = parser.parse_args()
 with Path(__file__).with_name("starts").open("a") as starts:
@@ -46,8 +46,8 @@ for number, line in enumerate(sys.stdin):
     if request["temperature"]:
         answer = {"error": "greedy only"}
     else:
-        answer = {"ids": request["ids"][:1] * request["max_new_tokens"], "seconds": 0.5, "steps": None,
-                  "drafted": 6, "accepted": 2}
+        ids = [prompt[:1] * request["max_new_tokens"] for prompt in request["prompts"]]
+        answer = {"ids": ids, "seconds": 0.5, "steps": None, "drafted": 6, "accepted": 2}
     print(json.dumps(answer), flush=True)
 """
 
@@ -74,7 +74,7 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def peers(tmp_path, monkeypatch):
-    """The environments of two libraries, whose workers are toys."""
+    """Make the environments of two libraries, with toys as workers."""
     for library in ("lade", "vllm"):
         (tmp_path / library / "bin").mkdir(parents=True)
         (tmp_path / library / "bin" / "python").symlink_to(sys.executable)
@@ -88,7 +88,7 @@ def peer(peers):
     made = []
 
     def make(method: str, timeout: float = 60) -> Peer:
-        options = ["--model", "m", "--dtype", "float32", "--threads", "1", "--method", method]
+        options = ["--model", "m", "--dtype", "float32", "--threads", "1", "--requests", "1", "--method", method]
         made.append(Peer([sys.executable, str(peers / "lade_worker.py"), *options], timeout))
         return made[-1]
 
@@ -137,7 +137,7 @@ def test_page(model, prompts, tmp_path):
     assert text.count("| auto-torch |") == 2 * 2, "over all prompts and by category"
     assert "| method | code0 | code1 |" in text
     assert text.count("| plain | 1.00 | 1.00 |") == 2
-    assert text.count("Memory yields all weights, ") == 2
+    assert text.count("Reading all weights, ") == 2
 
 
 def test_differences_are_found(prompts, tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_differences_are_found(prompts, tmp_path, monkeypatch):
 
 
 def test_the_margin_is_that_of_the_draw():
-    """With the generator's noise drawn again, the token that was drawn has the best score."""
+    """If the generator's noise is drawn again, the drawn token has the best score."""
     model, tokenizer = load(None)
     inputs = tokenizer("def f(x):\n    return", return_tensors="pt")
     options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 12}
@@ -247,12 +247,12 @@ def test_what_fails_is_a_row(model, prompts, tmp_path, monkeypatch):
     rows = rows_of(report_of(out)["cells"][0])
     assert rows["jacobi"] == {"method": "jacobi", "failed": "RuntimeError: out of | guesses"}
     assert rows["steps-of-one"]["identical"] == 2
-    assert len(calls) == 1, "what failed once in a cell is not tried again"
+    assert len(calls) == 1, "a method that failed is not tried again in the cell"
     assert "| jacobi | failed: RuntimeError: out of / guesses |" in out.with_suffix(".md").read_text()
 
 
 def test_static_cache_compiled(model, prompts, tmp_path, monkeypatch):
-    """By a backend that traces as all do, and then runs what it traced as it stands."""
+    """Use a backend that traces like any other, but runs the traced code as it is."""
 
     class Eager(methods.CompileConfig):
         def __init__(self):
@@ -300,9 +300,9 @@ def test_finished_cells_are_kept(model, prompts, tmp_path, monkeypatch):
 
 
 class Recorder:
-    """A subject that writes down what it is asked, and writes tokens 1, 2, 3; static-compiled another at the end."""
+    """A subject that records its calls and writes tokens 1, 2, 3; static-compiled writes another last token."""
 
-    plain = torch.zeros(0)  # of which the device is asked
+    plain = torch.zeros(0)  # has a device
 
     def __init__(self):
         self.calls = []
@@ -334,7 +334,7 @@ def test_order_pools_and_medians(monkeypatch):
     assert len(set(map(id, engines["auto"]))) == 1
     for shared in (pools["auto-shared"], engines["auto-shared"]):
         assert shared[1:4] == shared[4:], "kept over the prompts of a repeat"
-        assert len(set(map(id, shared))) == 4, "each repeat has its own, and so has the warm-up"
+        assert len(set(map(id, shared))) == 4, "each repeat and the warm-up have their own"
     first = {row["method"]: row for row in rows if row["prompt"] == 0}
     assert first["plain"]["all_seconds"] == [5, 12, 15]
     assert first["plain"]["seconds"] == 12
@@ -378,7 +378,7 @@ def test_figures_by_hand():
 
 
 def test_the_interval_is_over_prompts():
-    """Two prompts, once and three times as fast: a quarter of the resamples at 1, a half at 2, a quarter at 3."""
+    """Of two prompts, one is three times as fast: a quarter of the resamples is at 1, half at 2, a quarter at 3."""
     plain = [row("plain", 10, 1.0, 9), row("plain", 10, 3.0, 9)]
     other = [row("auto", 10, 1.0, 9), row("auto", 10, 1.0, 9)]
     assert SPREAD > 0.5
@@ -420,26 +420,26 @@ def test_peers(model, prompts, peers, tmp_path):
     assert drafted == [6, 6]
 
 
-REQUEST = {"ids": [3], "max_new_tokens": 2, "temperature": 0.0, "seed": 0}
+REQUEST = [[3]], {"max_new_tokens": 2}, 0
 
 
 def test_a_peer_is_suspended_between_requests(peer):
     one = peer("plain")
     for _ in range(2):
-        assert one.ask(REQUEST)["ids"] == [3, 3]
+        assert one.ask(*REQUEST)["ids"] == [[3, 3]]
         stopped = os.waitid(os.P_PID, one._process.pid, os.WSTOPPED)
         assert stopped.si_status == signal.SIGSTOP
     assert one.versions == {"toy": "1.2"}
     process = one._process
     one.close()
-    assert process.returncode == 0, "its stdin ended, and it was awake to see it"
+    assert process.returncode == 0, "it was awake when its stdin ended"
 
 
 def test_a_peer_that_is_not_there(peers):
     absent = Peer([str(peers / "nowhere" / "python"), "worker.py"], 60)
     for _ in range(2):
         with pytest.raises(PeerError, match="could not be started"):
-            absent.ask(REQUEST)
+            absent.ask(*REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -448,10 +448,10 @@ def test_a_peer_that_is_not_there(peers):
 )
 def test_a_peer_that_does_not_keep_the_protocol(says, message):
     with pytest.raises(PeerError, match=message):
-        Peer([sys.executable, "-c", says], 60).ask(REQUEST)
+        Peer([sys.executable, "-c", says], 60).ask(*REQUEST)
     answer = f"print('{{\"ready\": true}}', flush=True); input(); {says}"
     with pytest.raises(PeerError, match=message):
-        Peer([sys.executable, "-c", answer], 60).ask(REQUEST)
+        Peer([sys.executable, "-c", answer], 60).ask(*REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -461,14 +461,14 @@ def test_a_peer_that_does_not_keep_the_protocol(says, message):
         (["--dtype", "float16"], "float16"),
         (["--temperature", "warm"], "warm"),
         (["--contexts", "1"], "1 is not in the range x>=2"),
-        (["--contexts", "250"], "made for 256 positions, a context of 250 and 128 new tokens are 378"),
+        (["--contexts", "250"], "made for 256 positions, but a context of 250 and 128 new tokens are 378"),
         (["--contexts", "40", "--limit", "1"], "two prompts or more"),
         (["--methods", "assisted"], "--assistant"),
         (["--methods", "vllm-plain"], "--peers"),
-        (["--methods", "vllm-plain", "--device", "cuda"], "on the CPU alone: vllm-plain"),
+        (["--methods", "vllm-plain", "--device", "cuda"], "on the CPU only: vllm-plain"),
         (["--never-slower"], "leave out --prompts"),
         (["--model", "no/such/folder/tiny2"], "cannot read the model"),
-        (["--model", "elsewhere/tiny"], "two models of the same name"),
+        (["--model", "elsewhere/tiny"], "two models have the same name"),
     ],
 )
 def test_bad_input_is_named(model, prompts, tmp_path, arguments, message):

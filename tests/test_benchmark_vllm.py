@@ -1,4 +1,4 @@
-"""The benchmark of vLLM's methods, with a toy in the engines' place."""
+"""The benchmark of vLLM's methods, with a toy as the engine."""
 
 import json
 import os
@@ -66,7 +66,6 @@ def test_methods_are_compared(run, tmp_path):
     assert written["failures"] == {"suffix": "no trees here"}
     assert "suffix failed: no trees here" in result.output
     assert "| 4 | ngram | 8.0 | 8.0-8.0 | 2.00 | 1.00 | 0.25 | 0.25 | 2/4 |" in result.output
-    assert (tmp_path / "out.png").stat().st_size > 1000
 
 
 def test_sampled_texts_are_not_compared(run):

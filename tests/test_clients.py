@@ -1,4 +1,4 @@
-"""What scripts/clients.py says of clients that come out alike, and of those that do not."""
+"""What scripts/clients.py reports of equal, different and failing clients."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def unwrapped(wrap):
 
 
 def raising(wrap):
-    """What a wrapped model cannot take"""
+    """A wrapped model fails"""
     if is_wrapped(wrap(llama())):
         raise KeyError("taken")
 
@@ -42,8 +42,8 @@ def raising(wrap):
     [
         (honest, "equal"),
         (other, "DIFFERS: in 1 values, first ['wrapped']: False became True"),
-        (silent, "FAILS: nothing was decoded by lookahead"),
-        (unwrapped, "FAILS: nothing was decoded by lookahead"),
+        (silent, "FAILS: lookahead did not decode for 1 of 1 wrapped models"),
+        (unwrapped, "FAILS: lookahead did not decode for 1 of 1 wrapped models"),
         (raising, "FAILS: the wrapped model raises KeyError: 'taken'"),
         (lambda wrap: 1 / 0, "FAILS: the plain model raises ZeroDivisionError: division by zero"),
     ],
@@ -64,7 +64,7 @@ def test_differences_of_tensors():
 
 
 def test_the_table(monkeypatch):
-    """A client that is not installed, or that fails, is listed, and fails the whole."""
+    """A client that fails or is not installed is listed, and the command fails."""
     monkeypatch.setitem(CLIENTS, "casts", ("torch", honest))
     monkeypatch.setitem(CLIENTS, "copies", ("no-such-package", honest))
     monkeypatch.setitem(CLIENTS, "state_dicts", ("torch", raising))
@@ -73,7 +73,7 @@ def test_the_table(monkeypatch):
     assert f"| casts | torch {torch.__version__} | A text | equal |" in done.stdout
     for name, line in (
         ("copies", "| copies | no-such-package | A text | NOT INSTALLED |"),
-        ("state_dicts", "| What a wrapped model cannot take | FAILS: the wrapped model raises KeyError: 'taken' |"),
+        ("state_dicts", "| A wrapped model fails | FAILS: the wrapped model raises KeyError: 'taken' |"),
     ):
         done = CliRunner().invoke(main, ["casts", name])
         assert done.exit_code == 1

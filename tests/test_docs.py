@@ -1,4 +1,4 @@
-"""What the pages under docs/ show is what the code does."""
+"""The pages under docs/ show what the code does."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_drawings_are_those_of_the_code(draw):
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """What the example of a source leaves behind, run on a corpus that holds the text to come."""
+    """Run the example of a source on a corpus that holds the coming text; return its names, inputs and text."""
     source, use = re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)
     assert len(source.splitlines()) <= 40
     monkeypatch.chdir(tmp_path)

@@ -197,7 +197,7 @@ def test_text_features_with_the_packaged_model():
     ("options", "words"),
     [
         ({"num_beams": 3}, "beam search"),
-        ({"prompt_lookup_num_tokens": 3}, "assistant"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"cache_implementation": "static"}, "cache_implementation"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
     ],
@@ -215,14 +215,6 @@ def test_other_modes_go_to_the_model_with_one_warning(model, ids, options, words
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lookahead")
         model.generate(ids, max_new_tokens=10, **options)
-
-
-def test_assistants(model, ids):
-    assistant = tiny_model("llama", seed=4, num_hidden_layers=1)
-    assisted = model.generate(ids, max_new_tokens=10, assistant_model=assistant)
-    lookahead.wrap(model)
-    with pytest.warns(UserWarning, match="assistant"):
-        assert model.generate(ids, max_new_tokens=10, assistant_model=assistant).tolist() == assisted.tolist()
 
 
 def test_a_model_that_assists_itself(model, ids):

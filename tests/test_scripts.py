@@ -1,4 +1,4 @@
-"""What the scripts may import of the packages, which is what is public, and the tables that they write."""
+"""The scripts import only public names of the packages; their tables are markdown."""
 
 import ast
 from pathlib import Path
@@ -12,7 +12,7 @@ COMMAND_LINE = [f"lookahead.tools.{name}" for name in ("cli", "commands", "pool_
 
 
 def forbidden(source: str) -> list[str]:
-    """The names that ``source`` imports and may not."""
+    """Return the names that ``source`` imports but must not."""
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -50,29 +50,29 @@ SETTINGS = {
     "cohere": {"logit_scale": 1.0},
     "starcoder2": {"sliding_window": WINDOW},
     "granite": {},
-    # Beyond the best known: partial rotary, multi-query, layers without positions, attention in chunks.
+    # Less common: partial rotary, multi-query, layers without positions, chunked attention.
     "stablelm": {},
     "gpt_bigcode": {**GPT, "multi_query": True},
     "smollm3": {"no_rope_layers": [1, 0]},
     "llama4_text": {**HEAD, "attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48},
-    # With layers that keep a state: short convolution, linear attention, both kinds in one layer, nothing but states.
+    # Layers that keep a state: short convolution, linear attention, both kinds in one layer, states only.
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_next": {**HEAD, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
     "falcon_h1": {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
 }
 WITH_STATE = {"lfm2", "qwen3_next", "falcon_h1", "mamba2"}
-CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their place in the cache
+CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their cache position
 
 
 def tiny_model(model_type: str, seed: int = 0, **settings):
-    """A random float32 model in eval mode; logits are spread enough for sampling to be varied, not uniform."""
+    """Return a random float32 model in eval mode, whose logits are spread enough for varied, non-uniform sampling."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**COMMON, **SETTINGS.get(model_type, {}), **settings})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
-                parameter.mul_(4)  # the usual 0.02 makes all contexts look alike
+                parameter.mul_(4)  # with the usual 0.02, all contexts look alike
     model.generation_config.pad_token_id = 2
     return model

@@ -12,12 +12,12 @@ from lookahead.cpu import native
 from lookahead.engine.fallback import warn_plain
 from lookahead.guessing.budget import Pace, WindowTrials
 from lookahead.guessing.combine import Ledger, needs_of
+from lookahead.guessing.draft import DraftModelSource
 from lookahead.guessing.jacobi import JacobiSource, WindowSource
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource, Needs
 from lookahead.models.adapter import ModelAdapter
-from lookahead.passes.capabilities import find_adapter, why_not_compiled
-from lookahead.passes.compiled import CompiledRunner
+from lookahead.passes.capabilities import choose_runner
 from lookahead.passes.costs import step_costs
 from lookahead.passes.graphs import GraphRunner, StepGraphs
 from lookahead.passes.runner import EagerRunner
@@ -132,6 +132,16 @@ class Lookahead:
                 lines.append(f"not asked for: {gain} ({setting}=True)")
         return "\n".join(lines)
 
+    def sources_with(self, draft_model: PreTrainedModel | None) -> list[GuessSource]:
+        """The sources of a call. A draft model that generate() was given is the last; all of them share an account."""
+        if draft_model is None:
+            return self.sources
+        source = DraftModelSource(draft_model, self.config)
+        with self.lock:
+            if len(self.ledger.trials) == len(self.sources):
+                self.ledger.enter(source)
+        return [*self.sources, source]
+
     @property
     def needs(self) -> Needs:
         """What the sources want to see, all together."""
@@ -139,19 +149,14 @@ class Lookahead:
 
     def find_runner(self, model: PreTrainedModel) -> EagerRunner:
         """What runs the passes of a call: the fastest way that is asked for and serves."""
-        adapter, layers = find_adapter(model, self.config.cpu_kernels), self.needs.hidden_states
-        runner = EagerRunner(model, adapter, layers)
-        self._why_not_compiled = None
-        if not layers:
-            if self.config.compile_passes:
-                self._why_not_compiled = why_not_compiled(model, adapter)
-                if self._why_not_compiled is None:
-                    runner = CompiledRunner(model, adapter)
-            if self.config.cuda_graphs:
-                with self.lock:
-                    self.graphs = self.graphs or StepGraphs(model)
-                runner = GraphRunner(self.graphs, runner)
-        self.adapter, self.passes = adapter, runner.name  # not the runner: it holds the model, which holds this
+        layers = self.needs.hidden_states
+        runner, self._why_not_compiled = choose_runner(model, self.config, layers)
+        if self.config.cuda_graphs and not layers:
+            with self.lock:
+                self.graphs = self.graphs or StepGraphs(model)
+            runner = GraphRunner(self.graphs, runner)
+        # The runner itself is not kept: it holds the model, which holds this.
+        self.adapter, self.passes = runner.adapter, runner.name
         return runner
 
     @property

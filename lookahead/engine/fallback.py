@@ -10,8 +10,9 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, positions_in, repeats_what_is_cached
-from lookahead.models.adapter import CACHE_ARGUMENTS, context_length
+from lookahead.models.adapter import CACHE_ARGUMENTS, UnsupportedModelError, context_length
 from lookahead.passes.capabilities import can_batch, find_adapter, same_without_cache
+from lookahead.vocabulary import vocabulary_fingerprint
 
 # Attributes of configurations, by model type, that say up to which length attention sees all keys. Beyond it, these
 # models choose keys in a way that differs between their own passes of different shapes.
@@ -22,6 +23,14 @@ KNOWN_ARGUMENTS = {
     *CACHE_ARGUMENTS, "attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "position_ids",
     "tokenizer", "use_cache",
 }  # fmt: skip
+
+ASSISTED_ARGUMENTS = ("inputs_tensor", "tokenizer", "assistant_tokenizer")
+"""What generate() hands to assisted decoding alone, beside the assistant model."""
+
+# Settings that make assisted decoding something else than guesses of an assistant model.
+OTHER_ASSISTANCE = (
+    "assistant_early_exit", "assistant_ensemble_weight", "prompt_lookup_num_tokens", "speculation_type", "use_mtp",
+)  # fmt: skip
 
 _warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
@@ -109,6 +118,26 @@ def why_plain(
         return f"beyond {dense} positions, from which on the model's attention drops keys by the shape of a pass"
     if _switches_rope(model, len(ids), length, end):
         return "across the length at which the model's rotary embedding changes"
+    return None
+
+
+def why_no_draft_model(assistant: object, generation: GenerationConfig, arguments: dict) -> str | None:
+    """Why an assistant model is no source of guesses here, or None.
+
+    arguments: those of ASSISTED_ARGUMENTS that were given.
+    """
+    for name in OTHER_ASSISTANCE:
+        if getattr(generation, name, None):
+            return f"with {name}"
+    if not isinstance(assistant, PreTrainedModel) or assistant.config.is_encoder_decoder:
+        return f"with an assistant model of class {type(assistant).__name__}"
+    tokenizers = [arguments.get(name) for name in ("tokenizer", "assistant_tokenizer")]
+    if all(tokenizers) and len({vocabulary_fingerprint(tokenizer) for tokenizer in tokenizers if tokenizer}) > 1:
+        return "with an assistant model of another vocabulary"
+    try:
+        find_adapter(assistant)
+    except UnsupportedModelError as error:
+        return f"with this assistant model ({error})"
     return None
 
 

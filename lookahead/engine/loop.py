@@ -77,9 +77,13 @@ def run(
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
+    draft_model: PreTrainedModel | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | ModelOutput:
-    """Decode by lookahead, or by ``plain``, the model's own method of the same signature, with one warning why."""
+    """Decode by lookahead, or by ``plain``, the model's own method of the same signature, with one warning why.
+
+    draft_model: one more source of guesses.
+    """
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token_id")
     if len(input_ids) == 0:
@@ -88,8 +92,9 @@ def run(
         reason = why_plain(model, input_ids, generation_config, synced_gpus, model_kwargs, engine.config)
         if reason is None:
             return _run(
-                engine, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
-            )
+                engine, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, draft_model,
+                model_kwargs,
+            )  # fmt: skip
         engine.decode_plainly(model, reason)
         return plain(
             model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
@@ -105,13 +110,14 @@ def _run(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None,
+    draft_model: PreTrainedModel | None,
     model_kwargs: dict,
 ) -> torch.Tensor | ModelOutput:
     """A call that lookahead decodes."""
     wants_dict = generation_config.return_dict_in_generate
     keep = wants_dict and generation_config.output_scores, wants_dict and generation_config.output_logits
     rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, *keep, streamer)
-    call = _Call(engine, model, input_ids, generation_config, model_kwargs)
+    call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs)
     engine.last = call.stats
     try:
         ids = call.decode(rules)
@@ -182,6 +188,7 @@ class _Call:
         model: PreTrainedModel,
         ids: torch.Tensor,
         generation: GenerationConfig,
+        draft_model: PreTrainedModel | None,
         model_kwargs: dict,
     ):
         self.stats = Stats(calls=1, sequences=len(ids))
@@ -191,10 +198,11 @@ class _Call:
         self._generation = generation
         self._prompts = prompts_of(ids, generation, model_kwargs)
         self._texts = [prompt.text for prompt in self._prompts]
+        sources = engine.sources_with(draft_model)
         self._names = engine.ledger.names
         self._runner = engine.find_runner(model)
         self._pace = engine.find_pace(self._runner)
-        self._source = Combined(engine.sources, engine.ledger, self._pace.rate if self._pace else None)
+        self._source = Combined(sources, engine.ledger, self._pace.rate if self._pace else None)
         budget = Budget(engine.max_guesses(len(ids)), self._pace, self.stats)
         self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
         self._batch = Batch(self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool)
@@ -237,6 +245,7 @@ class _Call:
             raise
         finally:
             self._runner.end()
+            self._source.end()
 
     def _prefill(self, rules: list[NextTokenRule], taken_over: LookaheadCache | None) -> None:
         """Compute the prompts and emit the first tokens."""

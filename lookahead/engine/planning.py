@@ -36,7 +36,9 @@ class StepPlanner:
 
         depths: how many guesses in a row each has room for.
         """
-        limits = Limits(depths, self._budget.limit(len(texts)), self._least, self._is_chain)
+        pace = self._budget.pace
+        rate = pace.rate() if pace else None
+        limits = Limits(depths, self._budget.limit(len(texts)), self._least, self._is_chain, rate)
         self._guessed = self._source.propose(texts, limits)
         windows = self._source.look_ahead(limits)
         window_rows = max(sum(map(len, rows)) for rows in windows)

@@ -6,7 +6,7 @@ A claim is the probability that a source gives to a guess, once the guess's pare
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -47,12 +47,19 @@ class Ledger:
     """What the sources of guesses have claimed and earned, over all calls."""
 
     def __init__(self, sources: Sequence[GuessSource]):
-        self.names = [origin.name.lower() for origin in Source] + [type(source).__name__ for source in sources]
+        self.names = [origin.name.lower() for origin in Source]
         """The name that an accepted guess is counted under, by its number in `GuessTree.sources`: the origins of
         evidence in a pool, then the sources of guesses."""
-        self.trials = [None if source.is_free else Trials(1, first=1) for source in sources]
+        self.trials: list[Trials | None] = []
         """For each source, whether asking it pays."""
         self._calibrations: dict[frozenset[int], Calibration] = {}
+        for source in sources:
+            self.enter(source)
+
+    def enter(self, source: GuessSource) -> None:
+        """Add a source."""
+        self.names.append(type(source).__name__)
+        self.trials.append(None if source.is_free else Trials(1, first=1))
 
     def calibration(self, proposers: frozenset[int]) -> Calibration:
         """Return the calibration of guesses that exactly these sources propose: sources that agree are surer."""
@@ -124,12 +131,14 @@ class Combined(GuessSource):
         self._sources = [copy.copy(source) for source in sources]
         self._ledger = ledger
         self._rate = rate
+        self._begun: list[GuessSource] = []
         self._seconds = np.zeros(len(sources))  # that each source took in the current step
         self._roots: list[Node | int] = []  # for each sequence, what `_merge` returns first
 
     def start(self, batch: Batch) -> None:
         self._vocabulary = batch.vocabulary
         for source in self._sources:
+            self._begun.append(source)
             source.start(batch)
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
@@ -172,13 +181,18 @@ class Combined(GuessSource):
             else:
                 earned[root] += len(path) - 1
         if self._rate:
-            for i, trials in enumerate(self._ledger.trials):
-                if trials:  # also of a source that was not asked: its pause goes on
+            for i in range(len(self._sources)):
+                if trials := self._ledger.trials[i]:  # also of a source that was not asked: its pause goes on
                     trials.count(earned[i], self._rate() * self._seconds[i])
 
     def keep(self, sequences: list[int]) -> None:
         for source in self._sources:
             source.keep(sequences)
+
+    def end(self) -> None:
+        with ExitStack() as ending:  # ends all sources, even if one raises
+            for source in self._begun:
+                ending.callback(source.end)
 
     def _verifiable(self, i: int, tree: GuessTree, depth: int, limits: Limits) -> GuessTree:
         """Return the part of a source's tree that can be verified, each node with a known number in ``sources``."""

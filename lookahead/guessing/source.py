@@ -48,6 +48,8 @@ class Limits:
     """Guesses below this probability are not worth their rows."""
     is_chain: bool
     """Whether only single branches can be verified."""
+    rate: float | None = None
+    """The recent tokens per second, which a source's time is worth; None if time does not matter."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,10 @@ class GuessSource(Protocol):
 
     def keep(self, sequences: list[int]) -> None:
         """Keep only these sequences of the batch: the others have ended."""
+        return
+
+    def end(self) -> None:
+        """End the call; also called if it fails, even in `start`."""
         return
 
 

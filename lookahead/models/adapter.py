@@ -57,6 +57,11 @@ class ModelAdapter:
     given_up: tuple[str, ...] = ()
     """Faster ways that were tried, and why they do not serve."""
 
+    @property
+    def can_grow(self) -> bool:
+        """Whether one step may be computed by several passes: the rows of each see those of the passes before."""
+        return self.can_branch and all(visibility in (None, Visibility()) for visibility in self.layers)
+
     def make_cache(self, expected_length: int = 0) -> LookaheadCache:
         """An empty cache of one sequence. expected_length: positions that the full layers make room for at once."""
         layers = []

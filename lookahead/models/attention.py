@@ -36,9 +36,9 @@ def attend(
     """What transformers calls an attention function.
 
     query: [batch, heads, T, head_dim]; key, value: [batch, key heads, L + T, head_dim].
-    attention_mask: [batch or 1, 1, T, L + T], additive or True where seen; or additive [batch or 1, 1, T, T], of the
-    step's own keys, the L before them being seen by all; or None. While a pass is traced for `passes.compiled`, nobody
-    reads it, and key and value are those of the step alone.
+    attention_mask: [batch or 1, 1, T, L + T], additive or True where seen; or additive [batch or 1, 1, T, masked], of
+    the last keys, which are the step's own, when all keys before them are seen; or None. While a pass is traced for
+    `passes.compiled`, nobody reads it, and key and value are those of the step alone.
     Returns [batch, T, heads, head_dim].
     """
     is_compiling = torch.compiler.is_compiling()
@@ -64,8 +64,8 @@ def attend(
     if is_whole and _kernel_serves(query, key, value, None):
         return tree_attention.attend(query, key, value, None, scaling), None
     if unusual or is_prefill:
-        if attention_mask is not None and held > 0 and attention_mask.shape[-1] == new:
-            attention_mask = nn.functional.pad(attention_mask, (held, 0))
+        if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
+            attention_mask = nn.functional.pad(attention_mask, (key.shape[2] - attention_mask.shape[-1], 0))
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return attend_grouped(query, key, value, attention_mask, scaling), None
 
@@ -77,8 +77,8 @@ def attend_grouped(
     if _kernel_serves(query, key, value, mask):
         return tree_attention.attend(query, key, value, mask, scaling)
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
-    held = key.shape[2] - new
-    of_step = mask is not None and held > 0 and mask.shape[-1] == new
+    held = key.shape[2] - (new if mask is None else mask.shape[-1])
+    of_step = mask is not None and held > 0
     grouped = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
     in_one = of_step and query.device.type == "cpu" and held <= SHORT
     if mask is not None:

@@ -89,7 +89,8 @@ class InPlaceLayer(CacheLayerMixin):
         self.is_initialized = False
         self._keys = self._values = None  # type: ignore[assignment]  # nobody reads them until is_initialized
         self.columns = 0  # in use, those of the last step included until it is committed
-        self.base = 0  # in use before the last update
+        self.base = 0  # in use before the step
+        self.computed = 0  # rows of the step that were computed before the next update
         self.gaps = np.zeros(1, np.int64)  # [batch], or [1] while all sequences are alike
         self.starts = np.zeros(1, np.int64)  # [batch] or [1]: position held by the first column
 
@@ -114,7 +115,7 @@ class InPlaceLayer(CacheLayerMixin):
         begin, seen = self.columns, self.seen()
         self._keys.narrow(2, begin, new).copy_(key_states)  # cheaper than an index
         self._values.narrow(2, begin, new).copy_(value_states)
-        self.base, self.columns = begin, begin + new
+        self.base, self.columns = begin - self.computed, begin + new
         shown = 2, begin - seen, seen + new
         return self._keys.narrow(*shown), self._values.narrow(*shown)
 
@@ -158,13 +159,15 @@ class InPlaceLayer(CacheLayerMixin):
         return self.columns
 
     def positions_shown(self) -> np.ndarray:
-        """Position of each column that the next update will show, int64 [batch or 1, seen]; -1 in a gap."""
-        columns = np.arange(self.columns - self.seen(), self.columns)
-        return np.where(columns < self.held[:, None], self.starts[:, None] + columns, -1)
+        """Position of each committed column that the next update will show, int64 [batch or 1, seen]; -1 in a gap."""
+        end = self.columns - self.computed
+        columns = np.arange(self.columns - self.seen(), end)
+        return np.where(columns < end - self.gaps[:, None], self.starts[:, None] + columns, -1)
 
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted rows of the last update, in their order, and forget its other rows."""
         moves, self.columns, self.gaps = accepted.moves(self.base, self.gaps, self.device)
+        self.computed = 0
         if moves is not None:
             sequences, sources, targets = moves
             for buffer in (self._keys, self._values):
@@ -308,10 +311,16 @@ class LookaheadCache(Cache):
         self._with_state = [x for x in layers if not isinstance(x, InPlaceLayer) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []
 
-    def begin(self, new: int) -> None:
-        """Make room for a pass over ``new`` rows, and note the states that `commit` may have to go back to."""
+    def begin(self, new: int, computed: int = 0) -> None:
+        """Make room for a pass over ``new`` rows, and note the states that `commit` may have to go back to.
+
+        computed: rows of the same step that the pass before has computed; the layers must hold all positions then.
+        """
         for layer in self._in_place:
             if layer.is_initialized:
+                if computed:
+                    layer.columns = layer.base + computed
+                layer.computed = computed
                 layer.make_room(new)
         self._before = [_copy_of_state(vars(layer)) for layer in self._with_state]
 
@@ -347,6 +356,11 @@ class LookaheadCache(Cache):
                 layer.skip(count)
         self.lengths = [length + count for length in self.lengths]
 
+    @property
+    def can_rewind(self) -> bool:
+        """Whether every layer holds all positions. Sliding layers and states do not."""
+        return all(type(layer) is InPlaceLayer for layer in self._in_place) and not self._with_state
+
     def rewind(self, length: int) -> None:
         """Go back to ``length`` positions of one sequence, after a pass or commit that may be half done.
 
@@ -355,6 +369,7 @@ class LookaheadCache(Cache):
         for layer in self._in_place:
             if type(layer) is InPlaceLayer:
                 layer.columns, layer.gaps = length - int(layer.starts[0]), np.zeros(1, np.int64)
+                layer.computed = 0
 
     def sequence(self, b: int) -> "LookaheadCache":
         """A cache of sequence ``b`` alone; of a batch, a copy."""

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from lookahead.compat import attention_implementation
+from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError
 from lookahead.models.layers import is_compiled_by_user, looks_up_sdpa, read_config, state_layers
@@ -52,6 +53,22 @@ def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | Non
         if reason is not None:
             compiled.give_up(model, reason)
     return compiled.why_not(model)
+
+
+def choose_runner(
+    model: PreTrainedModel, config: LookaheadConfig, hidden_states: tuple[int, ...] = ()
+) -> tuple[EagerRunner, str | None]:
+    """The fastest runner that the settings ask for and that serves, and why passes are not compiled if they should be.
+
+    hidden_states: layers whose output is wanted (`EagerRunner`), which compiled passes do not give.
+    """
+    adapter = find_adapter(model, config.cpu_kernels)
+    reason = None
+    if config.compile_passes and not hidden_states:
+        reason = why_not_compiled(model, adapter)
+        if reason is None:
+            return compiled.CompiledRunner(model, adapter), None
+    return EagerRunner(model, adapter, hidden_states), reason
 
 
 def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:

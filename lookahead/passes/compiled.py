@@ -178,7 +178,7 @@ class CompiledRunner(EagerRunner):
             return super().run(steps, cache, last)
         ids, positions, ancestors = pad(steps, cache.lengths, last, LEAST_ROWS)
         tokens = torch.from_numpy(np.concatenate([ids, positions])).to(device)
-        cache.begin(tokens.shape[1])
+        cache.begin(tokens.shape[1], steps[0].computed)
         try:
             with torch.inference_mode() if self.adapter.in_inference_mode else nullcontext():
                 masks = self.adapter.masks(ancestors, positions, cache, self.model.dtype, device)
@@ -186,7 +186,7 @@ class CompiledRunner(EagerRunner):
         except compat.COMPILE_ERRORS as error:
             give_up(self.model, f"torch.compile fails with {error!r}")
             return super().run(steps, cache, last)
-        return Output(logits[:, : len(steps[0])])
+        return Output(logits[:, : len(steps[0]) - steps[0].computed])
 
     def _run(self, tokens: torch.Tensor, cache: LookaheadCache, masks: list[torch.Tensor | None]) -> torch.Tensor:
         """Logits [1, T, vocabulary]; keys and values of the step are appended to ``cache``.

@@ -62,7 +62,8 @@ class EagerRunner:
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         """One pass over a step of each sequence.
 
-        T is the length of the longest step; what shorter ones are padded with says nothing.
+        T is the number of rows of the longest step, less those computed before, of which each step has as many. What
+        shorter ones are padded with says nothing.
         last: for each sequence, the position beyond which no window token is placed (`Step.positions`).
         """
         adapter, device = self.adapter, device_of(self.model)
@@ -72,7 +73,7 @@ class EagerRunner:
             ids = np.concatenate([[cache.replay], ids], axis=1)
             positions = np.concatenate([np.arange(cache.lengths[0] - again, cache.lengths[0])[None], positions], axis=1)
         tokens = torch.from_numpy(np.stack([ids, positions])).to(device)
-        cache.begin(tokens.shape[2])
+        cache.begin(tokens.shape[2], steps[0].computed)
         inputs = {adapter.cache_argument: cache, "use_cache": True}
         if adapter.takes_position_ids:
             inputs["position_ids"] = tokens[1]

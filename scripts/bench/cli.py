@@ -1,4 +1,4 @@
-"""Options that several commands have, and types of values."""
+"""Options that several commands share, and types of option values."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ COUNT = click.IntRange(min=1)
 
 
 class ListOf(click.ParamType):
-    """Values of another type, separated by commas; a value that is given twice counts once."""
+    """Values of another type, separated by commas; repeated values count once."""
 
     name = "list"
 
@@ -27,7 +27,7 @@ class ListOf(click.ParamType):
 
 
 class WholeOr(click.IntRange):
-    """A whole number, or a word instead."""
+    """A whole number, or one given word."""
 
     name = "integer or word"
 
@@ -39,7 +39,7 @@ class WholeOr(click.IntRange):
         return value if value == self._word else super().convert(value, param, ctx)
 
 
-model = click.option("--model", "model_name", metavar="NAME_OR_PATH", help="The packaged one by default.")
+model = click.option("--model", "model_name", metavar="NAME_OR_PATH", help="Default: the packaged model.")
 dtype = click.option("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES))
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 prompts = click.option("--prompts", "prompts_file", required=True, type=FILE, help="In Spec-Bench's JSONL format.")
@@ -49,5 +49,5 @@ repeats = click.option("--repeats", default=3, show_default=True, type=COUNT)
 
 
 def temperature(default: float) -> Callable[[Callable], Callable]:
-    least = click.FloatRange(min=0)
-    return click.option("--temperature", default=default, show_default=True, type=least, help="0 does not sample.")
+    kind = click.FloatRange(min=0)
+    return click.option("--temperature", default=default, show_default=True, type=kind, help="0: greedy, no sampling.")

@@ -1,61 +1,72 @@
 """A peer: another library's decoding, in a process and a Python environment of its own.
 
-This is the side that asks; scripts/peers/protocol.py says how the two talk.
+This is the asking side; scripts/peers/protocol.py describes the protocol.
 """
 
 import json
 import os
-import select
 import signal
 import subprocess
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
+from bench.timing import time_limit
+
 WORKERS = Path(__file__).parents[1] / "peers"
-PATIENCE = 10  # seconds that a process has to end once its stdin has
+PATIENCE = 10  # seconds that a process has to end after its stdin
 
 
-def worker_command(environments: Path, worker: str, model: str, dtype: str, threads: int, method: str) -> list[str]:
-    """The command that starts a worker of scripts/peers, in the environment that install.sh made for its library."""
-    library = worker.partition("_")[0]
+def worker_command(
+    environments: Path, library: str, model: str, dtype: str, threads: int, method: str, requests: int = 1
+) -> list[str]:
+    """Return the command that starts a library's worker, in the environment that scripts/peers/install.sh made."""
     return [
-        str(environments / library / "bin" / "python"), str(WORKERS / worker), "--model", model, "--dtype", dtype,
-        "--threads", str(threads), "--method", method,
+        str(environments / library / "bin" / "python"), str(WORKERS / f"{library}_worker.py"), "--model", model,
+        "--dtype", dtype, "--threads", str(threads), "--method", method, "--requests", str(requests),
     ]  # fmt: skip
 
 
 class PeerError(Exception):
-    """The peer died, said that it cannot do what was asked, or took too long."""
+    """The peer died, reported an error, or took too long."""
 
 
 class Peer:
-    """One peer. Its process starts with the first request and is suspended between requests: it may not spin while
-    something else is timed.
+    """One peer. Its process starts with the first request. It is suspended between requests, so that its
+    threads do not spin while something else is timed.
 
-    After it died or took too long, the next request starts it anew; if it never got ready, every request fails alike.
+    If it dies or takes too long, the next request starts it anew. If it never got ready, every later request fails too.
     """
 
     def __init__(self, command: list[str], timeout: float):
-        """timeout: seconds to get ready in, and to answer a request in."""
+        """timeout: seconds to get ready, and to answer a request."""
         self.versions: dict[str, str] = {}
         self._command = command
         self._timeout = timeout
         self._process: subprocess.Popen | None = None
         self._refusal: str | None = None
 
-    def ask(self, request: dict) -> dict:
-        """The answer. Raises PeerError with the reason if there is none."""
+    def ask(self, prompts: list[list[int]], options: dict, seed: int, **batch) -> dict:
+        """Return the answer to a request. Raises PeerError with the reason if there is none.
+
+        options: of generate(), from `decoding_options`. batch: further fields of the request.
+        """
         if self._refusal:
             raise PeerError(self._refusal)
         if self._process is None:
             self._start()
         else:
             self._signal(signal.SIGCONT)
-        answer = self._say(request)
+        request = {"prompts": prompts, "max_new_tokens": options["max_new_tokens"], "seed": seed, **batch}
+        request["temperature"] = options.get("temperature", 0.0)
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._fail(self._obituary())
+        answer = self._read()
         if "error" not in answer and not {"ids", "seconds"} <= answer.keys():
-            self._fail(f"answered neither with ids and seconds nor with an error: {answer}")
+            self._fail(f"answered without ids, seconds or an error: {answer}")
         self._signal(signal.SIGSTOP)
         if "error" in answer:
             raise PeerError(answer["error"])
@@ -70,7 +81,7 @@ class Peer:
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
-        self._signal(signal.SIGKILL)  # also what it started and left behind
+        self._signal(signal.SIGKILL)  # also ends what the process started and left behind
         self._process.wait()
         self._process.stdout.close()
         self._errors.close()
@@ -82,55 +93,39 @@ class Peer:
 
     def _start(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, open as long as the process runs
-        self._unread = b""
         try:
-            # In a group of its own, so that what it starts is suspended with it.
+            # In its own process group, so that its children are suspended with it.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
                 preexec_fn=os.setpgrp, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
             )  # fmt: skip
-        except OSError as error:
-            self._refusal = f"could not be started: {error}"
-            raise PeerError(self._refusal) from error
-        try:
             hello = self._read()
             if "error" in hello:
                 self._fail(hello["error"])
-        except PeerError as error:
-            self._refusal = str(error)
-            raise
+        except (OSError, PeerError) as error:
+            self._refusal = str(error) if isinstance(error, PeerError) else f"could not be started: {error}"
+            raise PeerError(self._refusal) from error
         self.versions = hello.get("versions", {})
 
-    def _say(self, request: dict) -> dict:
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._fail(self._obituary())
-        return self._read()
-
     def _read(self) -> dict:
-        """The next line of its stdout."""
-        deadline = time.monotonic() + self._timeout
-        stdout = self._process.stdout.fileno()
-        while b"\n" not in self._unread:
-            if not select.select([stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
-                self._fail(f"no answer within {self._timeout:g} s")
-            piece = os.read(stdout, 2**16)
-            if not piece:
-                self._fail(self._obituary())
-            self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
+        """Read the next line of its stdout."""
+        try:
+            with time_limit(self._timeout):
+                line = self._process.stdout.readline()
+        except TimeoutError:
+            self._fail(f"no answer within {self._timeout:g} s")
+        if not line.endswith(b"\n"):
+            self._fail(self._obituary())
         try:
             message = json.loads(line)
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            self._fail(f"wrote what is no JSON object: {line[:100]!r}")
+            self._fail(f"wrote no JSON object, but {line[:100]!r}")
         return message
 
     def _obituary(self) -> str:
-        """How it ended, and the last that it said of it."""
+        """Return how the process ended, and the last line of its stderr."""
         try:
             status = f"ended with status {self._process.wait(PATIENCE)}"
         except subprocess.TimeoutExpired:
@@ -140,6 +135,6 @@ class Peer:
         return f"{status}: {said[-1]}" if said else status
 
     def _fail(self, reason: str) -> None:
-        """Raises PeerError, and ends the process."""
+        """End the process and raise PeerError."""
         self.close(patience=0)
         raise PeerError(reason)

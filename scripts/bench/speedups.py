@@ -1,9 +1,9 @@
-"""What a benchmark's calls add up to: the figures of each method."""
+"""The figures of each method, from a benchmark's calls."""
 
 import numpy as np
 
 RESAMPLES = 2000
-SPREAD = 0.9  # share of the resamples that an interval holds
+SPREAD = 0.9  # share of the resamples within an interval
 
 
 def seconds_per_token(rows: list[dict]) -> float:
@@ -11,7 +11,7 @@ def seconds_per_token(rows: list[dict]) -> float:
 
 
 def seconds_per_later_token(rows: list[dict]) -> float | None:
-    """After the first token of each prompt; None where that was not measured, or there is no later one."""
+    """Leave out the first token of each prompt. None if its time was not measured, or if there are no later tokens."""
     later = sum(row["tokens"] - 1 for row in rows)
     if not later or any(row["first_seconds"] is None for row in rows):
         return None
@@ -19,19 +19,19 @@ def seconds_per_later_token(rows: list[dict]) -> float | None:
 
 
 def speedup_interval(base: list[dict], rows: list[dict], seed: int = 0) -> tuple[float, float]:
-    """Bootstrap interval of the seconds per token of ``base`` by that of ``rows``, which are of the same prompts."""
+    """Bootstrap an interval of the speed-up of ``rows`` over ``base``, which hold the same prompts."""
     prompts = np.random.default_rng(seed).integers(0, len(rows), (RESAMPLES, len(rows)))
 
-    def totals(of: list[dict]) -> np.ndarray:
-        seconds, tokens = (np.array([row[name] for row in of])[prompts].sum(1) for name in ("seconds", "tokens"))
+    def pace(rows: list[dict]) -> np.ndarray:
+        seconds, tokens = (np.array([row[name] for row in rows])[prompts].sum(1) for name in ("seconds", "tokens"))
         return seconds / tokens
 
-    low, high = np.quantile(totals(base) / totals(rows), [(1 - SPREAD) / 2, (1 + SPREAD) / 2])
+    low, high = np.quantile(pace(base) / pace(rows), [(1 - SPREAD) / 2, (1 + SPREAD) / 2])
     return float(low), float(high)
 
 
 def step_seconds(rows: list[dict]) -> float | None:
-    """Mean forward time of a step, where the loop takes it."""
+    """Mean time of a step's forward pass; None if it was not measured."""
     steps = sum(row["steps"] or 0 for row in rows)
     if not steps or any(row["forward_seconds"] is None for row in rows):
         return None
@@ -39,11 +39,11 @@ def step_seconds(rows: list[dict]) -> float | None:
 
 
 def summarise(rows: list[dict], methods: list[str], failures: dict[str, str]) -> list[dict]:
-    """One entry a method. rows: one a prompt and method, as `benchmark.measure` makes them; plain among them."""
+    """Return an entry for each method. rows: one for each prompt and method, from `benchmark.measure`, with plain's."""
     by_method = {m: [row for row in rows if row["method"] == m] for m in methods if m not in failures}
 
-    def quotient(of, base: str, method: str) -> float | None:
-        values = [of(by_method[name]) if name in by_method else None for name in (base, method)]
+    def quotient(figure, base: str, method: str) -> float | None:
+        values = [figure(by_method[name]) if name in by_method else None for name in (base, method)]
         return None if None in values else values[0] / values[1]
 
     table = []
@@ -52,22 +52,19 @@ def summarise(rows: list[dict], methods: list[str], failures: dict[str, str]) ->
             table.append({"method": method, "failed": failures[method]})
             continue
         mine = by_method[method]
-        known = all(row["steps"] is not None for row in mine)
-        steps = sum(row["steps"] for row in mine) if known else 0
+        pace, later = seconds_per_token(mine), seconds_per_later_token(mine)
+        steps = None if any(row["steps"] is None for row in mine) else sum(row["steps"] for row in mine)
         tokens_per_step = sum(row["stepped"] for row in mine) / steps if steps else None
         one = "steps-of-one-torch" if method.endswith("-torch") else "steps-of-one"
-        cost = quotient(step_seconds, method, one)
-        later_speedup = quotient(seconds_per_later_token, one, method)
+        cost, later_speedup = quotient(step_seconds, method, one), quotient(seconds_per_later_token, one, method)
         measured = None not in (cost, later_speedup, tokens_per_step)
         firsts = [row["first_seconds"] for row in mine]
-        margins = [row["margin"] for row in mine if row["margin"] is not None]
-        later = seconds_per_later_token(mine)
         table.append({
             "method": method,
-            "ms_per_token": 1000 * seconds_per_token(mine),
+            "ms_per_token": 1000 * pace,
             "ms_per_later_token": None if later is None else 1000 * later,
-            "tokens_per_second": 1 / seconds_per_token(mine),
-            "speedup": seconds_per_token(by_method["plain"]) / seconds_per_token(mine),
+            "tokens_per_second": 1 / pace,
+            "speedup": seconds_per_token(by_method["plain"]) / pace,
             "interval": speedup_interval(by_method["plain"], mine),
             "speedup_over_one": quotient(seconds_per_token, "steps-of-one", method),
             "first_token_ms": None if None in firsts else 1000 * sum(firsts) / len(firsts),
@@ -76,14 +73,12 @@ def summarise(rows: list[dict], methods: list[str], failures: dict[str, str]) ->
             "efficiency": later_speedup / (tokens_per_step / cost) if measured else None,
             "identical": sum(row["difference"] is None for row in mine) if mine[0]["comparable"] else None,
             "prompts": len(mine),
-            "largest_margin": max(margins, default=None),
+            "largest_margin": max((row["margin"] for row in mine if row["margin"] is not None), default=None),
         })  # fmt: skip
     return table
 
 
 def title(cell: dict) -> str:
-    """What a cell was measured with, but for the model."""
+    """Name the dtype, temperature and context of a cell."""
     parts = [cell["dtype"], f"temperature {cell['temperature']:g}" if cell["temperature"] else "greedy"]
-    if cell["context"]:
-        parts.append(f"context {cell['context']}")
-    return ", ".join(parts)
+    return ", ".join(parts + ([f"context {cell['context']}"] if cell["context"] else []))

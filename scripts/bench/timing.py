@@ -1,18 +1,19 @@
 """How calls are made and timed: from a seed, several methods in turn."""
 
-import statistics
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedModel
 
 
 def in_turn(methods: Sequence[str], repeats: int, first: int, call: Callable[[str, int], object]) -> dict[str, list]:
-    """What ``call(method, repeat)`` returned: a list for each method, with an entry for each repeat.
+    """Call ``call(method, repeat)`` for each repeat and method; return a list of results for each method.
 
-    Each repeat calls each method once. The order rotates from repeat to repeat, so that whatever else the machine does
-    slows down all methods alike. first: which method the first repeat begins with, modulo their number.
+    The order of the methods rotates from repeat to repeat, so that other load on the machine slows all of them alike.
+    first: index, modulo the number of methods, of the method that begins the first repeat.
     """
     calls: dict[str, list] = {method: [] for method in methods}
     for repeat in range(repeats):
@@ -23,13 +24,13 @@ def in_turn(methods: Sequence[str], repeats: int, first: int, call: Callable[[st
 
 
 def decoding_options(new_tokens: int, temperature: float) -> dict:
-    """Options of generate(): greedy at temperature 0, else sampling from the whole vocabulary."""
+    """Return options of generate(): greedy at temperature 0, else sampling from the whole vocabulary."""
     sampling = {"temperature": temperature, "top_k": 0} if temperature else {}
     return {"max_new_tokens": new_tokens, "do_sample": temperature > 0, **sampling}
 
 
 def timed(model: PreTrainedModel, inputs: BatchEncoding, options: dict, seed: int) -> tuple[list[list[int]], float]:
-    """One call of the model's generate() from a seed: the new ids of each sequence, and its seconds."""
+    """Call the model's generate() from a seed; return the new ids of each sequence, and the seconds it took."""
     torch.manual_seed(seed)
     start = time.perf_counter()
     output = model.generate(**inputs, **options)
@@ -37,19 +38,17 @@ def timed(model: PreTrainedModel, inputs: BatchEncoding, options: dict, seed: in
     return texts, time.perf_counter() - start
 
 
-def prompt_and_answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: dict, options: dict, seed: int
-) -> tuple[list[int], list[int]]:
-    """Ids of a prompt and of what the model writes after it."""
-    inputs = tokenizer(prompt["turns"][0], return_tensors="pt", return_token_type_ids=False).to(model.device)
-    return inputs.input_ids[0].tolist(), timed(model, inputs, options, seed)[0][0]
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError if the body runs longer. Works in the main thread only."""
 
+    def ring(*_) -> None:
+        raise TimeoutError(f"took more than {seconds:g} s")
 
-def microseconds(call: Callable[[], object], repeats: int = 1000) -> float:
-    """Median time of a call."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again each second, because some code swallows exceptions
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

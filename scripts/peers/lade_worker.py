@@ -1,7 +1,7 @@
 """The authors' own lookahead decoding, `lade` 0.0.2 (Fu et al. 2024, arXiv 2402.02057), on Llama models.
 
-Methods: lade-W-N-G (window, n-gram size and guesses a step, such as lade-15-5-15; greedy only), and plain, decoding
-without it in the same environment. See protocol.py, and install.sh for the environment.
+Methods: lade-W-N-G (window, n-gram size and guesses per step, such as lade-15-5-15; greedy only), and plain, decoding
+without lade in the same environment. It takes one prompt at a time. See protocol.py and install.sh.
 """
 
 import json
@@ -22,9 +22,9 @@ KEPT = (
 
 
 def llama_options(saved: dict) -> dict:
-    """Options of LlamaConfig in transformers 4.34, from a config.json as any later version writes it.
+    """Return the options of LlamaConfig in transformers 4.34, from a config.json written by any later version.
 
-    Raises ValueError for what that version's Llama cannot represent.
+    Raises ValueError for a model that the Llama of that version cannot represent.
     """
     rope = saved.get("rope_parameters") or saved.get("rope_scaling") or {}
     head_dim = saved["hidden_size"] // saved["num_attention_heads"]
@@ -42,7 +42,7 @@ def llama_options(saved: dict) -> dict:
 
 
 def lade_sizes(method: str) -> tuple[int, int, int] | None:
-    """Window, n-gram size and guesses that a method's name says; None for plain. Raises ValueError for other names."""
+    """Read window, n-gram size and guesses from a method's name; None for plain. Raises ValueError for other names."""
     if method == "plain":
         return None
     match = re.fullmatch(r"lade-([1-9]\d*)-([1-9]\d*)-([1-9]\d*)", method)
@@ -57,13 +57,11 @@ def load_llama(folder: Path, dtype: str):  # noqa: ANN201
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**llama_options(json.loads((folder / "config.json").read_text(encoding="utf-8"))))
-    # Built in its dtype, and not cast afterwards, so that the rotary frequencies stay in float32 as in from_pretrained.
+    # Build the model in its dtype, as from_pretrained does. A later cast would take the rotary frequencies along.
     torch.set_default_dtype(getattr(torch, dtype))
     model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    weights = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights.update(load_file(path))
+    weights = {name: x for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
@@ -75,7 +73,7 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
     ends = end_tokens(chosen.model)
     if sizes and len(ends) > 1:
         raise ValueError(f"lade ends a text at one token only, the model at any of {ends}: compare without lade")
-    os.environ["OMP_NUM_THREADS"] = str(chosen.threads)  # before torch is there
+    os.environ["OMP_NUM_THREADS"] = str(chosen.threads)  # torch reads this when it is imported
     import torch
 
     model = load_llama(chosen.model, chosen.dtype)
@@ -83,7 +81,7 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         import lade
 
         os.environ["USE_LADE"] = "1"
-        # Once the model is there: building a Llama afterwards fails.
+        # Only after the model was built: building a Llama afterwards fails.
         lade.augment_all()
         lade.config_lade(WINDOW_SIZE=sizes[0], LEVEL=sizes[1], GUESS_SET_SIZE=sizes[2], DEBUG=0)
     passes = 0
@@ -92,26 +90,24 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         nonlocal passes
         passes += 1
 
-    # The last norm runs once a pass; lade bypasses the model's own forward(), and with it a hook there.
+    # Count at the last norm, which runs once a pass: lade bypasses the model's forward() and any hook on it.
     model.model.norm.register_forward_pre_hook(count)
 
     def decode(request: Request) -> Answer:
         nonlocal passes
         if sizes and request.temperature > 0:
             raise ValueError(f"lade decodes greedily only: temperature has to be 0, got {request.temperature}")
-        options = {"do_sample": False}
-        if request.temperature > 0:
-            options = {"do_sample": True, "temperature": request.temperature, "top_k": 0}
+        (prompt,) = request.prompts
+        sampling = {"temperature": request.temperature, "top_k": 0} if request.temperature > 0 else {}
         torch.manual_seed(request.seed)
         passes = 0
         start = time.perf_counter()
-        ids = torch.tensor([request.ids])
+        ids = torch.tensor([prompt])
         output = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens,
-            eos_token_id=ends or None, pad_token_id=ends[0] if ends else None, **options,
+            eos_token_id=ends or None, pad_token_id=ends[0] if ends else None, do_sample=bool(sampling), **sampling,
         )  # fmt: skip
-        new = output[0, len(request.ids) :].tolist()
-        return Answer(new, time.perf_counter() - start, passes - 1)
+        return Answer([output[0, len(prompt) :].tolist()], time.perf_counter() - start, passes - 1)
 
     return decode, {name: version(name) for name in ("lade", "torch", "transformers")}
 

@@ -1,18 +1,26 @@
-"""How a peer, which runs in a Python environment of its own, is asked to decode: JSON lines over its stdin and stdout.
+"""How to ask another library, in a Python environment of its own, to decode: JSON lines over stdin and stdout.
 
-    PYTHON NAME_worker.py --model FOLDER --dtype float32|bfloat16 --threads N --method NAME
+    PYTHON NAME_worker.py --model FOLDER --dtype float32|bfloat16 --threads N --method NAME [--requests N]
 
-The worker loads the model and writes {"ready": true, "versions": {...}}, or {"error": "..."} and exits with 1. Then it
-answers each line of stdin, {"ids": [...], "max_new_tokens": 128, "temperature": 0.6, "seed": 0}, with a line {"ids":
-[...], "seconds": 0.1, "steps": 40, "drafted": null, "accepted": null}, or {"error": "..."}, until stdin ends:
+The worker loads the model and writes {"ready": true, "versions": {...}}. If it cannot, it writes {"error": "..."} and
+exits with 1. Then it reads requests from stdin, one a line, until stdin ends:
 
-ids        the new tokens, with the token that ended the text if one did
+prompts         token ids of one prompt or more, [[...], ...]
+max_new_tokens  most tokens to write for each prompt
+temperature     0 is greedy
+seed            of all that is drawn
+concurrency     prompts to decode at a time, at most --requests; where one ends, the next begins (default 1)
+forget          drop what the method has learned from earlier requests (default false)
+
+It answers each request with one line, {"error": "..."} or:
+
+ids        new tokens of each prompt, up to and with the token that ended the text, if any: [[...], ...]
 seconds    wall-clock time of the decoding, prefill included
-steps      forward passes after prefill
-drafted    tokens guessed and accepted, or null where the method does not count them
-accepted
+steps      forward passes after the prefill; null for several prompts
+drafted    guessed tokens, null if the method does not count them
+accepted   accepted tokens, likewise
 
-What libraries print goes to stderr. This file needs nothing but the standard library.
+What libraries print goes to stderr. This file needs only the standard library.
 """
 
 import argparse
@@ -25,29 +33,39 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+def _check(right: bool, name: str, what: str, value: object) -> None:
+    if not right:
+        raise ValueError(f"{name} has to be {what}, got {value!r:.100}")
+
+
 @dataclass(frozen=True)
 class Request:
-    """One text to continue: ids of the prompt, tokens at most, temperature (0 is greedy), seed."""
+    """Prompts to continue. Raises ValueError for a field that makes no sense."""
 
-    ids: list[int]
+    prompts: list[list[int]]
     max_new_tokens: int
     temperature: float
     seed: int
+    concurrency: int = 1
+    forget: bool = False
 
     def __post_init__(self):
-        if not self.ids or any(type(token) is not int or token < 0 for token in self.ids):
-            raise ValueError("ids has to be a list of one token id or more")
-        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens has to be an integer of 1 or more, got {self.max_new_tokens!r}")
-        if type(self.temperature) not in (int, float) or not self.temperature >= 0:
-            raise ValueError(f"temperature has to be a number of 0 or more, got {self.temperature!r}")
-        if type(self.seed) is not int:
-            raise ValueError(f"seed has to be an integer, got {self.seed!r}")
+        _check(isinstance(self.prompts, list) and self.prompts, "prompts", "a list of one prompt or more", self.prompts)
+        for ids in self.prompts:
+            right = ids and all(type(token) is int and token >= 0 for token in ids)
+            _check(right, "a prompt", "a list of one token id or more", ids)
+        for name in ("max_new_tokens", "concurrency"):
+            value = getattr(self, name)
+            _check(type(value) is int and value >= 1, name, "an integer of 1 or more", value)
+        right = type(self.temperature) in (int, float) and self.temperature >= 0
+        _check(right, "temperature", "a number of 0 or more", self.temperature)
+        _check(type(self.seed) is int, "seed", "an integer", self.seed)
+        _check(type(self.forget) is bool, "forget", "true or false", self.forget)
 
 
 @dataclass(frozen=True)
 class Answer:
-    ids: list[int] | list[list[int]]  # of one text, or of a batch
+    ids: list[list[int]]
     seconds: float
     steps: int | None = None
     drafted: int | None = None
@@ -58,22 +76,24 @@ Decode = Callable[[Request], Answer]
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says: model (a folder), dtype, threads, method."""
+    """Read the command line: model (a folder), dtype, threads, method, requests."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--dtype", required=True, choices=["float32", "bfloat16"])
     parser.add_argument("--threads", required=True, type=int)
     parser.add_argument("--method", required=True)
+    parser.add_argument("--requests", default=1, type=int, help="Most prompts decoded at a time.")
     chosen = parser.parse_args()
-    if chosen.threads < 1:
-        parser.error(f"--threads has to be 1 or more, got {chosen.threads}")
+    for name in ("threads", "requests"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name} has to be 1 or more, got {getattr(chosen, name)}")
     if not (chosen.model / "config.json").is_file():
         parser.error(f"--model has to be a folder with a config.json, got {chosen.model}")
     return chosen
 
 
 def end_tokens(model: Path) -> list[int]:
-    """Ids of the tokens that end a text, as generate() finds them: in generation_config.json, else in config.json."""
+    """Return the ids that end a text, where generate() finds them: generation_config.json, else config.json."""
     for name in ("generation_config.json", "config.json"):
         path = model / name
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
@@ -82,16 +102,9 @@ def end_tokens(model: Path) -> list[int]:
     return []
 
 
-def serve(
-    load: Callable[[argparse.Namespace], tuple[Decode, dict[str, str]]],
-    chosen: argparse.Namespace,
-    read: Callable[..., Request] = Request,
-) -> None:
-    """Load the peer chosen, which gives its decoding and its versions, and answer requests until stdin ends.
-
-    read: what makes a request of a line's object; one that is not a Request is for a decoding that takes such.
-    """
-    # Libraries print to file descriptor 1, also from C; from here on that is stderr.
+def serve(load: Callable[[argparse.Namespace], tuple[Decode, dict[str, str]]], chosen: argparse.Namespace) -> None:
+    """Call ``load``, which returns the decoding function and the versions, and answer requests until stdin ends."""
+    # Libraries, and C code in them, print to file descriptor 1. Make that stderr, and keep the real stdout aside.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -111,8 +124,6 @@ def serve(
     say({"ready": True, "versions": versions})
     for line in sys.stdin:
         try:
-            answer = decode(read(**json.loads(line)))
+            say(vars(decode(Request(**json.loads(line)))))
         except Exception as error:
             complain(error)
-        else:
-            say(vars(answer))

