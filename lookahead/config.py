@@ -1,59 +1,62 @@
-"""How to look ahead: the few settings of a wrap."""
+"""The settings of a wrapped model."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
 AUTO: Final = "auto"
-MAX_ROWS = 1024  # of one sequence in a pass; beyond, rows cost as much as tokens, and logits take gigabytes
+# Most rows of one sequence in a pass. Beyond this, a row costs as much as a token, and the logits take gigabytes.
+MAX_ROWS = 1024
 MAX_NGRAM_SIZE = 32
-NGRAM_SIZE = 3  # of a window of a given size
+NGRAM_SIZE = 3  # the default for a window whose size is given
 STRATEGIES = ("lookahead", "jacobi")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookaheadConfig:
-    """Settings of a wrapped model. None of them changes the text, only how long it takes; in half precision, each may
-    change which of two nearly tied tokens is written, as whatever decides the shape or order of a sum does.
+    """Settings of a wrapped model. They change how long a text takes, not the text.
 
-    Raises ValueError for a value out of range, or where a pass would have more than MAX_ROWS rows of one sequence.
+    In half precision, however, each of them can change the order of a sum, and so which of two nearly tied tokens is
+    written.
+
+    Raises ValueError for a value out of range, or if a pass would have more than MAX_ROWS rows of one sequence.
     """
 
     strategy: str = "lookahead"
-    """``lookahead``: guesses from the n-gram pool, and a Jacobi window that feeds it. ``jacobi``: plain Jacobi
-    decoding, the guesses are what the last step said of the same positions (Santilli et al. 2023, arXiv 2305.10427)."""
+    """``lookahead``: guess from the n-gram pool, which a Jacobi window feeds. ``jacobi``: plain Jacobi decoding, which
+    guesses what the last step chose at the same positions (Santilli et al. 2023, arXiv 2305.10427)."""
 
     budget: int | Literal["auto"] = AUTO
-    """Most guesses verified in a step, below MAX_ROWS; 0 guesses nothing. ``auto``: in each step as many as gain the
-    most tokens per second (`budget.Pace`). With ``jacobi`` the number of positions iterated on, of which ``auto``
-    takes 16."""
+    """Most guesses verified in a step, below MAX_ROWS; 0 guesses nothing. ``auto``: in each step, the number that gains
+    the most tokens per second (`budget.Pace`). With ``jacobi``, the number of positions in the block; ``auto`` is
+    16."""
 
     window_size: int | Literal["auto"] = AUTO
-    """W, columns of the Jacobi window, below MAX_ROWS; 0 turns it off. ``auto``: tried now and then, kept where it
-    pays (`budget.WindowTrials`). Of no effect with ``jacobi``."""
+    """W, the columns of the Jacobi window, below MAX_ROWS; 0 turns it off. ``auto``: the window is tried now and then,
+    and kept where it pays (`budget.WindowTrials`). No effect with ``jacobi``."""
 
     ngram_size: int | Literal["auto"] = AUTO
-    """N, length of the n-grams that the window closes; it has N - 1 rows. At least 2, at most MAX_NGRAM_SIZE.
-    ``auto``: NGRAM_SIZE for a window of a given size, else tried along with it."""
+    """N, the length of the window's n-grams, in 2..MAX_NGRAM_SIZE; the window has N - 1 rows. ``auto``: NGRAM_SIZE for
+    a window whose size is given, otherwise tried together with the size."""
 
     pool_memory_mb: float = 16
-    """Memory in MiB of a pool that is made here, as `NgramPool` takes it; of no effect where a pool is given."""
+    """Size in MiB of the pool that the wrap makes (`NgramPool`). No effect if a pool is given."""
 
     cpu_kernels: bool = True
-    """Whether passes on a CPU use kernels of our own for products and attention (`products`, `tree_attention`), which
-    round otherwise than torch's; of no effect elsewhere."""
+    """Whether passes on a CPU use this package's kernels for products and attention (`products`, `tree_attention`).
+    They round differently from torch's. No effect on other devices."""
 
     allow_row_dependent: bool = False
-    """Whether a model is decoded by lookahead whose logits depend on the other rows of a pass by more than rounding,
-    as they do where activations are quantized in each pass. Its texts then part from plain decoding's."""
+    """Whether to decode models whose logits depend on the other rows of a pass by more than rounding, as they do where
+    activations are quantized in each pass. The texts of such models differ from plain decoding's."""
 
     compile_passes: bool = False
-    """Whether the passes of single sequences are compiled (`passes.compiled`). Off by default, for the first text of a
-    process then waits for it, 5 to 20 seconds for twelve layers on two cores, and it needs a C++ compiler."""
+    """Whether the passes of single sequences are compiled (`passes.compiled`). This needs a C++ compiler, and the first
+    text of a process waits for it: 5 to 20 seconds for twelve layers on two cores."""
 
     cuda_graphs: bool = False
-    """Whether steps are replayed as CUDA graphs (`passes.graphs`), which spares a GPU the launch of every kernel.
-    Off by default. For single sequences, and models on one GPU all of whose layers attend to everything; others go
-    without. Keeps a KV cache on the GPU from call to call, as long as the longest text so far."""
+    """Whether steps are replayed as CUDA graphs (`passes.graphs`), so that a GPU need not launch each kernel anew. Only
+    for single sequences, and for models on one GPU whose layers all have full attention; others run without. A KV cache
+    as long as the longest text so far stays on the GPU between calls."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -67,15 +70,15 @@ class LookaheadConfig:
         if rows > MAX_ROWS:
             raise ValueError(
                 f"budget={self.budget!r}, window_size={self.window_size!r} and ngram_size={self.ngram_size!r} make "
-                f"passes of {rows} rows, of which {MAX_ROWS} are the most: lower one of them, the window has "
+                f"passes of {rows} rows, above {MAX_ROWS}: lower one of them; the window has "
                 "window_size * (ngram_size - 1) rows"
             )
-        from ngram_pool.pool import check_memory  # imports numba, which takes longer than the command line's help
+        from ngram_pool.pool import check_memory  # not above: it imports numba, for which --help would have to wait
 
         check_memory("pool_memory_mb", self.pool_memory_mb)
 
     def _given_rows(self) -> int:
-        """Rows of one sequence in a pass: the root and what is not left to ``auto``."""
+        """Return the rows of one sequence in a pass: the root, and the settings that are not ``auto``."""
         rows = 1 if self.budget == AUTO else 1 + self.budget
         if self.strategy == "lookahead" and self.window_size != AUTO:
             rows += self.window_size * (self.given_ngram_size - 1)
@@ -83,5 +86,5 @@ class LookaheadConfig:
 
     @property
     def given_ngram_size(self) -> int:
-        """N of a window of a given size."""
+        """N of a window whose size is given."""
         return NGRAM_SIZE if self.ngram_size == AUTO else self.ngram_size

@@ -1,4 +1,4 @@
-"""What a call, or all calls of a wrap, did."""
+"""Counts and times of a call, or of all calls of a wrap."""
 
 import time
 from collections import Counter
@@ -12,79 +12,80 @@ from lookahead.step import Step
 from ngram_pool import GuessTree, Source
 
 DECILES = 10
-FIXED_BUDGETS = (0, 1, 2, 4, 8, 16, 32, 64)  # that a chosen budget is compared with
+FIXED_BUDGETS = (0, 1, 2, 4, 8, 16, 32, 64)  # a chosen budget is compared with these
 STAGES = ("guess", "forward", "verify", "commit", "learn")
 
 
 @dataclass
 class Stats:
-    """Counts and times of decoding; those of several calls add up."""
+    """Counts and times of decoding. The statistics of several calls add up."""
 
     plain: str = ""
-    """Why the model's own decoding took this call over, if it did; nothing else is counted then."""
+    """Why the model's own decoding took this call over, or "". Nothing else is counted then."""
     calls: int = 0
     """Calls decoded by lookahead."""
     sequences: int = 0
-    """Sequences decoded: one a call, or as many as its batch holds."""
+    """Sequences decoded. Each sequence of a batch counts."""
     steps: int = 0
-    """Forward passes after the prefill."""
+    """Passes after the prefill."""
     sequence_steps: int = 0
-    """The same, where a pass counts once for each sequence that it brings on."""
+    """Steps, each counted once for every sequence that it serves."""
     tokens: int = 0
-    """Tokens emitted, the one that each sequence's prefill yields included."""
+    """Tokens emitted, including the one that each sequence's prefill yields."""
     guesses: int = 0
-    """Guessed tokens verified."""
+    """Guesses verified."""
     window_tokens: int = 0
     """Tokens of the Jacobi window computed."""
     accepted: Counter = field(default_factory=Counter)
-    """Guesses accepted and emitted, by the name of what they come from: prompt, text, logits, jacobi and file of the
-    pool; other sources by the name of their class."""
+    """Accepted guesses. The pool's are counted by the origin of their evidence: prompt, text, logits, jacobi or file;
+    those of another source by the name of its class."""
     accepted_per_step: Counter = field(default_factory=Counter)
     """Number of steps by the number of guesses that they accepted."""
     deciles: np.ndarray = field(default_factory=lambda: np.zeros((DECILES, 3)))
     """Float64 [10, 3]: for guesses with an estimated probability of 0 to 0.1, 0.1 to 0.2, ..., how many there were, the
     sum of their probabilities, and how many were accepted."""
     chosen_budgets: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    """Float64 [2]: tokens of the steps whose budget was chosen, and the seconds that step costs give for them."""
+    """Float64 [2]: tokens of the steps whose budget was chosen, and their seconds according to the step costs."""
     fixed_budgets: np.ndarray = field(default_factory=lambda: np.zeros((len(FIXED_BUDGETS), 2)))
-    """Float64 [budgets, 2]: the same, had each of FIXED_BUDGETS been taken in all of these steps."""
+    """Float64 [budgets, 2]: the same, if each of FIXED_BUDGETS had been used in all these steps."""
     prefill_seconds: float = 0.0
     seconds: Counter = field(default_factory=Counter)
-    """Wall-clock time of the steps by stage: guess, forward, verify, commit, learn. On an accelerator, the time that
-    forward queues is spent where its result is first read, in verify."""
+    """Wall-clock time of the steps by stage: guess, forward, verify, commit, learn. On an accelerator, forward only
+    queues a pass. The wait for it is counted in verify, which first reads the result."""
 
     @property
     def tokens_per_step(self) -> float:
-        """tau: tokens that a step emits for a sequence on average; 1 is plain decoding."""
+        """tau: the mean number of tokens that a step emits for a sequence; 1 is plain decoding."""
         return (self.tokens - self.sequences) / self.sequence_steps if self.sequence_steps else 0.0
 
     @property
     def draft_length(self) -> float:
-        """gamma: guesses verified in a step for a sequence, on average."""
+        """gamma: the mean number of guesses that a step verifies for a sequence."""
         return self.guesses / self.sequence_steps if self.sequence_steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """alpha: accepted guesses / guesses."""
+        """alpha: accepted guesses / verified guesses."""
         return self.accepted.total() / self.guesses if self.guesses else 0.0
 
     @property
     def reliability(self) -> list[tuple[int, float, float]]:
-        """The reliability curve by decile of probability: (guesses, mean predicted, observed rate of acceptance)."""
+        """The reliability curve, for each decile of probability: (guesses, mean predicted, observed acceptance)."""
         return [
             (int(n), predicted / max(n, 1), accepted / max(n, 1)) for n, predicted, accepted in self.deciles.tolist()
         ]
 
     @property
     def calibration_gap(self) -> float:
-        """Mean distance between predicted and observed acceptance over the deciles that have guesses."""
+        """Mean distance between predicted and observed acceptance, over the deciles that have guesses."""
         gaps = [abs(predicted - observed) for n, predicted, observed in self.reliability if n]
         return sum(gaps) / len(gaps) if gaps else 0.0
 
     @property
     def regret(self) -> float:
-        """How far tokens per second stayed below those of the best fixed budget in hindsight, as a share of them;
-        negative where no fixed budget would have done as well. 0 where none was chosen."""
+        """1 - tokens per second / those of the best fixed budget in hindsight, according to the step costs.
+
+        It is negative if all fixed budgets would have been slower, and 0 if no budget was chosen."""
         if not self.chosen_budgets[1]:
             return 0.0
         return 1 - self.chosen_budgets[0] / self.chosen_budgets[1] / self._fixed_rates.max()
@@ -96,8 +97,8 @@ class Stats:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second relative to steps without guesses, a token each, by the costs of the steps whose budget was
-        chosen; None where none was."""
+        """Tokens per second / those of steps without guesses, according to the step costs; None if no budget was
+        chosen."""
         if not self.chosen_budgets[1]:
             return None
         return float(self.chosen_budgets[0] / self.chosen_budgets[1] / self._fixed_rates[FIXED_BUDGETS.index(0)])
@@ -108,7 +109,7 @@ class Stats:
 
     @property
     def overhead(self) -> float:
-        """Share of the steps' time spent outside the forward pass."""
+        """Share of the steps' time spent outside the model's passes."""
         total = self.seconds.total()
         return 1 - self.seconds["forward"] / total if total else 0.0
 
@@ -121,9 +122,9 @@ class Stats:
             self.seconds[stage] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
 
     def count(self, step: Step, tree: GuessTree, path: list[int], names: Sequence[str]) -> None:
-        """Count one sequence's step, whose ``path`` (its rows, from the root's 0 on) emitted a token a row.
+        """Count a step of one sequence. path: its accepted rows from 0, the root's, on; each emitted a token.
 
-        names: of the sources that the tree numbers.
+        names: the names to count accepted guesses under, by their number in ``tree.sources``.
         """
         accepted = np.array(path[1:], np.int64) - 1
         self.sequence_steps += 1
@@ -146,20 +147,13 @@ class Stats:
         return self
 
     def as_dict(self) -> dict:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
+        numbers = ("calls", "sequences", "steps", "sequence_steps", "tokens", "tokens_per_step", "draft_length",
+                   "acceptance_rate", "guesses", "window_tokens")  # fmt: skip
         return {
             "plain": self.plain or None,
-            "calls": self.calls,
-            "sequences": self.sequences,
-            "steps": self.steps,
-            "sequence_steps": self.sequence_steps,
-            "tokens": self.tokens,
-            "tokens_per_step": self.tokens_per_step,
-            "draft_length": self.draft_length,
-            "acceptance_rate": self.acceptance_rate,
-            "guesses": self.guesses,
-            "window_tokens": self.window_tokens,
-            "accepted": {source.name.lower(): 0 for source in Source} | dict(self.accepted),
+            **{name: getattr(self, name) for name in numbers},
+            "accepted": {origin.name.lower(): 0 for origin in Source} | dict(self.accepted),
             "accepted_per_step": {str(n): count for n, count in sorted(self.accepted_per_step.items())},
             "reliability": [
                 dict(zip(("guesses", "predicted", "observed"), decile, strict=True)) for decile in self.reliability
@@ -175,18 +169,16 @@ class Stats:
     def __str__(self) -> str:
         if self.plain:
             return f"plain decoding: lookahead does not decode {self.plain}"
-        accepted = ", ".join(f"{source} {count}" for source, count in self.as_dict()["accepted"].items())
+        accepted = ", ".join(f"{name} {count}" for name, count in self.as_dict()["accepted"].items())
         seconds = ", ".join(f"{stage} {1000 * self.seconds[stage] / max(self.steps, 1):.2f}" for stage in STAGES)
         budgets = ""
         if self.chosen_budgets[1]:
-            budgets = (
-                f"tokens/s by the costs of the steps: {1 - self.regret:.3f} of the best fixed budget's, "
-                f"{self.best_fixed_budget}\n"
-            )
+            best = f"those of the best fixed budget, {self.best_fixed_budget}"
+            budgets = f"tokens/s according to step costs: {1 - self.regret:.3f} of {best}\n"
         return (
             f"{self.tokens} tokens in {self.steps} steps: {self.tokens_per_step:.2f} tokens per step\n"
             f"draft length {self.draft_length:.1f}, acceptance rate {self.acceptance_rate:.1%}; accepted: {accepted}\n"
-            f"predicted against observed acceptance: {self.calibration_gap:.3f} apart\n"
+            f"predicted and observed acceptance differ by {self.calibration_gap:.3f}\n"
             f"{budgets}"
             f"ms a step: {seconds}"
         )

@@ -1,4 +1,4 @@
-"""The text of a running generate(), piece by piece."""
+"""Stream the text of generate() in pieces."""
 
 import re
 import threading
@@ -10,37 +10,37 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
-CONTEXT = 16  # tokens, at least, that are decoded again before a new one, since decoders look back
+CONTEXT = 16  # least number of tokens that are decoded again before a new one, because decoders look back
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-UNDECODED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no character
-LONGEST_CLEANED = 3  # characters, from a space on, that a tokenizer's clean-up may still change
+UNDECODED = "\N{REPLACEMENT CHARACTER}"  # decoders write it for bytes that make no character
+LONGEST_CLEANED = 3  # most characters, beginning with a space, that a tokenizer's clean-up may still change
 
 
 def stream(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mapping, **options: Any
 ) -> Generator[str, None, None]:
-    """The text that ``model.generate`` writes after ``prompt``, in pieces (str) that come as it writes them.
+    """Yield the text that ``model.generate`` writes after ``prompt``, in pieces (str), as it writes them.
 
-    Joined, they are ``tokenizer.decode(new_ids, skip_special_tokens=True)``. A wrapped model decodes by lookahead, any
-    other as it always does. generate() runs in a thread of its own, from the first piece that is asked for; closing the
-    iterator, leaving its loop or Ctrl-C ends generate() at its next token, and the thread with it. Whatever generate()
-    raises is raised here.
+    Joined, the pieces are ``tokenizer.decode(new_ids, skip_special_tokens=True)``. A wrapped model decodes by
+    lookahead, any other model as usual. generate() runs in its own thread, which starts when the first piece is asked
+    for. If the iterator is closed, its loop is left or Ctrl-C is pressed, generate() and its thread end at the next
+    token. Errors of generate() are raised here.
 
-    prompt: a text; or messages, dicts with ``role`` and ``content``, for the tokenizer's chat template, the last of
-        which is continued if it is the assistant's; or what a tokenizer returns, with ``input_ids``, int64 [1, n].
-    options: anything else for ``model.generate``; stop_strings need no tokenizer here.
+    prompt: a text; or messages (dicts with ``role`` and ``content``) for the tokenizer's chat template, where a last
+        message of the assistant is continued; or a tokenizer's output, with ``input_ids``, int64 [1, n].
+    options: other arguments of ``model.generate``. The tokenizer that stop_strings need is passed along.
 
-    Raises TypeError for any other prompt; ValueError for a batch or an option that leaves nothing to stream.
+    Raises TypeError for any other prompt; ValueError for a batch or an option that cannot be streamed.
     """
     if options.get("streamer") is not None:
-        raise ValueError("stream() brings its own streamer: call model.generate to use another")
+        raise ValueError("stream() uses its own streamer: call model.generate to use another")
     if options.get("custom_generate") is not None:
-        raise ValueError("custom_generate gets no streamer from transformers: give stream() a wrapped model instead")
+        raise ValueError("transformers passes custom_generate no streamer: give stream() a wrapped model instead")
     return _run(model, tokenizer, {**_inputs(tokenizer, prompt, model.device), **options})
 
 
 def _inputs(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mapping, device: torch.device) -> dict:
-    """What generate() takes for ``prompt``."""
+    """Return the arguments of generate() for ``prompt``."""
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     elif isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt):
@@ -63,12 +63,12 @@ def _inputs(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mappi
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> Mapping:
-    """Inputs for the next message of the assistant, or for the rest of its last one; tensors [1, n].
+    """Return tensors [1, n] from which the model writes the assistant's next message, or continues its last one.
 
     Raises ValueError if the tokenizer has no chat template, jinja2.TemplateError if the template refuses the messages.
     """
     continues = messages[-1].get("role") == "assistant"
-    return tokenizer.apply_chat_template(  # type: ignore[return-value]  # as it is asked to
+    return tokenizer.apply_chat_template(  # type: ignore[return-value]  # a dict, because of return_dict
         messages,
         add_generation_prompt=not continues,
         continue_final_message=continues,
@@ -83,7 +83,8 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: di
     stop = StopWhenAsked()
     criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), stop])
     options = {"tokenizer": tokenizer, **options}
-    kind = model.device.type  # autocast is a thread's own, so it has to be carried over
+    kind = model.device.type
+    # Each thread has its own autocast, so this thread's is carried over.
     autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     def generate() -> None:
@@ -93,7 +94,7 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: di
                     **options, stopping_criteria=criteria, streamer=PieceStreamer(tokenizer, queue.put)
                 )
             queue.put(None)
-        except BaseException as error:  # the consumer's, whatever it is
+        except BaseException as error:  # the consumer raises it
             queue.put(error)
 
     thread = threading.Thread(target=generate, name="lookahead.stream")
@@ -104,13 +105,13 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: di
                 raise item
             yield item
     finally:
-        item = None  # an error holds this frame, which must not hold the error
+        item = None  # an error refers to this frame, so this frame must not refer to the error
         stop.asked = True
         thread.join()
 
 
 class StopWhenAsked(StoppingCriteria):
-    """Ends generate() at its next token once ``asked`` is true, and when the process ends."""
+    """Ends generate() at its next token once ``asked`` is true or the main thread has ended."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -121,20 +122,20 @@ class StopWhenAsked(StoppingCriteria):
 
 
 class TextPieces:
-    """Decodes tokens as they come into pieces of text that, joined, are the text of all tokens decoded together.
+    """Decodes tokens into pieces of text as they come. Joined, the pieces are the text of all tokens decoded together.
 
-    transformers' TextStreamer decodes each line by itself, which loses spaces where a tokenizer drops the first one,
-    and holds words back until the next space.
+    transformers' TextStreamer decodes each line by itself, so spaces are lost where a tokenizer drops a first space. It
+    also holds words back until the next space.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # decoded together: those since some settled place, and some before
-        self._settled = 0  # index into them; the text before it ends with a whole character
-        self._written = 0  # characters of their text that have been handed out
+        self._ids: list[int] = []  # the last tokens, which are decoded together
+        self._settled = 0  # index into _ids; the text before it ends with a whole character
+        self._written = 0  # characters of the text of _ids that have been returned
 
     def add(self, ids: list[int]) -> str:
-        """The text that ``ids`` complete; empty in the middle of a character of several tokens."""
+        """Return the text that ``ids`` complete; "" in the middle of a character of several tokens."""
         self._ids += ids
         text = self._decode(self._ids)
         end = self._certain(text)
@@ -142,13 +143,13 @@ class TextPieces:
         self._written = max(self._written, end)
         if end == len(text) and len(self._ids) - self._settled >= CONTEXT:
             tail = self._ids[self._settled :]
-            if context := self._decode(tail):  # with nothing before it, a first space would be dropped
+            if context := self._decode(tail):  # without context, a first space would be dropped
                 self._ids, self._written = tail, len(context)
             self._settled = len(self._ids)
         return piece
 
     def rest(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the text that was held back. Call it at the end of the text."""
         piece = self._decode(self._ids)[self._written :]
         self._ids, self._settled, self._written = [], 0, 0
         return piece
@@ -157,11 +158,11 @@ class TextPieces:
         return self._tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[return-value]  # one text
 
     def _certain(self, text: str) -> int:
-        """Characters of ``text`` that no further token can change."""
+        """Return the number of characters of ``text`` that no further token can change."""
         if text.endswith(UNDECODED):  # the first bytes of a character
             return self._written
         last = self._tokenizer.convert_ids_to_tokens(self._ids[-1]) if self._ids else None
-        if isinstance(last, str) and BYTE_TOKEN.fullmatch(last):  # a run of such tokens is decoded whole or not at all
+        if isinstance(last, str) and BYTE_TOKEN.fullmatch(last):  # later byte tokens may change how this one is decoded
             return self._written
         if getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
             space = text.find(" ", max(len(text) - LONGEST_CLEANED, 0))
@@ -171,12 +172,12 @@ class TextPieces:
 
 
 def without_half_character(text: str) -> str:
-    """``text`` less the first bytes of a character at its end, where its last token was not the character's last."""
+    """Return ``text`` without an incomplete character at its end."""
     return text.rstrip(UNDECODED)
 
 
 class PieceStreamer(BaseStreamer):
-    """A streamer that hands over the text of one sequence in pieces, none of them empty."""
+    """A streamer that calls ``write`` with the text of one sequence, in pieces that are not empty."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]):
         self._pieces = TextPieces(tokenizer)
@@ -186,8 +187,8 @@ class PieceStreamer(BaseStreamer):
     def put(self, value: torch.Tensor) -> None:
         if self._seen_prompt:
             self._hand_over(self._pieces.add(value.flatten().tolist()))
-        elif len(value) != 1:  # generate() puts the prompt first, once for each text
-            raise ValueError(f"one text is streamed, not {len(value)}: leave num_return_sequences at 1")
+        elif len(value) != 1:  # generate() puts the prompt first, [texts, n]
+            raise ValueError(f"only one text can be streamed, not {len(value)}: leave num_return_sequences at 1")
         self._seen_prompt = True
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""A bounded table of next-token evidence, and the trees of guesses grown from it. Knows nothing of models."""
+"""A table of fixed size that learns what follows a context, and grows trees of guesses. It needs no model, no torch."""
 
 from ngram_pool.pool import NgramPool, contexts_of
 from ngram_pool.storage import PoolFileError

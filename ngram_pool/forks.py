@@ -1,7 +1,7 @@
-"""Locks that are free in a forked child, and guard there what is whole.
+"""Locks that work in forked processes.
 
-A child begins with the one thread that forked. A lock that another thread held would never be released in it, and what
-it guards might be half written. So a fork waits until it has all locks, and the child gets new ones.
+A child begins with only the thread that forked. A lock that another thread held would never be released there, and the
+data behind it might be half written. So a fork first takes all locks, and the child gets new ones.
 """
 
 import os
@@ -9,15 +9,15 @@ import threading
 from contextlib import suppress
 from weakref import WeakSet
 
-_forking = threading.RLock()  # held while a process forks, and for each new lock
+_forking = threading.RLock()  # held while a process forks or a lock is made
 _locks: WeakSet["Lock"] = WeakSet()
-_held: list["Lock"] = []  # which the fork under way has taken
+_held: list["Lock"] = []  # the locks that the current fork has taken
 
 
 class Lock:
-    """A lock for anything that is copied and pickled: a copy has one of its own.
+    """A lock for objects that are copied and pickled: each copy gets a lock of its own.
 
-    No thread that holds one may wait for another, or two forks could lock each other.
+    A thread that holds one must not wait for another: two forks could then block each other.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def _before() -> None:
 
 def _after_in_parent() -> None:
     for lock in _held:
-        with suppress(RuntimeError):  # an interrupt came before it was taken
+        with suppress(RuntimeError):  # an interrupt came before this lock was taken
             lock._lock.release()
     _held.clear()
     _forking.release()

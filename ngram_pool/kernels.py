@@ -1,7 +1,7 @@
 """The pool's inner loops, compiled by numba: hash contexts, learn, weigh the evidence, grow the tree.
 
-They trust their arguments; `pool.py` checks them. What shapes a table stands here too, because numba caches compiled
-code by the file that it comes from.
+They trust their arguments; `pool.py` checks them. The constants that shape a table are here as well, because numba
+compiles this file's loops anew only when this file changes.
 """
 
 import heapq
@@ -17,17 +17,17 @@ from numba import njit
 from ngram_pool.memory import check_fits
 from ngram_pool.waiting import told_if_long
 
-# Kinds of contexts, the most specific first: (skip, length) takes the tokens at distances skip+1 .. length before the
-# next one. Those that skip the newest token say what tends to follow whatever stands there: they speak where the newest
-# token is new, and carry over what the model said beside a guess that it rejected.
+# Kinds of contexts, the most specific first: (skip, length) holds the tokens at distances skip+1 .. length before the
+# next one. Two kinds skip the newest token: they tell what follows whatever that token is. So they still know something
+# where the newest token is a rare one, or where the model rejected a guess and chose another token in its place.
 KINDS = ((0, 16), (0, 8), (0, 3), (0, 2), (1, 3), (0, 1), (1, 2), (0, 0))
-LONGEST = 16
-WIDTH = 8
-WAYS = 4
-NO_TOKEN = -1  # stands where a text has no token; nothing is learned across it
+LONGEST = 16  # tokens of the longest context
+WIDTH = 8  # next tokens in an entry
+WAYS = 4  # entries in a bucket
+NO_TOKEN = -1  # where a text has no token; nothing is learned across it
 
-# Belief in a kind, by class of its highest probability, before anything was seen of it; and how many observations that
-# counts for. What is learned fades by FADE with every observation.
+# Belief in each kind before it was observed, by class of its highest probability. It counts for PRIOR_STRENGTH
+# observations. What is learned fades by FADE with each observation.
 PRIOR = np.array([
     (0.45, 0.45, 0.60, 0.70),
     (0.45, 0.45, 0.55, 0.55),
@@ -40,31 +40,30 @@ PRIOR = np.array([
 ])  # fmt: skip
 PRIOR_STRENGTH = 20.0
 FADE = 0.9995
-PEAKS = PRIOR.shape[1]
-AMOUNTS = 6
-# How the kinds' joint word is corrected: each kind votes on each candidate, by class of the weight that it gives it.
-CLASSES = 6
-STEP = 0.02  # by which votes follow what was observed
-MOST_VOTES = 50.0  # of one kind and of all, so that no chance overflows
-# What a belief rests on: it was told so often at least, of so many times. FADE keeps the times below 1 / (1 - FADE).
-LEAST_TOLD = 1e-100  # so that no belief sinks to 0
-FEWEST_TIMES, MOST_TIMES = 1.0, 1.001 / (1 - FADE)
-OUTSIDE = 1e-4  # probability of a token that no context names
-LEAST = 1e-9  # probability that is left to all of those
+PEAKS = PRIOR.shape[1]  # classes of the highest probability in an entry, see `_peak`
+AMOUNTS = 6  # classes of the amount of evidence in an entry, see `_amount`
+CLASSES = 6  # classes of the weight that an entry gives a token, see `_class`; each kind has a vote for each class
+STEP = 0.02  # of the gradient descent that learns the votes
+MAX_VOTES = 50.0  # bound on each vote, and on the sum of a candidate's votes, so that exp() does not overflow
+# A belief is a fraction: how often the next token was credited to the kind, of how many times.
+MIN_TOLD = 1e-100  # keeps the belief above 0
+MIN_TIMES, MAX_TIMES = 1.0, 1.001 / (1 - FADE)  # FADE keeps the times below 1 / (1 - FADE)
+OUTSIDE = 1e-4  # probability of one token that no context names
+MIN_REST = 1e-9  # least probability that the kinds leave to all those tokens together
 
-# Weight of a new observation, by source (prompt, text, logits, jacobi, file), once there are several: newer evidence
+# Weight of a new observation, by origin (prompt, text, logits, jacobi, file), once an entry has several: newer evidence
 # outweighs older. The context of no tokens forgets slowly.
 RATES = np.array([0.25, 0.25, 0.65, 0.15, 0.1])
 SLOW_RATE = 0.02
 LOGITS = 2
 
-ROUNDING = 0.001  # by which the probabilities of a row may exceed 1 together; those of an entry, by twice that
+ROUNDING = 0.001  # the probabilities of a row may exceed 1 by this in total, those of an entry by twice this
 
 _SKIPS = np.array([skip for skip, _ in KINDS])
 _LENGTHS = np.array([length for _, length in KINDS])
-# Multilinear hashing (Lemire and Kaser 2014, arXiv 1202.4961): fixed random odd multipliers, one a distance from the
-# end of the context, and one salt a kind; arithmetic is modulo 2**64.
-_random = np.random.PCG64(0x6C6F6F6B).random_raw  # numpy promises that this stream never changes; saved pools need it
+# Multilinear hashing modulo 2**64 (Lemire and Kaser 2014, arXiv 1202.4961): a fixed random odd multiplier for each
+# distance from the end of the context, and a salt for each kind.
+_random = np.random.PCG64(0x6C6F6F6B).random_raw  # saved pools need this stream; numpy promises not to change it
 _MULTIPLIERS = _random(LONGEST) | np.uint64(1)
 _SALTS = _random(len(KINDS))
 _HALF = np.uint64(32)
@@ -72,11 +71,12 @@ _EMPTY = np.uint64(0)
 
 
 class Table(NamedTuple):
-    """n entries in buckets of WAYS; entry i holds what is known of the context with hash ``keys[i]``.
+    """n entries in buckets of WAYS. Entry i holds what is known of the context with hash ``keys[i]``.
 
-    keys: uint64 [n], 0 where the entry is empty. learned_at: uint32 [n], the clock when it was last learned.
-    counts: uint8 [n, 2], observations, and those of them that were logits rows; they stop at 255.
-    tokens, weights, sources: int32, float32, uint8 [n, WIDTH], next tokens with probabilities (0: no token).
+    keys: uint64 [n], 0 in an empty entry. learned_at: uint32 [n], the clock when the entry was last learned.
+    counts: uint8 [n, 2], observations, and how many of them were rows of logits; both stop at 255.
+    tokens, weights, sources: int32, float32, uint8 [n, WIDTH], next tokens, their probabilities (0: no token) and
+        their origins (`Source`).
     """
 
     keys: np.ndarray
@@ -87,32 +87,25 @@ class Table(NamedTuple):
     sources: np.ndarray
 
 
-COLUMNS = (
-    ("keys", np.uint64, 1),
-    ("learned_at", np.uint32, 1),
-    ("counts", np.uint8, 2),
-    ("tokens", np.int32, WIDTH),
-    ("weights", np.float32, WIDTH),
-    ("sources", np.uint8, WIDTH),
-)
-ENTRY_BYTES = sum(np.dtype(kind).itemsize * width for _, kind, width in COLUMNS)
+# The dtype and width of each column of a Table.
+_COLUMNS = (np.uint64, 1), (np.uint32, 1), (np.uint8, 2), (np.int32, WIDTH), (np.float32, WIDTH), (np.uint8, WIDTH)
+ENTRY_BYTES = sum(np.dtype(kind).itemsize * width for kind, width in _COLUMNS)
 
 
 def empty_table(entries: int) -> Table:
-    """Written to all over, for memory that is first touched later, page by page, would be waited for between steps.
+    """Return a table without evidence. Raises MemoryError if the machine has no room for it.
 
-    Raises MemoryError if the machine has no room for it.
+    The table is written to, so that the system provides its memory now and not page by page during decoding.
     """
     check_fits(entries * ENTRY_BYTES)
-    return Table(*(np.full((entries, width) if width > 1 else entries, 0, kind) for _, kind, width in COLUMNS))
+    return Table(*(np.full((entries, width) if width > 1 else entries, 0, kind) for kind, width in _COLUMNS))
 
 
 class Credence(NamedTuple):
-    """How far the evidence is believed; what `calibrate` learns.
+    """How far each kind of context is believed. `calibrate` learns it, `bound` keeps it within bounds.
 
-    belief: float64 [kinds, AMOUNTS, PEAKS, 2], how often the next token was a kind's to tell, and of how many times.
+    belief: float64 [kinds, AMOUNTS, PEAKS, 2], how often the next token was credited to a kind, and of how many times.
     votes: float64 [kinds, AMOUNTS, CLASSES], what a kind adds to the log of a candidate's chance.
-    `bound` says between what they lie.
     """
 
     belief: np.ndarray
@@ -126,18 +119,25 @@ def prior_credence() -> Credence:
 
 
 def _compiled(loop: Callable) -> Callable:
-    """What Python calls returns no array: numba runs Python to make one, where an interrupt becomes a SystemError."""
+    """Compile a loop on its first call, and keep the result on disk.
+
+    A loop that Python calls must not return an array. numba runs Python code to make one, and an interrupt there
+    becomes a SystemError.
+    """
     try:
         return njit(cache=True, nogil=True)(loop)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written to
         message = "no folder to keep compiled loops in: each process compiles them anew; set NUMBA_CACHE_DIR to one"
-        warnings.warn(message, stacklevel=1)  # from one place, so that it is shown once
+        warnings.warn(message, stacklevel=1)  # always from this line, so that it is shown once
         return njit(nogil=True)(loop)
 
 
 @_compiled
 def _hash(tokens, end, sums, keys):
-    """Keys of all kinds of contexts that end before index ``end`` of ``tokens``; _EMPTY for those not long enough."""
+    """Write the keys of all kinds of contexts before index ``end`` of ``tokens``; _EMPTY for kinds longer than that.
+
+    sums: scratch, uint64 [LONGEST + 1], 0 at index 0.
+    """
     known = 0
     for distance in range(min(end, LONGEST)):
         token = tokens[end - 1 - distance]
@@ -158,7 +158,7 @@ def _bucket(key, entries):
 
 @_compiled
 def _find(table, key):
-    """The entry of a key, or -1."""
+    """Return the entry of a key, or -1."""
     if key != _EMPTY:
         first = _bucket(key, len(table.keys))
         for entry in range(first, first + WAYS):
@@ -168,25 +168,27 @@ def _find(table, key):
 
 
 @_compiled
-def _claim(table, key, clock):
-    """An emptied entry for a new key: of its bucket, the one longest not learned for how often it has been."""
+def _age(table, entry, clock):
+    return np.int64(np.uint32(clock - table.learned_at[entry]))  # modulo 2**32, as the clock is
+
+
+@_compiled
+def _entry_for(table, key, clock):
+    """Return the entry that a new key takes: an empty one of its bucket, or the one with the greatest age / count."""
     first = _bucket(key, len(table.keys))
-    claimed, age, seen = first, np.int64(-1), np.int64(1)
+    found, age, seen = first, np.int64(-1), np.int64(1)
     for entry in range(first, first + WAYS):
         if table.keys[entry] == _EMPTY:
-            claimed = entry
-            break
-        its_age = np.int64(np.uint32(clock - table.learned_at[entry]))  # modulo 2**32, as the clock is
-        its_seen = np.int64(table.counts[entry, 0])
+            return entry
+        its_age, its_seen = _age(table, entry, clock), np.int64(table.counts[entry, 0])
         if its_age * seen > age * its_seen:
-            claimed, age, seen = entry, its_age, its_seen
-    _assign(table, claimed, key)
-    return claimed
+            found, age, seen = entry, its_age, its_seen
+    return found
 
 
 @_compiled
 def _assign(table, entry, key):
-    """Give an entry, emptied, to a key."""
+    """Empty an entry and give it to a key."""
     table.keys[entry] = key
     table.counts[entry] = 0
     table.weights[entry] = 0
@@ -194,9 +196,9 @@ def _assign(table, entry, key):
 
 @_compiled
 def _add(table, entry, token, weight, source):
-    """Add weight to a token of an entry; in a full entry it may take the place of the lightest.
+    """Add weight to a token of an entry. In a full entry, a new token replaces the lightest one if it weighs more.
 
-    A token is attributed to the source of the larger part of its weight.
+    The token's origin becomes ``source`` if that gives the larger part of its weight.
     """
     lightest = 0
     for place in range(WIDTH):
@@ -222,7 +224,8 @@ def _observe(table, keys, tokens, probabilities, source, clock):
             continue
         entry = _find(table, keys[kind])
         if entry < 0:
-            entry = _claim(table, keys[kind], clock)
+            entry = _entry_for(table, keys[kind], clock)
+            _assign(table, entry, keys[kind])
         table.learned_at[entry] = clock
         seen = table.counts[entry, 0]
         floor = SLOW_RATE if _LENGTHS[kind] == 0 else RATES[source]
@@ -241,13 +244,13 @@ def _observe(table, keys, tokens, probabilities, source, clock):
 
 @_compiled
 def are_ids(tokens) -> bool:
-    """Whether all tokens, of which there are some, lie in 0..2**31-1."""
+    """Whether all tokens, at least one, lie in 0..2**31-1."""
     return tokens.min() >= 0 and tokens.max() < 2**31
 
 
 @_compiled
 def are_distributions(probabilities) -> bool:
-    """Whether no probability is negative or NaN, and each row's sum is at most 1, give or take what rounding does."""
+    """Whether no probability is negative or NaN, and each row's sum is at most 1, but for rounding."""
     for row in range(len(probabilities)):
         total = 0.0
         for probability in probabilities[row]:
@@ -261,9 +264,9 @@ def are_distributions(probabilities) -> bool:
 
 @_compiled
 def flaw(table, largest, sources) -> str:
-    """What breaks the invariants of a table, "" if nothing does. The columns' shapes must be right.
+    """Say what breaks the invariants of a table whose columns have the right shapes; "" if nothing does.
 
-    largest: the largest token that it may hold. sources: how many sources there are.
+    largest: the largest token that it may hold. sources: number of origins that exist.
     """
     for entry in range(len(table.keys)):
         key, seen, rows = table.keys[entry], table.counts[entry, 0], table.counts[entry, 1]
@@ -299,9 +302,9 @@ def flaw(table, largest, sources) -> str:
 
 @_compiled
 def learn_text(table, tokens, start, source, clock) -> tuple[int, int]:
-    """Learn tokens[start:], each from those before it; the clock ticks once a token, or NO_TOKEN.
+    """Learn each of tokens[start:] from the tokens before it. The clock ticks once for each, NO_TOKEN included.
 
-    Returns how many tokens that were, and the largest of them, -1 if there is none.
+    Returns how many tokens were learned, and the largest of them, or -1.
     """
     sums, keys, certain = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64), np.ones(1)
     learned, largest = 0, -1
@@ -315,7 +318,7 @@ def learn_text(table, tokens, start, source, clock) -> tuple[int, int]:
 
 @_compiled
 def learn_rows(table, contexts, tokens, probabilities, sources, clock) -> None:
-    """Learn a distribution a row; the clock ticks once a row."""
+    """Learn a distribution from each row. The clock ticks once for each."""
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64)
     for row in range(len(contexts)):
         _hash(contexts[row], contexts.shape[1], sums, keys)
@@ -324,7 +327,7 @@ def learn_rows(table, contexts, tokens, probabilities, sources, clock) -> None:
 
 @_compiled
 def find_entries(table, contexts, kind, entries) -> None:
-    """Entries of one kind of context for rows of tokens, into ``entries``; -1 where nothing is known."""
+    """Write to ``entries`` the entry of each row's context of one kind, -1 where nothing is known."""
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64)
     for row in range(len(contexts)):
         _hash(contexts[row], contexts.shape[1], sums, keys)
@@ -333,9 +336,9 @@ def find_entries(table, contexts, kind, entries) -> None:
 
 @_compiled
 def merge(table, clock, other, other_clock, since) -> None:
-    """Add what the other table holds and ``since``, which it started from, does not, weighed by its counts.
+    """Add what the other table has learned after ``since``, the table that it started from, weighed by its counts.
 
-    An entry keeps its age by its own table's clock, and a full bucket makes room as it does in learning.
+    An entry keeps its age, by the clock of its own table. A full bucket evicts as in learning.
     """
     weights = np.empty(WIDTH, np.float32)
     for theirs in range(len(other.keys)):
@@ -347,16 +350,18 @@ def merge(table, clock, other, other_clock, since) -> None:
         if base >= 0:
             if other.learned_at[theirs] == since.learned_at[base] and seen == since.counts[base, 0]:
                 continue
-            if seen >= since.counts[base, 0]:  # else it was evicted and learned anew
+            if seen >= since.counts[base, 0]:  # otherwise the entry was evicted and learned anew
                 _subtract(since, base, other.tokens[theirs], weights, seen)
-                seen = max(seen - since.counts[base, 0], 1)  # at least 1 where the counts have reached their end
+                seen = max(seen - since.counts[base, 0], 1)  # 1 where the counts have stopped at 255
                 rows = min(max(rows - since.counts[base, 1], 0), seen)
         age = _age(other, theirs, other_clock)
         entry = _find(table, key)
         if entry < 0:
-            if not _has_room(table, key, clock, age, seen):
-                continue
-            entry = _claim(table, key, clock)
+            entry = _entry_for(table, key, clock)
+            its_seen = np.int64(table.counts[entry, 0])
+            if table.keys[entry] != _EMPTY and _age(table, entry, clock) * seen <= age * its_seen:
+                continue  # the new entry would be evicted before this one
+            _assign(table, entry, key)
         else:
             age = min(age, _age(table, entry, clock))
         held = np.int64(table.counts[entry, 0])
@@ -364,41 +369,22 @@ def merge(table, clock, other, other_clock, since) -> None:
         table.learned_at[entry] = np.uint32(clock - age)
         table.counts[entry, 0] = min(held + seen, 255)
         table.counts[entry, 1] = min(table.counts[entry, 1] + rows, 255)
-        for place in range(WIDTH):
-            table.weights[entry, place] *= 1 - share
+        table.weights[entry] *= 1 - share
         for place in range(WIDTH):
             if weights[place] > 0:
                 _add(table, entry, other.tokens[theirs, place], weights[place] * share, other.sources[theirs, place])
-        total = np.float32(0)
-        for place in range(WIDTH):
-            total += table.weights[entry, place]
+        total = table.weights[entry].sum()
         if total > 1 + ROUNDING:  # learning brings a sum back to 1, merging does not
-            for place in range(WIDTH):
-                table.weights[entry, place] /= total
-
-
-@_compiled
-def _has_room(table, key, clock, age, seen):
-    """Whether a key's bucket has an empty entry, or one that would go rather than one of this age and count."""
-    first = _bucket(key, len(table.keys))
-    for entry in range(first, first + WAYS):
-        its_seen = np.int64(table.counts[entry, 0])
-        if table.keys[entry] == _EMPTY or _age(table, entry, clock) * seen > age * its_seen:
-            return True
-    return False
-
-
-@_compiled
-def _age(table, entry, clock):
-    return np.int64(np.uint32(clock - table.learned_at[entry]))  # modulo 2**32, as the clock is
+            table.weights[entry] /= total
 
 
 @_compiled
 def _subtract(since, base, tokens, weights, seen):
-    """Leave of an entry's weights, which rest on ``seen`` observations, those of the ones made after ``since``.
+    """Reduce an entry's weights to those of the observations made after ``since``.
 
-    Exact where an entry is the mean of its observations, as after merging. Where learning gave the newer ones more
-    weight, the difference shows which tokens they were, and is scaled to what they can amount to.
+    base: the same context's entry in ``since``. seen: number of observations that the weights rest on.
+    This is exact where an entry is the mean of its observations, as after merging. Where learning gave newer
+    observations more weight, the difference still shows their tokens; it is scaled down to a sum of at most 1.
     """
     before = np.int64(since.counts[base, 0])
     new, total = max(seen - before, 1), np.float32(0)
@@ -412,16 +398,15 @@ def _subtract(since, base, tokens, weights, seen):
         weights[place] = max((seen * weights[place] - before * held) / new, 0)
         total += weights[place]
     if total > 1:
-        for place in range(WIDTH):
-            weights[place] /= total
+        weights /= total
 
 
 @_compiled
 def _look_up(table, credence, tokens, end, sums, keys, entries, amounts, beliefs):
-    """What is known before index ``end``: an entry (or -1) a kind, the class of its amount, and the belief in each.
+    """Find what is known before index ``end``: for each kind its entry (or -1), class of amount, and belief.
 
-    Belief goes from the most specific kind downwards, each leaving a rest to those after it; how much it takes is
-    learned by kind, amount of evidence, and how far that evidence agrees. Returns the rest that no kind takes.
+    Each kind, from the most specific on, takes a share of the belief and leaves the rest to those after it. The share
+    is learned by kind, amount of evidence and highest probability. Returns the rest that no kind takes.
     """
     _hash(tokens, end, sums, keys)
     rest = 1.0
@@ -432,13 +417,14 @@ def _look_up(table, credence, tokens, end, sums, keys, entries, amounts, beliefs
             amounts[kind] = _amount(table, entry)
             told = credence.belief[kind, amounts[kind], _peak(table, entry)]
             beliefs[kind] = rest * told[0] / told[1]
-            rest = max(rest - beliefs[kind], 0.0)  # it may be rounded up
+            rest = max(rest - beliefs[kind], 0.0)  # rounding could make it negative
     return rest
 
 
 @_compiled
 def _amount(table, entry):
-    """Class of an entry's evidence: text alone, seen once, a few times, often; or with logits rows, likewise."""
+    """Return the class of an entry's amount: 0 to 2 for text seen once, a few times, often; 3 to 5 for such counts of
+    logits rows."""
     seen, rows = table.counts[entry, 0], table.counts[entry, 1]
     if rows == 0:
         return 0 if seen == 1 else 1 if seen < 5 else 2
@@ -447,7 +433,7 @@ def _amount(table, entry):
 
 @_compiled
 def _peak(table, entry):
-    """Class of the highest probability in an entry."""
+    """Return the class of the highest probability in an entry."""
     highest = np.float32(0)
     for place in range(WIDTH):
         highest = max(highest, table.weights[entry, place])
@@ -456,7 +442,7 @@ def _peak(table, entry):
 
 @_compiled
 def _class(weight):
-    """Class of the weight that an entry gives a token; 0 is for a token that it does not hold."""
+    """Return the class of the weight that an entry gives a token; 0 for a token that it does not hold."""
     if weight <= 0.15:
         return 0 if weight <= 0 else 1
     return 2 if weight <= 0.4 else 3 if weight <= 0.7 else 4 if weight <= 0.95 else 5
@@ -464,24 +450,26 @@ def _class(weight):
 
 @_compiled
 def _held(table, entry, token):
-    """The weight that an entry gives a token."""
+    """Return the weight that an entry gives a token."""
     weight = np.float32(0)
     for place in range(WIDTH):
         if table.tokens[entry, place] == token:
-            weight = max(weight, table.weights[entry, place])  # a place of weight 0 names no token
+            weight = max(weight, table.weights[entry, place])  # another place with this token has weight 0: it is empty
     return weight
 
 
 @_compiled
 def _mix(table, votes, entries, amounts, beliefs, candidates, chances, tilts, origins):
-    """The kinds' joint word on the next token: candidates, their chances and sources. Returns how many there are.
+    """Write the candidates for the next token, their chances and origins. Returns the number of candidates.
 
-    Beliefs add up, so they cannot say that kinds which agree are surer than each is, nor that a long context's one
-    observation is worth less where the short ones, which saw more, hold nothing of it. Votes multiply, and say both.
-    tilts: scratch, the votes that each candidate has got.
+    Beliefs only add up. So they cannot express that kinds which agree are surer together, or that a long context's
+    single observation is worth less where shorter contexts, seen more often, lack the token. Votes multiply a
+    candidate's chance, and express both.
+
+    tilts: scratch, the sum of each candidate's votes relative to a token that no kind holds.
     """
-    found, silence = 0, 0.0  # what all kinds say of a token that they do not hold
-    others = 1.0
+    found, silence = 0, 0.0  # silence: the votes for a token that no kind holds
+    others = 1.0  # chance of the tokens that are not candidates
     for kind in range(len(KINDS)):
         entry = entries[kind]
         if entry < 0:
@@ -504,9 +492,9 @@ def _mix(table, votes, entries, amounts, beliefs, candidates, chances, tilts, or
             chances[known] += chance
             others -= chance
             tilts[known] += cast[_class(weight)] - cast[0]
-    total = max(others, LEAST)
+    total = max(others, MIN_REST)
     for candidate in range(found):
-        chances[candidate] *= math.exp(min(silence + tilts[candidate], MOST_VOTES))
+        chances[candidate] *= math.exp(min(silence + tilts[candidate], MAX_VOTES))
         total += chances[candidate]
     for candidate in range(found):
         chances[candidate] /= total
@@ -515,8 +503,8 @@ def _mix(table, votes, entries, amounts, beliefs, candidates, chances, tilts, or
 
 @_compiled
 def calibrate(table, credence, contexts, tokens, probabilities) -> None:
-    """Learn from what followed: the belief in each kind (a step of online EM on the mixture's weights), and the kinds'
-    votes (a step of gradient descent on the log loss)."""
+    """Learn from what followed each context: the beliefs, by a step of online expectation maximisation on the weights
+    of the mixture, and the votes, by a step of gradient descent on the log loss."""
     kinds = len(KINDS)
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(kinds, np.uint64)
     entries, amounts = np.empty(kinds, np.int64), np.empty(kinds, np.int64)
@@ -540,13 +528,13 @@ def calibrate(table, credence, contexts, tokens, probabilities) -> None:
             probability = probabilities[row, column]
             if probability <= 0:
                 continue
-            total = max(rest, LEAST) * OUTSIDE
+            total = max(rest, MIN_REST) * OUTSIDE
             for kind in range(kinds):
                 credit[kind] = 0.0
                 if entries[kind] >= 0:
                     credit[kind] = beliefs[kind] * _held(table, entries[kind], tokens[row, column])
                     total += credit[kind]
-            left = 1.0  # of the token, to the kinds from here on
+            left = 1.0  # credit for the token that is left to this kind and those after it
             for kind in range(kinds):
                 entry = entries[kind]
                 if entry >= 0:
@@ -560,13 +548,13 @@ def calibrate(table, credence, contexts, tokens, probabilities) -> None:
 
 @_compiled
 def bound(credence) -> None:
-    """Bring what rounding, or learning for ever, took out of its bounds back into them."""
+    """Bring beliefs and votes back within bounds, which rounding and endless learning may exceed."""
     votes, belief = credence.votes.reshape(-1), credence.belief.reshape(-1, 2)
     for cell in range(len(votes)):
-        votes[cell] = min(max(votes[cell], -MOST_VOTES), MOST_VOTES)
+        votes[cell] = min(max(votes[cell], -MAX_VOTES), MAX_VOTES)
     for cell in range(len(belief)):
-        times = min(max(belief[cell, 1], FEWEST_TIMES), MOST_TIMES)
-        belief[cell, 0], belief[cell, 1] = min(max(belief[cell, 0], LEAST_TOLD), times), times
+        times = min(max(belief[cell, 1], MIN_TIMES), MAX_TIMES)
+        belief[cell, 0], belief[cell, 1] = min(max(belief[cell, 0], MIN_TOLD), times), times
 
 
 @_compiled
@@ -582,10 +570,10 @@ def calibrate_text(table, credence, tokens, start) -> None:
 
 @_compiled
 def grow(table, credence, context, min_probability, max_depth, chain, tokens, parents, depths, joints, sources) -> int:
-    """The likeliest tree below ``context`` (int64 [LONGEST]), best first, laid out depth-first.
+    """Grow the likeliest tree below ``context`` (int64 [LONGEST]) best-first, and lay it out depth-first.
 
-    tokens, parents, depths, joints, sources: the arrays of a `GuessTree`, with room for as many nodes as are wanted.
-    They are filled from the front; the number of nodes is returned.
+    tokens, parents, depths, joints, sources: the arrays of a `GuessTree`, as long as it may have nodes. They are filled
+    from the front. Returns the number of nodes.
     """
     kinds, budget = len(KINDS), len(tokens)
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(kinds, np.uint64)
@@ -593,9 +581,9 @@ def grow(table, credence, context, min_probability, max_depth, chain, tokens, pa
     candidates = np.empty(kinds * WIDTH, np.int64)
     chances, tilts = np.empty(kinds * WIDTH), np.empty(kinds * WIDTH)
     origins = np.empty(kinds * WIDTH, np.int64)
-    paths = np.empty((budget + 1, LONGEST), np.int64)  # row 0 is the root's, row i + 1 that of node i
+    paths = np.empty((budget + 1, LONGEST), np.int64)  # row 0 is the root's context, row i + 1 that of node i
     paths[0] = context
-    frontier = [(0.0, 0, 0, 0)]  # negative probability, parent, token, source
+    frontier = [(0.0, 0, 0, 0)]  # negative probability, parent, token, origin; an element tells numba the types
     frontier.pop()
     count, node, joint, depth = 0, -1, 1.0, 0
     while True:
@@ -631,7 +619,7 @@ def grow(table, credence, context, min_probability, max_depth, chain, tokens, pa
 
 @_compiled
 def _depth_first(parents):
-    """Nodes in depth-first order, siblings in the order given; and the place of each node in it."""
+    """Return the nodes in depth-first order, siblings as they are, and the place of each node in that order."""
     count = len(parents)
     first_child, next_sibling = np.full(count + 1, -1), np.full(count, -1)
     for node in range(count - 1, -1, -1):
@@ -655,7 +643,7 @@ def _depth_first(parents):
 @cache
 @told_if_long("compiling the loops of n-gram pools, once on a machine")
 def compile_loops() -> None:
-    """Compile everything now (seconds), or load it from numba's cache (0.2 s), rather than inside the first guess."""
+    """Compile all loops (seconds) or load them from numba's cache (0.2 s), so that the first guess need not wait."""
     table, credence = empty_table(WAYS), prior_credence()
     row, certain = np.zeros((1, LONGEST), np.int64), np.ones((1, LONGEST))
     learn_text(table, row[0], 0, 0, 0)

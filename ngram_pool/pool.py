@@ -1,11 +1,11 @@
-"""One table for all evidence about which token follows which context.
+"""One table holds all evidence of which token follows which context.
 
     key      64-bit hash of some of the last tokens, for each kind of context in KINDS
-    entry    up to 8 next tokens with probabilities and sources, and how much evidence they rest on
-    table    fixed arrays of buckets of WAYS entries; a new key evicts the entry of its bucket with the greatest age
-             since it was last learned, divided by how often it was
+    entry    up to 8 next tokens with probabilities and origins, and how many observations they rest on
+    table    fixed arrays of buckets of WAYS entries. A new key evicts an entry of its bucket: the one whose time since
+             it was last learned, divided by its number of observations, is the greatest
 
-Two contexts that hash alike share an entry. That can only make a guess worse: every guess is verified by the model.
+Contexts whose hashes collide share an entry. That can only make guesses worse: the model verifies each of them.
 """
 
 import math
@@ -21,31 +21,31 @@ from ngram_pool.forks import Lock
 from ngram_pool.kernels import KINDS, LONGEST, NO_TOKEN, WAYS, Credence, Table
 from ngram_pool.tree import GuessTree, Ints, Source
 
-CHUNK = 16_384  # tokens of text learned under one hold of the lock, some 15 ms
-LISTED = 3  # tokens of the contexts that `most_confident` shows
-MOST_GUESSES = 2**16  # in one tree; more than any forward pass verifies
-LEAST_MEMORY_MB, MOST_MEMORY_MB = 0.001, 2**20  # some buckets; as many as 32 bits of a hash tell apart
-_TICKS = 2**32  # after so many positions a pool's clock begins again
-_MOST = 2**63 - 1  # observations that are counted, and what the clock of an older file may say
-# Least and most of a pool's counters, which are kept in its file's header.
-_COUNTERS = {"clock": (0, _MOST), "observations": (0, _MOST), "largest": (-1, 2**31 - 1)}
-# Of a pool's state, before it learns.
+CHUNK = 16_384  # tokens of text learned each time that the lock is held, about 15 ms
+LISTED_LENGTH = 3  # tokens of the contexts that `most_confident` lists
+MAX_NODES = 2**16  # in one tree; more than any pass verifies
+MIN_MEMORY_MB, MAX_MEMORY_MB = 0.001, 2**20  # a few buckets; as many as 32 bits of a hash distinguish
+_TICKS = 2**32  # a pool's clock wraps around after this many positions
+_MAX_COUNT = 2**63 - 1  # also for the clock, which older files do not wrap
+# The counters in a file's header, each with its least and greatest value.
+_COUNTERS = {"clock": (0, _MAX_COUNT), "observations": (0, _MAX_COUNT), "largest": (-1, 2**31 - 1)}
+# What `merge` needs of the state of a pool that has learned nothing.
 _NOTHING: dict = {"_table": kernels.empty_table(WAYS), "_clock": 0, "_observations": 0}
 
 
 class NgramPool:
-    """Evidence from text, logits and Jacobi trajectories, in memory fixed at construction.
+    """Evidence from text, logits and Jacobi trajectories, in memory of a fixed size.
 
-    All methods may be called from several threads: one lock makes each of them atomic; `learn` takes it piece by piece.
-    The compiled loops run without Python's global lock.
+    All methods are thread-safe. One lock makes each of them atomic; `learn` and `follow` take it for one CHUNK at a
+    time. The compiled loops run without Python's global lock.
     """
 
     def __init__(self, memory_mb: float = 16, vocabulary: str | None = None):
-        """memory_mb: MiB of the table.
-        vocabulary: fingerprint of the vocabulary that the ids belong to, by which a file for another one is refused.
+        """memory_mb: size of the table in MiB.
+        vocabulary: fingerprint of the vocabulary that the ids belong to. Pools of other vocabularies are refused.
 
-        Raises ValueError if ``memory_mb`` is no number in LEAST_MEMORY_MB..MOST_MEMORY_MB, or the vocabulary's name
-        cannot be printed; MemoryError if the machine has no room for the table.
+        Raises ValueError if ``memory_mb`` is not a number in MIN_MEMORY_MB..MAX_MEMORY_MB, or ``vocabulary`` is not
+        printable; MemoryError if the machine has no room for the table.
         """
         check_memory("memory_mb", memory_mb)
         if not _is_name(vocabulary):
@@ -66,7 +66,7 @@ class NgramPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table, the same for ever."""
+        """Bytes of the table; they never change."""
         return sum(column.nbytes for column in self._table)
 
     @property
@@ -81,18 +81,18 @@ class NgramPool:
 
     @property
     def observations(self) -> int:
-        """Number of tokens and distributions ever learned."""
+        """Number of tokens and distributions learned so far."""
         return self._observations
 
     @property
     def largest_token(self) -> int:
-        """Largest id ever learned as a next token, and so ever guessed; -1 if there is none."""
+        """Largest id learned as a next token so far, so no guess is larger; -1 if nothing was learned."""
         return self._largest
 
     @property
     def belief(self) -> np.ndarray:
-        """Float64 [kinds, amounts, peaks], a copy: how far a kind of context is believed before those after it in
-        KINDS, by class of its amount of evidence and of its highest probability. Learned by `calibrate`."""
+        """Float64 [kinds, amounts, peaks], a copy: the share of belief that a kind of context takes before the kinds
+        after it in KINDS, by class of its amount of evidence and of its highest probability. `calibrate` learns it."""
         with self._lock:
             return self._credence.belief[..., 0] / self._credence.belief[..., 1]
 
@@ -101,7 +101,7 @@ class NgramPool:
     def learn(self, tokens: Ints, source: Source = Source.TEXT, start: int = 0) -> None:
         """Learn every (context, next token) of ``tokens`` whose next token stands at index ``start`` or later.
 
-        tokens: sequence of ids; ``tokens[:start]`` serves as context only.
+        tokens: sequence of ids; ``tokens[:start]`` is only context. source: the evidence's origin.
         Raises ValueError for ids outside 0..2**31-1.
         """
         self._learn_text(_text(tokens), int(Source(source)), start)
@@ -115,25 +115,28 @@ class NgramPool:
     ) -> None:
         """Learn distributions over the next token.
 
-        contexts: int [n, c], the tokens before, newest last; a negative id stands where there is none.
-        tokens: int [n, k], distinct in a row. probabilities: float [n, k], in 0..1, a row's sum at most 1.
-        source: that of all rows, or one a row [n].
-        Raises ValueError for ids or probabilities out of range, NaN included, and for shapes that do not fit.
+        contexts: int [n, c], the tokens before, newest last; a negative id where there is no token.
+        tokens: int [n, k], distinct within a row. probabilities: float [n, k], in 0..1, each row's sum at most 1.
+        source: the evidence's origin, of all rows or [n] of each.
+        Raises ValueError for ids or probabilities out of range or NaN, and for shapes that do not match.
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         sources = np.array(np.broadcast_to(source, len(contexts)))
         if sources.dtype.kind not in "iu" or sources.min(initial=0) < 0 or sources.max(initial=0) >= len(Source):
-            raise ValueError(f"source={source} is not a Source, or not one a row")
+            raise ValueError(f"source={source} must be a Source, or hold one for each row")
         with self._lock:
             self._largest = max(self._largest, int(tokens.max(where=probabilities > 0, initial=-1)))
             kernels.learn_rows(self._table, contexts, tokens, probabilities, sources.astype(np.int64), self._clock)
             self._count(len(contexts), len(contexts))
 
     def learn_ngrams(self, ngrams: ArrayLike, source: Source = Source.JACOBI) -> None:
-        """Learn each n-gram (int [m, n], n >= 2) as text of its own: its first token predicts the second, and so on."""
+        """Learn each n-gram (int [m, n], n >= 2) as a text of its own: its first token predicts the second, and so on.
+
+        source: the evidence's origin. Raises ValueError for ids outside 0..2**31-1 or another shape.
+        """
         ngrams = _ids(ngrams)
         if ngrams.ndim != 2 or ngrams.shape[1] < 2:
-            raise ValueError(f"n-grams must be [m, n] with n of at least 2, not {ngrams.shape}")
+            raise ValueError(f"n-grams must be of shape [m, n] with n >= 2, not {ngrams.shape}")
         apart = np.pad(ngrams, ((0, 0), (1, 0)), constant_values=NO_TOKEN)
         self._learn_text(apart.ravel(), int(Source(source)), 0)
 
@@ -149,21 +152,21 @@ class NgramPool:
 
     def _count(self, positions: int, learned: int) -> None:
         self._clock = (self._clock + positions) % _TICKS
-        self._observations = min(self._observations + learned, _MOST)
+        self._observations = min(self._observations + learned, _MAX_COUNT)
 
     def calibrate(self, contexts: ArrayLike, tokens: ArrayLike, probabilities: ArrayLike) -> None:
-        """Adjust how far each kind of context is believed, given what followed contexts that came up.
+        """Adjust how far each kind of context is believed, by what followed these contexts.
 
-        Arguments and errors as for `learn_next`: what the model said of the next token, or simply the token itself
-        with probability 1. To be called before that is learned. Only contexts of the true text are a fair sample.
+        Arguments and errors as for `learn_next`: the model's distribution over the next token, or the token itself
+        with probability 1. Call it before the same is learned, and only for contexts of the true text: others are not
+        a fair sample.
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         with self._lock:
             kernels.calibrate(self._table, self._credence, contexts, tokens, probabilities)
 
     def follow(self, tokens: Ints, source: Source = Source.TEXT, start: int = 0) -> None:
-        """`calibrate` by every next token of ``tokens`` that stands at index ``start`` or later, then `learn` them: to
-        be called with each piece of a text as it is written.
+        """`calibrate` by the tokens from index ``start`` on, then `learn` them. Call it with each new piece of a text.
 
         Arguments and errors as for `learn`.
         """
@@ -179,17 +182,17 @@ class NgramPool:
         max_depth: int | None = None,
         chain: bool = False,
     ) -> GuessTree:
-        """The likeliest continuations of ``context`` as one tree, grown best-first; deterministic.
+        """Return the likeliest continuations of ``context`` as one tree, grown best-first. It is deterministic.
 
         context: sequence of ids, newest last; only the last LONGEST count.
-        budget: most nodes, at most MOST_GUESSES. min_probability: nodes must be above it. max_depth: deepest node.
-        chain: a single branch, for models that cannot branch.
-        Raises ValueError for ids outside 0..2**31-1, a NaN, a budget too large.
+        budget: most nodes, up to MAX_NODES. min_probability: each node is above it. max_depth: most nodes in a branch.
+        chain: a single branch, for models that cannot verify trees.
+        Raises ValueError for ids outside 0..2**31-1, a NaN or a budget that is too large.
         """
         budget = operator.index(budget)
-        if budget > MOST_GUESSES or math.isnan(min_probability):
+        if budget > MAX_NODES or math.isnan(min_probability):
             raise ValueError(
-                f"budget={budget} must be at most {MOST_GUESSES} and min_probability={min_probability} a number"
+                f"budget={budget} must be at most {MAX_NODES}, and min_probability={min_probability} a number"
             )
         tail = _text(context[-LONGEST:])
         depth = budget if max_depth is None else min(operator.index(max_depth), budget)
@@ -206,11 +209,12 @@ class NgramPool:
     # Sharing
 
     def merge(self, other: "NgramPool", since: "NgramPool | None" = None) -> None:
-        """Add the other pool's evidence, weighed by its amount; where room is short, what is old and rare gives way.
+        """Add the other pool's evidence, weighed by its number of observations. Full buckets evict as in learning.
 
-        since: the pool that the other was loaded or copied from, as it was then: only what has been learned since is
-            added. Without it, evidence that both pools started from counts twice. The pool merged into must hold it.
-        Raises ValueError if the pools are of different vocabularies, or ``since`` is not what both started from.
+        since: the pool from which the other was loaded or copied, as it was then. Only what the other has learned
+            since then is added; without it, evidence that both pools started from counts twice. This pool must hold
+            the evidence of ``since``, too.
+        Raises ValueError if the pools' vocabularies differ, or if they cannot both have started from ``since``.
         """
         for known in (other, since):
             if known is not None and self.vocabulary and known.vocabulary and self.vocabulary != known.vocabulary:
@@ -224,7 +228,7 @@ class NgramPool:
                 raise ValueError("since holds more than one of the pools to merge: they cannot have started from it")
             self.vocabulary = self.vocabulary or theirs["vocabulary"]
             self._largest = max(self._largest, theirs["_largest"])
-            # What this pool held before is older, but by `since` alone is it known how much.
+            # This pool's evidence is older than the other's. Only `since` tells by how much.
             self._count(theirs["_clock"] - before["_clock"] if since is not None else 0, learned)
             kernels.merge(self._table, self._clock, theirs["_table"], theirs["_clock"], before["_table"])
             if learned:
@@ -233,9 +237,10 @@ class NgramPool:
                 kernels.bound(self._credence)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the pool to ``path`` atomically: whatever happens on the way, the old file or the new one is there.
+        """Write the pool to ``path`` atomically: after a crash, either the old or the new file is there.
 
-        Needs the memory of the table once more for the time it takes.
+        Meanwhile it takes as much memory again as the table. Raises OSError if the file cannot be written, ValueError
+        if the vocabulary's name is too long.
         """
         state = self.__getstate__()
         arrays = state["_table"]._asdict() | state["_credence"]._asdict()
@@ -244,16 +249,17 @@ class NgramPool:
 
     @classmethod
     def load(cls, path: str | os.PathLike, vocabulary: str | None = None) -> "NgramPool":
-        """The pool saved at ``path``.
+        """Return the pool saved at ``path``.
 
-        vocabulary: refuse a file of another vocabulary than this. A file that names none is taken to be of this one.
-        Raises PoolFileError for a file that is truncated, corrupted, foreign, of another version or not sound.
+        vocabulary: the expected one. A file that names no vocabulary gets this one.
+        Raises PoolFileError for a file that is truncated, corrupted, not a pool, of another version or vocabulary, or
+        breaks a pool's invariants; OSError if it cannot be read.
         """
         header, arrays = storage.read(path)
         kernels.compile_loops()
-        lacking = np.empty(0)
-        table = Table(*(arrays.get(name, lacking) for name in Table._fields))
-        credence = Credence(*(arrays.get(name, lacking) for name in Credence._fields))
+        missing = np.empty(0)
+        table = Table(*(arrays.get(name, missing) for name in Table._fields))
+        credence = Credence(*(arrays.get(name, missing) for name in Credence._fields))
         flaw = _flaw(header, table, credence)
         if flaw:
             raise storage.PoolFileError(
@@ -261,7 +267,7 @@ class NgramPool:
             )
         if vocabulary and header["vocabulary"] and header["vocabulary"] != vocabulary:
             raise storage.PoolFileError(
-                f"{path} is of another vocabulary: {header['vocabulary']}, not {vocabulary}; ids would mean other text"
+                f"{path} is of another vocabulary: {header['vocabulary']}, not {vocabulary}; its ids mean other text"
             )
         pool = cls.__new__(cls)
         state = {f"_{name}": header[name] for name in _COUNTERS}
@@ -284,26 +290,26 @@ class NgramPool:
     # Looking inside
 
     def by_source(self) -> dict[str, int]:
-        """Number of next tokens held, by the name of the source that each is attributed to."""
+        """Return the number of next tokens held, by the name of their origin (`Source`)."""
         with self._lock:
             counts = np.bincount(self._table.sources[self._table.weights > 0], minlength=len(Source))
         return {source.name.lower(): int(counts[source]) for source in Source}
 
     def most_confident(self, count: int = 10) -> list[tuple[list[int], int, float, int]]:
-        """Contexts whose next token is surest: (context, next token, its probability, observations), surest first.
+        """List the contexts whose next token is surest: (context, next token, its probability, observations).
 
-        The table knows contexts by their hashes alone; those listed, of LISTED tokens, are found by going from token
-        to likely next token. Surest is the highest (observations * probability) / (observations + 1); observations are
-        counted up to 255.
+        They are sorted by observations * probability / (observations + 1), where observations are counted up to 255.
+        The table holds only hashes of contexts. So contexts of LISTED_LENGTH tokens are found by going from token to
+        likely next token.
         """
         with self._lock:
             contexts = np.unique(self._table.tokens[self._table.weights > 0]).astype(np.int64)[:, None]
-            for length in range(1, LISTED + 1):
+            for length in range(1, LISTED_LENGTH + 1):
                 entries = np.empty(len(contexts), np.int64)
                 kernels.find_entries(self._table, contexts, KINDS.index((0, length)), entries)
                 contexts, entries = contexts[entries >= 0], entries[entries >= 0]
                 weights, tokens = self._table.weights[entries], self._table.tokens[entries]
-                if length < LISTED:
+                if length < LISTED_LENGTH:
                     row, place = (weights > 0.1).nonzero()
                     contexts = np.concatenate([contexts[row], tokens[row, place, None]], axis=1)
             seen = self._table.counts[entries, 0].astype(np.int64)
@@ -315,15 +321,16 @@ class NgramPool:
         ]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the table keeps its invariants; for tests."""
+        """Raise AssertionError if the pool breaks its invariants; for tests."""
         with self._lock:
-            flaw = _flaw_in(self._table, self._credence, self._largest)
+            flaw = _flaw_in_arrays(self._table, self._credence, self._largest)
         if flaw:
             raise AssertionError(flaw)
 
 
 def contexts_of(text: Ints, count: int) -> np.ndarray:
-    """Int64 [count, LONGEST]: the contexts that the last ``count`` tokens of a text close, for `learn_next`."""
+    """Return int64 [count, LONGEST], the contexts that end with each of a text's last ``count`` tokens, for
+    `learn_next`."""
     padded = np.concatenate([np.full(LONGEST, NO_TOKEN), text])
     return np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[len(text) + 1 - count :]
 
@@ -334,7 +341,7 @@ def _ids(tokens: ArrayLike) -> np.ndarray:
         return tokens.astype(np.int64)
     if tokens.dtype.kind not in "iu":
         raise ValueError(f"token ids must be whole numbers in 0..2**31-1, not of dtype {tokens.dtype}")
-    ids = _for_loops(tokens, np.int64)  # those that it has no room for become negative
+    ids = _for_loops(tokens, np.int64)  # ids that do not fit become negative
     if not kernels.are_ids(ids.ravel()):
         raise ValueError(f"token ids must lie in 0..2**31-1, not {tokens.min()}..{tokens.max()}")
     return ids
@@ -343,12 +350,12 @@ def _ids(tokens: ArrayLike) -> np.ndarray:
 def _text(tokens: Ints) -> np.ndarray:
     tokens = _ids(tokens)
     if tokens.ndim != 1:
-        raise ValueError(f"tokens must be one sequence of ids, not of shape {tokens.shape}")
+        raise ValueError(f"tokens must be one sequence of ids, not an array of shape {tokens.shape}")
     return tokens
 
 
 def _for_loops(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
-    """As the compiled loops take it; for arrays that are read-only or not contiguous numba would compile them anew."""
+    """Return the array as the compiled loops take it. numba would compile them anew for other dtypes and layouts."""
     array = array.astype(dtype, order="C", copy=False)
     return array if array.flags.writeable else array.copy()
 
@@ -356,7 +363,7 @@ def _for_loops(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
 def _rows(
     contexts: ArrayLike, tokens: ArrayLike, probabilities: ArrayLike
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The arguments of `NgramPool.learn_next`, checked: int64, int64, float64."""
+    """Check the arguments of `NgramPool.learn_next`, and return them as int64, int64 and float64."""
     contexts, tokens, probabilities = np.asarray(contexts), _ids(tokens), np.asarray(probabilities, float)
     if contexts.ndim != 2 or tokens.ndim != 2 or tokens.shape != probabilities.shape:
         raise ValueError(
@@ -371,35 +378,35 @@ def _rows(
         )
     probabilities = _for_loops(probabilities, np.float64)
     if not kernels.are_distributions(probabilities):
-        raise ValueError("probabilities must lie in 0..1, and a row's sum too; NaN is refused")
+        raise ValueError("probabilities and the sum of each row must lie in 0..1, without NaN")
     return _for_loops(contexts[:, -LONGEST:], np.int64), tokens, probabilities
 
 
 def _flaw(header: dict, table: Table, credence: Credence) -> str:
-    """What keeps a file's content, an empty array where it lacks one, from being a pool's; "" if nothing does."""
+    """Say why a file's content is not that of a pool; "" if it is. A missing array is given as an empty one."""
     for name, (least, most) in _COUNTERS.items():
         if type(header.get(name)) is not int or not least <= header[name] <= most:
             return f"{name} is not a whole number in {least}..{most}"
     if not _is_name(header.get("vocabulary", 0)):
         return "the vocabulary's name cannot be printed"
     entries = table.keys.size
-    if not WAYS <= entries <= MOST_MEMORY_MB * 2**20 // kernels.ENTRY_BYTES or entries % WAYS:
-        return "keys fill no buckets"
+    if not WAYS <= entries <= MAX_MEMORY_MB * 2**20 // kernels.ENTRY_BYTES or entries % WAYS:
+        return "the keys do not fill whole buckets"
     table_like, credence_like = kernels.empty_table(WAYS), kernels.prior_credence()
     shapes = [*((entries, *like.shape[1:]) for like in table_like), *(like.shape for like in credence_like)]
     names, likes = (*Table._fields, *Credence._fields), (*table_like, *credence_like)
     for name, array, like, shape in zip(names, (*table, *credence), likes, shapes, strict=True):
         if array.dtype != like.dtype or array.shape != shape:
             return f"{name} is missing, or not {like.dtype} of shape {shape}"
-    return _flaw_in(table, credence, header["largest"])
+    return _flaw_in_arrays(table, credence, header["largest"])
 
 
-def _flaw_in(table: Table, credence: Credence, largest: int) -> str:
-    """The same of arrays of the right shapes. The compiled loops, which check nothing, rely on it."""
+def _flaw_in_arrays(table: Table, credence: Credence, largest: int) -> str:
+    """The same for arrays of the right shapes. The compiled loops rely on it: they check nothing."""
     bounded = Credence(*(array.copy() for array in credence))
     kernels.bound(bounded)
     if not all(np.array_equal(array, within) for array, within in zip(credence, bounded, strict=True)):
-        return "a belief is not between 0 and 1, or a vote out of bounds"
+        return "a belief or a vote is out of bounds"
     return kernels.flaw(table, largest, len(Source))
 
 
@@ -408,7 +415,7 @@ def _is_name(vocabulary: object) -> bool:
 
 
 def check_memory(name: str, memory_mb: float) -> None:
-    """Raises ValueError, which calls it ``name``, for a pool's memory that is no number or out of range."""
+    """Raise ValueError unless a pool's memory is a number within bounds. name: the setting's name, for the message."""
     is_number = isinstance(memory_mb, numbers.Real) and not isinstance(memory_mb, bool)
-    if not is_number or not LEAST_MEMORY_MB <= memory_mb <= MOST_MEMORY_MB:
-        raise ValueError(f"{name}={memory_mb!r} must be a number of MiB in {LEAST_MEMORY_MB}..{MOST_MEMORY_MB}")
+    if not is_number or not MIN_MEMORY_MB <= memory_mb <= MAX_MEMORY_MB:
+        raise ValueError(f"{name}={memory_mb!r} must be a number of MiB in {MIN_MEMORY_MB}..{MAX_MEMORY_MB}")

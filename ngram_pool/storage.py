@@ -1,12 +1,12 @@
 """Pool files: one preamble, one header, then arrays.
 
-magic "NGRMPOOL" | version, uint32 | length of the header, uint32 | length of the file, uint64
-    | xxh3-128 of the fields before it and of all that follows, 16 bytes
-header, JSON: the caller's fields; "arrays": name, dtype, shape of each
+preamble: magic "NGRMPOOL" | version, uint32 | length of the header, uint32 | length of the file, uint64
+    | xxh3-128 of these fields, the header and the arrays, 16 bytes
+header, JSON: the caller's fields; "arrays": name, dtype and shape of each
 arrays, in the header's order
 
-A save writes to a temporary file beside the pool, which it keeps locked. Whoever finds such a file of the same pool
-without a lock knows that its process was killed, on whichever machine, and removes it.
+A save writes to a temporary file beside the pool and keeps it locked. If such a file has no lock, the process that
+wrote it was killed, on this or another machine; the next save of the same pool removes the file.
 """
 
 import json
@@ -32,31 +32,30 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # not a module there
 
 MAGIC = b"NGRMPOOL"
-VERSION = 2  # to be raised with any change of the arrays, of the hashing or of the kinds of contexts
+VERSION = 2  # raise it with any change of the arrays, the hashing or the kinds of contexts
 _FIELDS = struct.Struct("<8sIIQ")
 _PREAMBLE = _FIELDS.size + 16
-_LONGEST_HEADER = 2**16  # bytes; what is parsed takes many times as much
+_MAX_HEADER = 2**16  # bytes; parsing takes many times that memory
 _DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in (np.uint8, np.int32, np.uint32, np.uint64, np.float32, float)}
 
 
 class PoolFileError(ValueError):
-    """A file that is no pool of this version and vocabulary, or not a whole one."""
+    """A file is damaged, or is not a pool of this version and vocabulary."""
 
 
 def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) -> None:
-    """Replace ``path`` atomically: a temporary file beside it is written, synced to disk and renamed.
+    """Replace ``path`` atomically: write a temporary file beside it, sync it to disk and rename it.
 
-    A new file is for its owner alone (mode 0600). A file that is replaced hands on its mode, and its owner and group
-    where this process may give files to them; where it may not, they become the process's own, and the group loses
-    its rights.
+    A new file has mode 0600. A replaced file hands on its mode, and its owner and group where this process may set
+    them. Otherwise the new file belongs to this process, and its group has no rights.
 
     Raises ValueError for a header that is too long; OSError if the file cannot be written.
     """
-    path = Path(os.path.realpath(path))  # a link stays a link
+    path = Path(os.path.realpath(path))  # replace a link's target, not the link
     described = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     head = json.dumps({**header, "arrays": described}).encode()
-    if len(head) > _LONGEST_HEADER:
-        raise ValueError(f"a header of {len(head)} bytes, above {_LONGEST_HEADER}: shorten the vocabulary's name")
+    if len(head) > _MAX_HEADER:
+        raise ValueError(f"the header has {len(head)} bytes, above {_MAX_HEADER}: shorten the vocabulary's name")
     parts: list[bytes | memoryview] = [head]
     parts += (np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays.values())
     size = _PREAMBLE + sum(len(part) for part in parts)
@@ -66,7 +65,7 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
         digest.update(part)
     replaced = os.lstat(path) if os.path.lexists(path) else None
     if replaced is not None and not stat.S_ISREG(replaced.st_mode):
-        raise OSError(f"{path} is not a regular file, and would be replaced by one: name another")
+        raise OSError(f"{path} is not a regular file and is not replaced by one: give another name")
     _remove_leftovers(path)
     with _temporary(path) as (file, temporary):
         file.write(fields + digest.digest())
@@ -77,9 +76,9 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
             _hand_on(replaced, file.fileno())
         os.fsync(file.fileno())
         if fcntl is None:
-            file.close()  # Windows renames no open file
+            file.close()  # Windows cannot rename an open file
         os.replace(temporary, path)
-    with suppress(OSError):  # make the rename durable too, where the system can
+    with suppress(OSError):  # make the rename durable as well, where the system can
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -88,13 +87,13 @@ def write(path: str | os.PathLike, header: dict, arrays: dict[str, np.ndarray]) 
 
 
 def _prefix(path: Path) -> str:
-    """What the names of the temporary files of one pool begin with, however long its own name is."""
+    """Return how the names of a pool's temporary files begin; short, even if the pool's own name is long."""
     return f".{xxhash.xxh3_64_hexdigest(os.fsencode(path.name))}-"
 
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """A locked file beside ``path``, for its owner alone, and its name; removed in the end if it still has that."""
+    """Open and lock a file of mode 0600 beside ``path``. It is removed at the end, unless it was renamed."""
     while True:
         temporary = path.with_name(f"{_prefix(path)}{secrets.token_hex(8)}.tmp")
         try:
@@ -102,13 +101,13 @@ def _temporary(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
                 if _lock(file.fileno()) is not False and temporary.exists():
                     yield file, temporary
                     return
-                # Someone took it for a leftover before it was locked: once more, under another name.
+                # Another save took it for a leftover before it was locked. Try again under another name.
         finally:
             temporary.unlink(missing_ok=True)
 
 
 def _lock(file: int) -> bool | None:
-    """Lock a file until it is closed. False if another process has locked it; None where files cannot be locked."""
+    """Lock a file until it is closed. Return False if another process has it, None where files cannot be locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -119,7 +118,7 @@ def _lock(file: int) -> bool | None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what killed saves to ``path`` have left beside it. Files that cannot be locked are left alone."""
+    """Remove the temporary files of killed saves to ``path``. Files that cannot be locked are left alone."""
     if fcntl is None:
         return
     leftovers = re.compile(re.escape(_prefix(path)) + r"[0-9a-f]{16}\.tmp")
@@ -136,7 +135,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _hand_on(replaced: os.stat_result, file: int) -> None:
-    """Give an open file the mode of the one that it replaces, and its owner and group where this process may."""
+    """Give an open file the mode of the file that it replaces, and its owner and group where this process may."""
     mode = stat.S_IMODE(replaced.st_mode) & 0o777
     try:
         os.fchown(file, replaced.st_uid, replaced.st_gid)
@@ -144,24 +143,24 @@ def _hand_on(replaced: os.stat_result, file: int) -> None:
         try:
             os.fchown(file, -1, replaced.st_gid)
         except OSError:
-            mode &= ~stat.S_IRWXG  # they were another group's
+            mode &= ~stat.S_IRWXG  # these rights were another group's
     os.fchmod(file, mode)
 
 
 def is_pool_file(path: str | os.PathLike) -> bool:
-    """Whether a file begins as pool files do, whole or not."""
+    """Whether a file begins like a pool file; it may be damaged."""
     with open(path, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
 def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
-    """Header and arrays of a file, read into memory.
+    """Read the header and the arrays of a file into memory.
 
-    Nothing is mapped: whoever shortens a mapped file takes the process down. Takes the memory of the arrays, which is
-    never more than the file's length, and what a short header needs.
+    The file is not mapped: if somebody shortened a mapped file, this process would crash. The arrays take no more
+    memory than the file is long.
 
-    Raises PoolFileError if it is not one, truncated, corrupted, of another version or larger than the machine's memory;
-    OSError if it cannot be opened or read.
+    Raises PoolFileError if the file is not a pool, is truncated or corrupted, has another version or exceeds the
+    machine's memory; OSError if it cannot be opened or read.
     """
     with open(path, "rb") as file:
         preamble = file.read(_PREAMBLE)
@@ -171,36 +170,36 @@ def read(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
             raise PoolFileError(f"{path} is truncated: {len(preamble)} bytes")
         _, version, head_length, length = _FIELDS.unpack_from(preamble)
         if version > VERSION:
-            raise PoolFileError(f"{path} has format {version}, newer than {VERSION}, the newest known here: upgrade")
+            raise PoolFileError(f"{path} has format {version}, newer than {VERSION}, the newest readable one: upgrade")
         if version < VERSION:
             raise PoolFileError(f"{path} has format {version}, which is no longer read: build the pool again")
         size = os.fstat(file.fileno()).st_size
         if size < length:
             raise PoolFileError(f"{path} is truncated: {size} of {length} bytes")
         if size > length:
-            raise PoolFileError(f"{path} is corrupted: {size} bytes where it says {length}")
+            raise PoolFileError(f"{path} is corrupted: it has {size} bytes, but says {length}")
         digest = xxhash.xxh3_128(preamble[: _FIELDS.size])
-        head = file.read(min(head_length, _LONGEST_HEADER))
+        head = file.read(min(head_length, _MAX_HEADER))
         digest.update(head)
         try:
             if len(head) < head_length:
-                raise ValueError(f"a header of {head_length} bytes")
-            header, arrays = _described(head, length - _PREAMBLE - head_length)
+                raise ValueError(f"the header's length is {head_length} bytes")
+            header, arrays = _parse_header(head, length - _PREAMBLE - head_length)
         except (ValueError, RecursionError, MemoryError) as error:
             raise PoolFileError(f"{path} is corrupted or not of this format: {error}") from error
         for array in arrays.values():
             content = array.reshape(-1).view(np.uint8).data
-            file.readinto(content)  # less, if someone shortens the file just now; the checksum tells
+            file.readinto(content)  # reads less if the file has just been shortened: the checksum tells
             digest.update(content)
     if digest.digest() != preamble[_FIELDS.size :]:
         raise PoolFileError(f"{path} is corrupted: its content does not match its checksum")
     return header, arrays
 
 
-def _described(head: bytes, nbytes: int) -> tuple[dict, dict[str, np.ndarray]]:
-    """The caller's fields, and arrays to be filled with the ``nbytes`` that follow. Trusts nothing.
+def _parse_header(head: bytes, nbytes: int) -> tuple[dict, dict[str, np.ndarray]]:
+    """Return the caller's fields, and empty arrays for the ``nbytes`` that follow the header. Trusts nothing.
 
-    Raises ValueError for anything that `write` would not write; RecursionError for JSON too deep; MemoryError.
+    Raises ValueError for a header that `write` would not write; RecursionError for JSON too deep; MemoryError.
     """
     header = json.loads(head)
     if not isinstance(header, dict) or not isinstance(header.get("arrays"), list):
@@ -211,14 +210,14 @@ def _described(head: bytes, nbytes: int) -> tuple[dict, dict[str, np.ndarray]]:
             raise ValueError("an array is not described by name, dtype and shape")
         name, dtype, shape = described
         if not isinstance(name, str) or name in kinds:
-            raise ValueError("an array has no name, or that of another")
+            raise ValueError("an array has no name, or the name of another array")
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise ValueError("an array is of an unknown dtype")
+            raise ValueError("an array has an unknown dtype")
         if not isinstance(shape, list) or not all(type(side) is int and 0 <= side <= nbytes for side in shape):
             raise ValueError("a shape is not a list of sizes that the file has room for")
         kinds[name] = _DTYPES[dtype], shape
     described = sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds.values())
     if described != nbytes:
-        raise ValueError(f"{nbytes} bytes of arrays where the header describes {described}")
+        raise ValueError(f"the file has {nbytes} bytes of arrays, but the header describes {described}")
     check_fits(nbytes)
     return header, {name: np.empty(shape, dtype) for name, (dtype, shape) in kinds.items()}

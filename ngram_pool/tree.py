@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Ints = Sequence[int] | np.ndarray
-"""A sequence of them: ids of tokens, places in a tree."""
 
 
 class Source(IntEnum):
-    """Where a piece of evidence came from; accepted tokens are attributed to it."""
+    """The origin of evidence in a pool. An accepted token is counted for the origin of its guess.
+
+    A source of guesses is something else: an object that proposes trees, such as a pool as a whole.
+    """
 
     PROMPT = 0
     TEXT = 1
@@ -26,16 +28,15 @@ class Source(IntEnum):
 class GuessTree:
     """n guessed tokens below the root (the last accepted token, which is not a node).
 
-    Trees grown by a pool stand in depth-first order, likeliest child first, so that the likeliest path is contiguous
-    from node 0 on.
+    A pool lays its trees out depth-first, likeliest child first. So the likeliest path is contiguous from node 0 on.
 
     tokens: int64 [n].
-    parents: int64 [n], the index of an earlier node, or -1 for the root. No two children of a node have the same token.
+    parents: int64 [n], the index of an earlier node, or -1 for the root. The children of a node have distinct tokens.
     depths: int64 [n], 1 for children of the root.
-    probabilities: float64 [n], estimated probability that the node is accepted, never above its parent's.
-    sources: int64 [n], the `Source` that each node is attributed to; -1: whoever proposes it.
+    probabilities: float64 [n], the estimated probability that the node is accepted, at most its parent's.
+    sources: int64 [n], the `Source` that an accepted node counts for; -1: the source of guesses that proposes the tree.
 
-    Raises ValueError for anything else, naming the node.
+    Raises ValueError, naming the node, for a tree that breaks these rules.
     """
 
     tokens: np.ndarray
@@ -56,14 +57,14 @@ class GuessTree:
         self._check(self.tokens >= 0, "token", self.tokens, "0 or more")
         chances = self.probabilities
         above = np.where(self.parents < 0, 1.0, chances[self.parents])
-        is_sound = (chances >= 0) & (chances <= above)  # not of a NaN
+        is_sound = (chances >= 0) & (chances <= above)  # false for NaN
         self._check(is_sound, "probability", chances, "a number from 0 to its parent's, or to 1 below the root")
         below = np.where(self.parents < 0, 0, self.depths[self.parents]) + 1
-        self._check(self.depths == below, "depth", self.depths, "its parent's and 1")
+        self._check(self.depths == below, "depth", self.depths, "its parent's depth plus 1")
         order = np.lexsort((self.tokens, self.parents))
         is_repeated = np.zeros(n, bool)
         is_repeated[order[1:]] = (np.diff(self.tokens[order]) == 0) & (np.diff(self.parents[order]) == 0)
-        self._check(~is_repeated, "token", self.tokens, "another one than those of its siblings")
+        self._check(~is_repeated, "token", self.tokens, "different from its siblings' tokens")
 
     @staticmethod
     def _check(is_sound: np.ndarray, name: str, values: np.ndarray, wanted: str) -> None:
@@ -81,14 +82,14 @@ class GuessTree:
 
     @classmethod
     def trusted(cls, *arrays: np.ndarray) -> "GuessTree":
-        """Of arrays that keep all rules for certain, so that nothing is checked: a step has no time for it."""
+        """Make a tree of arrays that are known to keep the rules. Checking them would take too long in each step."""
         tree = object.__new__(cls)
         vars(tree).update(zip(cls.__dataclass_fields__, arrays, strict=True))
         return tree
 
     @classmethod
     def of(cls, tokens: Ints, parents: Ints, source: ArrayLike = -1, probabilities: ArrayLike = 1.0) -> "GuessTree":
-        """Given guesses, parents first. source, probabilities: of all nodes, or of each."""
+        """Make a tree of these guesses, parents first. source, probabilities: one for all nodes, or one for each."""
         parents = np.asarray(parents, np.int64)
         depths = np.ones(len(parents), np.int64)
         for node, parent in enumerate(parents.tolist()):
@@ -100,22 +101,22 @@ class GuessTree:
 
     @classmethod
     def chain(cls, tokens: Ints, source: ArrayLike = -1, probabilities: ArrayLike = 1.0) -> "GuessTree":
-        """A single branch of given guesses."""
+        """Make a tree of a single branch."""
         return cls.of(tokens, np.arange(-1, len(tokens) - 1), source, probabilities)
 
     @cached_property
     def ranking(self) -> np.ndarray:
-        """Int64 [n], indices of the nodes, the likeliest first; of equally likely ones the earlier."""
+        """Int64 [n], the nodes' indices, likeliest first; of equally likely nodes, the earlier comes first."""
         return np.argsort(-self.probabilities, kind="stable")
 
     def likeliest(self, count: int) -> "GuessTree":
-        """The tree of the ``count`` likeliest nodes, in the order that they have here."""
+        """Return the tree of the ``count`` likeliest nodes, in their present order."""
         if count >= len(self):
             return self
-        return self.part(np.sort(self.ranking[:count]))  # parents first: none is likelier
+        return self.part(np.sort(self.ranking[:count]))  # holds each node's parent, which is at least as likely
 
     def likeliest_chain(self) -> "GuessTree":
-        """The branch that takes the likeliest child at each node."""
+        """Return the branch that takes the likeliest child at each node."""
         kept: list[int] = []
         while True:
             children = np.flatnonzero(self.parents == (kept[-1] if kept else -1))
@@ -124,16 +125,11 @@ class GuessTree:
             kept.append(int(children[self.probabilities[children].argmax()]))
 
     def part(self, kept: np.ndarray) -> "GuessTree":
-        """The tree of these nodes, int64 [k], rising, with each its parent."""
-        places = np.full(len(self) + 1, -1)  # the last is the root's, whose index is -1
+        """Return the tree of the nodes ``kept``: int64 [k], ascending, each node's parent among them."""
+        places = np.full(len(self) + 1, -1)  # the last place is the root's, whose index is -1
         places[kept] = np.arange(len(kept))
-        return GuessTree.trusted(
-            self.tokens[kept],
-            places[self.parents[kept]],
-            self.depths[kept],
-            self.probabilities[kept],
-            self.sources[kept],
-        )
+        parents, chances = places[self.parents[kept]], self.probabilities[kept]
+        return GuessTree.trusted(self.tokens[kept], parents, self.depths[kept], chances, self.sources[kept])
 
 
 def _of_all(values: np.ndarray, count: int) -> np.ndarray:

@@ -1,16 +1,16 @@
-"""A word to whoever sits before a terminal and waits."""
+"""Messages for a user who waits at a terminal."""
 
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PATIENCE = 1.0  # seconds that nobody wonders about
+PATIENCE = 1.0  # seconds of silence before the message
 
 
 @contextmanager
 def told_if_long(what: str) -> Iterator[None]:
-    """Write ``what`` is going on to stderr, if it is a terminal, and if it goes on for longer than PATIENCE."""
+    """Write ``what`` to stderr if the block runs for longer than PATIENCE and stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -310,7 +310,7 @@ def test_commands():
     result = chat("/system # Sorting.\nimport\n/system\n/reset\nimport\n")
     assert result.stdout.endswith(once)
     assert result.stdout != once * 2
-    assert result.stderr.index("the model is instructed\n") < result.stderr.index("the model is without instructions\n")
+    assert result.stderr.index("the model is instructed\n") < result.stderr.index("the model has no instructions\n")
     result = chat("/help\n/nonsense\nimport\n/usr/bin\n")
     assert all(f"{command}  " in result.stderr for command in ("/system TEXT", "/reset", "/stats", "/help", "/exit"))
     assert result.stderr.count("no such command: /nonsense; /help") == 1

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_pool import learn_something, random_text
 
 from ngram_pool import NgramPool, PoolFileError, storage
-from ngram_pool.kernels import LEAST_TOLD, LONGEST, MOST_TIMES, MOST_VOTES, ROUNDING, WAYS
+from ngram_pool.kernels import LONGEST, MAX_TIMES, MAX_VOTES, MIN_TOLD, ROUNDING, WAYS
 
 many = settings(
     max_examples=int(os.environ.get("LOOKAHEAD_CASES", 100)),
@@ -127,8 +127,8 @@ JSON = st.recursive(
     max_leaves=5,
 )  # fmt: skip
 NUMBERS = {
-    "f": [0.0, -0.0, 1e-308, 5e-324, LEAST_TOLD, 1e-45, 0.3, 1.0, 1 + ROUNDING, 1 + 2 * ROUNDING, 1.5, 20.0, MOST_VOTES,
-          -MOST_VOTES, 51.0, MOST_TIMES, 2002.0, 1e38, 1e308, -1e308, -1.0, np.inf, -np.inf, np.nan],
+    "f": [0.0, -0.0, 1e-308, 5e-324, MIN_TOLD, 1e-45, 0.3, 1.0, 1 + ROUNDING, 1 + 2 * ROUNDING, 1.5, 20.0, MAX_VOTES,
+          -MAX_VOTES, 51.0, MAX_TIMES, 2002.0, 1e38, 1e308, -1e308, -1.0, np.inf, -np.inf, np.nan],
     "i": [-(2**31), -1, 0, 1, 7, 8, 2**31 - 1],
     "u": [0, 1, 2, 4, 5, 8, 128, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1],
 }  # fmt: skip
@@ -167,11 +167,11 @@ def go_to_the_bounds(header: dict, arrays: dict[str, np.ndarray], rng: np.random
             array[used] *= np.where(sums > 1, (1 + 2 * ROUNDING) * (1 - 2e-7) / np.maximum(sums, 1), 1)
             arrays["tokens"][used] = rng.permuted(np.tile(np.arange(8), (used.sum(), 1)), axis=1)
         elif name == "belief":
-            array[..., 1] = rng.choice([1, 20, MOST_TIMES], array.shape[:-1])
-            array[..., 0] = rng.choice([LEAST_TOLD, 1e-9, 0.5, 1, 20, MOST_TIMES], array.shape[:-1])
+            array[..., 1] = rng.choice([1, 20, MAX_TIMES], array.shape[:-1])
+            array[..., 0] = rng.choice([MIN_TOLD, 1e-9, 0.5, 1, 20, MAX_TIMES], array.shape[:-1])
             array[..., 0] = array.min(-1)
         else:
-            array[:] = rng.choice([-MOST_VOTES, -1, 0, MOST_VOTES], array.shape)
+            array[:] = rng.choice([-MAX_VOTES, -1, 0, MAX_VOTES], array.shape)
 
 
 @st.composite
@@ -383,7 +383,7 @@ def test_headers_that_describe_more_or_less_than_there_is(content, tmp_path, mon
     path = tmp_path / "hostile.pool"
     path.write_bytes(joined(header, arrays))
     monkeypatch.delattr(storage.np, "empty")
-    with pytest.raises(PoolFileError, match=r"bytes of arrays where the header describes|has room for"):
+    with pytest.raises(PoolFileError, match=r"bytes of arrays, but the header describes|has room for"):
         NgramPool.load(path)
 
 

@@ -18,7 +18,7 @@ from ngram_pool.kernels import (
     KINDS,
     LOGITS,
     LONGEST,
-    MOST_VOTES,
+    MAX_VOTES,
     OUTSIDE,
     RATES,
     SLOW_RATE,
@@ -26,7 +26,7 @@ from ngram_pool.kernels import (
     WIDTH,
     prior_credence,
 )
-from ngram_pool.pool import CHUNK, MOST_GUESSES, MOST_MEMORY_MB
+from ngram_pool.pool import CHUNK, MAX_MEMORY_MB, MAX_NODES
 
 assert Source.LOGITS == LOGITS
 assert len(RATES) == len(Source)
@@ -91,7 +91,7 @@ class PlainPool:
         others = max(1 - sum(chances.values()), 1e-9)
         for token in chances:
             vote = sum(self.votes[cell] for cell in self.voted(found, token))
-            chances[token] *= np.exp(min(vote, MOST_VOTES))
+            chances[token] *= np.exp(min(vote, MAX_VOTES))
         total = others + sum(chances.values())
         return {token: chance / total for token, chance in chances.items()}
 
@@ -391,7 +391,7 @@ def test_orders_that_collide_in_no_way():
         (lambda p: p.guess([[1, 2]], 4), "one sequence"),
         (lambda p: p.guess([1, -5], 4), "ids"),
         (lambda p: p.guess([1, 2**40], 4), "ids"),
-        (lambda p: p.guess([1], MOST_GUESSES + 1), "budget"),
+        (lambda p: p.guess([1], MAX_NODES + 1), "budget"),
         (lambda p: p.guess([1], 4, float("nan")), "min_probability"),
         (lambda p: NgramPool(0), "memory_mb"),
         (lambda p: NgramPool(-1), "memory_mb"),
@@ -419,7 +419,7 @@ def test_pools_that_the_machine_has_no_room_for_are_refused(tmp_path, monkeypatc
     NgramPool(2).save(tmp_path / "large.pool")
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**8, "SC_PAGE_SIZE": 2**12}.get)
     NgramPool(1)
-    for memory_mb in (2, MOST_MEMORY_MB):
+    for memory_mb in (2, MAX_MEMORY_MB):
         with pytest.raises(MemoryError, match=f"memory_mb={memory_mb}: no room"):
             NgramPool(memory_mb)
     with pytest.raises(PoolFileError, match=r"large.pool .* of this machine"):

@@ -276,7 +276,7 @@ def arrays(tokens, parents, depths, probabilities, sources) -> tuple[np.ndarray,
             [1, 2, 1],
             [-1, 0, -1],
             1.0,
-            "node 2 of a guess tree has token 1: it must be another one than those of its si",
+            "node 2 of a guess tree has token 1: it must be different from its siblings' tokens",
         ),
         ([1], [-1], 1.1, "node 0 of a guess tree has probability 1.1: it must be a number from 0 to its parent's, or"),
         ([1], [-1], -0.1, "node 0 of a guess tree has probability -0.1"),
@@ -297,7 +297,7 @@ def test_a_wrong_tree_is_named(tokens, parents, probabilities, message):
 
 @pytest.mark.parametrize(("depths", "node"), [([0, 1], 0), ([1, 1], 1), ([1, 3], 1), ([2, 3], 0)])
 def test_a_wrong_depth_is_named(depths, node):
-    with pytest.raises(ValueError, match=rf"node {node} of a guess tree has depth .*its parent's and 1"):
+    with pytest.raises(ValueError, match=rf"node {node} of a guess tree has depth .*its parent's depth plus 1"):
         GuessTree(*arrays([1, 2], [-1, 0], depths, [1, 1], [0, 0]))
 
 
@@ -746,23 +746,32 @@ class Idle(GuessSource):
     pass
 
 
+class HasNone(GuessSource):
+    def propose(self, texts, limits):
+        return [None for _ in texts]
+
+
 @pytest.mark.parametrize("others", [[], [PoolSource()]], ids=["alone", "with the pool"])
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        (
+            HasNone(),
+            "HasNone proposes None in place of a GuessTree: propose GuessTree.empty() where there is nothing to guess",
+        ),
         (TooMany(), "TooMany proposes 2 trees for 1 sequences"),
         (TooFew(), "TooFew proposes 0 trees for 1 sequences"),
         (Idle(), "Idle proposes 0 trees for 1 sequences"),
-        (Wrong(VOCABULARY), f"Wrong proposes token {VOCABULARY}, the model knows {VOCABULARY} tokens"),
-        (Wrong(2**40), f"Wrong proposes token {2**40}, the model knows {VOCABULARY} tokens"),
+        (Wrong(VOCABULARY), f"Wrong proposes token {VOCABULARY}, but the model knows {VOCABULARY} tokens"),
+        (Wrong(2**40), f"Wrong proposes token {2**40}, but the model knows {VOCABULARY} tokens"),
     ],
-    ids=["too many", "too few", "none", "beyond", "far beyond"],
+    ids=["None", "too many", "too few", "none", "beyond", "far beyond"],
 )
 def test_wrong_trees_are_refused_by_the_name_of_their_class(source, message, others):
     model = tiny_model("llama")
     expected = model.generate(IDS, **GREEDY)
     lookahead.wrap(model, LookaheadConfig(budget=4), source=[*others, source])
-    with pytest.raises(ValueError, match="proposes") as error:
+    with pytest.raises((TypeError, ValueError), match="proposes") as error:
         model.generate(IDS, **GREEDY)
     assert str(error.value) == message
     lookahead.wrap(model, source=PoolSource())

@@ -99,14 +99,14 @@ def test_threads_end_each_trial_of_a_window_once():
 
     trials = WindowTrials()
     steps = 4 * TRIAL_STEPS
-    trials._left = Slow(steps)
+    trials._steps_left = Slow(steps)
     threads = [threading.Thread(target=lambda: [trials.count(0, 0.0) for _ in range(steps // 4)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert trials.size is not None, "the pause is over, and a window is on trial"
-    assert trials._left == TRIAL_STEPS
+    assert trials._steps_left == TRIAL_STEPS
 
 
 def test_what_took_a_call_over_is_said():

@@ -24,7 +24,7 @@ class StepPlanner:
         if not adapter.can_branch:
             windows = None
         self._trials = windows.trials if windows else None
-        self.max_rows = 1 + budget.most + (windows.max_rows if windows else 0)
+        self.max_rows = 1 + budget.max_guesses + (windows.max_rows if windows else 0)
         """Of one sequence in a step."""
         self._is_chain = not adapter.can_branch
         self._least = MIN_PROBABILITY_WITH_STATE if adapter.has_state else MIN_PROBABILITY

@@ -1,1 +1,1 @@
-"""Where guesses come from, and how many are verified."""
+"""Sources of guesses, and how many of their guesses are verified."""

@@ -1,9 +1,8 @@
-"""How many guesses a step verifies, and whether a source or a window pays: what gains the most tokens per second.
+"""How many guesses a step verifies, and whether a source or a window pays. The aim is the most tokens per second.
 
-A step that verifies the n likeliest guesses yields 1 + p1 + ... + pn tokens on average and costs c(1 + n). Over a text,
-tokens per second are greatest if every step maximises its tokens less its cost times the rate that is reached overall:
-each second that a step takes could have yielded tokens elsewhere (Dinkelbach 1967, "On nonlinear fractional
-programming").
+A step that verifies the n likeliest guesses yields 1 + p1 + ... + pn tokens on average and costs c(1 + n). A text has
+the most tokens per second if each step maximises its tokens less its cost times the overall rate: each second of a
+step could have yielded tokens elsewhere (Dinkelbach 1967, "On nonlinear fractional programming").
 """
 
 import numpy as np
@@ -14,32 +13,32 @@ from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
 from ngram_pool.forks import Lock
 
-MAX_GUESSES = 127  # guesses; with the root, the highest rung that costs are measured for
-FADE = 0.98  # of the sums that the rate is taken of, a step
-WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N that are tried, the next only if the one before pays
-FIRST_PAUSE = 128  # steps until the first trial of a window, and the length of the first pause
-PAUSE_GROWTH = 8  # each pause after a trial that did not pay is so many times the one before
-TRIAL_STEPS = 24  # steps of a trial
+MAX_GUESSES = 127  # with the root, the most rows for which costs are measured
+FADE = 0.98  # factor by which each step fades the sums that make up the rate
+WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the next is tried only if this one pays
+FIRST_PAUSE = 128  # steps before the first trial of a window, and in the first pause
+PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by this factor
+TRIAL_STEPS = 24
 
 
 class Pace:
-    """The rate that decoding reaches, and the budgets that follow from it. Lives as long as the wrap."""
+    """The recent rate of decoding, and the budgets that follow from it. Lives as long as the wrap."""
 
     def __init__(self, costs: StepCosts):
         self.costs = costs
         self._lock = Lock()
-        self._tokens, self._seconds = 1.0, float(self._cost(1, 0))  # as plain decoding
+        self._tokens, self._seconds = 1.0, float(self._cost(1, 0))  # the rate of plain decoding
         self.reach = 16
-        """Guesses that are worth looking for: about twice as many as were worth verifying lately."""
+        """Number of guesses to look for: about twice as many as were worth verifying lately."""
 
     def rate(self) -> float:
-        """Tokens per second, lately."""
+        """Return the recent tokens per second."""
         return self._tokens / self._seconds
 
     def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> int:
-        """Number of guesses to verify for each sequence of a batch.
+        """Return the number of guesses to verify for each sequence of a batch.
 
-        length: positions that the longest holds. window_rows: of each sequence's window.
+        length: committed positions of the longest sequence. window_rows: rows of each sequence's window.
         """
         gains = np.zeros(max(map(len, trees)) + 1)
         for tree in trees:
@@ -50,23 +49,23 @@ class Pace:
         return chosen
 
     def price(self, rows: int, fewer: int, length: int) -> float:
-        """Tokens that could be had in the time by which a step of ``rows`` takes longer than one of ``fewer``."""
+        """Return the tokens that could be written in the time by which a step of ``rows`` outlasts one of ``fewer``."""
         if rows == fewer:
             return 0.0
         return self.rate() * float(self.costs(rows, length) - self.costs(fewer, length))
 
     def count(self, tokens: int, rows: int, length: int) -> None:
-        """Take in what a step has yielded: ``tokens``, of ``rows``, over all sequences."""
+        """Add a step to the rate: the tokens that it wrote and the rows that it had, over all sequences."""
         with self._lock:
             self._tokens = FADE * self._tokens + tokens
             self._seconds = FADE * self._seconds + float(self._cost(rows, length))
 
     def count_regret(self, stats: Stats, tree: GuessTree, chosen: GuessTree, path: list[int], length: int) -> None:
-        """Add to ``stats`` what a sequence's step yielded, and what it would have with each of the fixed budgets.
+        """Add to ``stats`` what a sequence's step yielded, and what each fixed budget would have yielded.
 
-        tree: all that was guessed. chosen: its likeliest part, which was verified; path: the rows that were accepted.
-        A smaller budget would have accepted fewer of the same tokens, which is known, and taken as many times the steps
-        for them; what a larger one would have accepted beyond is what the guesses' probabilities say.
+        tree: all guesses. chosen: its likeliest part, which was verified. path: the accepted rows.
+        With a smaller budget it is known which of these tokens would have been accepted, and so how many steps they
+        would have taken. The tokens that a larger budget would have added are estimated by the guesses' probabilities.
         """
         accepted = np.array(path[1:], np.int64) - 1
         ranks = np.empty(len(chosen), np.int64)
@@ -85,33 +84,30 @@ class Pace:
 
 
 class Budget:
-    """How many guesses the steps of a call look for, and how many of those they verify."""
+    """How many guesses the steps of a call look for, and how many they verify."""
 
     def __init__(self, guesses: int | None, pace: Pace | None, stats: Stats):
-        """guesses: of all sequences together; None: as many as gain the most tokens per second, by ``pace``.
+        """guesses: most guesses of a step, over all sequences; None: let ``pace`` choose.
 
-        pace: what goes by costs follows; None where nothing does. stats: where regret is counted.
+        pace: None if nothing in this call depends on costs. stats: where regret is counted.
         """
-        self.most = MAX_GUESSES if guesses is None else guesses
-        """Guesses of one sequence in a step, at most."""
+        self.max_guesses = MAX_GUESSES if guesses is None else guesses
+        """Most guesses of one sequence in a step."""
         self.pace = pace
         self._chooser = pace if guesses is None else None
         self._stats = stats
 
     def limit(self, sequences: int) -> int:
-        """Guesses to look for, for each sequence of a batch."""
-        return self._chooser.reach if self._chooser else -(-self.most // sequences)
+        """Return the number of guesses to look for, for each sequence of a batch."""
+        return self._chooser.reach if self._chooser else -(-self.max_guesses // sequences)
 
     def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> list[GuessTree]:
-        """The parts of the trees that are verified.
-
-        length: positions that the longest sequence holds. window_rows: of each sequence's window.
-        """
-        most = self._chooser.choose(trees, length, window_rows) if self._chooser else self.limit(len(trees))
-        return [tree.likeliest(most) for tree in trees]
+        """Return the part of each tree that is verified. Arguments as for `Pace.choose`."""
+        count = self._chooser.choose(trees, length, window_rows) if self._chooser else self.limit(len(trees))
+        return [tree.likeliest(count) for tree in trees]
 
     def count(self, trees: list[GuessTree], chosen: list[GuessTree], outcome: Outcome, length: int) -> None:
-        """Take in what a step has earned. trees: all that was guessed; chosen: what was verified."""
+        """Count what a step has yielded. trees: all guesses. chosen: the guesses that were verified."""
         if self.pace is None:
             return
         if self._chooser:
@@ -121,57 +117,57 @@ class Budget:
 
 
 class Trials:
-    """Whether something pays, and how much of it: found out by trying, what it earns against what it costs.
+    """Find by trial which level of something pays: whether it earns more tokens than its time is worth.
 
-    A level is tried for TRIAL_STEPS. If it pays, the next one is tried, too. If not, the level before it is kept for a
-    pause, and each pause is longer than the last. Lives as long as the wrap.
+    A level is tried for TRIAL_STEPS. If it pays, the next level is tried. If not, the level before it is kept for a
+    pause, and the next such pause is longer. Lives as long as the wrap.
     """
 
     def __init__(self, levels: int, first: int = 0):
-        """levels: the highest one; 0 is without. first: the level to begin with, on trial unless it is 0."""
+        """levels: the highest level; level 0 is off. first: the level to begin with; above 0 it begins with a trial."""
         self._levels = levels
         self.level = first
-        self._while = FIRST_PAUSE
-        self._left = TRIAL_STEPS if first else FIRST_PAUSE
+        self._pause = FIRST_PAUSE
+        self._steps_left = TRIAL_STEPS if first else FIRST_PAUSE
         self._on_trial = first > 0
         self._earned = self._cost = 0.0
         self._lock = Lock()
 
     def count(self, tokens: float, cost: float) -> None:
-        """Take in a step: tokens that it owes to the level, and those that its cost is worth at the rate reached."""
+        """Count a step. tokens: what the level earned. cost: the time that it took, in tokens at the recent rate."""
         with self._lock:
             self._earned += tokens
             self._cost += cost
-            self._left -= 1
-            if not self._left:
+            self._steps_left -= 1
+            if not self._steps_left:
                 self._decide()
 
     def _decide(self) -> None:
-        """What is on from now on, at the end of a trial or a pause."""
+        """Choose the level at the end of a trial or a pause."""
         pays = self.level == 0 or self._earned > self._cost
         if pays and self.level < self._levels:
             self.level, self._on_trial = self.level + 1, True
-            self._left = TRIAL_STEPS
+            self._steps_left = TRIAL_STEPS
         else:
             if not pays:
                 self.level -= 1
-                self._while *= PAUSE_GROWTH if self._on_trial else 1
+                self._pause *= PAUSE_GROWTH if self._on_trial else 1
             self._on_trial = False
-            self._left = self._while
+            self._steps_left = self._pause
         self._earned = self._cost = 0.0
 
 
 class WindowTrials(Trials):
-    """Which Jacobi window pays: what its n-grams earn against what its rows cost."""
+    """Find the Jacobi window whose n-grams earn more than its rows cost. Level k is the k-th of WINDOW_SIZES."""
 
     def __init__(self, ngram_size: int | None = None):
-        """ngram_size: N of all windows, if it is given."""
+        """ngram_size: N of all windows; None: as in WINDOW_SIZES."""
         super().__init__(len(WINDOW_SIZES))
-        self._sizes = [(size, ngram_size or n) for size, n in WINDOW_SIZES]  # of the levels from 1 on
+        self._sizes = [(size, ngram_size or n) for size, n in WINDOW_SIZES]
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """W and N of the window that is on; None: off."""
+        """W and N of the present window; None: off."""
         return self._sizes[self.level - 1] if self.level else None
 
     @property

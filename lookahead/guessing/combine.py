@@ -1,4 +1,7 @@
-"""Several sources of guesses as one: their trees merge, their claims are calibrated, each is asked while it pays."""
+"""Several sources of guesses as one: their trees are merged, their claims calibrated, and each is asked while it pays.
+
+A claim is the probability that a source gives to a guess, once the guess's parent is accepted.
+"""
 
 import copy
 import time
@@ -14,14 +17,14 @@ from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
 
-BINS = 10  # of claimed probabilities
-PRIOR = 8.0  # guesses of each bin that count as having come true as claimed, before any were seen
-MIN_CLAIM = 1e-6  # that one is counted as, so that claims of nothing leave something to divide by
-FADE = 0.995  # of what a bin has counted, each time that it counts another guess
+BINS = 10  # of claims, equally wide
+PRIOR = 8.0  # guesses that each bin starts with, which came true as claimed
+MIN_CLAIM = 1e-6  # smaller claims count as this, so that there is no division by 0
+FADE = 0.995  # factor by which a bin fades with each guess that it counts
 
 
 class Calibration:
-    """How often claims of a probability come true: that a guess is accepted once its parent is."""
+    """How often claims come true, by their size."""
 
     def __init__(self) -> None:
         middles = (np.arange(BINS) + 0.5) / BINS
@@ -29,7 +32,7 @@ class Calibration:
         self._lock = Lock()
 
     def __call__(self, claim: float) -> float:
-        """The probability that a claim is worth."""
+        """Return the probability that the guess is accepted once its parent is."""
         i = min(int(claim * BINS), BINS - 1)
         return min(claim * self._accepted[i] / self._claimed[i], 1.0)
 
@@ -41,24 +44,25 @@ class Calibration:
 
 
 class Ledger:
-    """What sources have claimed and earned, over all calls."""
+    """What the sources of guesses have claimed and earned, over all calls."""
 
     def __init__(self, sources: Sequence[GuessSource]):
-        self.names = [source.name.lower() for source in Source]
-        """What accepted guesses are counted as, by the number in `GuessTree.sources`."""
+        self.names = [origin.name.lower() for origin in Source]
+        """The name that an accepted guess is counted under, by its number in `GuessTree.sources`: the origins of
+        evidence in a pool, then the sources of guesses."""
         self.trials: list[Trials | None] = []
-        """Of each source: whether asking it pays."""
+        """For each source, whether asking it pays."""
         self._calibrations: dict[frozenset[int], Calibration] = {}
         for source in sources:
             self.enter(source)
 
     def enter(self, source: GuessSource) -> None:
-        """Begin the account of one more source."""
+        """Add a source."""
         self.names.append(type(source).__name__)
         self.trials.append(None if source.is_free else Trials(1, first=1))
 
     def calibration(self, proposers: frozenset[int]) -> Calibration:
-        """That of guesses which just these sources propose: what several of them say is worth more."""
+        """Return the calibration of guesses that exactly these sources propose: sources that agree are surer."""
         known = self._calibrations.get(proposers)
         return known or self._calibrations.setdefault(proposers, Calibration())
 
@@ -69,18 +73,19 @@ class Ledger:
 
 @dataclass
 class Node:
-    """A guess that one or several sources propose; or the root, which all trees have in common."""
+    """A guess that one or more sources propose, or the common root of their trees."""
 
     token: int = -1
     claim: float = 0.0
-    """Largest of the claimed probabilities that it is accepted once its parent is."""
+    """The largest claim of its proposers."""
     proposers: frozenset[int] = frozenset()
+    """Indices of the sources that propose it."""
     source: int = -1
-    """The number of whoever claimed that."""
+    """Number of the largest claim, as in `GuessTree.sources`."""
     children: dict[int, "Node"] = field(default_factory=dict)
 
     def add(self, tree: GuessTree, proposer: int) -> None:
-        """Merge a tree below this root. proposer: its source's place among the sources."""
+        """Merge a tree below this root. proposer: the index of its source."""
         nodes: list[Node] = []
         chances = tree.probabilities.tolist()
         for token, parent, chance, source in zip(
@@ -95,7 +100,7 @@ class Node:
             nodes.append(node)
 
     def tree(self, ledger: Ledger) -> GuessTree:
-        """What is below this root, depth-first, the likeliest child first, with the probabilities it is worth."""
+        """Return the tree below this root with calibrated probabilities, depth-first, likeliest child first."""
         rows: list[tuple[int, int, int, float]] = []  # token, parent, source, probability
         waiting: list[tuple[Node, int, float]] = [(self, -1, 1.0)]
         while waiting:
@@ -105,30 +110,30 @@ class Node:
                 place = len(rows)
                 rows.append((node.token, parent, node.source, chance))
             worth = [(ledger.calibration(child.proposers)(child.claim), child) for child in node.children.values()]
-            excess = max(sum(each for each, _ in worth), 1.0)  # at most one of the children is accepted
+            excess = max(sum(each for each, _ in worth), 1.0)  # at most one child is accepted: they add up to 1 at most
             worth.sort(key=lambda pair: pair[0])
             waiting += [(child, place, chance * each / excess) for each, child in worth]
         return GuessTree.of(*zip(*rows, strict=True)) if rows else GuessTree.empty()
 
 
 def needs_of(sources: Sequence[GuessSource]) -> Needs:
-    """What these sources want to see, all together."""
+    """Return the needs of all these sources together."""
     layers = {layer for source in sources for layer in source.needs.hidden_states}
     return Needs(max(source.needs.prompt_logits for source in sources), tuple(sorted(layers)))
 
 
 class Combined(GuessSource):
-    """The sources of one call."""
+    """The sources of guesses of one call."""
 
     def __init__(self, sources: Sequence[GuessSource], ledger: Ledger, rate: Callable[[], float] | None):
-        """rate: tokens that a second is worth; None where every source is to be asked in each step."""
+        """rate: returns the recent tokens per second; None if each source is asked in each step."""
         self.needs = needs_of(sources)
         self._sources = [copy.copy(source) for source in sources]
         self._ledger = ledger
         self._rate = rate
         self._begun: list[GuessSource] = []
-        self._seconds = np.zeros(len(sources))  # of the step under way
-        self._roots: list[Node | int] = []  # of each sequence's tree, or whose it is (`_merge`)
+        self._seconds = np.zeros(len(sources))  # that each source took in the current step
+        self._roots: list[Node | int] = []  # for each sequence, what `_merge` returns first
 
     def start(self, batch: Batch) -> None:
         self._vocabulary = batch.vocabulary
@@ -149,16 +154,21 @@ class Combined(GuessSource):
                 trees = self._sources[i].propose(texts, limits) or []
             if len(trees) != len(texts):
                 raise ValueError(f"{self._name(i)} proposes {len(trees)} trees for {len(texts)} sequences")
-            for of_sequence, tree, depth in zip(proposed, trees, limits.depths, strict=True):
+            for by_source, tree, depth in zip(proposed, trees, limits.depths, strict=True):
+                if not isinstance(tree, GuessTree):
+                    raise TypeError(
+                        f"{self._name(i)} proposes {tree!r:.60} in place of a GuessTree: propose GuessTree.empty() "
+                        "where there is nothing to guess"
+                    )
                 if len(tree):
-                    of_sequence[i] = self._taken(i, tree, depth, limits)
-        merged = [self._merge(of_sequence, limits.is_chain) for of_sequence in proposed]
+                    by_source[i] = self._verifiable(i, tree, depth, limits)
+        merged = [self._merge(by_source, limits.is_chain) for by_source in proposed]
         self._roots = [root for root, _ in merged]
         return [tree.likeliest(limits.guesses) for _, tree in merged]
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
         rows = [source.look_ahead(limits) for source in self._sources]
-        return [next(filter(None, of_sequence), []) for of_sequence in zip(*rows, strict=True)]
+        return [next(filter(None, by_source), []) for by_source in zip(*rows, strict=True)]
 
     def observe(self, outcome: Outcome) -> None:
         for i in self._asked:
@@ -172,7 +182,7 @@ class Combined(GuessSource):
                 earned[root] += len(path) - 1
         if self._rate:
             for i in range(len(self._sources)):
-                if trials := self._ledger.trials[i]:  # of what was not asked, the pause goes on
+                if trials := self._ledger.trials[i]:  # also of a source that was not asked: its pause goes on
                     trials.count(earned[i], self._rate() * self._seconds[i])
 
     def keep(self, sequences: list[int]) -> None:
@@ -180,15 +190,15 @@ class Combined(GuessSource):
             source.keep(sequences)
 
     def end(self) -> None:
-        with ExitStack() as ending:  # each is told, whatever others raise
+        with ExitStack() as ending:  # ends all sources, even if one raises
             for source in self._begun:
                 ending.callback(source.end)
 
-    def _taken(self, i: int, tree: GuessTree, depth: int, limits: Limits) -> GuessTree:
-        """What can be verified of a source's tree."""
+    def _verifiable(self, i: int, tree: GuessTree, depth: int, limits: Limits) -> GuessTree:
+        """Return the part of a source's tree that can be verified, each node with a known number in ``sources``."""
         if tree.tokens.max() >= self._vocabulary:
             raise ValueError(
-                f"{self._name(i)} proposes token {tree.tokens.max()}, the model knows {self._vocabulary} tokens"
+                f"{self._name(i)} proposes token {tree.tokens.max()}, but the model knows {self._vocabulary} tokens"
             )
         if tree.depths.max() > depth:
             tree = tree.part(np.flatnonzero(tree.depths <= depth))
@@ -201,7 +211,10 @@ class Combined(GuessSource):
         return tree
 
     def _merge(self, trees: dict[int, GuessTree], is_chain: bool) -> tuple[Node | int, GuessTree]:
-        """One tree, and its root; or whose it is, where it is taken as it was proposed."""
+        """Merge the sources' trees of one sequence.
+
+        Returns the root and the merged tree; or a source's index and its tree, if this tree is used as it is.
+        """
         if len(trees) == 1:
             ((i, tree),) = trees.items()
             if self._sources[i].is_calibrated:
@@ -213,14 +226,14 @@ class Combined(GuessSource):
         return root, tree.likeliest_chain() if is_chain else tree
 
     def _settle(self, node: Node, emitted: list[int], accepted: int, earned: np.ndarray) -> None:
-        """Count which claims came true along the emitted tokens, of which so many were accepted guesses."""
+        """Count which claims came true along the emitted tokens. accepted: how many of these were guesses."""
         for place, token in enumerate(emitted):
             for child in node.children.values():
                 self._ledger.calibration(child.proposers).count(child.claim, child.token == token)
             if token not in node.children:
                 break
             node = node.children[token]
-            if place < accepted and len(node.proposers) == 1:  # nobody else would have had it
+            if place < accepted and len(node.proposers) == 1:  # no other source proposed it
                 earned[next(iter(node.proposers))] += 1
 
     def _name(self, i: int) -> str:

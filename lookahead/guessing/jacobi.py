@@ -1,12 +1,12 @@
 """Jacobi iteration: the window of lookahead decoding, which feeds the pool, and plain Jacobi decoding.
 
-The window (lookahead branch):
+The window (lookahead branch of Fu et al. 2024, arXiv 2402.02057, section 3):
 
-    row 0   column 0 .. W-1   oldest iterate, a chain of guesses for the positions after the root
-    row r                     column c of it was the model's output at column c of row r-1
+    row 0   columns 0 .. W-1   the oldest iterate, a chain of guesses for the positions after the root
+    row r   columns 0 .. W-1   in column c, the model's output at column c of row r-1
 
-Each step's output at the newest row becomes the next row. When N-1 rows are there, output and rows close one n-gram a
-column, and the oldest row goes (Fu et al. 2024, arXiv 2402.02057, section 3).
+The output of a step at the newest row becomes the next row. Once there are N-1 rows, they and the output make one
+n-gram in each column, and the oldest row is dropped.
 """
 
 import numpy as np
@@ -20,29 +20,29 @@ class JacobiWindow:
     """W columns (at least 1) by up to N-1 rows of guessed tokens."""
 
     def __init__(self, size: int, ngram_size: int, seed_tokens: list[int]):
-        """seed_tokens: where the first row and new columns are drawn from; the prompt serves."""
+        """seed_tokens: the first row and new columns are drawn from them, usually the prompt."""
         self.size = size
         self.ngram_size = ngram_size
         self._seed_tokens = np.asarray(seed_tokens, np.int64)
-        self._random = np.random.default_rng(0)  # its own generator: the caller's must be consumed by sampling alone
+        self._random = np.random.default_rng(0)  # not torch's generator, which only sampling may consume
         self.rows: list[np.ndarray] = [self._draw(size)]
 
     def __len__(self) -> int:
-        """Tokens that it adds to a step."""
+        """Number of tokens that it adds to a step."""
         return self.size * len(self.rows)
 
     def advance(self, output: np.ndarray, accepted: int) -> np.ndarray:
-        """Take one iteration's ``output`` (int64 [W], the model's choice at each column of the newest row).
+        """Append the output of a step (int64 [W], the model's choice at each column of the newest row).
 
-        accepted: tokens emitted in this step; the window moves on by as many positions.
-        Returns the n-grams closed, int64 [W, N], or [0, N] while rows are still missing.
+        accepted: tokens emitted in this step. The window moves forward by as many positions.
+        Returns the completed n-grams, int64 [W, N], or [0, N] while the window still has too few rows.
         """
         rows = [*self.rows, output]
         shift = accepted
         ngrams = np.empty((0, self.ngram_size), np.int64)
         if len(rows) == self.ngram_size:
             ngrams = np.stack(rows, axis=1)
-            rows.pop(0)  # row r becomes row r-1: every column has moved on by one position
+            rows.pop(0)  # row r becomes row r-1, which moves every column forward by one position
             shift -= 1
         shift = min(shift, self.size)
         self.rows = [np.concatenate([row[shift:], self._draw(shift)]) for row in rows]
@@ -53,19 +53,19 @@ class JacobiWindow:
 
 
 class WindowSource(GuessSource):
-    """Keeps a Jacobi window for each sequence. It proposes nothing itself: its n-grams go into the wrap's pool."""
+    """Keeps a Jacobi window for each sequence. It proposes no guesses: its n-grams go into the wrap's pool."""
 
     is_free = True
 
     def __init__(self, size: int, ngram_size: int, trials: WindowTrials | None = None):
-        """size, ngram_size: W and N of all windows, unless ``trials`` say which pay."""
+        """size, ngram_size: W and N of all windows, unless ``trials`` choose them."""
         self._given = (size, ngram_size) if size else None
         self.trials = trials
         self._windows: list[JacobiWindow | None] = []
 
     @property
     def max_rows(self) -> int:
-        """Of a window."""
+        """Most rows that a window adds to a step."""
         size, ngram_size = (self.trials.largest if self.trials else self._given) or (0, 1)
         return size * (ngram_size - 1)
 
@@ -102,9 +102,9 @@ class WindowSource(GuessSource):
 
 
 class JacobiSource(GuessSource):
-    """Plain Jacobi decoding: a block of positions is guessed to be what the model last said of them.
+    """Plain Jacobi decoding: guesses, for a block of positions, what the model chose there in the last step.
 
-    Every step verifies the block as a chain; what follows the accepted part is iterated once more
+    Each step verifies the block as a chain. Its outputs after the accepted part are the next step's guesses
     (Santilli et al. 2023, arXiv 2305.10427, algorithm 1).
     """
 
@@ -112,13 +112,13 @@ class JacobiSource(GuessSource):
     is_calibrated = True
 
     def __init__(self, size: int):
-        """size: positions of the block."""
+        """size: number of positions in the block."""
         self.size = size
         self._blocks: list[np.ndarray] = []
 
     def start(self, batch: Batch) -> None:
         self._blocks = [np.full(self.size, text[-1] if text else 0, np.int64) for text in batch.texts]
-        self._accepted, self._observed = 1.0, 2.0  # guesses whose parent was accepted, and how many of them were
+        self._accepted, self._observed = 1.0, 2.0  # of the guesses whose parent was accepted: how many were, and all
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         chances = (self._accepted / self._observed) ** np.arange(1, self.size + 1)
@@ -130,7 +130,7 @@ class JacobiSource(GuessSource):
     def observe(self, outcome: Outcome) -> None:
         said = outcome.logits.argmax(-1).cpu().numpy()
         for b, (step, new) in enumerate(zip(outcome.steps, outcome.emitted, strict=True)):
-            following = said[b, len(new) : len(step)]  # row i speaks of the position after the i-th guess
+            following = said[b, len(new) : len(step)]  # row i has the output after the i-th guess
             self._blocks[b] = np.concatenate([following, np.full(self.size, new[-1])])[: self.size]
             self._accepted += len(new) - 1
             self._observed += min(len(new), step.guesses)

@@ -1,4 +1,4 @@
-"""Guesses from the n-gram pool, which learns from texts and logits."""
+"""The n-gram pool as a source of guesses. It learns from texts and logits."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,14 @@ TOP_K = 8  # next tokens learned from each row of logits
 
 
 class PoolSource(GuessSource):
-    """The likeliest continuations that a pool knows."""
+    """Proposes the likeliest continuations that a pool knows."""
 
     needs = Needs(prompt_logits=256)
     is_free = True
-    is_calibrated = True  # the pool corrects its probabilities in each step, by all rows
+    is_calibrated = True  # the pool calibrates itself in each step
 
     def __init__(self, pool: NgramPool | None = None):
-        """pool: that of the wrap by default."""
+        """pool: the wrap's pool by default."""
         self._is_given = pool is not None
         if pool is not None:
             self._pool = pool
@@ -32,12 +32,12 @@ class PoolSource(GuessSource):
         self._temperature = batch.temperature
         if self._pool.largest_token >= batch.vocabulary:
             raise ValueError(
-                f"the pool holds token {self._pool.largest_token}, the model knows {batch.vocabulary} tokens: the pool "
-                "was learned with another vocabulary; give one that was learned with this model's tokenizer"
+                f"the pool holds token {self._pool.largest_token}, but the model knows {batch.vocabulary} tokens: the "
+                "pool has another vocabulary; give one that was learned with this model's tokenizer"
             )
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
-        if text:  # a prompt of embeddings has none
+        if text:  # a prompt of embeddings has no text
             self._pool.learn(text, Source.PROMPT)
             logits = logits[-len(text) :]
             self._learn_next(contexts_of(text, len(logits)), *likeliest(logits, self._temperature, TOP_K))

@@ -1,4 +1,4 @@
-"""What a source of guesses is. docs/sources.md shows how to write one."""
+"""The protocol of a source of guesses. docs/sources.md shows how to write one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,114 +13,117 @@ from ngram_pool import GuessTree, NgramPool
 
 @dataclass(frozen=True)
 class Needs:
-    """What a source wants to see besides texts and the logits of steps."""
+    """What a source needs in addition to texts and the logits of steps."""
 
     prompt_logits: int = 0
-    """How many of a prompt's last rows of logits."""
+    """Number of rows of a prompt's logits, counted from its end."""
     hidden_states: tuple[int, ...] = ()
-    """Layers whose output is wanted, of prompts and of steps: 0 is the embedding, 1 the first layer's. Passes are then
-    neither compiled nor replayed."""
+    """Layers whose outputs it needs, of prompts and of steps: 0 is the embedding, 1 the first layer. Passes are then
+    neither compiled nor replayed as CUDA graphs."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a call of generate() begins with."""
+    """The beginning of a call of generate()."""
 
     texts: list[list[int]]
-    """The prompts' tokens, as far as they are known."""
+    """Each prompt's tokens; empty for a prompt of embeddings."""
     temperature: float
-    """Of the distribution that the next tokens are drawn from."""
+    """Temperature at which the next tokens are drawn."""
     vocabulary: int
-    """Tokens that the model knows."""
+    """Number of tokens that the model knows."""
     pool: NgramPool
-    """The wrap's."""
+    """The wrap's pool."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is worth proposing in a step."""
+    """How much a source should propose in a step."""
 
     depths: Sequence[int]
-    """For each sequence, how many tokens there is room for."""
+    """For each sequence, the most tokens that a branch may have."""
     guesses: int
-    """Of each sequence; more than that are not verified."""
+    """Most guesses that are verified for each sequence."""
     min_probability: float
-    """A guess below it is not worth its row."""
+    """Guesses below this probability are not worth their rows."""
     is_chain: bool
-    """Only single branches can be verified."""
+    """Whether only single branches can be verified."""
     rate: float | None = None
-    """Tokens per second that decoding reaches, which a source's time is worth; None where time is no matter."""
+    """The recent tokens per second, which a source's time is worth; None if time does not matter."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step has shown."""
+    """The result of a step."""
 
     texts: list[list[int]]
-    """What each sequence was before the step: the last token is the step's root."""
+    """Each sequence before the step. Its last token is the step's root."""
     steps: Sequence[Step]
     logits: torch.Tensor
-    """[batch, T, vocabulary], row i after token i of the step. Their memory is used again by the next pass."""
+    """[batch, T, vocabulary]: row i predicts what follows token i of the step. The next pass reuses their memory."""
     paths: list[list[int]]
-    """The accepted rows of each step, from the root's 0 on."""
+    """The accepted rows of each sequence's step, beginning with row 0, the root."""
     emitted: list[list[int]]
-    """The tokens written, one for each accepted row: the text goes on with them."""
+    """The tokens that each sequence goes on with, one for each accepted row."""
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
-    """[batch, T, hidden] by layer, of those that were asked for."""
+    """[batch, T, hidden] by layer, for the layers that a source needs."""
 
     @property
     def rows(self) -> int:
-        """Of the pass, over all sequences."""
+        """Rows of the pass, over all sequences."""
         return len(self.steps) * max(map(len, self.steps))
 
 
 @runtime_checkable
 class GuessSource(Protocol):
-    """Proposes what may follow the texts of a batch. Subclasses need no more than `propose`.
+    """A source of guesses: proposes what may follow the texts of a batch. A subclass must define only `propose`.
 
-    Each call of generate() works on a shallow copy: what a method assigns to ``self`` belongs to the call, what the
-    source held before is shared by all calls, in whatever threads they run.
+    Each call of generate() works on a shallow copy. What a method assigns to ``self`` belongs to this call; what the
+    source held before is shared by all calls, also by calls in other threads.
     """
 
     needs: Needs = Needs()
     is_calibrated: bool = False
-    """Whether its probabilities come true as they are. Others are corrected by what has come true so far."""
+    """Whether its probabilities are used as they are. Other sources' are corrected by how often guesses came true."""
     is_free: bool = False
-    """Whether asking it takes next to nothing. Others are asked only while the tokens that they alone propose are worth
-    the time, and are tried again from time to time."""
+    """Whether asking it takes almost no time. Other sources are asked only while the tokens that they alone propose are
+    worth the time, and are tried again from time to time."""
 
     def start(self, batch: Batch) -> None:
-        """A call begins."""
+        """Begin a call."""
         return
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
-        """A prompt was computed, once for all sequences that have it. The last ``needs.prompt_logits`` rows of logits
-        [k, vocabulary] at least; hidden states [n, hidden] by layer, of the positions that were not cached before."""
+        """See a prompt after its prefill, once for all sequences that share it.
+
+        logits: [k, vocabulary], the prompt's last rows, at least ``needs.prompt_logits`` where it has so many.
+        hidden_states: [n, hidden] by layer, for the positions that were not cached before.
+        """
         return
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
-        """For each sequence of the batch, a tree of guesses to follow its text, and how likely each is."""
+        """Return, for each sequence of the batch, a tree of guesses that may follow its text."""
         ...
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
-        """For each sequence, the rows of a Jacobi window, which the step computes beside the guesses; mostly none."""
+        """Return, for each sequence, the rows of a Jacobi window for the step to compute; [] for no window."""
         return [[] for _ in limits.depths]
 
     def observe(self, outcome: Outcome) -> None:
-        """A step was verified."""
+        """See the result of a step."""
         return
 
     def keep(self, sequences: list[int]) -> None:
-        """The batch shrinks to these of its sequences."""
+        """Keep only these sequences of the batch: the others have ended."""
         return
 
     def end(self) -> None:
-        """The call is over, or has failed, even in `start`."""
+        """End the call; also called if it fails, even in `start`."""
         return
 
 
 def likeliest(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ``count`` likeliest next tokens of each row and their probabilities, [..., count], likeliest first."""
+    """Return the ``count`` likeliest next tokens of each row and their probabilities, [..., count], likeliest first."""
     top, tokens = (logits.float() / temperature).softmax(-1).topk(min(count, logits.shape[-1]))
-    # A guess that is rejected may overflow in half precision; what its row says is then worth nothing.
+    # In half precision, the row of a rejected guess may overflow. It then counts for nothing.
     return tokens.cpu().numpy(), top.nan_to_num_(0.0).cpu().numpy()

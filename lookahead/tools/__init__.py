@@ -1,1 +1,1 @@
-"""What the command line is made of, and measurements."""
+"""The command line and its measurements."""

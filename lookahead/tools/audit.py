@@ -1,15 +1,15 @@
-"""Where another way of decoding parts from plain decoding, and whether rounding alone explains it.
+"""Find where another way of decoding diverges from plain decoding, and whether rounding alone explains it.
 
-In half precision two passes of different shapes round differently, so the same model may choose otherwise where two
-tokens are nearly tied. Each such place is judged by two figures, both from plain passes alone:
+In half precision, passes of different shapes round differently. So the same model may choose another token where two
+tokens are nearly tied. Each divergence is judged by two figures, which come only from plain passes:
 
-    margin  how far the worse of the two tokens is from the best one, by the logits of the model in float32
-    noise   how far plain passes of two shapes (one row on a cache, the whole text at once) are from those logits there,
-            or in the middle one of the rows up to there if that is more
+    margin  how far the worse of the two tokens is from the best token, by the logits of the model in float32
+    noise   the error of plain passes of two shapes (one row on a cache, the whole text at once) against those logits,
+            in this row or, if that is larger, the median over the rows up to it
 
-A margin within the noise is a near tie: plain decoding itself could have gone either way. A larger one is unexplained.
-The middle row is asked because two passes may agree on one row by chance, as they do where rounding matters only at a
-threshold (activations scaled to int8).
+A margin within the noise is a near tie: plain decoding itself could have chosen either token. A larger margin is
+unexplained. The median is needed because two passes may agree on one row by chance, for example where rounding matters
+only at a threshold (activations scaled to int8).
 """
 
 import copy
@@ -31,26 +31,26 @@ from lookahead.tools.prompts import up_to_its_end
 from lookahead.wrapping import LookaheadMixin, unwrap, wrap
 from ngram_pool import NgramPool
 
-# Left to itself, a budget may be 0 where the model is small: then nothing would be looked at.
+# With an automatic budget, a small model might verify no guesses, and nothing would be audited.
 GUESSING = LookaheadConfig(budget=16, window_size=0, allow_row_dependent=True)
 
 Ways = dict[str, tuple[int, dict]]
-"""For each, the copies of a prompt and what else generate() is told."""
+"""For each way of decoding, the number of copies of a prompt, and further arguments of generate()."""
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    """Index at which two texts part; None if they are the same."""
+    """Return the index at which two texts diverge, or None if they are equal."""
     if ours == theirs:
         return None
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))  # noqa: B905
 
 
 def choice_scores(logits: torch.Tensor, temperature: float = 0.0, seed: int = 0, index: int = 0) -> torch.Tensor:
-    """Scores [vocabulary], in the unit of logits, of which generate() takes the largest as new token ``index``.
+    """Return the scores [vocabulary], in the unit of logits, whose largest generate() takes as new token ``index``.
 
-    logits: float32 [vocabulary]. Decoding greedily (temperature 0), they are the scores. Sampling, `torch.multinomial`
-    draws one exponential variate q a token and takes the largest p / q, so the scores are log(p / q) times the
-    temperature; q is the one that a generator with this seed draws at its ``index``-th token.
+    logits: float32 [vocabulary]. For greedy decoding (temperature 0), they are the scores. For sampling,
+    `torch.multinomial` draws an exponential variate q for each token and takes the largest p / q. So the scores are
+    log(p / q) times the temperature, with the q that a generator with this seed draws for its ``index``-th token.
     """
     if temperature == 0:
         return logits
@@ -64,9 +64,10 @@ def choice_scores(logits: torch.Tensor, temperature: float = 0.0, seed: int = 0,
 
 @torch.no_grad()
 def next_logits(model: PreTrainedModel, prompt: torch.Tensor, text: list[int]) -> torch.Tensor:
-    """Float32 [n, vocabulary]: the logits of each of the n tokens of ``text``, by one plain pass without a cache.
+    """Return float32 [n, vocabulary], the logits that predict each token of ``text``, from one plain pass without a
+    cache.
 
-    prompt: int64 [1, k].
+    prompt: int64 [1, k], before the text.
     """
     new = torch.tensor([text[:-1]], dtype=torch.long, device=prompt.device)
     logits = model(input_ids=torch.cat([prompt, new], dim=1), use_cache=False).logits[0]
@@ -75,22 +76,22 @@ def next_logits(model: PreTrainedModel, prompt: torch.Tensor, text: list[int]) -
 
 @dataclass(frozen=True)
 class Divergence:
-    """One place where a text parts from plain decoding's."""
+    """The place where a text diverges from plain decoding's."""
 
     prompt: int
     """Number of the prompt."""
     position: int
     """Index among the new tokens."""
     plain_token: int | None
-    """What plain decoding took; None if its text ends here."""
+    """The token of plain decoding; None if its text ends here."""
     other_token: int | None
-    """What the other way took; None if its text ends here."""
+    """The token of the other way; None if its text ends here."""
     margin: float
-    """In logits of the float32 reference: the best token's score less that of the worse of the two."""
+    """The best token's score minus that of the worse of the two, in logits of the float32 reference."""
     margin_in_dtype: float
-    """The same in the logits that plain decoding had."""
+    """The same, in the logits of plain decoding."""
     noise: float
-    """Largest error that plain passes make in the difference of two logits: of this row, or of a middling one."""
+    """Largest error of plain passes in the difference of two logits: in this row, or the median over rows."""
 
     @property
     def near_tie(self) -> bool:
@@ -99,20 +100,21 @@ class Divergence:
 
 @dataclass
 class Tally:
-    """One way of decoding against plain decoding, over all prompts."""
+    """One way of decoding compared with plain decoding, over all prompts."""
 
     decoding: str
     """greedy or sampled."""
     way: str
     prompts: int = 0
     tokens: int = 0
-    """Tokens decided on the prefix of plain decoding: the common ones, and the one that parts."""
+    """Tokens chosen after the same prefix as in plain decoding: the common ones, and the one that diverges."""
     squared_error: float = 0.0
-    """Of these tokens' logits to those of the float32 reference, mean over the vocabulary, summed over the tokens."""
+    """Squared error of these tokens' logits against the float32 reference: the sum over tokens of the mean over the
+    vocabulary."""
     divergences: list[Divergence] = field(default_factory=list)
 
     def count(self, logits: torch.Tensor, exact: torch.Tensor, divergence: Divergence | None = None) -> None:
-        """Add a prompt: logits [tokens, vocabulary] of its text, and the reference's for plain decoding's text."""
+        """Add a prompt. logits: [tokens, vocabulary] of its text. exact: the reference's, for plain decoding's text."""
         decided = len(exact) if divergence is None else min(divergence.position + 1, len(exact), len(logits))
         self.prompts += 1
         self.tokens += decided
@@ -122,7 +124,7 @@ class Tally:
 
     @property
     def rms_error(self) -> float:
-        """Root of the mean squared error of a logit; what shifts a whole row does not count."""
+        """Root of the mean squared error of a logit. A shift of a whole row does not count."""
         return math.sqrt(self.squared_error / max(self.tokens, 1))
 
     @property
@@ -130,7 +132,7 @@ class Tally:
         return [divergence for divergence in self.divergences if not divergence.near_tie]
 
     def as_dict(self) -> dict:
-        """Plain values; an infinite margin, where one text just ends, is None."""
+        """Return plain values, for JSON. An infinite margin, where only one of the texts ends, is None."""
         rows = []
         for divergence in self.divergences:
             row = {name: None if value == math.inf else value for name, value in asdict(divergence).items()}
@@ -149,29 +151,29 @@ def audit(
     seed: int = 0,
     assistant: PreTrainedModel | None = None,
 ) -> list[Tally]:
-    """Decode every prompt plainly and by lookahead, and account for each place where the texts part.
+    """Decode each prompt plainly and by lookahead, and judge each divergence of the texts.
 
-    prompts: int64 [1, n] each, on the model's device. They are decoded greedily; with a temperature, sampled besides,
-    prompt k from seed + k. Greedily, transformers' prompt lookup, plain decoding of a batch and, if given, an
-    assistant's guesses are measured by the same rule. One pool serves all prompts. The checkpoint's generation
-    settings (penalties, top-k, ...) are put aside meanwhile, for it is logits that are audited.
+    prompts: int64 [1, n] each, on the model's device. They are decoded greedily, and with a temperature also sampled,
+    prompt k from seed + k. Greedy decoding also audits transformers' prompt lookup, plain decoding of a batch and, if
+    given, an assistant model. One pool serves all prompts. Meanwhile the checkpoint's generation settings (penalties,
+    top-k, ...) are set aside, because the audit is about logits.
 
-    A model in half precision is copied to float32 for reference: count on three times its memory, and on the logits of
-    a whole text, float32 [max_new_tokens, vocabulary], a few times over.
+    A model in half precision is copied to float32 as the reference. This takes three times the model's memory, and a
+    few times that of a text's logits, float32 [max_new_tokens, vocabulary].
 
     Returns a tally for each way, plain decoding first. Raises ValueError if the model is wrapped, UnsupportedModelError
     if lookahead cannot decode it.
     """
     if isinstance(model, LookaheadMixin):
         raise ValueError("the audit compares with the model's own decoding: unwrap the model first")
-    # For each decoding: its settings, and its ways.
+    # The settings and the ways of each decoding.
     greedy: Ways = {"lookahead": (1, {}), "prompt lookup": (1, {"prompt_lookup_num_tokens": 10}), "batch of 4": (4, {})}
     if assistant is not None:
         greedy["assistant"] = (1, {"assistant_model": assistant})
     decodings: dict[str, tuple[dict, Ways]] = {"greedy": ({"do_sample": False}, greedy)}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        decodings["sampled"] = (sampling, {"lookahead": (1, {})})  # the others draw otherwise than plain decoding
+        decodings["sampled"] = (sampling, {"lookahead": (1, {})})  # the other ways draw differently from plain decoding
     pool = NgramPool()
     reference = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
     tallies: dict[tuple[str, str], Tally] = {}
@@ -202,7 +204,7 @@ def audit(
 
 @contextmanager
 def _bare_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Put the checkpoint's generation settings aside, all but the special tokens."""
+    """Set the checkpoint's generation settings aside, except the special tokens."""
     own = model.generation_config
     first = own.eos_token_id[0] if isinstance(own.eos_token_id, list) else own.eos_token_id
     padding = first if own.pad_token_id is None else own.pad_token_id
@@ -216,7 +218,7 @@ def _bare_settings(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _decode(model: PreTrainedModel, prompt: torch.Tensor, settings: dict, seed: int) -> tuple[list[int], torch.Tensor]:
-    """New tokens of the first row of ``prompt``, and the logits [tokens, vocabulary] that each was chosen by."""
+    """Return the new tokens of the first row of ``prompt``, and the logits [tokens, vocabulary] that predict them."""
     torch.manual_seed(seed)
     output = model.generate(  # type: ignore[operator]  # a method
         prompt, attention_mask=torch.ones_like(prompt), return_dict_in_generate=True, output_logits=True, **settings
@@ -226,7 +228,7 @@ def _decode(model: PreTrainedModel, prompt: torch.Tensor, settings: dict, seed: 
 
 
 def _errors(logits: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    return (logits - exact).nan_to_num()  # tokens that a model rules out are -inf in both
+    return (logits - exact).nan_to_num()  # tokens that a model excludes are -inf in both
 
 
 def _judge(
@@ -239,12 +241,12 @@ def _judge(
     temperature: float,
     seed: int,
 ) -> Divergence:
-    """Account for a difference at new token ``index``, given plain and other token.
+    """Judge a divergence at new token ``index``. tokens: plain decoding's and the other's.
 
-    exact: logits [n, vocabulary] of the reference; passes: the same by plain passes in ``dtype``, generate()'s first.
+    exact: logits [n, vocabulary] of the reference. passes: those of plain passes in ``dtype``, generate()'s first.
     """
     plain, other = tokens
-    if plain is None or other is None:  # both had the same prefix, yet one stopped: no margin could explain that
+    if plain is None or other is None:  # one text stopped after a common prefix, which no margin could explain
         return Divergence(number, index, plain, other, margin=math.inf, margin_in_dtype=math.inf, noise=0.0)
 
     def margin(row: torch.Tensor) -> float:
@@ -254,13 +256,13 @@ def _judge(
     errors = [_errors(rows[: index + 1], exact[: index + 1]) for rows in passes]
     ranges = torch.stack([error.amax(-1) - error.amin(-1) for error in errors]).amax(0)
     noise = max(ranges[-1].item(), ranges.median().item())
-    # Where those passes happen to agree, a logit is still no finer than the dtype: half a unit for each of the two.
+    # Even where these passes agree, each of the two logits is rounded by up to half a unit of the dtype.
     step = torch.finfo(dtype).eps * exact[index, tokens].abs().max().item()
     return Divergence(number, index, plain, other, margin(exact[index]), margin(passes[0][index]), max(noise, step))
 
 
 def markdown(tallies: list[Tally], tokenizer: PreTrainedTokenizerBase, names: list[str]) -> str:
-    """The tallies as a table, and one of all divergences. names: what to call the prompts."""
+    """Return a table of the tallies, and one of all divergences. names: the prompts' names."""
     lines = [
         "| decoding | way | texts that part | tokens compared | near ties | unexplained | rms error of a logit |",
         "|---|---|---:|---:|---:|---:|---:|",

@@ -1,4 +1,4 @@
-"""A conversation whose history stays in the KV cache, and the loop that holds it on the command line."""
+"""A conversation whose history stays in the KV cache, and its loop on the command line."""
 
 import inspect
 import re
@@ -17,17 +17,18 @@ from transformers.generation import BaseStreamer
 from lookahead.models.adapter import context_length
 from lookahead.stats import Stats
 from lookahead.streaming import StopWhenAsked, render, without_half_character
+from lookahead.tools.audit import first_difference
 
 COMMAND = re.compile(r"/[a-z]+")
 COMMANDS = """\
-/system TEXT  instructs the model; without TEXT, takes that back
-/reset        forgets the conversation; what /system said stays
-/stats        says how fast the model writes, and how much it remembers
+/system TEXT  instructs the model; without TEXT, removes the instructions
+/reset        forgets the conversation, but not the instructions of /system
+/stats        shows how fast the model writes, and how much of its context is in use
 /help         lists these commands
 /exit         leaves, as Ctrl-D does
-Ctrl-C        stops an answer, which stays as far as it came"""
+Ctrl-C        stops an answer and keeps what was written of it"""
 
-# For models that only continue text, such as the packaged one: each message stands on lines of its own.
+# For models that only continue text, such as the packaged one: each message has its own lines.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if not message.content.endswith('\\n') %}{{ '\\n' }}{% endif %}{% endfor %}"
@@ -36,14 +37,14 @@ PLAIN_STOP = "\n\n\n"  # two blank lines, which in Python end a definition
 
 
 class TurnRefusedError(ValueError):
-    """A turn that cannot be taken; the conversation is as it was before."""
+    """A turn was refused, and the conversation is unchanged."""
 
 
 class Conversation:
-    """Messages, and a cache of what the model has read and written of them.
+    """Messages, and a cache of the tokens that the model has read and written.
 
-    Each turn renders all messages anew, as templates may drop or alter what is past; what the rendering shares with the
-    cache from the start on is kept, and the model reads only the rest.
+    Each turn renders all messages again, because templates may drop or change earlier ones. The cache keeps the prefix
+    that it shares with the new rendering, and the model reads only the rest.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -52,18 +53,18 @@ class Conversation:
         self.tokenizer = tokenizer
         self.messages: list[dict[str, str]] = []
         self.tokens: list[int] = []
-        """Of the last turn: what was read, as the template renders it, and what was written."""
+        """Tokens of the last turn: the rendered messages, and the answer."""
         self.is_cut = False
-        """Whether the last answer was ended by ``max_new_tokens``."""
+        """Whether ``max_new_tokens`` ended the last answer."""
         self._cache: DynamicCache | None = None
 
     def answer(self, content: str, max_new_tokens: int, **options: Any) -> str:
-        """The model's answer to ``content``; both join the messages. ``options`` are those of generate().
+        """Return the model's answer to ``content``, and add both to the messages.
 
-        Where it is cut off in the middle of a character, it is without that character's beginning.
+        options: arguments of generate(). An incomplete character at the end of the answer is dropped.
 
-        Raises TurnRefusedError if the context has no room, the template refuses the messages, or the turn is no text.
-        Whatever else is raised, the turn is taken back as well.
+        Raises TurnRefusedError if the context has no room, the template refuses the messages, or the turn is not UTF-8
+        text. After any error, the messages are as they were before.
         """
         messages = [*self.messages, {"role": "user", "content": content}]
         try:
@@ -72,7 +73,7 @@ class Conversation:
             raise TurnRefusedError("this turn is not UTF-8 text") from error
         try:
             ids = render(self.tokenizer, messages)["input_ids"].to(self.model.device)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise any error
             raise TurnRefusedError(f"the chat template cannot render this conversation: {error}") from error
         length, context = ids.shape[1], context_length(self.model)
         if length >= context:
@@ -80,7 +81,7 @@ class Conversation:
                 f"the conversation would have {length} tokens, the model's context is {context}: /reset starts anew"
             )
         cache = self._cache_for(ids[0].tolist())
-        self._cache = None  # a pass that fails leaves a cache that holds more in some layers than in others
+        self._cache = None  # a pass that fails may leave more tokens in some layers than in others
         output = self.model.generate(  # type: ignore[operator]  # a method
             ids,
             attention_mask=torch.ones_like(ids),
@@ -90,7 +91,7 @@ class Conversation:
             **options,
         )[0]
         self._cache, self.tokens = cache, output.tolist()
-        # Cleaning would change what the next turn reads from what the cache holds.
+        # Clean-up would change the text, so that its tokens no longer match the cache in the next turn.
         text = self.tokenizer.decode(self.tokens[length:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         text = without_half_character(text)  # type: ignore[arg-type]  # one text
         self.is_cut = len(self.tokens) == length + max_new_tokens and not self._has_ended(
@@ -100,48 +101,41 @@ class Conversation:
         return text
 
     def _has_ended(self, text: str, stop_strings: str | list[str] | None) -> bool:
-        """Whether an answer has come to an end of its own."""
+        """Whether an answer ended by itself, with an end token or a stop string."""
         settings = self.model.generation_config
         ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
         stops = stop_strings or settings.stop_strings or []
         return self.tokens[-1] in ends or any(stop in text for stop in ([stops] if isinstance(stops, str) else stops))
 
     def reset(self) -> None:
-        """Forget all messages but the system's."""
+        """Forget all messages except the system's."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
         self.tokens, self._cache, self.is_cut = [], None, False
 
     def instruct(self, content: str) -> None:
-        """Put ``content`` in the place of the system's message; an empty one takes it away."""
+        """Set the system's message to ``content``; if that is empty, remove it."""
         rest = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": content}, *rest] if content else rest
 
     @property
     def is_full(self) -> bool:
-        """Whether the last turn ended where the model's context does."""
+        """Whether the last turn has filled the model's context."""
         return len(self.tokens) >= context_length(self.model)
 
     def _cache_for(self, ids: list[int]) -> DynamicCache | None:
-        """A cache that holds a true prefix of ``ids``, the longest that can be had; None to let generate() make one."""
+        """Return a cache of the longest possible proper prefix of ``ids``; None to let generate() make a cache."""
         if self._cache is not None:
             held = self.tokens[: self._cache.get_seq_length()]
-            shared = next((i for i, (a, b) in enumerate(zip(held, ids[:-1], strict=False)) if a != b), None)
-            if shared is None:
-                shared = min(len(held), len(ids) - 1)
+            shared = first_difference(held, ids[:-1])
             try:
-                if shared < len(held):
+                if shared is not None and shared < len(held):
                     self._cache.crop(shared - len(held))
                 return self._cache
-            except RuntimeError:  # recurrent layers, and sliding ones beyond their window, do not go back
+            except RuntimeError:  # recurrent layers, and sliding layers beyond their window, cannot be shortened
                 pass
-        return _empty_cache(self.model)
-
-
-def _empty_cache(model: PreTrainedModel) -> DynamicCache | None:
-    """A cache for generate() to fill; None if the model takes none, so that it reads everything in each turn."""
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        return None
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+        if "past_key_values" not in inspect.signature(self.model.forward).parameters:
+            return None  # the model takes no such cache, and reads everything again in each turn
+        return DynamicCache(config=self.model.config.get_text_config(decoder=True))
 
 
 def converse(
@@ -151,11 +145,11 @@ def converse(
     max_new_tokens: int,
     **options: Any,
 ) -> None:
-    """Answer standard input, a turn a line, until it ends; Ctrl-C stops an answer, which stays as far as it came.
+    """Answer each line of standard input. Ctrl-C stops an answer and keeps what was written of it.
 
-    make_streamer: called for each answer, to write it.
-    statistics: called for what /stats prints; None if the model decodes plainly.
-    max_new_tokens, options: those of `Conversation.answer`.
+    make_streamer: returns the streamer that writes an answer.
+    statistics: returns the conversation's `Stats` for /stats, or None if the model decodes plainly.
+    max_new_tokens, options: as for `Conversation.answer`.
     """
     if sys.stdin.isatty():
         click.echo("/help lists the commands, /exit or Ctrl-D leaves; Ctrl-C stops an answer", err=True)
@@ -171,7 +165,7 @@ def converse(
             click.echo("the conversation starts anew", err=True)
         elif command == "/system":
             conversation.instruct(argument)
-            click.echo("the model is instructed" if argument else "the model is without instructions", err=True)
+            click.echo("the model is instructed" if argument else "the model has no instructions", err=True)
         elif command == "/stats":
             click.echo(in_plain_words(statistics(), len(conversation.tokens), context_length(conversation.model)))
         elif command == "/help":
@@ -183,10 +177,10 @@ def converse(
 
 
 def in_plain_words(stats: Stats | None, held: int, context: int) -> str:
-    """What /stats prints.
+    """Return the text of /stats.
 
-    stats: of the conversation; None if the model decodes plainly.
-    held, context: tokens in use, and those that the model has room for.
+    stats: the conversation's; None if the model decodes plainly.
+    held, context: tokens in use, and tokens that the model has room for.
     """
     if stats is None:
         lines = ["plain decoding: each pass through the model writes one token (a word or a part of one)"]
@@ -199,8 +193,8 @@ def in_plain_words(stats: Stats | None, held: int, context: int) -> str:
             f"{stats.tokens / passes:.1f} a pass on average"
         ]
         if stats.speedup is not None:
-            lines.append(f"by what passes cost here, {stats.speedup:.1f} times as fast as one token at a time")
-    room = f" of {context:,}, {held / context:.0%}" if context < 2**62 else ""  # else the model does not say
+            lines.append(f"according to step costs, {stats.speedup:.1f} times as fast as one token at a time")
+    room = f" of {context:,}, {held / context:.0%}" if context < 2**62 else ""  # otherwise the model names no limit
     return "\n".join([*lines, f"tokens of context in use: {held:,}{room}"])
 
 
@@ -220,12 +214,12 @@ def _answer(conversation: Conversation, line: str, streamer: BaseStreamer, optio
             click.echo("the model's context is full: /reset starts anew", err=True)
         elif conversation.is_cut and not stop.asked:
             limit = options["max_new_tokens"]
-            click.echo(f"the answer was cut off after {limit} tokens, the limit that --max-new-tokens sets", err=True)
+            click.echo(f"the answer was cut off after {limit} tokens: --max-new-tokens raises the limit", err=True)
 
 
 @contextmanager
 def _interrupted_by_ctrl_c(stop: StopWhenAsked) -> Iterator[None]:
-    """Let Ctrl-C end the answer between two passes, so that the cache stays whole; a second one does not wait."""
+    """Let Ctrl-C end the answer between two passes, so that the cache stays intact. A second Ctrl-C does not wait."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.asked:
@@ -240,15 +234,15 @@ def _interrupted_by_ctrl_c(stop: StopWhenAsked) -> Iterator[None]:
 
 
 def _lines() -> Iterator[str]:
-    """Lines of standard input, without their ends; on a terminal, with a prompt and the line editing of `input`."""
+    """Yield the lines of standard input without line ends. A terminal shows a prompt and allows editing."""
     if not sys.stdin.isatty():
-        # A line that is not UTF-8 is refused by itself.
+        # Let other bytes than UTF-8 through, so that only the turn that has them is refused.
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # a TextIOWrapper
         for line in sys.stdin:
             yield line.rstrip("\n")
         return
-    with suppress(ImportError):  # not on every platform
-        import readline  # noqa: F401  (gives `input` editing and a history)
+    with suppress(ImportError):  # missing on some platforms
+        import readline  # noqa: F401  (adds editing and a history to `input`)
     while True:
         try:
             yield input("> ")

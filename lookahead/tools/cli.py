@@ -1,4 +1,4 @@
-"""The ``lookahead`` command and its options. What a command does is imported when it runs, for that takes seconds."""
+"""The ``lookahead`` command and its options. The commands are functions in `commands` and `pool_commands`."""
 
 import math
 import os
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import reduce
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,29 @@ from lookahead.config import AUTO, MAX_NGRAM_SIZE, MAX_ROWS, LookaheadConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 FILE = click.Path(exists=True, dir_okay=False)
-SEEDS = click.IntRange(-(2**63), 2**64 - 1)  # that torch takes
-MAX_PROMPTS = 100_000  # of which the audit keeps everything in memory
+SEEDS = click.IntRange(-(2**63), 2**64 - 1)  # torch takes these
+MAX_PROMPTS = 100_000  # the audit keeps all results in memory
 
 Decorator = Callable[[Callable], Callable]
 
 
 class Program(click.Group):
-    """A command whose standard streams may be closed, full, or a pipe that nobody reads any more."""
+    """A command that survives standard streams that are closed, full, or a pipe without a reader."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-            if getattr(sys, name) is None:  # closed: the null device takes its number, which a file would get otherwise
+            if getattr(sys, name) is None:  # closed: otherwise the next file to be opened would take its number
                 setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-        # As standard error has it: names of files may be any bytes.
+        # As for standard error: file names may hold bytes that are not UTF-8.
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper
         try:
             return super().main(*args, **kwargs)
-        except OSError as error:  # of a stream: commands name the files that they cannot read or write
+        except OSError as error:  # of a standard stream: commands handle the errors of files
             message = f"{error.filename or 'standard input or output'}: {error.strerror or error}"
         with suppress(OSError):
             click.echo(f"Error: {message}", err=True)
         with suppress(OSError):
-            sys.stdout.close()  # drops what could not be written, which Python would try again at its end
+            sys.stdout.close()  # drops unwritten text; otherwise Python would try to write it again at exit
         sys.exit(1)
 
 
@@ -49,18 +50,18 @@ def main() -> None:
 
 
 class AutoOr(click.IntRange):
-    """A whole number of an option, or ``auto``."""
+    """A whole number, or ``auto``."""
 
     name = "integer or auto"
 
-    def convert(  # type: ignore[override]  # an int of click's
+    def convert(  # type: ignore[override]  # click's returns int
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | str:
         return AUTO if value == AUTO else super().convert(value, param, ctx)
 
 
 class Finite(click.FloatRange):
-    """A number of an option, neither infinite nor NaN, which no range keeps out."""
+    """A finite number. Ranges alone accept infinity and NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
@@ -70,7 +71,7 @@ class Finite(click.FloatRange):
 
 
 class FileToWrite(click.Path):
-    """A file, not a folder, in a folder that is there and can be written to. It need not be there itself."""
+    """A file, new or not, in a folder that exists and can be written to."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -80,43 +81,44 @@ class FileToWrite(click.Path):
         if not value:
             self.fail("the name of the file is empty.", param, ctx)
         if not os.access(os.path.dirname(os.path.realpath(path)), os.W_OK):
-            self.fail(f"{path}: its folder is missing or cannot be written to.", param, ctx)
+            self.fail(f"{path}: its folder does not exist or cannot be written to.", param, ctx)
         return path
 
 
 def _options(*options: Decorator) -> Decorator:
-    """One decorator for several options, for the commands that share them."""
+    """Combine several options into one decorator, for the commands that share them."""
+    return lambda command: reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
-    def decorate(command: Callable) -> Callable:
-        return reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
-    return decorate
+def _run(module: str, command: str, options: dict[str, Any]) -> None:
+    """Import the module of a command, which takes seconds, and call the command."""
+    getattr(import_module(f"lookahead.tools.{module}"), command)(**options)
 
 
 model_options = _options(
     click.option("--model", "model_name", metavar="NAME_OR_PATH",
-                 help="Causal LM to load; the packaged one by default."),
+                 help="Causal LM to load; the packaged model by default."),
     click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True,
-                 help="auto: float32 on the CPU, the checkpoint's own elsewhere."),
+                 help="auto: float32 on the CPU, the checkpoint's dtype elsewhere."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps, ..."),
 )  # fmt: skip
 pass_options = _options(
     click.option("--cpu-kernels/--no-cpu-kernels", default=True, show_default=True,
-                 help="On a CPU, compute products and attention by kernels of our own."),
-    click.option("--compile-passes", is_flag=True, help="Compile the passes, which takes some seconds, then pays."),
+                 help="On a CPU, compute products and attention with this package's kernels."),
+    click.option("--compile-passes", is_flag=True, help="Compile the passes: slower to start, then faster."),
 )  # fmt: skip
 decoding_options = _options(
     model_options,
     click.option("--do-sample/--no-do-sample", default=None,
-                 help="Sample; the four options below imply it. Default: the model's own."),
-    click.option("--temperature", type=Finite(min=0), help="0 does not sample."),
+                 help="Sample; the next four options imply it. Default: the model's setting."),
+    click.option("--temperature", type=Finite(min=0), help="0 decodes greedily."),
     click.option("--top-k", type=click.IntRange(min=0)),
     click.option("--top-p", type=Finite(min=0, max=1, min_open=True)),
     click.option("--min-p", type=Finite(min=0, max=1)),
     click.option("--repetition-penalty", type=Finite(min=0, min_open=True)),
     click.option("--seed", type=SEEDS, default=0, show_default=True, help="Seed of sampling."),
     click.option("--strategy", type=click.Choice(["lookahead", "jacobi", "plain"]), default="lookahead",
-                 show_default=True, help="plain: one token a step."),
+                 show_default=True, help="plain: one token per step."),
     click.option("--budget", type=AutoOr(min=0, max=MAX_ROWS - 1), default=LookaheadConfig.budget, show_default=True,
                  help="Most guesses verified in a step."),
     click.option("--window-size", type=AutoOr(min=0, max=MAX_ROWS - 1), default=LookaheadConfig.window_size,
@@ -124,7 +126,7 @@ decoding_options = _options(
     click.option("--ngram-size", type=AutoOr(min=2, max=MAX_NGRAM_SIZE), default=LookaheadConfig.ngram_size,
                  show_default=True, help="Length N of the window's n-grams."),
     click.option("--pool", "pool_path", type=FILE, metavar="FILE",
-                 help="Start from a saved pool; the file stays as it is."),
+                 help="Start from a saved pool; the file is not changed."),
     pass_options,
 )  # fmt: skip
 
@@ -137,24 +139,20 @@ decoding_options = _options(
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Write tokens as they are accepted.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--stats", "show_stats", is_flag=True, help="Print steps, acceptance and times to stderr.")
-@click.option("--compare", is_flag=True, help="Decode plainly too; print the speed-up and whether the texts agree.")
+@click.option("--compare", is_flag=True, help="Also decode plainly; print the speed-up and whether the texts agree.")
 def generate(**options: Any) -> None:
     """Continue PROMPT (or - for standard input) by lookahead decoding."""
-    from lookahead.tools import commands
-
-    commands.generate(**options)
+    _run("commands", "generate", options)
 
 
 @main.command()
 @decoding_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of an answer.")
 @click.option("--chat-template", "template_file", type=click.File(encoding="utf-8"), metavar="FILE",
-              help="Template of the conversation (jinja); the tokenizer's own by default.")  # fmt: skip
+              help="Chat template (jinja); the tokenizer's own by default.")  # fmt: skip
 def chat(**options: Any) -> None:
-    """Talk with a model, whose cache keeps the history from turn to turn. Each line of standard input is a turn."""
-    from lookahead.tools import commands
-
-    commands.chat(**options)
+    """Talk with a model. Each line of standard input is a turn; the history stays in the model's cache."""
+    _run("commands", "chat", options)
 
 
 @main.command()
@@ -165,17 +163,15 @@ def chat(**options: Any) -> None:
 @click.option("--count", type=click.IntRange(1, MAX_PROMPTS),
               help="How many prompts. Default: all of FILE.jsonl, or 16 passages.")  # fmt: skip
 @click.option("--temperature", type=Finite(min=0), default=0.0, show_default=True,
-              help="Above 0, audit sampling besides, seeded by the prompt's number.")  # fmt: skip
-@click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model; audits transformers' assisted decoding too.")
-@click.option("--json", "out", type=FileToWrite(), metavar="FILE", help="Write everything that was measured.")
+              help="Above 0, also audit sampling, seeded by the prompt's number.")  # fmt: skip
+@click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model: also audit transformers' assisted decoding.")
+@click.option("--json", "out", type=FileToWrite(), metavar="FILE", help="Write all measurements.")
 def audit(**options: Any) -> None:
     """List where lookahead's texts part from plain decoding's, and whether rounding explains it.
 
-    Exit status 1 if some place is no near tie. docs/numerics.md says what that means.
+    The exit status is 1 if a difference is not a near tie; see docs/numerics.md.
     """
-    from lookahead.tools import commands
-
-    commands.audit(**options)
+    _run("commands", "audit", options)
 
 
 @main.command()
@@ -185,35 +181,33 @@ def audit(**options: Any) -> None:
     default="256,2048,8192",
     show_default=True,
     metavar="N,N,...",
-    help="Positions committed before the pass; those that the model has no room for are left out.",
+    help="Positions in the cache before a pass; lengths that the model has no room for are left out.",
 )
-@click.option("--seconds", type=Finite(1, 3600), default=30.0, show_default=True, help="To measure for.")
+@click.option("--seconds", type=Finite(1, 3600), default=30.0, show_default=True, help="Time to measure.")
 @click.option("--threads", type=click.IntRange(1, os.cpu_count()), help="CPU threads; torch's default if not given.")
 @pass_options
-@click.option("--picture", type=FileToWrite(), metavar="PNG", help="Draw the times, too.")
+@click.option("--picture", type=FileToWrite(), metavar="PNG", help="Also draw the times.")
 def tune(**options: Any) -> None:
-    """Measure what a step costs on this machine, keep it for decoding with this model, and show it."""
-    from lookahead.tools import commands
-
-    commands.tune(**options)
+    """Measure what steps cost on this machine, keep the costs for decoding with this model, and show them."""
+    _run("commands", "tune", options)
 
 
 @main.group()
 def pool() -> None:
-    """Pools of n-grams on disk: start from a team's own code or past answers, share what replicas have learned."""
+    """Pools of n-grams on disk: learn from a team's code or past answers, merge what replicas have learned."""
 
 
 pool_files = click.argument("files", nargs=-1, required=True, type=FILE)
 pool_out = click.option("--out", required=True, type=FileToWrite(), metavar="FILE",
-                        help="Pool file to write; a pool that stands there is replaced at the end.")  # fmt: skip
-whose_tokenizer = click.option(
-    "--model", "model_name", metavar="NAME_OR_PATH", help="Whose tokenizer; the packaged model's by default."
+                        help="Pool file to write; an existing pool is replaced at the end.")  # fmt: skip
+tokenizer_option = click.option(
+    "--model", "model_name", metavar="NAME_OR_PATH", help="Model whose tokenizer to use; the packaged one by default."
 )
 
 
 @pool.command()
 @pool_files
-@whose_tokenizer
+@tokenizer_option
 @pool_out
 @click.option("--pool", "pool_path", type=FILE, metavar="FILE",
               help="Start from a saved pool, and keep its size; it may be --out.")  # fmt: skip
@@ -221,35 +215,29 @@ whose_tokenizer = click.option(
               help="Size of a new pool in MiB, 64 by default; a token of new text takes up to 700 bytes.")  # fmt: skip
 def build(**options: Any) -> None:
     """Learn FILES (text, UTF-8: code, past answers) into a pool."""
-    from lookahead.tools import pool_commands
-
-    pool_commands.build(**options)
+    _run("pool_commands", "build", options)
 
 
 @pool.command()
 @pool_files
 @pool_out
 @click.option("--since", "since_path", type=FILE, metavar="FILE",
-              help="The pool that all FILES were loaded from: add only what they have learned since.")  # fmt: skip
+              help="The pool that all FILES started from: add only what they have learned since.")  # fmt: skip
 def merge(**options: Any) -> None:
-    """Merge the pools FILES into one of the size of the first.
+    """Merge the pools FILES into one, which has the size of the first.
 
-    Snapshots of replicas that all started from one pool, without counting that again for each of them:
+    To merge snapshots of replicas that all started from one pool, and count that pool only once:
 
     \b
     lookahead pool merge base.pool replica-*.pool --since base.pool --out base.pool
     """
-    from lookahead.tools import pool_commands
-
-    pool_commands.merge(**options)
+    _run("pool_commands", "merge", options)
 
 
 @pool.command()
 @click.argument("path", type=FILE)
-@whose_tokenizer
+@tokenizer_option
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Contexts to list.")
 def show(**options: Any) -> None:
-    """Say what is in a pool: its size, fill and sources, and the contexts whose next token is surest."""
-    from lookahead.tools import pool_commands
-
-    pool_commands.show(**options)
+    """Show what a pool holds: size, fill, origins of its evidence, and the contexts whose next token is surest."""
+    _run("pool_commands", "show", options)

@@ -1,7 +1,9 @@
-"""Models and tokenizers for the command line and the scripts, by name; what cannot be loaded is named."""
+"""Load models, tokenizers and pools for the command line and the scripts. Errors name what cannot be loaded."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 import torch
@@ -9,20 +11,29 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead import DEMO_MODEL
+from lookahead.config import LookaheadConfig
+from lookahead.engine.engine import Lookahead
+from lookahead.models.adapter import UnsupportedModelError
+from lookahead.vocabulary import vocabulary_fingerprint
+from lookahead.wrapping import engine_of, wrap
+from ngram_pool import NgramPool, PoolFileError
+
+SAMPLING = {"temperature", "top_k", "top_p", "min_p"}  # options that imply --do-sample
 
 
 def load(
     name: str | None, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model in eval mode and tokenizer; None is the packaged model.
+    """Load a model, in eval mode, and its tokenizer.
 
-    dtype: one of torch's by name; auto: float32 on the CPU, the checkpoint's own elsewhere.
-    device: of torch, by name; auto: a GPU if there is one.
+    name: folder or hub name; None: the packaged model.
+    dtype: name of a torch dtype; auto: float32 on the CPU, the checkpoint's dtype elsewhere.
+    device: name of a torch device; auto: a GPU if there is one.
     Raises ClickException if they cannot be loaded.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if name is None:  # a moment's work; what takes longer shows its progress
+    if name is None:  # the packaged model loads at once: a progress bar would only flicker
         transformers.utils.logging.disable_progress_bar()
     with _loading(name, f"model on {device}"):
         if dtype == "auto":
@@ -36,9 +47,63 @@ def load(
 
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
-    """Tokenizer of a model; None is the packaged one. Raises ClickException if it cannot be loaded."""
+    """Load a model's tokenizer; None: the packaged model's. Raises ClickException if it cannot be loaded."""
     with _loading(name, "tokenizer"):
         return AutoTokenizer.from_pretrained(_place(name))
+
+
+def load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
+    """Call `NgramPool.load`. Raises ClickException if it fails."""
+    try:
+        return NgramPool.load(path, vocabulary)
+    except (PoolFileError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def load_wrapped(
+    model_name: str | None, dtype: str, device: str, pool_path: str | None, strategy: str, **options: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:
+    """Load and wrap a model as the options of `generate` and `chat` say; with the strategy "plain", do not wrap it.
+
+    options: those named like a field of LookaheadConfig configure the wrap; the others are for model.generate(), and
+    None if not given.
+    Returns the model, its tokenizer, its `Lookahead` (None: plain) and the arguments for model.generate().
+    """
+    if pool_path and strategy != "lookahead":
+        raise click.UsageError(f"--pool has no effect with --strategy {strategy}: leave one of them out")
+    settings = {name: options.pop(name) for name in LookaheadConfig.__dataclass_fields__ if name in options}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options.get("temperature") == 0:
+        if options.get("do_sample"):
+            raise click.UsageError("--temperature 0 does not sample: leave it or --do-sample out")
+        options = {name: value for name, value in options.items() if name not in SAMPLING} | {"do_sample": False}
+    elif options.keys() & SAMPLING:
+        options.setdefault("do_sample", True)
+    if strategy == "plain":
+        return *load(model_name, dtype, device), None, options
+    try:
+        config = LookaheadConfig(strategy=strategy, **settings)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    model, tokenizer = load(model_name, dtype, device)
+    pool = load_pool(pool_path, vocabulary_fingerprint(tokenizer)) if pool_path else None
+    with decoding():
+        return model, tokenizer, engine_of(wrap(model, config, pool)), options
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Raise ClickException for what wrapping and decoding raise; exit with status 130 on an interrupt."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise click.ClickException(str(error)) from error
+    except (FloatingPointError, MemoryError, RuntimeError, ValueError) as error:  # torch raises RuntimeError
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise click.ClickException(f"decoding failed: {reason}") from error
+    except KeyboardInterrupt:
+        click.echo("\ninterrupted", err=True)
+        sys.exit(130)
 
 
 def _place(name: str | None) -> str:
@@ -49,10 +114,10 @@ def _place(name: str | None) -> str:
 
 @contextmanager
 def _loading(name: str | None, what: str) -> Iterator[None]:
-    """Turn any error into a ClickException that names the model."""
+    """Raise ClickException, naming the model, for any error."""
     try:
         yield
-    except Exception as error:  # what is raised depends on the hub's client, the format and the device
+    except Exception as error:  # its class depends on the hub's client, the format and the device
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise click.ClickException(
             f"cannot load the {what} of {str(DEMO_MODEL if name is None else name)!r}: {reason}. Give --model a folder "

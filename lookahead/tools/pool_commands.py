@@ -1,4 +1,4 @@
-"""What the commands about pools on disk do: ``lookahead pool build``, ``merge`` and ``show``."""
+"""The commands ``lookahead pool build``, ``merge`` and ``show``. Their arguments are the options in `cli`."""
 
 import os
 import sys
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from lookahead.tools.loading import load_tokenizer
-from lookahead.tools.prompts import readable
+from lookahead.tools.files import reading, writing
+from lookahead.tools.loading import load_pool, load_tokenizer
 from lookahead.vocabulary import vocabulary_fingerprint
-from ngram_pool import NgramPool, PoolFileError, Source, storage
+from ngram_pool import NgramPool, Source, storage
 
 READ_AT_ONCE = 2**20  # characters of a file that are tokenized together
 
@@ -18,9 +18,8 @@ READ_AT_ONCE = 2**20  # characters of a file that are tokenized together
 def build(
     files: tuple[str, ...], model_name: str | None, out: Path, pool_path: str | None, memory_mb: float | None
 ) -> None:
-    """``lookahead pool build``: the options are the command's."""
     if pool_path and memory_mb:
-        raise click.UsageError("--memory-mb is for a new pool: one given by --pool keeps its size")
+        raise click.UsageError("--memory-mb is for a new pool: the pool of --pool keeps its size")
     _check_out(out)
     tokenizer = load_tokenizer(model_name)
     if pool_path:
@@ -38,16 +37,14 @@ def build(
                 learned.learn(ids, Source.FILE)
                 tokens += len(ids)
                 progress.update(len(text.encode()))
-    _save(learned, out)
+    with writing(out):
+        learned.save(out)
     click.echo(f"{out}: {tokens:,} tokens of {len(files)} files; {_size(learned)}")
     if len(learned) > 0.99 * learned.capacity:
-        click.echo(
-            "note: the pool overflowed, what was seen least made room; a larger --memory-mb keeps more", err=True
-        )
+        click.echo("note: the pool is full and has dropped contexts; a larger --memory-mb keeps more", err=True)
 
 
 def merge(files: tuple[str, ...], out: Path, since_path: str | None) -> None:
-    """``lookahead pool merge``: the options are the command's."""
     if len(files) < 2:
         raise click.UsageError("give at least two FILES to merge")
     _check_out(out)
@@ -60,12 +57,12 @@ def merge(files: tuple[str, ...], out: Path, since_path: str | None) -> None:
                 merged.merge(other, since)
             except ValueError as error:
                 raise click.ClickException(f"{path}: {error}") from error
-    _save(merged, out)
+    with writing(out):
+        merged.save(out)
     click.echo(f"{out}: {len(files)} pools; {_size(merged)}")
 
 
 def show(path: str, model_name: str | None, top: int) -> None:
-    """``lookahead pool show``: the options are the command's."""
     held = load_pool(path)
     tokenizer = load_tokenizer(model_name)
     vocabulary = vocabulary_fingerprint(tokenizer)
@@ -84,32 +81,17 @@ def show(path: str, model_name: str | None, top: int) -> None:
 
 
 def _parts(path: str) -> Iterator[str]:
-    """A file's text in runs of whole lines. Raises ClickException if it cannot be read."""
-    with readable(path), open(path, encoding="utf-8") as file:
+    """Yield a file's text in runs of whole lines. Raises ClickException if it cannot be read."""
+    with reading(path), open(path, encoding="utf-8") as file:
         while lines := file.readlines(READ_AT_ONCE):
             yield "".join(lines)
 
 
-def load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
-    """`NgramPool.load`. Raises ClickException if that fails."""
-    try:
-        return NgramPool.load(path, vocabulary)
-    except (PoolFileError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-
-
 def _check_out(out: Path) -> None:
-    """Raise UsageError where writing a pool would destroy something else."""
-    with readable(out):
+    """Raise UsageError if a pool written to ``out`` would replace another kind of file."""
+    with reading(out):
         if out.exists() and not (out.is_file() and (out.stat().st_size == 0 or storage.is_pool_file(out))):
-            raise click.UsageError(f"--out {out} is not a pool file, and would be lost")
-
-
-def _save(pool: NgramPool, out: Path) -> None:
-    try:
-        pool.save(out)
-    except OSError as error:
-        raise click.ClickException(f"cannot write {out}: {error}") from error
+            raise click.UsageError(f"--out {out} is not a pool file, and would be lost: name another file")
 
 
 def _size(held: NgramPool) -> str:

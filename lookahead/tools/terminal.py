@@ -1,4 +1,4 @@
-"""A model's text on standard output, as it is written: colours and whole words where that is a terminal."""
+"""Write a model's text to standard output as it comes. A terminal gets colours and unbroken words."""
 
 import shutil
 import sys
@@ -11,15 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lookahead.streaming import PieceStreamer, without_half_character
 
-STEP_COLOURS = ("cyan", "yellow")  # of the tokens of even and odd steps
-NO_CELL = ("Mn", "Me", "Cf")  # categories of characters that a terminal shows in the cell of the one before
+STEP_COLOURS = ("cyan", "yellow")  # for the tokens of even and odd steps
+NO_CELL = ("Mn", "Me", "Cf")  # categories of characters that share the terminal cell of the character before
 
 
 class StepStreamer(PieceStreamer):
-    """Prints text as it comes; on a terminal, tokens accepted in one step share a colour."""
+    """Prints text as it comes. On a terminal, the tokens accepted in one step share a colour."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, step: Callable[[], int]):
-        """step: the number of the step under way."""
+        """step: returns the number of the current step."""
         super().__init__(tokenizer, self._print)
         self._step = step
         self._on_terminal = sys.stdout.isatty()
@@ -36,8 +36,7 @@ class StepStreamer(PieceStreamer):
 
 
 class AnswerStreamer(StepStreamer):
-    """The same for an answer in a chat: a terminal does not break its words, and half a character at its end is left
-    out."""
+    """Prints an answer in a chat: also keeps words on one line of a terminal, and drops half a character at the end."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, step: Callable[[], int]):
         super().__init__(tokenizer, step)
@@ -57,20 +56,20 @@ class AnswerStreamer(StepStreamer):
 
 
 class WordWrap:
-    """Breaks lines before words that would not fit on them, in text that comes in pieces.
+    """Breaks lines between words, in text that comes in pieces.
 
-    A word is held back until it is whole. One that is longer than a line is left to the terminal.
+    A word is held back until it is complete. The terminal breaks words that are longer than a line.
     """
 
     def __init__(self, write: Callable[[str], None]):
         self._write = write
-        self._column = 0  # cells of the line that are written
+        self._column = 0  # number of cells written in this line
         self._gap = ""  # spaces before the word that is held back
-        self._word = ""  # with its colours
-        self._width = 0  # cells that it takes
+        self._word = ""  # the word that is held back, with its colours
+        self._width = 0  # number of cells that it takes
 
     def add(self, text: str, style: Callable[[str], str] = str) -> None:
-        """style: gives a part of ``text`` its colour."""
+        """Add ``text``. style: colours a part of it."""
         for kind, characters in groupby(text, _kind):
             part = "".join(characters)
             if kind == "narrow":
@@ -83,13 +82,13 @@ class WordWrap:
             elif kind == "newline":
                 self._write(part)
                 self._column, self._gap = 0, ""
-            else:  # wide characters, between which a line may break
+            else:  # wide characters: a line may break between any two of them
                 for character in part:
                     self._word, self._width = style(character), 2
                     self.flush()
 
     def flush(self) -> None:
-        """Write the word that is held back: it has ended."""
+        """Write the word that is held back. Call it at the end of a word."""
         if not self._word:
             return
         columns = shutil.get_terminal_size().columns
@@ -111,4 +110,4 @@ def _kind(character: str) -> str:
 
 
 def _echo(text: str) -> None:
-    click.echo(text, nl=False, color=True)  # whoever colours it has seen to it that it is a terminal
+    click.echo(text, nl=False, color=True)  # text is only coloured for a terminal

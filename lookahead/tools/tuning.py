@@ -1,4 +1,4 @@
-"""What `lookahead tune` shows: step costs by rows and context, with and without split attention."""
+"""The measurements of `lookahead tune`: times of passes by rows, context and kind of attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,17 +18,18 @@ LINES = {COMPILED: "-", SPLIT: "--", DENSE: ":"}
 
 @dataclass
 class StepTimes:
-    """Seconds of passes of one model, by way of attending, context and rows."""
+    """Times of passes of one model."""
 
     seconds: dict[str, dict[int, dict[int, float]]]
+    """Seconds by way (COMPILED, SPLIT or DENSE), context and rows."""
 
     def rows(self) -> list[int]:
-        """Numbers of rows that were timed everywhere."""
+        """Return the numbers of rows that were timed in all ways and contexts."""
         timed = [set(by_rows) for by_context in self.seconds.values() for by_rows in by_context.values()]
         return sorted(set.intersection(*timed))
 
     def table(self) -> str:
-        """Milliseconds, as text."""
+        """Return the milliseconds as a table of text."""
         rows = self.rows()
         lines = [f"{'ms a pass over':>24} {' '.join(f'{n:>7}' for n in rows)} rows"]
         for way, by_context in self.seconds.items():
@@ -38,10 +39,10 @@ class StepTimes:
         return "\n".join(lines)
 
     def picture(self, path: Path, title: str) -> None:
-        """Draw the times, and the tokens that a pass has to yield so that it is as fast as plain decoding.
+        """Draw the times, and the tokens that a pass must yield to be as fast as plain decoding.
 
-        Raises ImportError without matplotlib (extra ``bench``), ValueError if the path's suffix is no format that it
-        knows.
+        Raises ImportError without matplotlib (extra ``bench``), ValueError if matplotlib has no format for the path's
+        suffix.
         """
         from matplotlib.figure import Figure
 
@@ -56,17 +57,17 @@ class StepTimes:
                 left.plot(rows, times, label=f"context {context:,}, {way}", **style)
                 right.plot(rows, [time / times[0] for time in times], **style)
         left.set(xlabel="rows T of a pass", ylabel="ms", xscale="log", ylim=(0, None))
-        right.set(xlabel="rows T of a pass", ylabel="tokens a step to break even, c(T) / c(1)", xscale="log")
+        right.set(xlabel="rows T of a pass", ylabel="tokens per step to break even, c(T) / c(1)", xscale="log")
         for axes in (left, right):
             axes.set_xticks(rows, [str(n) for n in rows])
             axes.minorticks_off()
             axes.grid(alpha=0.2)
         left.legend(frameon=False, fontsize=8)
-        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")  # else it would add a suffix
+        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")  # without a format, it would add a suffix
 
 
 def _part(progress: Callable[[float], None], done: float, share: float) -> Callable[[float], None]:
-    """The progress of a part, which is so much of the whole and begins when so much of it is done."""
+    """Return the progress function of a part of the work. done, share: the whole's progress before it, and its size."""
     return lambda x: progress(done + x * share)
 
 
@@ -77,7 +78,10 @@ def time_steps(
     progress: Callable[[float], None],
     config: LookaheadConfig,
 ) -> StepTimes:
-    """Time passes of up to 128 rows at these contexts, by the ways of attending that the model has, in turn."""
+    """Time passes of up to 128 rows at these contexts, in each way that the model supports.
+
+    contexts: committed positions. seconds: time to measure. progress: called with the share done, 0 to 1.
+    """
     adapter = find_adapter(model, config.cpu_kernels)
     ways: dict[str, EagerRunner] = {}
     if config.compile_passes and why_not_compiled(model, adapter) is None:
