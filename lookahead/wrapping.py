@@ -1,4 +1,4 @@
-"""Putting lookahead into a model's generate(), and taking it out again."""
+"""`wrap` puts lookahead decoding into a model's generate(); `unwrap` takes it out."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,10 +27,10 @@ from ngram_pool import NgramPool
 
 
 class LookaheadMixin:
-    """What `wrap` puts before a model's class: generate()'s next-token loop becomes lookahead decoding.
+    """Replaces the loops that generate() runs: `wrap` puts this class before the model's own.
 
-    generate() itself stays the model's: it prepares processors, criteria and the rest, then calls the loop of the mode
-    that was asked for by name on the class.
+    generate() itself stays the model's. It prepares processors, criteria and the rest, then calls a loop by its name on
+    the class.
     """
 
     lookahead: Lookahead
@@ -57,7 +57,7 @@ class LookaheadMixin:
         assistant_model: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> Any:
-        """An assistant model becomes a further source of guesses. Other ways of assisting are the model's own."""
+        """Decode by lookahead, with the assistant model as one more source of guesses."""
         own = {name: kwargs.pop(name) for name in ASSISTED_ARGUMENTS if name in kwargs}
         plain = partial(_own_method(self, "_assisted_decoding"), assistant_model=assistant_model, **own)
         inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
@@ -73,28 +73,28 @@ class LookaheadMixin:
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         reduced: tuple = super().__reduce_ex__(protocol)  # type: ignore[assignment]  # no name
         _, (cls, *arguments), *rest = reduced
-        return _new_wrapped, (cls.__mro__[2], *arguments), *rest  # no module knows a wrapped class by its name
+        return _new_wrapped, (cls.__mro__[2], *arguments), *rest  # pickle cannot find a wrapped class by name
 
 
 def _engine(model: PreTrainedModel) -> Lookahead | None:
-    """What a wrapped model carries; None if it was unwrapped since this call of generate() began."""
+    """The engine of a model. None if the model was unwrapped after this call of generate() began."""
     return vars(model).get("lookahead")
 
 
 def engine_of(model: PreTrainedModel) -> Lookahead:
-    """What a wrapped model carries."""
-    return model.lookahead  # type: ignore[return-value]  # no Tensor and no module
+    """The engine of a wrapped model."""
+    return model.lookahead  # type: ignore[return-value]  # neither a Tensor nor a module
 
 
 def _own_method(model: PreTrainedModel, name: str) -> Callable:
-    """A method as the model's class has it unwrapped, whether or not it is wrapped by now."""
+    """A method of the model's own class, whether the model is wrapped or not."""
     cls = type(model)
     return getattr(cls.__mro__[2] if issubclass(cls, LookaheadMixin) else cls, name)
 
 
 @cache
 def _wrapped_class(cls: type) -> type[LookaheadMixin]:
-    """Subclass of ``cls`` under the same name, so that saving, pipelines and registries still know the model."""
+    """Subclass of ``cls`` with the same name, so that saving, pipelines and registries still know the model."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (LookaheadMixin, cls), names)
 
@@ -113,21 +113,20 @@ def wrap(
 ) -> PreTrainedModel:
     """Make ``model.generate`` decode by lookahead, with the same signature and the same result; returns ``model``.
 
-    A few tokens are run through the model to see that it can be decoded so. Modes that lookahead does not cover (beam
-    search, prompt lookup, an encoder-decoder) are decoded by the model itself, with one warning.
-    An ``assistant_model`` given to ``generate`` is one more source of guesses (`DraftModelSource`).
-    Wrapping a wrapped model changes nothing, unless a new ``config``, ``pool`` or ``source`` is given, which then
-    replaces the old; what is not given stays.
-    Of a PEFT model, the base model is wrapped. Weights, gradients and whatever else is done with the model stay as they
-    are: only the decoding loop knows of the wrap.
+    Wrapping runs a few tokens through the model, to see whether it can be decoded so. Only the decoding loop changes:
+    weights, gradients and all other uses of the model stay as they are.
+    The model itself decodes in the modes that lookahead does not cover (beam search, prompt lookup, encoder-decoders),
+    with one warning. An ``assistant_model`` given to ``generate`` is one more source of guesses (`DraftModelSource`).
+    A wrapped model can be wrapped again: a new ``config``, ``pool`` or ``source`` replaces the old one.
+    The base model of a PEFT model is wrapped.
 
-    config: settings; the defaults if not given.
-    pool: evidence to use and to add to, for the life of the wrap; a fresh one if not given.
-    source: what guesses, one `GuessSource` or several, whose guesses make one tree; the pool and its Jacobi window if
-        not given. `PoolSource()` among several stands for the pool.
+    config: settings.
+    pool: evidence to use and to add to, for the life of the wrap; default: a new pool.
+    source: one `GuessSource`, or several, whose guesses make one tree; default: the pool and its Jacobi window. In a
+        list, `PoolSource()` stands for the pool.
 
-    Raises TypeError if ``model`` cannot generate; UnsupportedModelError, which names the layer, if lookahead could not
-    give the model's own text; RuntimeError while a wrapped model decodes, in whatever thread.
+    Raises TypeError if ``model`` cannot generate. Raises UnsupportedModelError, which names the layer, if lookahead
+    could not give the model's own text. Raises RuntimeError while the model decodes, in any thread.
     """
     if hasattr(model, "get_base_model"):
         wrap(model.get_base_model(), config, pool, source)  # type: ignore[operator]  # a method
@@ -147,7 +146,7 @@ def wrap(
             if pool is not None:
                 model.lookahead.pool = pool
             if config is not None or source is not None:
-                # What was found out under the old settings goes with them: the pace, the trials, the graphs.
+                # The pace, the trials and the graphs belong to the old settings.
                 before = model.lookahead
                 config, source = config or before.config, before.source if source is None else source
                 _prepare(model, replace(before, config=config, source=source, pace=None, graphs=None))
@@ -159,7 +158,7 @@ def wrap(
 
 
 def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
-    """Try the model out with the engine's settings, and let it carry the engine."""
+    """Try the model with the engine's settings, and attach the engine to it."""
     (products.install if engine.config.cpu_kernels else products.remove)(model)
     try:
         if not model.config.is_encoder_decoder:
@@ -168,13 +167,13 @@ def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
         if not isinstance(model, LookaheadMixin):
             products.remove(model)
         raise
-    model.lookahead = engine  # type: ignore[assignment]  # no Tensor and no module
+    model.lookahead = engine  # type: ignore[assignment]  # neither a Tensor nor a module
 
 
 def unwrap(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `wrap`; a model that is not wrapped is returned as it is.
+    """Undo `wrap`, and return the model. A model that is not wrapped stays as it is.
 
-    Raises RuntimeError while the model decodes, in whatever thread.
+    Raises RuntimeError while the model decodes, in any thread.
     """
     if hasattr(model, "get_base_model"):
         unwrap(model.get_base_model())  # type: ignore[operator]  # a method

@@ -1,4 +1,4 @@
-"""What a wrapped model carries: settings, evidence, what was found out, and what was counted."""
+"""The engine that a wrapped model carries: its settings, its pool, its sources of guesses and its statistics."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +25,12 @@ from lookahead.stats import Stats
 from ngram_pool import NgramPool
 from ngram_pool.forks import Lock
 
-JACOBI_SIZE = 16  # positions iterated on
-GREEDY_TEMPERATURE = 0.5  # at which logits are learned where the next token is their argmax
+JACOBI_SIZE = 16  # positions of a Jacobi block, by default
+GREEDY_TEMPERATURE = 0.5  # for learning from logits in greedy decoding
 
 
 def default_sources(config: LookaheadConfig) -> list[GuessSource]:
-    """What guesses where no source is given."""
+    """The sources of guesses where the user gives none."""
     if config.strategy == "jacobi":
         return [JacobiSource(JACOBI_SIZE if config.budget == AUTO else config.budget)]
     if config.window_size == AUTO:
@@ -45,24 +45,24 @@ class Lookahead:
 
     config: LookaheadConfig
     pool: NgramPool
-    """Evidence, kept for the life of the wrap."""
+    """Evidence for guesses, kept for the life of the wrap."""
     source: GuessSource | Sequence[GuessSource] | None = None
-    """What guesses, one or several; None: what the settings say (`default_sources`)."""
+    """One source of guesses, or several, as `wrap` was given them; None: `default_sources`."""
     stats: Stats = field(default_factory=Stats)
-    """All calls together."""
+    """Statistics of all calls together."""
     last: Stats = field(default_factory=Stats)
-    """The call that was begun last, in whatever thread, also while it runs."""
+    """Statistics of the call that began last, in any thread, also while it runs."""
     pace: Pace | None = None
-    """What budgets are chosen by, if they are."""
+    """Chooses budgets; None until a call needs it."""
     graphs: StepGraphs | None = None
-    """CUDA graphs of the model, if they are asked for."""
+    """CUDA graphs of the model, if the settings ask for them."""
     adapter: ModelAdapter | None = None
-    """What the model's layers can do, as the last call, or the wrap, found out."""
+    """What the model's layers can do, as the last call found out, or `wrap` before the first."""
     passes: str = EagerRunner.name
     """How the last call ran its steps."""
     lock: Lock = field(default_factory=Lock, repr=False)
-    """Of all that calls in several threads write to here."""
-    _running: int = 0  # calls
+    """Guards what several threads write to here."""
+    _running: int = 0  # number of calls under way
     _why_not_compiled: str | None = None
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Lookahead:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call is under way in this block."""
+        """Count the block as a call under way."""
         with self.lock:
             self._running += 1
         try:
@@ -91,19 +91,19 @@ class Lookahead:
 
     @contextmanager
     def while_idle(self, what: str) -> Iterator[None]:
-        """Keep calls from beginning in this block. Raises RuntimeError, saying ``what`` cannot be done, if one runs."""
+        """Let no call begin in this block. Raises RuntimeError, naming ``what`` cannot be done, if one is under way."""
         with self.lock:
             if self._running:
                 raise RuntimeError(f"a model cannot be {what} while it decodes: wait until generate() has ended")
             yield
 
     def decode_plainly(self, model: PreTrainedModel, reason: str) -> None:
-        """Say that the model's own decoding takes a call over, and why."""
+        """Warn that the model's own decoding takes a call over, and keep the reason for `report`."""
         self.last = Stats(plain=reason)
         warn_plain(model, reason)
 
     def report(self) -> str:
-        """How passes are made, by what the last call or the wrap found out, and what kept faster ways away."""
+        """Lines of text: how passes are run, and why not in a faster way."""
         if self.last.plain:
             return f"the model's own decoding: lookahead does not decode {self.last.plain}"
         adapter = self.adapter
@@ -133,7 +133,10 @@ class Lookahead:
         return "\n".join(lines)
 
     def sources_with(self, draft_model: PreTrainedModel | None) -> list[GuessSource]:
-        """The sources of a call. A draft model that generate() was given is the last; all of them share an account."""
+        """The sources of a call. The last is the draft model that generate() was given, if any.
+
+        All draft models of a wrap share one account in the ledger.
+        """
         if draft_model is None:
             return self.sources
         source = DraftModelSource(draft_model, self.config)
@@ -144,11 +147,11 @@ class Lookahead:
 
     @property
     def needs(self) -> Needs:
-        """What the sources want to see, all together."""
+        """What all sources together want to see."""
         return needs_of(self.sources)
 
     def find_runner(self, model: PreTrainedModel) -> EagerRunner:
-        """What runs the passes of a call: the fastest way that is asked for and serves."""
+        """The fastest runner that the settings ask for and that serves the model."""
         layers = self.needs.hidden_states
         runner, self._why_not_compiled = choose_runner(model, self.config, layers)
         if self.config.cuda_graphs and not layers:
@@ -161,34 +164,34 @@ class Lookahead:
 
     @property
     def windows(self) -> WindowSource | None:
-        """The source of Jacobi windows, if there is one."""
+        """The source of Jacobi windows, if the engine has one."""
         return next((source for source in self.sources if isinstance(source, WindowSource)), None)
 
     def max_guesses(self, sequences: int) -> int | None:
-        """Guesses that a step over so many sequences verifies; None: as many as pay."""
+        """Guesses that a step of this many sequences verifies; None: as many as pay."""
         if (jacobi := self._plain_jacobi) is not None:
             return sequences * jacobi.size
         return None if self.config.budget == AUTO else self.config.budget
 
     @property
     def goes_by_costs(self) -> bool:
-        """Whether step costs decide on something, and so have to be measured (`costs.step_costs`)."""
+        """Whether a choice depends on step costs, so that they must be measured (`costs.step_costs`)."""
         chooses = self.config.budget == AUTO and self._plain_jacobi is None
         return chooses or (self.windows is not None and self.windows.trials is not None)
 
     @property
     def _plain_jacobi(self) -> JacobiSource | None:
-        """What guesses where the settings ask for plain Jacobi decoding."""
+        """The source of guesses, if the settings ask for plain Jacobi decoding."""
         first = self.sources[0]
         return first if isinstance(first, JacobiSource) and self.source is None else None
 
     @staticmethod
     def temperature(generation: GenerationConfig) -> float:
-        """Of the distribution that guesses have to meet."""
+        """Temperature of the distribution that the next tokens come from, for learning from logits."""
         return (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
 
     def find_pace(self, runner: EagerRunner) -> Pace | None:
-        """What budgets and windows are chosen by, if they are."""
+        """The pace by which budgets and windows are chosen; None if nothing is chosen."""
         if not self.goes_by_costs:
             return None
         costs = step_costs(runner)

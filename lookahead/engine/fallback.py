@@ -1,4 +1,4 @@
-"""What is left to the model's own decoding, and why."""
+"""Calls that lookahead leaves to the model's own decoding, and the reasons."""
 
 import warnings
 from typing import Any
@@ -14,20 +14,20 @@ from lookahead.models.adapter import CACHE_ARGUMENTS, UnsupportedModelError, con
 from lookahead.passes.capabilities import can_batch, find_adapter, same_without_cache
 from lookahead.vocabulary import vocabulary_fingerprint
 
-# Attributes of configurations, by model type, that say up to which length attention sees all keys. Beyond it, these
-# models choose keys in a way that differs between their own passes of different shapes.
+# By model type, the attribute of its configuration with the length up to which attention sees all keys. Beyond it,
+# these models choose keys, and their own passes of different shapes choose differently.
 DENSE_UP_TO = {"doge": "keep_window_size", "dots3_note_text": "index_topk"}
 
-# What generate() hands to its loop that this one replaces or has no use for; anything else is meant for the model.
+# Arguments of generate()'s loop that lookahead handles, or does not need. All others are inputs of the model.
 KNOWN_ARGUMENTS = {
     *CACHE_ARGUMENTS, "attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "position_ids",
     "tokenizer", "use_cache",
 }  # fmt: skip
 
 ASSISTED_ARGUMENTS = ("inputs_tensor", "tokenizer", "assistant_tokenizer")
-"""What generate() hands to assisted decoding alone, beside the assistant model."""
+"""Arguments that generate() passes only to assisted decoding, beside the assistant model."""
 
-# Settings that make assisted decoding something else than guesses of an assistant model.
+# Settings of assisted decoding for other guesses than those of an assistant model, or for another text.
 OTHER_ASSISTANCE = (
     "assistant_early_exit", "assistant_ensemble_weight", "prompt_lookup_num_tokens", "speculation_type", "use_mtp",
 )  # fmt: skip
@@ -36,7 +36,7 @@ _warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 def warn_plain(model: PreTrainedModel, reason: str) -> None:
-    """Warn, once for each reason and model, that the model's own decoding takes over."""
+    """Warn that the model's own decoding takes over, once for each model and reason."""
     told = _warned.setdefault(model, set())
     if reason not in told:
         told.add(reason)
@@ -51,14 +51,14 @@ def why_plain(
     model_kwargs: dict,
     config: LookaheadConfig,
 ) -> str | None:
-    """What about this call lookahead does not cover, or None."""
+    """Why lookahead does not decode this call, or None if it does."""
     if model.config.is_encoder_decoder:
         return "encoder-decoder models"
     if synced_gpus:
         return "with synced_gpus"
     if model.training:  # dropout draws anew in every pass
         return "in training mode (model.eval() ends it)"
-    if "prepare_inputs_for_generation" in vars(model):  # a prompt-tuned PEFT model puts its inputs in that way
+    if "prepare_inputs_for_generation" in vars(model):  # as in a prompt-tuned PEFT model
         return "with a prepare_inputs_for_generation that replaces the model's"
     if generation.cache_implementation not in (None, "dynamic"):
         return f"with cache_implementation={generation.cache_implementation!r}"
@@ -93,7 +93,7 @@ def why_plain(
     whole = not held or repeats_what_is_cached(ids, generation, model_kwargs)
     if held >= new and whole:
         return "on past_key_values that hold all of the prompt"
-    # generate() drops a mask of ones, and says how long it was.
+    # generate() drops a mask of ones, and keeps its length.
     covered = (len(ids), compat.dropped_mask_length(generation)) if mask is None else tuple(mask.shape)
     if covered[1:] != (None,) and covered != (len(ids), new if whole else held + new):
         return "with an attention_mask that is not of the prompt's shape"
@@ -106,7 +106,7 @@ def why_plain(
         if not seen.all() and (held or adapter.has_state):
             return "with padding, on past_key_values or in a model that keeps a state"
     positions = model_kwargs.get("position_ids")
-    # generate() makes a row of them for each row of a mask, also of one that it drops.
+    # generate() makes a row of positions for each row of the mask, even if it drops the mask.
     if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(ids)):
         return "with position_ids, or an attention_mask, of another number of sequences than the prompt"
     if not _are_usual(positions, mask, held):
@@ -122,9 +122,9 @@ def why_plain(
 
 
 def why_no_draft_model(assistant: object, generation: GenerationConfig, arguments: dict) -> str | None:
-    """Why an assistant model is no source of guesses here, or None.
+    """Why an assistant model cannot be a source of guesses, or None if it can.
 
-    arguments: those of ASSISTED_ARGUMENTS that were given.
+    arguments: the given ones of ASSISTED_ARGUMENTS.
     """
     for name in OTHER_ASSISTANCE:
         if getattr(generation, name, None):
@@ -142,8 +142,8 @@ def why_no_draft_model(assistant: object, generation: GenerationConfig, argument
 
 
 def _described(name: str, value: Any) -> str:
-    """What an input of the model is, in words."""
-    if name == "mm_encoder_outputs":  # what generate() makes of images and videos, by kind
+    """Name an input of the model in words."""
+    if name == "mm_encoder_outputs":  # encoded images and videos, by kind
         return " and ".join(f"{kind}s" for kind in value)
     if name.startswith(("pixel_values", "image")):
         return f"{'videos' if 'video' in name else 'images'} ({name})"
@@ -151,7 +151,7 @@ def _described(name: str, value: Any) -> str:
 
 
 def _are_usual(positions: torch.Tensor | None, mask: torch.Tensor | None, held: int) -> bool:
-    """Whether ``position_ids`` count what the mask shows, over all of the prompt or what is not cached of it."""
+    """Whether ``position_ids`` count the visible tokens of the prompt, or of its part that is not cached."""
     if positions is None or positions.numel() == 0:
         return True
     if mask is None:
@@ -168,9 +168,9 @@ def _are_usual(positions: torch.Tensor | None, mask: torch.Tensor | None, held: 
 
 
 def _switches_rope(model: PreTrainedModel, batch: int, prompt: int, end: int) -> bool:
-    """Whether rotary frequencies change on the way, at a length that the positions of a whole pass decide together.
+    """Whether rotary frequencies change within this call. The longest position of a pass decides for all its rows.
 
-    A step of a longrope model may not straddle it, nor a batch, of whichever kind, have sequences on both sides.
+    So no step of a longrope model may straddle that length, and no batch may have sequences on both sides of it.
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -27,8 +27,10 @@ from lookahead.passes.costs import synchronize
 from lookahead.stats import Stats
 from ngram_pool import NgramPool
 
-ROOM = 4096  # positions beyond the prompt that a cache makes room for at once
-MAX_REPLAYED = 8  # tokens that a step computes again; after more of them, a step goes without guesses: all is accepted
+ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at most
+MAX_REPLAYED = (
+    8  # tokens to compute again; when there are more, a step without guesses is accepted whole and clears them
+)
 
 
 def decode(
@@ -44,15 +46,15 @@ def decode(
 ) -> torch.Tensor | ModelOutput:
     """Decode one call by lookahead: ``model.generate(**inputs, custom_generate=lookahead.decode)``.
 
-    generate() prepares all arguments but three, which may be passed to it beside ``custom_generate``:
-    lookahead_config: settings; the defaults if not given.
-    pool: evidence to use and to add to; a fresh one if not given.
-    source: what guesses, one or several; the pool and its Jacobi window if not given.
-    transformers passes neither a streamer nor a tokenizer (for stop strings) to a custom_generate; `wrap` has both.
+    generate() prepares all arguments but three, which it passes on:
+    lookahead_config: settings.
+    pool: evidence to use and to add to; default: a new pool.
+    source: one source of guesses, or several; default: the pool and its Jacobi window.
+    transformers passes neither a streamer nor a tokenizer (for stop strings) to a custom_generate. `wrap` has both.
 
-    Returns what generate() would: int64 [sequences, n], or a GenerateDecoderOnlyOutput.
-    Raises UnsupportedModelError for a model that cannot be decoded so; ValueError for beam search, which generate()
-    does not do where a custom_generate is given.
+    Returns the same as generate(): int64 [sequences, n], or a GenerateDecoderOnlyOutput.
+    Raises UnsupportedModelError for a model that lookahead cannot decode. Raises ValueError for beam search, which
+    generate() does not do with a custom_generate.
     """
     if generation_config.num_beams > 1:
         raise ValueError(
@@ -80,7 +82,7 @@ def run(
     draft_model: PreTrainedModel | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | ModelOutput:
-    """Decode by lookahead, or by ``plain``, the model's own method of the same signature, with one warning why.
+    """Decode by lookahead; or by ``plain``, the model's own method of the same signature, with one warning that says why.
 
     draft_model: one more source of guesses.
     """
@@ -113,7 +115,7 @@ def _run(
     draft_model: PreTrainedModel | None,
     model_kwargs: dict,
 ) -> torch.Tensor | ModelOutput:
-    """A call that lookahead decodes."""
+    """Decode by lookahead."""
     wants_dict = generation_config.return_dict_in_generate
     keep = wants_dict and generation_config.output_scores, wants_dict and generation_config.output_logits
     rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, *keep, streamer)
@@ -128,7 +130,7 @@ def _run(
         streamer.end()
     if not wants_dict:
         return ids
-    scores, logits = rules[0].scores, rules[0].logits  # where they are asked for, one rule emits all sequences
+    scores, logits = rules[0].scores, rules[0].logits  # if they are kept, one rule has all sequences
     return GenerateDecoderOnlyOutput(
         sequences=ids,  # type: ignore[arg-type]  # its fields are annotated as LongTensor and tuples of one tensor
         scores=scores,  # type: ignore[arg-type]
@@ -146,9 +148,9 @@ def _rules(
     keep_logits: bool,
     streamer: BaseStreamer | None,
 ) -> list[NextTokenRule]:
-    """One rule for each sequence, which then goes at its own pace; or one for all of them, which then go in step.
+    """One rule for each sequence, so that each goes at its own pace; or one rule for all, so that they go in step.
 
-    In step, as plain decoding goes, is what callbacks need that may look at the whole batch at once.
+    Plain decoding goes in step. Callbacks that may look at the whole batch at once need that.
     """
     pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     at_own_pace = (
@@ -162,7 +164,7 @@ def _rules(
     if not at_own_pace:
         return [NextTokenRule(ids, processors, criteria, settings)]
     own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
-    # A generator for each: what a sequence draws must not depend on how far the others get in a step.
+    # Each sequence has a generator, so that its draws do not depend on how far the others get in a step.
     generators: list[torch.Generator | None] = [None] * len(ids)
     if generation.do_sample:
         seeds = torch.randint(2**62, (len(ids),)).tolist()
@@ -171,7 +173,7 @@ def _rules(
 
 
 def _padded(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tensor:
-    """Ids of all sequences, [sequences, longest]; those that ended early are padded, as plain decoding does."""
+    """Ids of all sequences, [sequences, longest]. Those that ended early are padded, as in plain decoding."""
     longest = max(group.shape[1] for group in ids)
     if all(group.shape[1] == longest for group in ids):
         return torch.cat(ids)
@@ -209,17 +211,17 @@ class _Call:
         self._is_spoiled = False
 
     def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:
-        """Ids of all sequences, [sequences, longest]; those that ended early are padded, as plain decoding does.
+        """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded.
 
         rules: one for each sequence, or one for all.
-        A cache that was passed in and outlives the call holds all of the text but the last token in the end, as plain
-        decoding leaves it; if the call fails, what it held before.
+        A cache that was passed in and outlives the call ends as plain decoding leaves it: with all of the text but the
+        last token. If the call fails, the cache holds what it held before.
         """
         theirs = self.cache_passed_in
         held = positions_in(theirs)
         taken_over = self._runner.adapter.take_over(theirs) if theirs is not None and held else None
         outlives = theirs if self._generation.return_dict_in_generate or compat.is_callers_own(theirs) else None
-        ended: dict[int, LookaheadCache] = {}  # by sequence, where the cache outlives the call
+        ended: dict[int, LookaheadCache] = {}  # by sequence, for a cache that outlives the call
         try:
             self._prefill(rules, taken_over)
             active = list(range(len(self._texts)))  # sequences that the cache holds
@@ -255,9 +257,9 @@ class _Call:
         chunk_size = self._generation.prefill_chunk_size
         cache, logits = prefill(self._runner, self._prompts, self._source, taken_over, room, chunk_size)
         self._cache = self._runner.begin(cache)
-        del cache  # what it held may be in buffers by now: no need to hold it twice
+        del cache  # its content may have been copied into buffers
         self._begins = list(self._cache.lengths)
-        # Plain decoding computes no positions beyond these.
+        # The last positions that plain decoding computes.
         most = context_length(self._runner.model) - 1
         self._last = [min(begin + self._new_tokens - 2, most) for begin in self._begins]
         rows = logits.split(len(rules[0].live))
@@ -268,21 +270,21 @@ class _Call:
         self.stats.prefill_seconds += time.perf_counter() - began
 
     def _step(self, rules: list[NextTokenRule], live: list[int]) -> None:
-        """One pass: guess, lay out, run, verify, commit, learn. live: sequences that want tokens still."""
+        """Guess, lay out, run, verify, commit, learn. live: sequences that have not ended."""
         stats, cache = self.stats, self._cache
         texts, last = [self._texts[b] for b in live], [self._last[b] for b in live]
         depths = [max(end - length, 0) for end, length in zip(last, cache.lengths, strict=True)]
         if self._is_spoiled or len(cache.replay) > MAX_REPLAYED:
             depths = [0] * len(live)
         stats.steps += 1
-        began, waited = time.perf_counter(), stats.seconds["forward"]  # until this step, for passes
+        began, before = time.perf_counter(), stats.seconds["forward"]
         with stats.time("guess"):
             steps, trees = self._planner.plan(texts, depths)
         with stats.time("forward"):
             output = self._runner.run(steps, cache, last)
             logits = output.logits
             synchronize(logits.device)
-        # A guess that overflows spoils rows that do not see it, too, for 0 x NaN is NaN: again, without guesses.
+        # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
         self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and bool(logits.amax().isnan())
         if self._is_spoiled:
             cache.commit(steps, [[] for _ in steps])
@@ -297,14 +299,14 @@ class _Call:
             text += tokens
             stats.count(step, tree, path, self._names)
         if self._pace:
-            waited = stats.seconds["forward"] - waited
+            in_pass = stats.seconds["forward"] - before
             rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
-            self._pace.costs.follow(rows, length, waited, time.perf_counter() - began - waited)
+            self._pace.costs.follow(rows, length, in_pass, time.perf_counter() - began - in_pass)
 
     def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor, theirs: Cache) -> None:
-        """Put what the sequences' caches hold into the one that was passed in, each behind its columns of padding."""
+        """Move the content of the sequences' caches, each behind its padding, into the cache that was passed in."""
         for cache, begin, new in zip(caches, self._begins, ids[:, self._width :], strict=True):
-            lacks = len(new) - 1 - (cache.lengths[0] - begin)  # what ended early, its end and the padding behind it
+            lacks = len(new) - 1 - (cache.lengths[0] - begin)  # the end of a text that ended early, and its padding
             if lacks:
                 self._runner.read(new[None, -1 - lacks : -1], cache)
         paddings = [prompt.padding for prompt in self._prompts]

@@ -1,4 +1,4 @@
-"""What goes into the next pass: guesses, as many as pay, and the rows of a Jacobi window."""
+"""Plans the next pass: as many guesses as pay, and the rows of a Jacobi window."""
 
 import numpy as np
 
@@ -9,32 +9,32 @@ from lookahead.models.adapter import ModelAdapter
 from lookahead.step import Step, lay_out
 from ngram_pool import GuessTree, Source
 
-MIN_PROBABILITY = 0.002  # a guess below it is not worth a row of the pass
-# The same where a rejection makes the accepted tokens be computed again: a chain must be likely to be accepted whole.
+MIN_PROBABILITY = 0.002  # a less likely guess is not worth a row of the pass
+# In a model with a state, a rejection costs computing the accepted tokens again. So a chain must be accepted whole.
 MIN_PROBABILITY_WITH_STATE = 0.2
 
 
 class StepPlanner:
-    """Asks the source of a call for guesses, lays out the steps, and counts what they have earned."""
+    """Asks the source of a call for guesses, lays out the steps, and counts the tokens that they earn."""
 
     def __init__(self, source: GuessSource, budget: Budget, windows: WindowSource | None, adapter: ModelAdapter):
-        """windows: that of the sources, if one is, which has Jacobi windows."""
+        """windows: the source of Jacobi windows, if there is one."""
         self._source = source
         self._budget = budget
         if not adapter.can_branch:
             windows = None
         self._trials = windows.trials if windows else None
         self.max_rows = 1 + budget.max_guesses + (windows.max_rows if windows else 0)
-        """Of one sequence in a step."""
+        """Rows of one sequence in a step, at most."""
         self._is_chain = not adapter.can_branch
         self._least = MIN_PROBABILITY_WITH_STATE if adapter.has_state else MIN_PROBABILITY
-        self._guessed: list[GuessTree] = []  # of which the steps verify the likeliest part
-        self._chosen: list[GuessTree] = []
+        self._guessed: list[GuessTree] = []  # all guesses for the step under way
+        self._chosen: list[GuessTree] = []  # the likeliest part of them, which the step verifies
 
     def plan(self, texts: list[list[int]], depths: list[int]) -> tuple[list[Step], list[GuessTree]]:
-        """For each sequence its next step, and the tree of the guesses in it.
+        """Return the next step of each sequence, and the tree of the guesses in it.
 
-        depths: how many guesses in a row each has room for.
+        depths: for each sequence, the largest depth that a guess may have.
         """
         pace = self._budget.pace
         rate = pace.rate() if pace else None
@@ -47,7 +47,7 @@ class StepPlanner:
         return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], self._chosen
 
     def learn(self, outcome: Outcome) -> None:
-        """Show the source what the planned step has shown, and count what it has earned."""
+        """Show the outcome of the planned steps to the source, and count the tokens that they earned."""
         length = max(map(len, outcome.texts))
         self._budget.count(self._guessed, self._chosen, outcome, length)
         pace = self._budget.pace
@@ -61,5 +61,5 @@ class StepPlanner:
         self._source.observe(outcome)
 
     def keep(self, sequences: list[int]) -> None:
-        """The batch shrinks to these of its sequences."""
+        """Keep only these sequences of the batch."""
         self._source.keep(sequences)

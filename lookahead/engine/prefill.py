@@ -15,14 +15,14 @@ from lookahead.passes.runner import EagerRunner
 
 @dataclass
 class Prompt:
-    """What one sequence starts from."""
+    """The prompt of one sequence."""
 
     text: list[int]
-    """Tokens, those already cached included where they are known; grows by what is emitted."""
+    """Tokens, including cached ones if they are known. Emitted tokens are added."""
     new: torch.Tensor
-    """What is not cached yet, without padding: ids, int64 [1, n], or embeddings [1, n, hidden]."""
+    """The part that is not cached yet, without padding: ids, int64 [1, n], or embeddings, [1, n, hidden]."""
     padding: int
-    """Columns of padding to the left of it."""
+    """Columns of padding to its left."""
 
 
 def prompts_of(ids: torch.Tensor, generation: GenerationConfig, model_kwargs: dict) -> list[Prompt]:
@@ -39,20 +39,20 @@ def prompts_of(ids: torch.Tensor, generation: GenerationConfig, model_kwargs: di
 
 
 def repeats_what_is_cached(ids: torch.Tensor, generation: GenerationConfig, model_kwargs: dict) -> bool:
-    """Whether the prompt begins with what a cache that is passed in holds, or follows it: the mask covers both."""
+    """Whether the prompt begins with the content of the cache that was passed in; otherwise it follows that content."""
     mask = model_kwargs.get("attention_mask")
-    # A mask that hides nothing may have been dropped.
+    # The mask covers the cache and the prompt. generate() may have dropped it, if it hid nothing.
     covered = dropped_mask_length(generation) if mask is None else mask.shape[-1]
     return model_kwargs.get("inputs_embeds") is not None or covered == ids.shape[1]
 
 
 def cache_passed_in(model_kwargs: dict) -> Cache | None:
-    """generate() makes one where the caller does not, unless use_cache=False."""
+    """The cache that generate() was given, or has made; None with use_cache=False."""
     return next((model_kwargs[name] for name in CACHE_ARGUMENTS if model_kwargs.get(name) is not None), None)
 
 
 def positions_in(cache: Cache | None) -> int:
-    """How many a cache that was passed in holds; 0 where its layers keep nothing but states, which do not say."""
+    """Positions in a cache that was passed in; 0 if its layers keep only states, which do not tell."""
     if cache is None or not any(hasattr(layer, "get_seq_length") for layer in cache.layers):
         return 0
     return cache.get_seq_length()
@@ -68,11 +68,11 @@ def prefill(
 ) -> tuple[LookaheadCache, torch.Tensor]:
     """Compute the prompts, and show them to the source of guesses.
 
-    Each is computed by itself, without padding, and equal ones once.
-    cache: what holds the beginning of a single prompt already, if anything does.
-    room: positions beyond the prompts that the cache gets room for at once.
-    chunk_size: positions of a pass, all of a prompt's by default.
-    Returns the cache of the batch and the logits [batch, vocabulary] after the prompts.
+    Each prompt has passes of its own, without padding. Equal prompts are computed once.
+    cache: holds the beginning of a single prompt, if anything does.
+    room: positions beyond the prompts that the cache allocates at once.
+    chunk_size: positions of a pass; default: the whole prompt.
+    Returns the cache of the batch, and the logits after the prompts, [batch, vocabulary].
     """
     adapter, keep = runner.adapter, max(source.needs.prompt_logits, 1)
     caches: list[LookaheadCache] = []

@@ -7,8 +7,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer, logits_process, stopping_criteria
 
-# Callbacks that treat each sequence of a batch by itself, whichever place in it and whatever others it has. Versions of
-# transformers differ in which of them they have.
+# Callbacks that treat each sequence of a batch independently of the others. Not every version of transformers has all.
 _PROCESSORS = (
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
@@ -42,32 +41,32 @@ BY_SEQUENCE = {
 
 
 def for_sequence(processor: LogitsProcessor, b: int) -> LogitsProcessor:
-    """What a processor that treats each sequence by itself does to sequence ``b`` of the batch, alone."""
-    ignored = getattr(processor, "prompt_ignore_length", None)  # of a repetition penalty: the padding of each sequence
+    """A processor of BY_SEQUENCE, for sequence ``b`` of the batch alone."""
+    ignored = getattr(processor, "prompt_ignore_length", None)  # a repetition penalty keeps each sequence's padding
     if isinstance(ignored, torch.Tensor):
         processor = copy.copy(processor)
-        processor.prompt_ignore_length = ignored[b : b + 1]  # type: ignore[attr-defined]  # it has one
+        processor.prompt_ignore_length = ignored[b : b + 1]  # type: ignore[attr-defined]  # `ignored` shows that it exists
     return processor
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a call of generate() asks of all its rules."""
+    """Settings of a call of generate() that all its rules share."""
 
     do_sample: bool
     pad_token: int | None = None
-    """What sequences that have ended go on with until the others have; None where plain decoding does not pad, that is
-    without an end-of-sequence criterion: then they go on with tokens of their own."""
+    """Fills the sequences that have ended, until all have. None without an end-of-sequence criterion: plain decoding
+    does not pad then, and every sequence goes on with tokens of its own."""
     keep_scores: bool = False
     keep_logits: bool = False
     streamer: BaseStreamer | None = None
 
 
 class NextTokenRule:
-    """Chooses tokens as `GenerationMixin._sample` does, one for each of its sequences at a time, and says when to stop.
+    """Chooses the next token of each of its sequences, as `GenerationMixin._sample` does, and says when to stop.
 
-    The processors, the random generator, the stopping criteria and the streamer see every emitted token once, in
-    order, on the true prefix: exactly what plain decoding of the same sequences shows them.
+    The processors, the random generator, the stopping criteria and the streamer see exactly what plain decoding of the
+    same sequences shows them: every emitted token once, in order, after the true prefix.
     """
 
     def __init__(
@@ -78,29 +77,29 @@ class NextTokenRule:
         settings: Settings,
         generator: torch.Generator | None = None,
     ):
-        """ids: int64 [sequences, n], the prompts. generator: what to draw from; torch's own by default."""
+        """ids: int64 [sequences, n], the prompts. generator: draws the tokens; default: torch's own."""
         self.ids = ids
         self.scores: tuple[torch.Tensor, ...] | None = () if settings.keep_scores else None
         self.logits: tuple[torch.Tensor, ...] | None = () if settings.keep_logits else None
         self._unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         self.live = list(range(len(ids)))
-        """Sequences that want tokens still."""
+        """Sequences that have not ended."""
         self._processors = processors
         self._criteria = criteria
         self._settings = settings
         self._generator = generator
 
     def emit(self, logits: torch.Tensor) -> list[int]:
-        """Choose, record and stream the next token of every live sequence, in their order.
+        """Choose, record and stream the next token of every live sequence; return the tokens in the order of `live`.
 
-        logits: the model's, after `ids`, [live, vocabulary].
+        logits: [live, vocabulary], of the model, after `ids`.
         Raises FloatingPointError if the logits leave no choice.
         """
         raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
-        if len(self.live) < len(self.ids):  # what has ended is padded, whatever it would say
+        if len(self.live) < len(self.ids):  # ended sequences get logits of zeros
             raw = raw.new_zeros(len(self.ids), raw.shape[1]).index_copy_(0, raw.new_tensor(self.live).long(), raw)
         scores = raw
-        for processor in self._processors:  # as LogitsProcessorList does, less its inspection of every signature
+        for processor in self._processors:  # as LogitsProcessorList does, which also inspects every signature
             scores = processor(self.ids, scores)
         if self.scores is not None:
             self.scores += (scores,)

@@ -11,13 +11,13 @@ from lookahead.step import Step
 def walk(
     steps: Sequence[Step], logits: torch.Tensor, rules: Sequence[NextTokenRule]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Emit tokens from the roots on for as long as the trees guessed them, plus those that they did not.
+    """Emit tokens as long as the trees have guessed them, and the first token of each sequence that was not guessed.
 
+    A guess is a point distribution. So to draw a token by the ordinary rule, and to look for it in the tree, accepts it
+    with the same probability as rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, section 2.3).
     steps, logits: [live, T, vocabulary], of all live sequences, rule by rule.
-    A guess is a point distribution, so drawing a token by the ordinary rule and looking for it in the tree accepts it
-    with the probability that rejection sampling would (Leviathan et al. 2023, arXiv 2211.17192, section 2.3).
-    Returns for each sequence the path (rows to commit, from the root's 0 on) and the emitted tokens, as many as the
-    path has rows.
+    Returns the path of each sequence (rows to commit, beginning with the root's 0), and its emitted tokens, one for
+    each row of the path.
     """
     children = [step.children() for step in steps]
     paths: list[list[int]] = [[0] for _ in steps]
@@ -26,10 +26,10 @@ def walk(
     for rule in rules:
         index = {sequence: begin + i for i, sequence in enumerate(rule.live)}
         begin += len(index)
-        rows = list(index)  # from here on, of the guesses that the tokens are; -1 where none is
+        rows = list(index)  # from now on, the row of each emitted token's guess, or -1 if it was not guessed
         while rows and -1 not in rows:
             at = [index[sequence] for sequence in rule.live]
-            row = paths[at[0]][-1]  # the usual case of one sequence is spared an index
+            row = paths[at[0]][-1]  # a single sequence, the usual case, needs no index
             here = logits[at[0], row : row + 1] if len(at) == 1 else logits[at, [paths[i][-1] for i in at]]
             for i, token in zip(at, rule.emit(here), strict=True):
                 tokens[i].append(token)
