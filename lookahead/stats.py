@@ -17,6 +17,32 @@ STAGES = ("guess", "forward", "verify", "commit", "learn")
 
 
 @dataclass
+class SourceStats:
+    """What a source of guesses did."""
+
+    asked: int = 0
+    """Steps in which it was asked."""
+    proposed: int = 0
+    """Guesses proposed that could have been verified."""
+    accepted: int = 0
+    """Accepted guesses that it had proposed, alone or with others."""
+    earned: int = 0
+    """Accepted guesses that no other source had proposed."""
+    seconds: float = 0.0
+    """Wall-clock time that it took to propose and to observe."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens earned per second of the source's own time."""
+        return self.earned / self.seconds if self.seconds else 0.0
+
+    def __iadd__(self, other: "SourceStats") -> "SourceStats":
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        return self
+
+
+@dataclass
 class Stats:
     """Counts and times of decoding. The statistics of several calls add up."""
 
@@ -39,6 +65,8 @@ class Stats:
     accepted: Counter = field(default_factory=Counter)
     """Accepted guesses. The pool's are counted by the origin of their evidence: prompt, text, logits, jacobi or file;
     those of another source by the name of its class."""
+    sources: dict[str, SourceStats] = field(default_factory=dict)
+    """By the name of its class, what each source of guesses did."""
     accepted_per_step: Counter = field(default_factory=Counter)
     """Number of steps by the number of guesses that they accepted."""
     deciles: np.ndarray = field(default_factory=lambda: np.zeros((DECILES, 3)))
@@ -138,9 +166,16 @@ class Stats:
         self.deciles[:, 1] += np.bincount(decile, tree.probabilities, DECILES)
         self.deciles[:, 2] += np.bincount(decile[accepted], minlength=DECILES)
 
+    def source(self, name: str) -> SourceStats:
+        """Return the statistics of the source of this name, to count in."""
+        return self.sources.setdefault(name, SourceStats())
+
     def __iadd__(self, other: "Stats") -> "Stats":
         for name, value in vars(other).items():
-            if isinstance(value, Counter):
+            if name == "sources":
+                for source, stats in value.items():
+                    self.sources[source] = self.source(source).__iadd__(stats)
+            elif isinstance(value, Counter):
                 getattr(self, name).update(value)
             else:
                 setattr(self, name, getattr(self, name) + value)
@@ -154,6 +189,7 @@ class Stats:
             "plain": self.plain or None,
             **{name: getattr(self, name) for name in numbers},
             "accepted": {origin.name.lower(): 0 for origin in Source} | dict(self.accepted),
+            "sources": {name: vars(stats) | {"rate": stats.rate} for name, stats in self.sources.items()},
             "accepted_per_step": {str(n): count for n, count in sorted(self.accepted_per_step.items())},
             "reliability": [
                 dict(zip(("guesses", "predicted", "observed"), decile, strict=True)) for decile in self.reliability
@@ -175,10 +211,17 @@ class Stats:
         if self.chosen_budgets[1]:
             best = f"those of the best fixed budget, {self.best_fixed_budget}"
             budgets = f"tokens/s according to step costs: {1 - self.regret:.3f} of {best}\n"
+        sources = "".join(
+            f"{name}: asked in {source.asked} steps, {source.proposed} guesses, {source.accepted} accepted, "
+            f"{source.earned} by it alone, {1000 * source.seconds / max(self.steps, 1):.2f} ms a step\n"
+            for name, source in self.sources.items()
+            if source.proposed
+        )
         return (
             f"{self.tokens} tokens in {self.steps} steps: {self.tokens_per_step:.2f} tokens per step\n"
             f"draft length {self.draft_length:.1f}, acceptance rate {self.acceptance_rate:.1%}; accepted: {accepted}\n"
             f"predicted and observed acceptance differ by {self.calibration_gap:.3f}\n"
+            f"{sources}"
             f"{budgets}"
             f"ms a step: {seconds}"
         )

@@ -375,3 +375,26 @@ def test_passes_stop_where_they_do_not_pay(monkeypatch):
         if most > 1:
             assert len(passes) > 1.5 * steps
         lookahead.unwrap(model)
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_say_what_each_source_did():
+    model, medium = tiny_model("llama"), lookahead.wrap(tiny_model("llama"))
+    lookahead.wrap(model, LookaheadConfig(budget=16), source=[PoolSource(), DraftModelSource(medium)])
+    for _ in range(2):
+        model.generate(IDS, max_new_tokens=40, do_sample=False)
+    for stats in (model.lookahead.last, model.lookahead.stats):
+        pool, drafts = stats.sources["PoolSource"], stats.sources["DraftModelSource"]
+        assert pool.asked == drafts.asked == stats.steps
+        assert max(pool.accepted, drafts.accepted) <= stats.accepted.total() <= pool.accepted + drafts.accepted
+        assert pool.earned + drafts.earned <= stats.accepted.total()
+        assert 0 < drafts.accepted <= drafts.proposed
+        assert drafts.seconds > 0
+        assert f"DraftModelSource: asked in {drafts.asked} steps" in str(stats)
+        assert stats.as_dict()["sources"]["DraftModelSource"]["earned"] == drafts.earned
+    assert model.lookahead.stats.sources["PoolSource"].asked == model.lookahead.stats.steps
+    inner = medium.lookahead.stats.sources["PoolSource"]
+    assert 0 < inner.accepted <= inner.proposed, "what the draft model's own pool guessed of it is not counted"
+    assert "sources: PoolSource, DraftModelSource" in model.lookahead.report()

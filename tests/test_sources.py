@@ -15,7 +15,7 @@ from test_lossless import GenerateFailsError, check_identical, known_model, left
 from zoo import CHAIN_ONLY, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import GuessSource, GuessTree, LookaheadConfig, NgramPool, PoolSource, Source
+from lookahead import GuessSource, GuessTree, LookaheadConfig, NgramPool, PoolSource, Source, Stats
 from lookahead.guessing import combine
 from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, PAUSE_GROWTH, TRIAL_STEPS
 from lookahead.guessing.combine import Calibration, Combined, Ledger
@@ -370,7 +370,7 @@ def test_the_likeliest_chain_takes_the_likeliest_child_each_time():
 
 
 def combined(sources: list[GuessSource], ledger: Ledger | None = None, sequences: int = 1) -> Combined:
-    whole = Combined(sources, ledger or Ledger(sources), None)
+    whole = Combined(sources, ledger or Ledger(sources), None, Stats())
     whole.start(Batch([[1]] * sequences, 1.0, VOCABULARY, NgramPool(0.1)))
     return whole
 

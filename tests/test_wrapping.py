@@ -116,7 +116,7 @@ def test_what_took_a_call_over_is_said():
     assert not model.lookahead.last.plain
     ways = {
         "beam search": {"num_beams": 2},
-        "prompt lookup": {"prompt_lookup_num_tokens": 3},
+        "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
         "cache_implementation='static'": {"cache_implementation": "static"},
     }
     for reason, options in ways.items():
@@ -137,11 +137,12 @@ def test_what_took_a_call_over_is_said():
 def test_the_report_says_what_is_in_use_and_why_not_more(monkeypatch):
     model = lookahead.wrap(small_llama())
     report = model.lookahead.report()
-    assert report.splitlines()[:4] == [
+    assert report.splitlines()[:5] == [
         "passes: eager",
         "attention: sdpa, split into cache and step",
         "kernels: of our own on a CPU: products, tree_attention",
         "guesses: trees",
+        "sources: PoolSource, WindowSource",
     ]
     assert "not asked for: compiled passes (compile_passes=True)" in report
     monkeypatch.setattr(native, "why_missing", lambda name: f"no compiler for {name}")

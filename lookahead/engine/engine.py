@@ -22,7 +22,7 @@ from lookahead.passes.costs import step_costs
 from lookahead.passes.graphs import GraphRunner, StepGraphs
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
-from ngram_pool import NgramPool
+from ngram_pool import NgramPool, Source
 from ngram_pool.forks import Lock
 
 JACOBI_SIZE = 16  # positions of a Jacobi block, by default
@@ -97,6 +97,11 @@ class Lookahead:
                 raise RuntimeError(f"a model cannot be {what} while it decodes: wait until generate() has ended")
             yield
 
+    def add(self, stats: Stats) -> None:
+        """Add the statistics of a call to those of all calls."""
+        with self.lock:
+            self.stats += stats
+
     def decode_plainly(self, model: PreTrainedModel, reason: str) -> None:
         """Warn that the model's own decoding takes a call over, and keep the reason for `report`."""
         self.last = Stats(plain=reason)
@@ -117,6 +122,7 @@ class Lookahead:
             + ("split into cache and step" if adapter.splits_attention else "with a dense mask"),
             f"kernels: of our own on a CPU: {', '.join(served)}" if served else "kernels: torch's",
             f"guesses: {'trees' if adapter.can_branch else 'single chains'}",
+            f"sources: {', '.join(map(self._described, range(len(self.ledger.trials))))}",
         ]
         reasons = list(adapter.given_up)
         if self._why_not_compiled is not None:
@@ -131,6 +137,11 @@ class Lookahead:
             if not getattr(self.config, setting):
                 lines.append(f"not asked for: {gain} ({setting}=True)")
         return "\n".join(lines)
+
+    def _described(self, source: int) -> str:
+        """Name a source of the ledger, and say whether it is asked."""
+        name = self.ledger.names[len(Source) + source]
+        return name if self.ledger.is_asked(source) else f"{name} (pauses, for it did not pay)"
 
     def sources_with(self, draft_model: PreTrainedModel | None) -> list[GuessSource]:
         """The sources of a call. The last is the draft model that generate() was given, if any.

@@ -28,9 +28,8 @@ from lookahead.stats import Stats
 from ngram_pool import NgramPool
 
 ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at most
-MAX_REPLAYED = (
-    8  # tokens to compute again; when there are more, a step without guesses is accepted whole and clears them
-)
+# Tokens that a pass may compute again. If there are more, a step without guesses clears them: it is accepted whole.
+MAX_REPLAYED = 8
 
 
 def decode(
@@ -82,7 +81,7 @@ def run(
     draft_model: PreTrainedModel | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | ModelOutput:
-    """Decode by lookahead; or by ``plain``, the model's own method of the same signature, with one warning that says why.
+    """Decode by lookahead; or by ``plain``, the model's own method of the same signature, with one warning.
 
     draft_model: one more source of guesses.
     """
@@ -124,8 +123,7 @@ def _run(
     try:
         ids = call.decode(rules)
     finally:
-        with engine.lock:
-            engine.stats += call.stats
+        engine.add(call.stats)
     if streamer is not None:
         streamer.end()
     if not wants_dict:
@@ -204,10 +202,12 @@ class _Call:
         self._names = engine.ledger.names
         self._runner = engine.find_runner(model)
         self._pace = engine.find_pace(self._runner)
-        self._source = Combined(sources, engine.ledger, self._pace.rate if self._pace else None)
+        self._source = Combined(sources, engine.ledger, self._pace.rate if self._pace else None, self.stats)
         budget = Budget(engine.max_guesses(len(ids)), self._pace, self.stats)
         self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
-        self._batch = Batch(self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool)
+        self._batch = Batch(
+            self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool, self._pace is not None
+        )
         self._is_spoiled = False
 
     def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from lookahead.guessing.budget import Trials
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
+from lookahead.stats import Stats
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
 
@@ -125,12 +126,16 @@ def needs_of(sources: Sequence[GuessSource]) -> Needs:
 class Combined(GuessSource):
     """The sources of guesses of one call."""
 
-    def __init__(self, sources: Sequence[GuessSource], ledger: Ledger, rate: Callable[[], float] | None):
-        """rate: returns the recent tokens per second; None if each source is asked in each step."""
+    def __init__(self, sources: Sequence[GuessSource], ledger: Ledger, rate: Callable[[], float] | None, stats: Stats):
+        """rate: returns the recent tokens per second; None if each source is asked in each step.
+
+        stats: counts what each source does.
+        """
         self.needs = needs_of(sources)
         self._sources = [copy.copy(source) for source in sources]
         self._ledger = ledger
         self._rate = rate
+        self._stats = [stats.source(self._name(i)) for i in range(len(sources))]
         self._begun: list[GuessSource] = []
         self._seconds = np.zeros(len(sources))  # that each source took in the current step
         self._roots: list[Node | int] = []  # for each sequence, what `_merge` returns first
@@ -162,6 +167,7 @@ class Combined(GuessSource):
                     )
                 if len(tree):
                     by_source[i] = self._verifiable(i, tree, depth, limits)
+                    self._stats[i].proposed += len(by_source[i])
         merged = [self._merge(by_source, limits.is_chain) for by_source in proposed]
         self._roots = [root for root, _ in merged]
         return [tree.likeliest(limits.guesses) for _, tree in merged]
@@ -174,12 +180,17 @@ class Combined(GuessSource):
         for i in self._asked:
             with self._timed(i):
                 self._sources[i].observe(outcome)
-        earned = np.zeros(len(self._sources))
+        earned = [0] * len(self._sources)
         for root, path, emitted in zip(self._roots, outcome.paths, outcome.emitted, strict=True):
             if isinstance(root, Node):
                 self._settle(root, emitted, len(path) - 1, earned)
             else:
                 earned[root] += len(path) - 1
+                self._stats[root].accepted += len(path) - 1
+        for i in self._asked:
+            self._stats[i].asked += 1
+            self._stats[i].earned += earned[i]
+            self._stats[i].seconds += self._seconds[i]
         if self._rate:
             for i in range(len(self._sources)):
                 if trials := self._ledger.trials[i]:  # also of a source that was not asked: its pause goes on
@@ -225,16 +236,21 @@ class Combined(GuessSource):
         tree = root.tree(self._ledger)
         return root, tree.likeliest_chain() if is_chain else tree
 
-    def _settle(self, node: Node, emitted: list[int], accepted: int, earned: np.ndarray) -> None:
-        """Count which claims came true along the emitted tokens. accepted: how many of these were guesses."""
+    def _settle(self, node: Node, emitted: list[int], accepted: int, earned: list[int]) -> None:
+        """Count which claims came true along the emitted tokens.
+
+        accepted: how many of these were guesses. earned: for each source, those that it alone proposed.
+        """
         for place, token in enumerate(emitted):
             for child in node.children.values():
                 self._ledger.calibration(child.proposers).count(child.claim, child.token == token)
             if token not in node.children:
                 break
             node = node.children[token]
-            if place < accepted and len(node.proposers) == 1:  # no other source proposed it
-                earned[next(iter(node.proposers))] += 1
+            if place < accepted:
+                for i in node.proposers:
+                    self._stats[i].accepted += 1
+                    earned[i] += len(node.proposers) == 1
 
     def _name(self, i: int) -> str:
         return type(self._sources[i]).__name__

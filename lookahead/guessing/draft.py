@@ -26,6 +26,7 @@ from lookahead.models.cache import LookaheadCache
 from lookahead.passes.capabilities import can_batch, choose_runner
 from lookahead.passes.costs import StepCosts, step_costs, synchronize
 from lookahead.passes.runner import EagerRunner
+from lookahead.stats import Stats
 from lookahead.step import Step, grow, lay_out
 from ngram_pool import GuessTree
 
@@ -170,11 +171,11 @@ class DraftModelSource(GuessSource):
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None = None):
         """config: how the passes of a model are run that is not wrapped (`cpu_kernels`, `compile_passes`)."""
         self.model = model
-        self._known: StepCosts | None = None
         self._config = config or LookaheadConfig()
 
     def start(self, batch: Batch) -> None:
-        self._open, self._known = ExitStack(), None
+        self._open = ExitStack()
+        self._costs: StepCosts | None = None
         self._temperature = batch.temperature
         self._vocabulary = min(batch.vocabulary, vocabulary_of(self.model))
         engine: Any = vars(self.model).get("lookahead")  # of a wrapped model
@@ -183,7 +184,10 @@ class DraftModelSource(GuessSource):
         if engine is not None:
             config = engine.config
             self._open.enter_context(engine.call())
-            self._inner = Combined(engine.sources, engine.ledger, self._plain_rate)
+            stats = Stats()
+            self._open.callback(engine.add, stats)
+            rate = self._plain_rate if batch.has_rate else None
+            self._inner = Combined(engine.sources, engine.ledger, rate, stats)
             self._open.callback(self._inner.end)
             self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=engine.pool))
         elif config.cpu_kernels:
@@ -191,6 +195,8 @@ class DraftModelSource(GuessSource):
             self._open.callback(products.remove, self.model)
         self._runner: EagerRunner = choose_runner(self.model, config)[0]
         self._open.callback(self._runner.end)
+        if batch.has_rate:
+            self._costs = step_costs(self._runner)
         self._cache: LookaheadCache | None = None
         self._held: list[list[int]] = [[] for _ in batch.texts]  # tokens in the cache
         self._drafts: list[_Draft] = []
@@ -199,8 +205,8 @@ class DraftModelSource(GuessSource):
         self._hits, self._rows = PRIOR_HITS, PRIOR_ROWS
 
     def end(self) -> None:
-        if self._known:
-            self._known.keep()
+        if self._costs:
+            self._costs.keep()
         self._open.close()
 
     def keep(self, sequences: list[int]) -> None:
@@ -337,7 +343,7 @@ class DraftModelSource(GuessSource):
                 asked.append(_Asked(text, draft.root, GuessTree.empty(), []))
                 depths.append(depth)
         is_chain = not self._runner.adapter.can_branch
-        own = Limits(depths, MAX_ROWS, limits.min_probability, is_chain, self._plain_rate())
+        own = Limits(depths, MAX_ROWS, limits.min_probability, is_chain, limits.rate and self._plain_rate())
         for one, tree in zip(asked, self._inner.propose([one.text for one in asked], own), strict=True):
             one.tree = tree
             chance = one.row.chance if isinstance(one.row, _Guess) else 1.0
@@ -369,7 +375,7 @@ class DraftModelSource(GuessSource):
         for guesses in wanted:
             gains[1 : len(guesses) + 1] += [guess.chance for guess in guesses]
         tokens = np.cumsum(gains) * self._hits / self._rows
-        if limits.rate is None:
+        if self._costs is None or limits.rate is None:
             return count if waiting or tokens[-1] >= MIN_TOKENS * len(texts) else 0
         rows = len(texts) * (waiting + np.arange(count + 1))
         seconds = np.where(rows > 0, self._costs(rows, max(map(len, texts))), 0.0)
@@ -386,8 +392,8 @@ class DraftModelSource(GuessSource):
         logits = self._runner.run(self._steps, self._cached).logits
         synchronize(logits.device)
         rows, length = logits.shape[0] * logits.shape[1], max(self._cached.lengths)
-        if self._known:
-            self._known.follow(rows, length, time.perf_counter() - began, 0.0)
+        if self._costs:
+            self._costs.follow(rows, length, time.perf_counter() - began, 0.0)
         logits = logits[:, computed - len(self._drafts[0].ids) :, : self._vocabulary]
         tokens, probabilities = likeliest(logits, self._temperature, TOP_K)
         for draft, *said in zip(self._drafts, tokens, probabilities, strict=True):
@@ -420,12 +426,7 @@ class DraftModelSource(GuessSource):
             emitted.append([said[row] for row in path])
         self._inner.observe(Outcome([one.text for one in asked], steps, shown, paths, emitted))
 
-    @property
-    def _costs(self) -> StepCosts:
-        if self._known is None:
-            self._known = step_costs(self._runner)
-        return self._known
-
     def _plain_rate(self) -> float:
         """Tokens per second of the draft model, one token a pass."""
+        assert self._costs is not None
         return 1 / float(self._costs(1, 0))

@@ -34,6 +34,8 @@ class Batch:
     """Number of tokens that the model knows."""
     pool: NgramPool
     """The wrap's pool."""
+    has_rate: bool = False
+    """Whether `Limits.rate` will be given."""
 
 
 @dataclass(frozen=True)
