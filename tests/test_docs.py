@@ -21,7 +21,7 @@ def test_drawings_are_those_of_the_code(draw):
 @pytest.fixture
 def example(tmp_path, monkeypatch):
     """Run the example of a source on a corpus that holds the coming text; return its names, inputs and text."""
-    source, use = re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)
+    source, use, _ = re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)
     assert len(source.splitlines()) <= 40
     monkeypatch.chdir(tmp_path)
     names: dict = {}
@@ -43,3 +43,9 @@ def test_the_example_of_a_source(example, capsys):
     assert torch.equal(model.generate(**inputs, max_new_tokens=60)[0], text)
     assert model.lookahead.last.accepted["SuffixArray"] > 30
     assert model.lookahead.last.tokens_per_step > 2
+
+
+def test_the_example_of_a_draft_model(example, capsys):
+    names, _, _ = example
+    exec(re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)[2], names)
+    assert "DraftModelSource: asked in" in capsys.readouterr().out
