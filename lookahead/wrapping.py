@@ -64,7 +64,7 @@ class LookaheadMixin:
         engine = _engine(self)
         if engine is None:
             return plain(self, *inputs, **kwargs)
-        reason = why_no_draft_model(assistant_model, generation_config, own)
+        reason = why_no_draft_model(assistant_model, generation_config, own, engine.config)
         if reason is not None:
             engine.decode_plainly(self, reason)
             return plain(self, *inputs, **kwargs)

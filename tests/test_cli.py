@@ -52,6 +52,32 @@ def test_json():
     assert answer["stats"]["window_tokens"] > 0
 
 
+def test_a_draft_model():
+    arguments = [PROMPT, "--max-new-tokens", "40", "--temperature", "0.6", "--seed", "3"]
+    result = run(*arguments, "--assistant", str(DEMO_MODEL), "--budget", "8", "--json", "--compare")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["plain"]["identical"] is True
+    assert answer["stats"]["accepted"]["DraftModelSource"] > 0
+    chatted = CliRunner().invoke(
+        main, ["chat", "--max-new-tokens", "8", "--assistant", str(DEMO_MODEL), "--budget", "8"], input=PROMPT
+    )
+    assert chatted.exit_code == 0, chatted.output
+
+
+def test_a_draft_model_of_no_use_is_named(tmp_path):
+    result = run(PROMPT, "--assistant", str(DEMO_MODEL), "--strategy", "plain")
+    assert result.exit_code == 2
+    assert "--assistant has no effect with --strategy plain" in result.stderr
+    model, tokenizer = load(None)
+    model.save_pretrained(tmp_path)
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(tmp_path)
+    result = run(PROMPT, "--assistant", str(tmp_path))
+    assert result.exit_code == 2
+    assert "has another vocabulary than the model" in result.stderr
+
+
 def test_prompts_from_elsewhere(tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)

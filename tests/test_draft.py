@@ -287,13 +287,10 @@ def test_an_assistant_with_the_same_tokenizer_and_a_padded_vocabulary_drafts():
 def test_an_assistant_that_lookahead_cannot_run_is_left_to_transformers(monkeypatch):
     model, small = tiny_model("llama"), tiny_model("llama")
 
-    def refuse(model, *args):
-        if model is small:
-            raise lookahead.UnsupportedModelError("it cannot branch")
-        return found(model, *args)
+    def refuse(self):
+        raise lookahead.UnsupportedModelError("it cannot branch")
 
-    found = find_adapter
-    monkeypatch.setattr("lookahead.engine.fallback.find_adapter", refuse)
+    monkeypatch.setattr(DraftModelSource, "check", refuse)
     expected = model.generate(IDS, max_new_tokens=10, do_sample=False)
     lookahead.wrap(model)
     with pytest.warns(UserWarning, match="this assistant model .it cannot branch"):

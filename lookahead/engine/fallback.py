@@ -10,6 +10,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, positions_in, repeats_what_is_cached
+from lookahead.guessing.draft import DraftModelSource
 from lookahead.models.adapter import CACHE_ARGUMENTS, UnsupportedModelError, context_length
 from lookahead.passes.capabilities import can_batch, find_adapter, same_without_cache
 from lookahead.vocabulary import vocabulary_fingerprint
@@ -121,7 +122,9 @@ def why_plain(
     return None
 
 
-def why_no_draft_model(assistant: object, generation: GenerationConfig, arguments: dict) -> str | None:
+def why_no_draft_model(
+    assistant: object, generation: GenerationConfig, arguments: dict, config: LookaheadConfig
+) -> str | None:
     """Why an assistant model cannot be a source of guesses, or None if it can.
 
     arguments: the given ones of ASSISTED_ARGUMENTS.
@@ -135,7 +138,7 @@ def why_no_draft_model(assistant: object, generation: GenerationConfig, argument
     if all(tokenizers) and len({vocabulary_fingerprint(tokenizer) for tokenizer in tokenizers if tokenizer}) > 1:
         return "with an assistant model of another vocabulary"
     try:
-        find_adapter(assistant)
+        DraftModelSource(assistant, config).check()
     except UnsupportedModelError as error:
         return f"with this assistant model ({error})"
     return None

@@ -9,8 +9,10 @@ go several tokens deep. Such models make a cascade.
 """
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,7 @@ MIN_TOKENS = 0.2  # that a further pass is expected to add, where no rate says w
 PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0  # accepted rows, and those with the next token among their guesses, before any
 
 
-@dataclass
+@dataclass(eq=False)
 class _Guess:
     """A guess that no pass has computed yet."""
 
@@ -163,40 +165,57 @@ class _Asked:
 
 
 class DraftModelSource(GuessSource):
-    """What a draft model holds likely. It must have the model's vocabulary; one that has not proposes nothing useful.
+    """Proposes what a draft model holds likely. The draft model must have the vocabulary of the model.
 
-    Where the model that drafts is wrapped, its settings, its sources and its pool are used.
+    A wrapped draft model uses its own settings, sources and pool.
     """
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None = None):
-        """config: how the passes of a model are run that is not wrapped (`cpu_kernels`, `compile_passes`)."""
+        """config: says how to run the passes of a model that is not wrapped (`cpu_kernels`, `compile_passes`)."""
         self.model = model
         self._config = config or LookaheadConfig()
+
+    @property
+    def _engine(self) -> Any:
+        """The `Lookahead` of a wrapped draft model, or None."""
+        return vars(self.model).get("lookahead")
+
+    @contextmanager
+    def _running(self) -> Iterator[EagerRunner]:
+        """Run passes of the draft model in this block, wrapped or not."""
+        engine, config = self._engine, self._config
+        with ExitStack() as stack:
+            if engine is not None:
+                config = engine.config
+                stack.enter_context(engine.call())
+            elif config.cpu_kernels:
+                products.install(self.model)
+                stack.callback(products.remove, self.model)
+            runner = choose_runner(self.model, config)[0]
+            stack.callback(runner.end)
+            yield runner
+
+    def check(self) -> None:
+        """Raise UnsupportedModelError if lookahead cannot run the draft model."""
+        with self._running():
+            return
 
     def start(self, batch: Batch) -> None:
         self._open = ExitStack()
         self._costs: StepCosts | None = None
         self._temperature = batch.temperature
         self._vocabulary = min(batch.vocabulary, vocabulary_of(self.model))
-        engine: Any = vars(self.model).get("lookahead")  # of a wrapped model
-        config = self._config
+        self._runner = self._open.enter_context(self._running())
+        if batch.has_rate:
+            self._costs = step_costs(self._runner)
         self._inner: Combined | None = None
-        if engine is not None:
-            config = engine.config
-            self._open.enter_context(engine.call())
+        if (engine := self._engine) is not None:
             stats = Stats()
             self._open.callback(engine.add, stats)
             rate = self._plain_rate if batch.has_rate else None
             self._inner = Combined(engine.sources, engine.ledger, rate, stats)
             self._open.callback(self._inner.end)
             self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=engine.pool))
-        elif config.cpu_kernels:
-            products.install(self.model)
-            self._open.callback(products.remove, self.model)
-        self._runner: EagerRunner = choose_runner(self.model, config)[0]
-        self._open.callback(self._runner.end)
-        if batch.has_rate:
-            self._costs = step_costs(self._runner)
         self._cache: LookaheadCache | None = None
         self._held: list[list[int]] = [[] for _ in batch.texts]  # tokens in the cache
         self._drafts: list[_Draft] = []
@@ -271,8 +290,7 @@ class DraftModelSource(GuessSource):
         caches = []
         for b, text in enumerate(texts):
             one, held = self._cache.sequence(b) if self._cache else None, self._held[b]
-            shared = next((i for i, (x, y) in enumerate(zip(held, text[:-1], strict=False)) if x != y), None)
-            shared = min(len(held), len(text) - 1) if shared is None else shared
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, text[:-1], strict=False)))
             if one is not None and shared < len(held):
                 if one.can_rewind:
                     one.rewind(shared)
@@ -358,12 +376,12 @@ class DraftModelSource(GuessSource):
         chances = sorted([*draft.chances[draft.root + 1 :], *(guess.chance for guess in guesses)], reverse=True)
         least = chances[limits.guesses - 1] if len(chances) >= limits.guesses else 0.0
         kept = [guess for guess in guesses if guess.chance > max(least, limits.min_probability)]
-        if self._runner.adapter.can_branch:
+        if self._runner.adapter.can_branch and not limits.is_chain:
             return kept
         chain: list[_Guess] = []
         last: int | _Guess = len(draft.ids) - 1
         for guess in kept:
-            if guess.after is last or guess.after == last:
+            if guess.after == last:
                 chain.append(guess)
                 last = guess
         return chain
@@ -393,7 +411,7 @@ class DraftModelSource(GuessSource):
         synchronize(logits.device)
         rows, length = logits.shape[0] * logits.shape[1], max(self._cached.lengths)
         if self._costs:
-            self._costs.follow(rows, length, time.perf_counter() - began, 0.0)
+            self._costs.follow(rows, length, time.perf_counter() - began, self._costs.overhead)
         logits = logits[:, computed - len(self._drafts[0].ids) :, : self._vocabulary]
         tokens, probabilities = likeliest(logits, self._temperature, TOP_K)
         for draft, *said in zip(self._drafts, tokens, probabilities, strict=True):

@@ -125,6 +125,8 @@ decoding_options = _options(
                  show_default=True, help="Columns W of the Jacobi window; 0 turns it off."),
     click.option("--ngram-size", type=AutoOr(min=2, max=MAX_NGRAM_SIZE), default=LookaheadConfig.ngram_size,
                  show_default=True, help="Length N of the window's n-grams."),
+    click.option("--assistant", metavar="NAME_OR_PATH",
+                 help="Draft model of the same vocabulary: one more source of guesses."),
     click.option("--pool", "pool_path", type=FILE, metavar="FILE",
                  help="Start from a saved pool; the file is not changed."),
     pass_options,

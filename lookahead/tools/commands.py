@@ -78,6 +78,7 @@ def generate(
         ours = decode(StepStreamer(tokenizer, _step_of(engine)) if streaming else None)
         if compare:
             unwrap(model)
+            options.pop("assistant_model", None)
             click.echo("decoding plainly for comparison ...", err=True)
             plain = decode()
 

@@ -61,7 +61,13 @@ def load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
 
 
 def load_wrapped(
-    model_name: str | None, dtype: str, device: str, pool_path: str | None, strategy: str, **options: Any
+    model_name: str | None,
+    dtype: str,
+    device: str,
+    pool_path: str | None,
+    strategy: str,
+    assistant: str | None = None,
+    **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:
     """Load and wrap a model as the options of `generate` and `chat` say; with the strategy "plain", do not wrap it.
 
@@ -71,6 +77,8 @@ def load_wrapped(
     """
     if pool_path and strategy != "lookahead":
         raise click.UsageError(f"--pool has no effect with --strategy {strategy}: leave one of them out")
+    if assistant is not None and strategy == "plain":
+        raise click.UsageError("--assistant has no effect with --strategy plain: leave one of them out")
     settings = {name: options.pop(name) for name in LookaheadConfig.__dataclass_fields__ if name in options}
     options = {name: value for name, value in options.items() if value is not None}
     if options.get("temperature") == 0:
@@ -87,6 +95,12 @@ def load_wrapped(
         raise click.UsageError(str(error)) from error
     model, tokenizer = load(model_name, dtype, device)
     pool = load_pool(pool_path, vocabulary_fingerprint(tokenizer)) if pool_path else None
+    if assistant is not None:
+        options["assistant_model"], its_tokenizer = load(assistant, dtype, device)
+        if vocabulary_fingerprint(its_tokenizer) != vocabulary_fingerprint(tokenizer):
+            raise click.UsageError(
+                f"--assistant {assistant!r} has another vocabulary than the model: choose one that shares it"
+            )
     with decoding():
         return model, tokenizer, engine_of(wrap(model, config, pool)), options
 
