@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lookahead.engine.loop import decode
     from lookahead.guessing.draft import DraftModelSource
     from lookahead.guessing.pool import PoolSource
+    from lookahead.guessing.retrieval import RetrievalSource
     from lookahead.guessing.source import GuessSource
     from lookahead.models.adapter import UnsupportedModelError
     from lookahead.stats import Stats
@@ -36,6 +37,7 @@ __all__ = [
     "NgramPool",
     "PoolFileError",
     "PoolSource",
+    "RetrievalSource",
     "Source",
     "Stats",
     "UnsupportedModelError",
@@ -56,6 +58,7 @@ _HOMES = {
     "NgramPool": "ngram_pool",
     "PoolFileError": "ngram_pool",
     "PoolSource": "lookahead.guessing.pool",
+    "RetrievalSource": "lookahead.guessing.retrieval",
     "Source": "ngram_pool",
     "Stats": "lookahead.stats",
     "UnsupportedModelError": "lookahead.models.adapter",

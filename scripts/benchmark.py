@@ -33,7 +33,7 @@ import lookahead
 from bench import cli
 from bench.benchmark_page import draw, markdown
 from bench.corpora import RANDOM_LENGTH, tokenized_prompts
-from bench.methods import DEFAULT, KEEP_DRAWS, METHODS, PEERS, Engines, Subject, as_inputs
+from bench.methods import DEFAULT, KEEP_DRAWS, METHODS, PEERS, WITH_DRAFT_MODEL, Engines, Subject, as_inputs
 from bench.pages import command_line, write_results
 from bench.peer_process import PeerError
 from bench.speedups import summarise, title
@@ -83,7 +83,7 @@ def measure(
     """
     longest = max(map(len, prompts)) + options["max_new_tokens"]
     failures: dict[str, str] = {}
-    engines = Engines()
+    engines = Engines(subject.draft_model)
 
     def attempt(number: int, method: str, repeat: int) -> dict | None:
         if method in failures:
@@ -152,7 +152,7 @@ def median(values: list[float | None]) -> float | None:
 @cli.new_tokens
 @cli.repeats
 @cli.limit
-@click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model for the method assisted.")
+@click.option("--assistant", metavar="NAME_OR_PATH", help=f"Draft model for {', '.join(WITH_DRAFT_MODEL)}.")
 @click.option("--peers", type=cli.FOLDER, help="Folder with the environments of other libraries.")
 @click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
               help="Most seconds for a peer's answer or for a compilation.")  # fmt: skip
@@ -173,7 +173,7 @@ def main(
         (foreign and device != "cpu",
          f"these methods run on the CPU only: {', '.join(foreign)}; leave out --device, or these of --methods"),
         (foreign and peers is None, "methods of other libraries need --peers, the folder of their environments"),
-        ("assisted" in methods and assistant is None, "the method assisted needs --assistant"),
+        (set(WITH_DRAFT_MODEL) & set(methods) and assistant is None, f"{', '.join(WITH_DRAFT_MODEL)} need --assistant"),
         (never_slower and (prompts_file or temperatures or contexts != [None]),
          "--never-slower has its own prompts and temperature: leave out --prompts, --temperature and --contexts"),
         (not never_slower and not prompts_file, "give --prompts, or --never-slower, which makes its own"),

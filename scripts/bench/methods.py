@@ -12,7 +12,7 @@ from transformers import BatchEncoding, CompileConfig, GenerationConfig, PreTrai
 import lookahead
 from bench.peer_process import Peer, worker_command
 from bench.timing import time_limit, timed
-from lookahead import Lookahead, LookaheadConfig, NgramPool
+from lookahead import DraftModelSource, GuessSource, Lookahead, LookaheadConfig, NgramPool, PoolSource
 from lookahead.tools.loading import load
 
 PLAIN = ("plain", "static-compiled", "prompt-lookup", "assisted")
@@ -29,6 +29,9 @@ LOOKAHEAD = {
     "auto-compiled": {"compile_passes": True},
     "auto-compiled-shared": {"compile_passes": True},
     "auto-graphs": {"cuda_graphs": True},
+    "draft": {},
+    "auto-draft": {},
+    "auto-draft-compiled": {"compile_passes": True},
 }
 PEERS = {  # (library, method of its worker)
     "lade-15-5-15": ("lade", "lade-15-5-15"),
@@ -43,6 +46,7 @@ DEFAULT = {
     "cpu": ("plain", "prompt-lookup", "steps-of-one", "auto", "auto-compiled"),
     "cuda": ("plain", "static-compiled", "prompt-lookup", "steps-of-one", "auto", "auto-graphs"),
 }
+WITH_DRAFT_MODEL = ("assisted", "draft", "auto-draft", "auto-draft-compiled")  # "draft": without the pool
 GUESS_AT_ONCE = ("prompt-lookup", "assisted")  # their first pass verifies guesses, so it counts as a step
 
 
@@ -88,8 +92,11 @@ class Subject:
         pad = ends[0] if isinstance(ends, list) else ends
         self.plain.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
         guessing = {"prompt-lookup": {"prompt_lookup_num_tokens": 10}}
-        if "assisted" in methods:
-            guessing["assisted"] = {"assistant_model": load(assistant, dtype, device)[0]}
+        self.draft_model = None
+        if set(WITH_DRAFT_MODEL) & set(methods):
+            self.draft_model = load(assistant, dtype, device)[0]
+            self.draft_model.generation_config = self.plain.generation_config
+            guessing["assisted"] = {"assistant_model": self.draft_model}
         self._guessing = guessing
         self.peers = {}
         for method in [method for method in methods if method in PEERS]:
@@ -132,7 +139,7 @@ class Subject:
 
     def _by_lookahead(self, inputs: BatchEncoding, options: dict, seed: int, engine: Lookahead) -> dict:
         """Passes are not counted: a hook would prevent compiling."""
-        lookahead.wrap(self.plain, engine.config, engine.pool).lookahead = engine
+        lookahead.wrap(self.plain, engine.config, engine.pool, engine.source).lookahead = engine
         try:
             texts, seconds = timed(self.plain, inputs, options, seed)
         finally:
@@ -161,8 +168,15 @@ class Engines:
     begins with a fresh pool, except that a method named -shared keeps its pool for all prompts of a repeat.
     """
 
-    def __init__(self):
+    def __init__(self, draft_model: PreTrainedModel | None = None):
+        self._draft_model = draft_model
         self._kept: dict[tuple[str, int | None], Lookahead] = {}
+
+    def _source(self, method: str) -> GuessSource | list[GuessSource] | None:
+        if method not in WITH_DRAFT_MODEL:
+            return None
+        drafts = DraftModelSource(self._draft_model, LookaheadConfig(**LOOKAHEAD[method]))
+        return drafts if method == "draft" else [PoolSource(), drafts]
 
     def begin(self, method: str, repeat: int) -> Lookahead | None:
         """Return the engine for a call; None if ``method`` is not lookahead's. repeat: -1 to warm up."""
@@ -171,7 +185,7 @@ class Engines:
         config, shared = LookaheadConfig(**LOOKAHEAD[method]), method.endswith("-shared")
         key = (method, repeat if shared else None)
         if key not in self._kept:
-            self._kept[key] = Lookahead(config, NgramPool(config.pool_memory_mb))
+            self._kept[key] = Lookahead(config, NgramPool(config.pool_memory_mb), self._source(method))
         elif not shared:
             self._kept[key].pool = NgramPool(config.pool_memory_mb)
         return self._kept[key]
