@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lookahead.engine.engine import Lookahead
     from lookahead.engine.loop import decode
     from lookahead.guessing.draft import DraftModelSource
+    from lookahead.guessing.layer_skip import LayerSkipSource
     from lookahead.guessing.pool import PoolSource
     from lookahead.guessing.retrieval import RetrievalSource
     from lookahead.guessing.source import GuessSource
@@ -32,6 +33,7 @@ __all__ = [
     "DraftModelSource",
     "GuessSource",
     "GuessTree",
+    "LayerSkipSource",
     "Lookahead",
     "LookaheadConfig",
     "NgramPool",
@@ -53,6 +55,7 @@ _HOMES = {
     "DraftModelSource": "lookahead.guessing.draft",
     "GuessSource": "lookahead.guessing.source",
     "GuessTree": "ngram_pool",
+    "LayerSkipSource": "lookahead.guessing.layer_skip",
     "Lookahead": "lookahead.engine.engine",
     "LookaheadConfig": "lookahead.config",
     "NgramPool": "ngram_pool",

@@ -3,6 +3,7 @@
 The rest of the package does not use them. tests/test_compat.py shows which one an upgrade has moved.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -95,6 +96,13 @@ def hooks_of_users(module: nn.Module) -> list[Callable]:
     """Hooks that are called before or after the module, without transformers' own, which only collect outputs."""
     hooks = chain(module._forward_hooks.values(), pre_hooks(module))
     return [hook for hook in hooks if getattr(hook, "__module__", None) != "transformers.utils.output_capturing"]
+
+
+def copy_of_module(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
+    """A copy of a module with these children in place of its own of the same names. All else is the module's own."""
+    copied = copy.copy(module)
+    copied._modules = {**module._modules, **children}
+    return copied
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

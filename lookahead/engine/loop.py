@@ -258,6 +258,7 @@ class _Call:
         cache, logits = prefill(self._runner, self._prompts, self._source, taken_over, room, chunk_size)
         self._cache = self._runner.begin(cache)
         del cache  # its content may have been copied into buffers
+        self._source.attach(self._runner.model, self._cache)
         self._begins = list(self._cache.lengths)
         # The last positions that plain decoding computes.
         most = context_length(self._runner.model) - 1

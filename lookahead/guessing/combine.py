@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from lookahead.guessing.budget import Trials
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
+from lookahead.models.cache import LookaheadCache
 from lookahead.stats import Stats
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
@@ -149,6 +151,10 @@ class Combined(GuessSource):
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         for source in self._sources:
             source.read(text, logits, hidden_states)
+
+    def attach(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
+        for source in self._sources:
+            source.attach(model, cache)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         self._seconds[:] = 0

@@ -251,14 +251,20 @@ class DraftModelSource(GuessSource):
     def observe(self, outcome: Outcome) -> None:
         if not self._drafts:
             return
-        paths = [draft.accepted(emitted) for draft, emitted in zip(self._drafts, outcome.emitted, strict=True)]
-        for draft, path, emitted, held in zip(self._drafts, paths, outcome.emitted, self._held, strict=True):
+        paths = self._settle(outcome)
+        for draft, path, held in zip(self._drafts, paths, self._held, strict=True):
             held += [draft.ids[row] for row in path]
+        self._cached.commit(self._steps, paths)
+        self._steps = []
+
+    def _settle(self, outcome: Outcome) -> list[list[int]]:
+        """Return the accepted rows of each draft, and count how often they had the next token among their guesses."""
+        paths = [draft.accepted(emitted) for draft, emitted in zip(self._drafts, outcome.emitted, strict=True)]
+        for draft, path, emitted in zip(self._drafts, paths, outcome.emitted, strict=True):
             for row, token in zip(path[draft.root :], emitted, strict=False):
                 self._hits += token in draft.following[row]
                 self._rows += 1
-        self._cached.commit(self._steps, paths)
-        self._steps = []
+        return paths
 
     @property
     def _cached(self) -> LookaheadCache:

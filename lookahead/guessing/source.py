@@ -6,7 +6,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from lookahead.models.cache import LookaheadCache
 from lookahead.step import Step
 from ngram_pool import GuessTree, NgramPool
 
@@ -100,6 +102,14 @@ class GuessSource(Protocol):
 
         logits: [k, vocabulary], the prompt's last rows, at least ``needs.prompt_logits`` where it has so many.
         hidden_states: [n, hidden] by layer, for the positions that were not cached before.
+        """
+        return
+
+    def attach(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
+        """Receive the model that decodes and the cache of the call, once, after all prompts are computed.
+
+        Before each `propose`, the cache holds all of a text but its last token. Between the methods of a source it must
+        hold nothing else (`LookaheadCache.part` lends layers).
         """
         return
 

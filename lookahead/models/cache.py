@@ -19,6 +19,8 @@ again, ahead of the next step.
 """
 
 import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -366,6 +368,21 @@ class LookaheadCache(Cache):
             if type(layer) is InPlaceLayer:
                 layer.columns, layer.gaps = length - int(layer.starts[0]), np.zeros(1, np.int64)
                 layer.computed = 0
+
+    @contextmanager
+    def part(self, layers: Sequence[int]) -> Iterator["LookaheadCache"]:
+        """Lend these layers, by index, as the cache of a model that has no others.
+
+        Whatever its passes append is dropped at the end of the block, even after half a pass. Every layer must hold all
+        positions (`can_rewind`), and the block must commit nothing.
+        """
+        lent: list[Any] = [self.layers[index] for index in layers]
+        columns = [layer.columns for layer in lent]
+        try:
+            yield LookaheadCache(lent, list(self.lengths))
+        finally:
+            for layer, count in zip(lent, columns, strict=True):
+                layer.columns, layer.computed = count, 0
 
     def sequence(self, b: int) -> "LookaheadCache":
         """Return a cache of sequence ``b`` alone: this one if it holds one sequence, else a copy."""

@@ -99,10 +99,7 @@ class StepCosts:
         data = {"rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
                 "overhead": self.overhead}  # fmt: skip
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".new", delete=False) as file:
-                json.dump(data, file, indent=1)
-            os.replace(file.name, self.path)
+            write_json(self.path, data)
         except OSError as error:
             logger.info("step costs are not kept: %s", error)
 
@@ -208,7 +205,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
     )
     known = _known.setdefault(model, {})
     if now not in known or anew:
-        path = _path(model, now)
+        path = path_of(model, environment(model), *now)
         costs = None if anew else _read(path)
         if costs is None:
             try:
@@ -242,11 +239,18 @@ def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
         yield lambda share: bar.update(int(100 * share) - bar.pos)
 
 
-def _path(model: PreTrainedModel, now: tuple) -> Path:
-    """Name the file by all that step costs depend on. now: the part that can change while the model lives."""
-    depends_on = [type(model).__name__, settings_of(model.config), environment(model), *now]
-    text = json.dumps(depends_on, sort_keys=True, default=str)
+def path_of(model: PreTrainedModel, *depends_on: object) -> Path:
+    """Name a file of measurements by the model and all else that they depend on."""
+    text = json.dumps([type(model).__name__, settings_of(model.config), *depends_on], sort_keys=True, default=str)
     return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(text.encode())}.json"
+
+
+def write_json(path: Path, data: dict) -> None:
+    """Write a file at once, so that no reader finds half of it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
+        json.dump(data, file, indent=1)
+    os.replace(file.name, path)
 
 
 def _read(path: Path) -> StepCosts | None:

@@ -189,6 +189,8 @@ def audit(**options: Any) -> None:
 @click.option("--threads", type=click.IntRange(1, os.cpu_count()), help="CPU threads; torch's default if not given.")
 @pass_options
 @click.option("--picture", type=FileToWrite(), metavar="PNG", help="Also draw the times.")
+@click.option("--layer-skip", is_flag=True,
+              help="Also find the layers without which the model drafts best, for as long again.")  # fmt: skip
 def tune(**options: Any) -> None:
     """Measure what steps cost on this machine, keep the costs for decoding with this model, and show them."""
     _run("commands", "tune", options)

@@ -15,6 +15,7 @@ from transformers.generation import BaseStreamer
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Lookahead
+from lookahead.guessing.layer_skip import find_skipped_layers
 from lookahead.models.adapter import context_length
 from lookahead.passes.costs import RUNGS, progress_bar, step_costs
 from lookahead.passes.environment import environment
@@ -29,6 +30,8 @@ from lookahead.tools.prompts import given_prompt, read_prompts, source_prompts
 from lookahead.tools.terminal import AnswerStreamer, StepStreamer
 from lookahead.tools.tuning import time_steps
 from lookahead.wrapping import engine_of, unwrap, wrap
+
+SAMPLES = 4  # texts on which `tune` tries which layers to skip
 
 
 class Decoded(NamedTuple):
@@ -180,6 +183,7 @@ def tune(
     seconds: float,
     threads: int | None,
     picture: Path | None,
+    layer_skip: bool,
     **settings: Any,
 ) -> None:
     if picture is not None:
@@ -195,7 +199,7 @@ def tune(
         raise click.BadParameter(f"{contexts!r} is not a list of whole numbers", param_hint="--contexts")
     if threads:
         torch.set_num_threads(threads)
-    model, _ = load(model_name, dtype, device)
+    model, tokenizer = load(model_name, dtype, device)
     fitting = [length for length in lengths if length + max(RUNGS) <= context_length(model)]
     if not fitting:
         raise click.BadParameter(
@@ -204,15 +208,26 @@ def tune(
         )
     with decoding():
         config = LookaheadConfig(**settings)
-        costs = step_costs(engine_of(wrap(model, config)).find_runner(model), anew=seconds / 3)
+        runner = engine_of(wrap(model, config)).find_runner(model)
+        costs = step_costs(runner, anew=seconds / 3)
         with progress_bar("measuring passes") as progress:
             times = time_steps(model, fitting, 2 * seconds / 3, progress, config)
+        if layer_skip:
+            prompts = [tokenizer(prompt["turns"][0]).input_ids for prompt in source_prompts(SAMPLES)]
+            with progress_bar("skipping layers") as progress:
+                found = find_skipped_layers(runner, prompts, seconds, progress)
     where = environment(model)
     click.echo(
         ", ".join(f"{name} {where[name]}" for name in ("processor", "threads", "dtype", "torch", "transformers"))
     )
     click.echo(times.table())
     click.echo(f"kept for decoding: {costs.path}")
+    if layer_skip:
+        click.echo(found)
+        try:
+            click.echo(f"kept for LayerSkipSource: {found.keep(model)}")
+        except OSError as error:
+            raise click.ClickException(f"cannot keep the layers: {error}") from error
     if picture is not None:
         try:
             times.picture(picture, f"{where['processor']}, {where['threads']} threads, {where['dtype']}")
