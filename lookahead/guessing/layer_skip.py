@@ -70,27 +70,24 @@ class LayerSkipSource(DraftModelSource):
                 "name some of them, and leave at least one to draft with"
             )
         self._kept = [index for index in range(count) if index not in self.skipped]
+        _without(model, self.skipped)
 
     def start(self, batch: Batch) -> None:
         self._of_call: LookaheadCache | None = None
-        self.model = _without(self._whole, self.skipped)
         super().start(batch)
-        if not self._runner.adapter.can_grow:
-            raise _unsupported(self._whole, "its passes take no mask of ours, or do not see the rows of earlier passes")
 
     @contextmanager
     def _running(self) -> Iterator[EagerRunner]:
+        self.model = _without(self._whole, self.skipped)
         engine = vars(self._whole).get("lookahead")
         # The whole model's kernels are in place already, or are not wanted.
         runner = choose_runner(self.model, engine.config if engine is not None else LookaheadConfig())[0]
+        if not runner.adapter.can_grow:
+            raise _unsupported(self._whole, "its passes take no mask of ours")
         try:
             yield runner
         finally:
             runner.end()
-
-    def check(self) -> None:
-        self.model = _without(self._whole, self.skipped)
-        super().check()
 
     def attach(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
         if model is not self._whole:
@@ -135,8 +132,7 @@ def _unsupported(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
 
 # The model without some layers
 
-_copies: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], tuple[list[int | str | None], PreTrainedModel]]]
-_copies = WeakKeyDictionary()
+_copies: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], tuple[tuple, PreTrainedModel]]] = WeakKeyDictionary()
 
 
 def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -158,7 +154,7 @@ def _without(model: PreTrainedModel, skipped: tuple[int, ...]) -> PreTrainedMode
     The layers that are kept are numbered from 0, for a cache that has no others.
     Raises UnsupportedModelError if a module that must be copied is bound to itself.
     """
-    state = [attention_implementation(model.config), *(id(module) for module in model.modules())]
+    state = attention_implementation(model.config), model.training, *map(id, model.modules())
     known = _copies.setdefault(model, {})
     if skipped not in known or known[skipped][0] != state:
         known[skipped] = state, _make_without(model, skipped)
@@ -273,11 +269,12 @@ def find_skipped_layers(
     if not samples:
         raise ValueError(f"after these prompts, {type(model).__name__} writes fewer than {CHUNK} tokens: give others")
     costs = step_costs(runner)
-    each = seconds / (4 * count)  # for measuring a pass
+    each = seconds / (8 * count)  # for timing a pass
 
     def measured(skipped: list[int], agreement: float) -> SkippedLayers:
-        taken = time_passes(_runner_without(runner, skipped), [(1, 0)], each)[1, 0]
-        return SkippedLayers(tuple(sorted(skipped)), agreement, _expected_gain(agreement, taken, costs))
+        # Timed side by side, and both eagerly: the machine's pace may have changed since the costs were measured.
+        rest, whole = (time_passes(_runner_without(runner, left_out), [(1, 0)], each) for left_out in (skipped, []))
+        return SkippedLayers(tuple(sorted(skipped)), agreement, _gain(agreement, rest[1, 0] / whole[1, 0], costs))
 
     def is_over() -> bool:
         passed = time.perf_counter() - began
@@ -356,9 +353,12 @@ def _agreement(runner: EagerRunner, samples: list[_Sample], skipped: list[int]) 
     return torch.cat(agrees).float().mean().item()
 
 
-def _expected_gain(agreement: float, draft_seconds: float, costs: StepCosts) -> float:
-    """Return the tokens per second of the best length of chains, over those of plain decoding, by their costs."""
-    lengths = np.arange(1, LONGEST_CHAIN + 1)
+def _gain(agreement: float, share: float, costs: StepCosts) -> float:
+    """Return the expected tokens per second with chains of the best length, over those of plain decoding.
+
+    share: the time of a draft pass over that of a plain one.
+    """
+    lengths, plain = np.arange(1, LONGEST_CHAIN + 1), costs(1, 0)
     tokens = 1 + np.cumsum(agreement**lengths)
-    rates = tokens / (lengths * draft_seconds + costs(1 + lengths, 0))
-    return float(rates.max() * costs(1, 0))
+    seconds = lengths * share * plain + costs(1 + lengths, 0)
+    return float((tokens / seconds).max() * plain)
