@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.compat import attention_implementation, copy_of_module, is_compiled
+from lookahead.compat import attention_implementation, copy_of_module
 from lookahead.config import LookaheadConfig
 from lookahead.guessing.draft import DraftModelSource
 from lookahead.guessing.source import Batch, Limits, Outcome
@@ -194,8 +194,8 @@ def _numbered(model: PreTrainedModel, module: nn.Module, number: int) -> nn.Modu
 
 
 def _copied(model: PreTrainedModel, module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
-    if "forward" in vars(module) or is_compiled(module):  # what runs is bound to the module itself
-        raise _unsupported(model, f"its {type(module).__name__} was compiled, or given another forward")
+    if "forward" in vars(module):  # bound to the module itself, so it would run in the place of the copy
+        raise _unsupported(model, f"the forward of its {type(module).__name__} was replaced, as accelerate does it")
     return copy_of_module(module, children)
 
 
