@@ -99,7 +99,10 @@ def hooks_of_users(module: nn.Module) -> list[Callable]:
 
 
 def copy_of_module(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
-    """A copy of a module with these children in place of its own of the same names. All else is the module's own."""
+    """A copy of a module with these children in place of its own of the same names. All else is the module's own.
+
+    What ``module.compile()`` made is left behind: it would run the module itself.
+    """
     copied = copy.copy(module)
     copied._modules = {**module._modules, **children}
     return copied

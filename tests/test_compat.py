@@ -135,6 +135,17 @@ def test_hooks(model):
     assert len(compat.hooks_of_users(layer)) == 1, moved("Module._forward_hooks", "torch")
 
 
+def test_copies_of_modules(model):
+    """Children of its own, and everything else shared; what was compiled of the original is not run."""
+    model.model.compile(backend="eager")
+    head = nn.Linear(1, 1)
+    copied = compat.copy_of_module(model, {"lm_head": head})
+    assert copied.lm_head is head, moved("Module._modules", "torch")
+    assert model.lm_head is not head
+    assert copied.model is model.model
+    assert not compat.is_compiled(compat.copy_of_module(model.model, {})), moved("Module.__getstate__", "torch")
+
+
 def test_plain_tensors():
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 

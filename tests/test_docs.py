@@ -21,7 +21,7 @@ def test_drawings_are_those_of_the_code(draw):
 @pytest.fixture
 def example(tmp_path, monkeypatch):
     """Run the example of a source on a corpus that holds the coming text; return its names, inputs and text."""
-    source, use, _ = re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)
+    source, use, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)
     assert len(source.splitlines()) <= 40
     monkeypatch.chdir(tmp_path)
     names: dict = {}
@@ -45,7 +45,8 @@ def test_the_example_of_a_source(example, capsys):
     assert model.lookahead.last.tokens_per_step > 2
 
 
-def test_the_example_of_a_draft_model(example, capsys):
+@pytest.mark.parametrize(("number", "name"), [(2, "DraftModelSource"), (3, "LayerSkipSource")])
+def test_the_examples_of_drafts(example, capsys, number, name):
     names, _, _ = example
-    exec(re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)[2], names)
-    assert "DraftModelSource: asked in" in capsys.readouterr().out
+    exec(re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)[number], names)
+    assert f"{name}: asked in" in capsys.readouterr().out

@@ -21,6 +21,7 @@ from zoo import VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import DraftModelSource, LayerSkipSource, LookaheadConfig, PoolSource, UnsupportedModelError
+from lookahead.compat import is_compiled
 from lookahead.cpu import products
 from lookahead.guessing import layer_skip
 from lookahead.guessing.layer_skip import SkippedLayers, find_skipped_layers, kept_layers
@@ -201,7 +202,7 @@ def state_of(cache):
 @pytest.mark.parametrize("skipped", [(), (1,), (0, 2), (1, 2, 3)])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_is_drafted_is_what_the_kept_layers_say(model_type, skipped, batch):
-    """Behind the committed tokens, which all layers have computed; in a model of twice the drafts' temperature."""
+    """Behind the committed tokens, which all layers have computed; and the cache is left as it was."""
     model = deep_model(model_type)
     source = Recorded(model, skipped)
     source.seen = []
@@ -348,8 +349,11 @@ def test_a_wrap_with_it_is_copied_and_pickled():
 @pytest.mark.parametrize("model_type", ["gemma3_text", "mistral", "lfm2", "bloom", "llama4_text"])
 def test_layers_of_other_kinds_are_refused_by_name(model_type):
     model = tiny_model(model_type)
-    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} .*hold the keys and values of all pos"):
+    named = f"{type(model).__name__} .*hold the keys and values of all positions"
+    with pytest.raises(UnsupportedModelError, match=named):
         LayerSkipSource(model, [0])
+    with pytest.raises(UnsupportedModelError, match=named):
+        find_skipped_layers(EagerRunner(model, find_adapter(model)), [[5, 6, 7]], 1.0)
 
 
 def test_a_model_without_one_list_of_layers_is_refused_by_name():
@@ -396,8 +400,8 @@ def test_a_module_bound_to_itself_is_refused_by_name():
 def test_a_copy_does_not_run_what_was_compiled_of_the_whole():
     model = deep_model()
     model.compile(backend="eager")
-    assert model._compiled_call_impl is not None
-    assert layer_skip._without(model, (1,))._compiled_call_impl is None
+    assert is_compiled(model)
+    assert not is_compiled(layer_skip._without(model, (1,)))
 
 
 def test_another_model_than_its_own_is_refused():
