@@ -446,16 +446,20 @@ def model_with_idle_layers(idle):
 
 
 @pytest.mark.parametrize("idle", [[1], [0, 3]])
-def test_layers_that_do_nothing_are_found(idle):
+def test_layers_that_do_nothing_are_found(idle, monkeypatch):
+    """Each layer takes a quarter of a pass, and any number of rows the same time."""
+    flat = StepCosts(np.full(len(RUNGS), 2.0), np.zeros(2))
+    monkeypatch.setattr(layer_skip, "step_costs", lambda _: flat)
+    monkeypatch.setattr(layer_skip, "time_passes", lambda runner, *_: {(1, 0): len(runner.model.model.layers)})
     model = model_with_idle_layers(idle)
     done = []
     runner = EagerRunner(model, find_adapter(model))
-    found = find_skipped_layers(runner, [IDS[0].tolist(), [9, 8, 7]], 5.0, done.append)
-    assert set(idle) <= set(found.skipped)
+    found = find_skipped_layers(runner, [IDS[0].tolist(), [9, 8, 7]], 60.0, done.append)
+    assert found.skipped == tuple(idle)
+    assert found.agreement == 1
+    assert found.gain == pytest.approx(13 / (12 * (LAYERS - len(idle)) / LAYERS + 1))
     assert done == sorted(done)
     assert done[-1] <= 1
-    if found.skipped == tuple(idle):
-        assert found.agreement == 1
     assert LayerSkipSource(model, found.skipped).skipped == found.skipped
 
 
