@@ -306,9 +306,10 @@ def test_the_models_kernels_stay(monkeypatch):
     monkeypatch.setattr(products, "MIN_WEIGHTS", 1)
     model = deep_model()
     lookahead.wrap(model, source=LayerSkipSource(model, [1]))
-    assert products.are_installed(model)
+    kinds = [type(module) for module in model.modules()]
+    assert products.DecodingLinear in kinds
     model.generate(IDS, **GREEDY)
-    assert products.are_installed(model)
+    assert [type(module) for module in model.modules()] == kinds
 
 
 # -- the model without layers -----------------------------------------------------------------------------------------
@@ -323,6 +324,7 @@ def test_a_copy_shares_all_weights_and_follows_the_model():
     small = layer_skip._without(model, (1,))
     assert {id(parameter) for parameter in small.parameters()} < set(ids)
     assert [x.self_attn.layer_idx for x in small.model.layers] == [0, 1, 2]
+    assert small.config.num_hidden_layers == small.model.config.num_hidden_layers == LAYERS - 1
     assert layer_skip._without(model, (1,)) is small
     assert layer_skip._without(model, (2,)) is not small
     assert [id(parameter) for parameter in model.parameters()] == ids
@@ -463,6 +465,23 @@ def test_layers_that_do_nothing_are_found(idle, monkeypatch):
     assert LayerSkipSource(model, found.skipped).skipped == found.skipped
 
 
+def test_layers_are_dropped_for_what_they_leave_together(monkeypatch):
+    """Without 1 or 2 most agrees, without both little. Layer 0, once worse than 1 and 3 together, is not tried again."""
+    agreements = {(0,): 0.5, (1,): 0.95, (2,): 0.9, (3,): 0.85, (1, 2): 0.1, (1, 3): 0.8}
+    tried = []
+    flat = StepCosts(np.full(len(RUNGS), 2.0), np.zeros(2))
+    monkeypatch.setattr(layer_skip, "step_costs", lambda _: flat)
+    monkeypatch.setattr(layer_skip, "time_passes", lambda runner, *_: {(1, 0): len(runner.model.model.layers)})
+    monkeypatch.setattr(
+        layer_skip, "_agreement", lambda _, __, skipped: tried.append(skipped) or agreements.get(tuple(skipped), 0.05)
+    )
+    model = model_with_idle_layers([])
+    found = find_skipped_layers(EagerRunner(model, find_adapter(model)), [[9, 8, 7]], 60.0)
+    assert found == SkippedLayers((1, 3), 0.8, layer_skip._gain(0.8, 0.5, flat))
+    assert tried[:6] == [[0], [1], [2], [3], [1, 2], [1, 3]]
+    assert [1, 0] not in tried
+
+
 @pytest.mark.parametrize("skipped", [[1], [2]])
 def test_agreement_is_that_of_the_kept_layers_behind_committed_tokens(skipped):
     model = model_with_idle_layers([])
@@ -487,6 +506,21 @@ def test_the_expected_gain_is_that_of_the_best_chain():
     assert layer_skip._gain(1.0, 0.5, flat) == pytest.approx(13 / (12 * 0.5 + 1))
     assert layer_skip._gain(0.0, 0.5, flat) == pytest.approx(1 / 1.5)
     assert layer_skip._gain(0.5, 0.25, flat) == pytest.approx(max(1.5 / 1.25, 1.75 / 1.5))
+
+
+def test_no_time_makes_a_pass_cheaper_than_its_layers(monkeypatch):
+    """The whole model's pass was interrupted, so it seems to take 50 times as long."""
+    flat = StepCosts(np.full(len(RUNGS), 2.0), np.zeros(2))
+    monkeypatch.setattr(layer_skip, "step_costs", lambda _: flat)
+    monkeypatch.setattr(
+        layer_skip,
+        "time_passes",
+        lambda runner, *_: {(1, 0): 50.0 if len(runner.model.model.layers) == LAYERS else 1.0},
+    )
+    monkeypatch.setattr(layer_skip, "_agreement", lambda _, __, skipped: 1.0 if skipped == [2] else 0.0)
+    model = model_with_idle_layers([])
+    found = find_skipped_layers(EagerRunner(model, find_adapter(model)), [[9, 8, 7]], 60.0)
+    assert found == SkippedLayers((2,), 1.0, layer_skip._gain(1.0, 0.75, flat))
 
 
 def test_a_model_that_writes_nothing_is_named():
