@@ -466,7 +466,7 @@ def test_layers_that_do_nothing_are_found(idle, monkeypatch):
 
 
 def test_layers_are_dropped_for_what_they_leave_together(monkeypatch):
-    """Without 1 or 2 most agrees, without both little. Layer 0, once worse than 1 and 3 together, is not tried again."""
+    """Without 1 or 2 most agrees, without both little. Layer 0, once worse than 1 and 3 together, is not retried."""
     agreements = {(0,): 0.5, (1,): 0.95, (2,): 0.9, (3,): 0.85, (1, 2): 0.1, (1, 3): 0.8}
     tried = []
     flat = StepCosts(np.full(len(RUNGS), 2.0), np.zeros(2))
