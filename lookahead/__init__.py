@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lookahead.engine.engine import Lookahead
     from lookahead.engine.loop import decode
     from lookahead.guessing.draft import DraftModelSource
+    from lookahead.guessing.eagle import EagleSource
+    from lookahead.guessing.medusa import MedusaSource
     from lookahead.guessing.pool import PoolSource
     from lookahead.guessing.retrieval import RetrievalSource
     from lookahead.guessing.source import GuessSource
@@ -30,10 +32,12 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 __all__ = [
     "DEMO_MODEL",
     "DraftModelSource",
+    "EagleSource",
     "GuessSource",
     "GuessTree",
     "Lookahead",
     "LookaheadConfig",
+    "MedusaSource",
     "NgramPool",
     "PoolFileError",
     "PoolSource",
@@ -51,10 +55,12 @@ __all__ = [
 # Imported when first asked for (PEP 562), since torch, transformers and numba take seconds.
 _HOMES = {
     "DraftModelSource": "lookahead.guessing.draft",
+    "EagleSource": "lookahead.guessing.eagle",
     "GuessSource": "lookahead.guessing.source",
     "GuessTree": "ngram_pool",
     "Lookahead": "lookahead.engine.engine",
     "LookaheadConfig": "lookahead.config",
+    "MedusaSource": "lookahead.guessing.medusa",
     "NgramPool": "ngram_pool",
     "PoolFileError": "ngram_pool",
     "PoolSource": "lookahead.guessing.pool",
