@@ -116,7 +116,7 @@ def plain_rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class PlainEagle:
-    """An EAGLE head in double precision, over whole sequences, one query and one attention head after the other."""
+    """An EAGLE head in double precision, over whole sequences, one query after the other."""
 
     def __init__(self, kind: str, model, seed: int = 0):
         config, tensors = eagle_files(kind, seed)
@@ -128,11 +128,13 @@ class PlainEagle:
         self.normed_residual = config.get("norm_before_residual", False)
         self.model = model
 
-    def rotated(self, x: torch.Tensor, position: int) -> torch.Tensor:
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Each row of [n, heads * size] turned by its position, [n, heads, size]."""
         half = SIZE // 2
-        angles = position * 500.0 ** (-torch.arange(half).double() / half)
-        turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half).double(), angles)
-        return torch.cat([turned.real, turned.imag])
+        x = x.view(len(x), -1, SIZE)
+        angles = torch.arange(len(x))[:, None, None] * 500.0 ** (-torch.arange(half).double() / half)
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([turned.real, turned.imag], -1)
 
     def out(self, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
         """The layer's output for each pair."""
@@ -145,16 +147,12 @@ class PlainEagle:
         else:
             stream = entering = torch.cat([said, features], 1) @ t["fc.weight"].T + t.get("fc.bias", 0.0)
         q, k, v = (entering @ t[f"self_attn.{x}_proj.weight"].T + bias[x] for x in "qkv")
+        q, k, v = self.rotated(q), self.rotated(k), v.view(len(v), -1, SIZE)
         rows = []
         for i in range(len(tokens)):
-            heads = []
-            for h in range(QUERY_HEADS):
-                shared = h // (QUERY_HEADS // KEY_HEADS)
-                query = self.rotated(q[i, h * SIZE : (h + 1) * SIZE], i)
-                keys = [self.rotated(k[j, shared * SIZE : (shared + 1) * SIZE], j) for j in range(i + 1)]
-                weights = (torch.stack(keys) @ query / math.sqrt(SIZE)).softmax(0)
-                heads.append(weights @ v[: i + 1, shared * SIZE : (shared + 1) * SIZE])
-            rows.append(torch.cat(heads))
+            shared = [h // (QUERY_HEADS // KEY_HEADS) for h in range(QUERY_HEADS)]
+            scores = [k[: i + 1, g] @ q[i, h] / math.sqrt(SIZE) for h, g in enumerate(shared)]
+            rows.append(torch.cat([each.softmax(0) @ v[: i + 1, g] for each, g in zip(scores, shared, strict=True)]))
         stream = stream + torch.stack(rows) @ t["self_attn.o_proj.weight"].T
         x = plain_rms(stream, t["post_attention_layernorm.weight"])
         gate = x @ t["mlp.gate_proj.weight"].T
@@ -213,12 +211,16 @@ def plain_of(kind: str, model):
 
 
 def spied(monkeypatch, source, seen: list):
-    """Keep the texts and trees of each step."""
+    """Keep the texts and trees of each step that can take a guess."""
     propose = type(source).propose
 
     def keep(self, texts, limits):
         trees = propose(self, texts, limits)
-        seen.extend((list(text), tree, self._temperature) for text, tree in zip(texts, trees, strict=True))
+        seen.extend(
+            (list(text), tree, self._temperature)
+            for text, tree, depth in zip(texts, trees, limits.depths, strict=True)
+            if depth
+        )
         return trees
 
     monkeypatch.setattr(type(source), "propose", keep)
@@ -237,8 +239,7 @@ def check_trees(plain, seen: list, sample: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("has_pool", [False, True])
+@pytest.mark.parametrize(("batch", "has_pool"), [(1, False), (3, True)])
 def test_a_tree_has_the_probabilities_of_the_plain_head(monkeypatch, tmp_path, kind, batch, has_pool):
     """At every step of a call, with guesses accepted (the pool's too) and rejected."""
     model, seen = deep_model(), []
@@ -249,11 +250,10 @@ def test_a_tree_has_the_probabilities_of_the_plain_head(monkeypatch, tmp_path, k
     prompts = [random_prompt(random.Random(b)) for b in range(batch)]
     lookahead.wrap(model, LookaheadConfig(budget=10 * batch), source=[source, *([PoolSource()] if has_pool else [])])
     model.generate(**left_pad(prompts), max_new_tokens=25, do_sample=False)
-    seen = [one for one in seen if len(one[0]) > 1]
-    assert all(len(tree) for _, tree, _ in seen[: -2 * batch])
+    assert all(len(tree) for _, tree, _ in seen)
     deepest = max(int(tree.depths.max(initial=0)) for _, tree, _ in seen)
     assert deepest == 3 if "medusa" in kind else deepest > 2
-    check_trees(plain, [one for one in seen if len(one[1])], 4)
+    check_trees(plain, seen, 4)
 
 
 def test_a_wrong_head_is_seen(monkeypatch, tmp_path):
@@ -269,7 +269,7 @@ def proposed(source, text: list[int], guesses: int, depth: int = 6, is_chain: bo
     with torch.no_grad():
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     prompt = text[:-1]
-    source.start(Batch([prompt], 1.0, VOCABULARY, None))
+    source.start(Batch([prompt], 0.3, VOCABULARY, None))
     source.read(prompt, None, {layer: states[layer][0] for layer in source.needs.hidden_states})
     (tree,) = source.propose([text], Limits([depth], guesses, 1e-4, is_chain))
     return tree
@@ -314,7 +314,7 @@ def test_an_eagle_head_that_is_right_is_accepted_whole(tmp_path):
     del tensors["embed_tokens.weight"]
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         tensors[f"layers.0.{name}.weight"].zero_()
-    tensors["fc.weight"] = torch.cat([9 * torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], 1)
+    tensors["fc.weight"] = torch.cat([2000 * torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], 1)
     source = EagleSource(model, write(tmp_path, config, tensors))
     stats = check_identical(model, [torch.tensor([cycle])], GREEDY, LookaheadConfig(budget=6), 0, source=source)
     assert stats.tokens_per_step > 4, stats
@@ -405,9 +405,9 @@ def test_after_a_pause_nothing_is_guessed_from_an_old_state(monkeypatch, tmp_pat
 
     lookahead.wrap(model, LookaheadConfig(budget=8), source=[Clock(), source])
     model.generate(IDS, **GREEDY)
-    firsts = [steps.index(text) % 8 == 0 and steps.index(text) > 0 for text, _, _ in seen[:-3]]
+    firsts = [steps.index(text) % 8 == 0 and steps.index(text) > 0 for text, _, _ in seen]
     assert any(firsts)
-    for is_first, (_, tree, _) in zip(firsts, seen, strict=False):
+    for is_first, (_, tree, _) in zip(firsts, seen, strict=True):
         assert (len(tree) == 0) == is_first
     if kind == "medusa":
         check_trees(plain_of(kind, deep_model()), [one for one in seen if len(one[1])], 4)
@@ -440,8 +440,7 @@ def test_long_prompts_are_computed_in_pieces(monkeypatch, tmp_path):
     for chunk in (512, 7):
         monkeypatch.setattr("lookahead.guessing.eagle.CHUNK", chunk)
         trees.append(paths_of(proposed(source_of("eagle3", deep_model(), tmp_path), text, 12)))
-    assert trees[0].keys() == trees[1].keys()
-    assert list(trees[0].values()) == pytest.approx(list(trees[1].values()), rel=1e-4)
+    assert trees[0] == pytest.approx(trees[1], rel=1e-4)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -454,14 +453,15 @@ def test_pytorchs_files_and_files_in_parts_say_the_same(tmp_path, kind):
     text = list(range(5, 25))
     expected = paths_of(proposed(cls(model, write(tmp_path / "whole", config, tensors)), text, 12))
     name = "medusa_lm_head.pt" if "medusa" in kind else "pytorch_model.bin"
-    assert paths_of(proposed(cls(model, write(tmp_path / "bin", config, tensors, name)), text, 12)) == expected
+    actual = paths_of(proposed(cls(model, write(tmp_path / "bin", config, tensors, name)), text, 12))
+    assert actual == pytest.approx(expected, rel=1e-4)
     names = sorted(tensors)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for part, its in parts.items():
         write(tmp_path / "parts", config, {each: tensors[each] for each in its}, part)
     index = {"weight_map": {each: part for part, its in parts.items() for each in its}}
     (tmp_path / "parts" / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert paths_of(proposed(cls(model, tmp_path / "parts"), text, 12)) == expected
+    assert paths_of(proposed(cls(model, tmp_path / "parts"), text, 12)) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -469,13 +469,15 @@ def test_a_missing_misshapen_or_unknown_tensor_is_named(tmp_path, kind):
     model, (config, tensors) = deep_model(), files_of(kind)
     cls = MedusaSource if "medusa" in kind else EagleSource
     optional = {"embed_tokens.weight", "t2d", "fc.bias", "layers.0.self_attn.q_proj.bias"}
+    if kind in ("eagle3", "eagle3 vllm"):
+        optional |= {"lm_head.weight"}  # the model's fits as well
     for i, name in enumerate(sorted(tensors)):
         wrong = tensors | {name: torch.zeros(3, 5, 7)}
         with pytest.raises(ValueError, match=f"'{name}' of .* has shape|no known layout"):
             cls(model, write(tmp_path / f"{i}-wrong", config, wrong))
         if name not in optional and not name.endswith(".bias"):
             rest = {other: tensor for other, tensor in tensors.items() if other != name}
-            with pytest.raises(ValueError, match=r"lacks the tensor|no known layout|rows|leads|has shape"):
+            with pytest.raises(ValueError, match=r"lacks the tensor|no known layout|rows|has shape|layers"):
                 cls(model, write(tmp_path / f"{i}-lacks", config, rest))
     with pytest.raises(ValueError, match=r"no known layout: .*'extra\.weight'"):
         cls(model, write(tmp_path / "more", config, tensors | {"extra.weight": torch.zeros(2)}))
@@ -484,7 +486,7 @@ def test_a_missing_misshapen_or_unknown_tensor_is_named(tmp_path, kind):
 def test_heads_of_another_model_are_refused(tmp_path):
     other = tiny_model("llama", hidden_size=64, num_hidden_layers=LAYERS)
     for kind in KINDS:
-        with pytest.raises(ValueError, match=r"shape|another model"):
+        with pytest.raises(ValueError, match=r"shape|another model|lacks the tensor 'embed"):
             source_of(kind, other, tmp_path)
     shallow = tiny_model("llama")
     with pytest.raises(ValueError, match=r"\[2, 1, -1\] does not fit a model of 2 layers.*eagle_aux_hidden"):

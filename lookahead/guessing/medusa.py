@@ -23,7 +23,7 @@ class _Head:
     """Layers x + SiLU(W x + b), and a projection to the vocabulary."""
 
     def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor | None]], projection: torch.Tensor):
-        self._layers = layers
+        self.depth, self._layers = len(layers), layers
         self._projection = projection
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
@@ -59,6 +59,9 @@ class MedusaSource(GuessSource):
         else:
             self._heads = self._original(checkpoint, vocabulary, hidden)
         checkpoint.finish()
+        depths = [head.depth for head in self._heads]
+        if len(set(depths)) > 1:
+            raise ValueError(f"the heads of {checkpoint.folder} have {depths} layers: some of their tensors are missing")
         self._device = head.weight.device
 
     @staticmethod
