@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 FILES = ("model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
@@ -62,8 +64,8 @@ class Checkpoint:
         if not fits:
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise ValueError(
-                f"the tensor {name!r} of {self.folder} has shape {list(tensor.shape)}, not [{wanted}]: these heads were "
-                "made for another model, or their config.json is not theirs"
+                f"the tensor {name!r} of {self.folder} has shape {list(tensor.shape)}, not [{wanted}]: these heads "
+                "were made for another model, or their config.json is not theirs"
             )
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
@@ -74,6 +76,14 @@ class Checkpoint:
         """Raise ValueError if tensors are left: what they stand for is not computed."""
         if self.tensors:
             raise ValueError(f"{self.folder} has tensors of no known layout: {_some(self.tensors)}")
+
+
+def projection_of(model: PreTrainedModel) -> nn.Linear:
+    """The model's projection to the vocabulary. Raises ValueError if it has none."""
+    projection = model.get_output_embeddings()
+    if projection is None:
+        raise ValueError(f"{type(model).__name__} has no output embeddings, for which heads could have been trained")
+    return projection  # type: ignore[return-value]  # a linear layer, or what stands for one
 
 
 def _files_in(folder: Path) -> list[str]:

@@ -228,6 +228,10 @@ class DraftModelSource(GuessSource):
             self._costs = step_costs(self._runner)
         self._inner: Combined | None = None
         if (engine := self._engine) is not None:
+            if engine.needs.hidden_states:
+                raise ValueError(
+                    "a draft model's own sources cannot have hidden states: wrap the draft model without its heads"
+                )
             stats = Stats()
             self._open.callback(engine.add, stats)
             rate = self._plain_rate if batch.has_rate else None

@@ -13,8 +13,9 @@ feature, and so of what follows:
 """
 
 import time
-from copy import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from lookahead.guessing.checkpoint import Checkpoint
+from lookahead.guessing.checkpoint import Checkpoint, projection_of
 from lookahead.guessing.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, likeliest
+from lookahead.models.adapter import vocabulary_of
 from lookahead.passes.costs import synchronize
 from lookahead.step import grow
 from ngram_pool import GuessTree
@@ -70,86 +72,106 @@ class _Text:
         return _Text(self.keys.clone(), self.values.clone(), self.length, list(self.waiting))
 
 
+class _Linear:
+    """A linear layer of a checkpoint, with a bias if there is one."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self._weight, self._bias = weight, bias
+
+    @classmethod
+    def of(cls, read: Checkpoint, name: str, outputs: int, inputs: int) -> "_Linear":
+        return cls(read.take(name + ".weight", outputs, inputs), read.take_if_there(name + ".bias", outputs))
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        return functional.linear(states, self._weight, self._bias)
+
+
 class _Head:
     """The layer of an EAGLE head, with what stands before and behind it."""
 
     def __init__(self, model: PreTrainedModel, path: str | Path):
-        output = model.get_output_embeddings()
-        vocabulary, width = output.weight.shape
-        self.device, dtype = output.weight.device, output.weight.dtype
-        read = Checkpoint.read(path, self.device, dtype)
+        output = projection_of(model)
+        self._vocabulary, self._width = output.weight.shape
+        self.device, self._dtype = output.weight.device, output.weight.dtype
+        read = Checkpoint.read(path, self.device, self._dtype)
         settings = read.config | read.config.get("transformer_layer_config", {})  # speculators has the layer's in there
-        config = LlamaConfig(**{name: settings[name] for name in LAYER_SETTINGS if settings.get(name) is not None})
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
-        self._size, self._epsilon = config.head_dim, config.rms_norm_eps
-        self._activation = ACT2FN[config.hidden_act]
-        self._rotary = LlamaRotaryEmbedding(config).to(self.device)
-        layer = "midlayer." if "midlayer.self_attn.q_proj.weight" in read else "layers.0."
-        self.is_third = layer + "hidden_norm.weight" in read
-        self.layers = _layers_read(settings, model) if self.is_third else _last_layer(model)
-
-        embedding = read.take_if_there("embed_tokens.weight", None, hidden)
-        self._embed = model.get_input_embeddings() if embedding is None else torch.nn.Embedding.from_pretrained(embedding)
-        if embedding is None and hidden != width:
-            read.take("embed_tokens.weight", None, hidden)  # the model's does not fit: raises
-        self._fuse = read.take("fc.weight", hidden, len(self.layers) * width if self.is_third else 2 * hidden)
-        self._fuse_bias = read.take_if_there("fc.bias", hidden)
-        if not self.is_third and hidden != width:
-            raise ValueError(f"{read.folder} has hidden_size {hidden}, the model {width}: they are of another model")
-        of_attention, qkv = (2 if self.is_third else 1) * hidden, layer + "self_attn."
-        sizes = {"q": self._heads * self._size, "k": self._key_heads * self._size, "v": self._key_heads * self._size}
-        self._qkv = torch.cat([read.take(f"{qkv}{x}_proj.weight", size, of_attention) for x, size in sizes.items()])
-        biases = [read.take_if_there(f"{qkv}{x}_proj.bias", size) for x, size in sizes.items()]
-        self._qkv_bias = None if all(bias is None for bias in biases) else torch.cat([
-            torch.zeros(size, dtype=dtype, device=self.device) if bias is None else bias
-            for bias, size in zip(biases, sizes.values(), strict=True)
-        ])  # fmt: skip
-        self._out = read.take(qkv + "o_proj.weight", hidden, sizes["q"])
-        self._out_bias = read.take_if_there(qkv + "o_proj.bias", hidden)
-        self._gate, self._up = (read.take(f"{layer}mlp.{x}_proj.weight", inner, hidden) for x in ("gate", "up"))
-        self._down = read.take(layer + "mlp.down_proj.weight", hidden, inner)
-        self._norm_behind = read.take(layer + "post_attention_layernorm.weight", hidden)
-        self._tokens: torch.Tensor | None = None
-        if self.is_third:
-            self._norm_tokens = read.take(layer + "input_layernorm.weight", hidden)
-            self._norm_features = read.take(layer + "hidden_norm.weight", hidden)
-            self._norm_last = read.take("norm.weight", hidden)
-            self._goes_on_normed = bool(_eagle_setting(settings, "norm_before_residual"))
-            offsets = read.take_if_there("d2t", None)
-            if offsets is not None:
-                self._tokens = torch.arange(len(offsets), device=self.device) + offsets
-                if not 0 <= self._tokens.min() <= self._tokens.max() < vocabulary:
-                    raise ValueError(f"the tensor 'd2t' of {read.folder} leads to ids outside 0..{vocabulary - 1}")
-            read.take_if_there("t2d", None)  # says the same as d2t
-        self._project = output
-        if self.is_third or "lm_head.weight" in read:
-            rows = None if self._tokens is None else len(self._tokens)
-            projection = read.take_if_there("lm_head.weight", rows, hidden)
-            if projection is None and (self._tokens is not None or hidden != width):
-                read.take("lm_head.weight", rows, hidden)  # the model's does not fit: raises
-            if projection is not None:
-                if self._tokens is None and len(projection) != vocabulary:
-                    raise ValueError(
-                        f"the tensor 'lm_head.weight' of {read.folder} has {len(projection)} rows for {vocabulary} "
-                        "tokens, and there is no tensor 'd2t' to say which of them they stand for"
-                    )
-                self._project = _Linear(projection)
         for name in UNKNOWN_SETTINGS:
             if _eagle_setting(settings, name):
                 raise ValueError(f"{read.folder}/config.json asks for {name}, which is not computed here")
+        config = LlamaConfig(**{name: settings[name] for name in LAYER_SETTINGS if settings.get(name) is not None})
+        self._hidden, self._epsilon = config.hidden_size, config.rms_norm_eps
+        self._rotary = LlamaRotaryEmbedding(config).to(self.device)
+        layer = "midlayer." if "midlayer.self_attn.q_proj.weight" in read else "layers.0."
+        self._is_third = layer + "hidden_norm.weight" in read
+        self.layers = _layers_read(settings, model) if self._is_third else _last_layer(model)
+        if not self._is_third and self._hidden != self._width:
+            raise ValueError(
+                f"{read.folder} has hidden_size {self._hidden}, the model has {self._width}: the head was made for "
+                "another model"
+            )
+        entering = len(self.layers) * self._width if self._is_third else 2 * self._hidden
+        self._fuse = _Linear.of(read, "fc", self._hidden, entering)
+        self._read_layer(read, layer, config)
+        self._tokens: torch.Tensor | None = None
+        if self._is_third:
+            self._norm_tokens = read.take(layer + "input_layernorm.weight", self._hidden)
+            self._norm_features = read.take(layer + "hidden_norm.weight", self._hidden)
+            self._norm_last = read.take("norm.weight", self._hidden)
+            self._goes_on_normed = bool(_eagle_setting(settings, "norm_before_residual"))
+            self._tokens = self._read_vocabulary(read)
+        fits = self._hidden == self._width  # so that the model's own may serve
+        self._embed: Callable[[torch.Tensor], torch.Tensor] = model.get_input_embeddings()
+        if "embed_tokens.weight" in read or not fits:
+            embedding = read.take("embed_tokens.weight", None, self._hidden)
+            if len(embedding) < vocabulary_of(model):
+                raise ValueError(
+                    f"the tensor 'embed_tokens.weight' of {read.folder} has {len(embedding)} rows for "
+                    f"{vocabulary_of(model)} tokens: the head was made for another model"
+                )
+            self._embed = partial(functional.embedding, weight=embedding)
+        self._project: Callable[[torch.Tensor], torch.Tensor] = output
+        if "lm_head.weight" in read or not fits or self.is_reduced:
+            rows = self._vocabulary if self._tokens is None else len(self._tokens)
+            self._project = _Linear.of(read, "lm_head", rows, self._hidden)
         read.tensors = {name: each for name, each in read.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
         read.finish()
-        self._dtype = dtype
+
+    def _read_layer(self, read: Checkpoint, layer: str, config: LlamaConfig) -> None:
+        """Take the layer's own tensors. layer: what their names begin with."""
+        hidden, inner, queries = self._hidden, config.intermediate_size, config.num_attention_heads
+        keys = config.num_key_value_heads or queries
+        self._size = config.head_dim or hidden // queries
+        self._split = [queries, keys, keys]
+        entering = (2 if self._is_third else 1) * hidden
+        self._qkv = [
+            _Linear.of(read, f"{layer}self_attn.{x}_proj", heads * self._size, entering)
+            for x, heads in zip("qkv", self._split, strict=True)
+        ]
+        self._out = _Linear.of(read, layer + "self_attn.o_proj", hidden, queries * self._size)
+        self._gate, self._up = (_Linear.of(read, f"{layer}mlp.{x}_proj", inner, hidden) for x in ("gate", "up"))
+        self._down = _Linear.of(read, layer + "mlp.down_proj", hidden, inner)
+        self._activation = ACT2FN[config.hidden_act]
+        self._norm_behind = read.take(layer + "post_attention_layernorm.weight", hidden)
+
+    def _read_vocabulary(self, read: Checkpoint) -> torch.Tensor | None:
+        """The model's token for each of the head's, int64; None if they are the same."""
+        read.take_if_there("t2d", None)  # says the same as d2t
+        offsets = read.take_if_there("d2t", None)
+        if offsets is None:
+            return None
+        tokens = torch.arange(len(offsets), device=self.device) + offsets
+        if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._vocabulary:
+            raise ValueError(f"the tensor 'd2t' of {read.folder} leads to ids outside 0..{self._vocabulary - 1}")
+        return tokens
 
     def begin(self) -> _Text:
-        nothing = torch.zeros(self._key_heads, 0, self._size, device=self.device, dtype=self._dtype)
+        nothing = torch.zeros(self._split[1], 0, self._size, device=self.device, dtype=self._dtype)
         return _Text(nothing, nothing)
 
     def features(self, hidden_states: dict[int, torch.Tensor], rows: Any) -> torch.Tensor:
         """What pairs take of these rows of the model's layers, [n, hidden]."""
         states = torch.cat([hidden_states[i][rows].to(self.device, self._dtype) for i in self.layers], -1)
-        return functional.linear(states, self._fuse, self._fuse_bias) if self.is_third else states
+        return self._fuse(states) if self._is_third else states
 
     def compute(
         self, text: _Text, begin: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
@@ -160,29 +182,29 @@ class _Head:
         sees: bool [n, begin + n], which places of the cache each pair sees.
         """
         said = self._embed(torch.tensor(tokens, device=self.device)).to(self._dtype)
-        if self.is_third:
+        if self._is_third:
             normed = self._normed(features, self._norm_features)
             stream = normed if self._goes_on_normed else features
             entering = torch.cat([self._normed(said, self._norm_tokens), normed], -1)
         else:
-            stream = entering = functional.linear(torch.cat([said, features], -1), self._fuse, self._fuse_bias)
-        projected = functional.linear(entering, self._qkv, self._qkv_bias).view(len(tokens), -1, self._size)
-        queries, keys, values = projected.transpose(0, 1).split([self._heads, self._key_heads, self._key_heads])
+            stream = entering = self._fuse(torch.cat([said, features], -1))
+        queries, keys, values = (
+            linear(entering).view(len(tokens), heads, self._size).transpose(0, 1)
+            for linear, heads in zip(self._qkv, self._split, strict=True)
+        )
         cos, sin = self._rotary(said, positions[None])
         queries, keys = apply_rotary_pos_emb(queries[None], keys[None], cos, sin)
         keys, values = text.put(begin, keys[0], values)
         attended = functional.scaled_dot_product_attention(
-            queries, keys[None], values[None], sees[None, None], enable_gqa=self._heads != self._key_heads
+            queries, keys[None], values[None], sees[None, None], enable_gqa=len(queries[0]) != len(keys)
         )
-        mixed = attended[0].transpose(0, 1).reshape(len(tokens), -1)
-        stream = stream + functional.linear(mixed, self._out, self._out_bias)
+        stream = stream + self._out(attended[0].transpose(0, 1).reshape(len(tokens), -1))
         normed = self._normed(stream, self._norm_behind)
-        gated = self._activation(functional.linear(normed, self._gate)) * functional.linear(normed, self._up)
-        return stream + functional.linear(gated, self._down)
+        return stream + self._down(self._activation(self._gate(normed)) * self._up(normed))
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """[n, vocabulary of the head]"""
-        return self._project(self._normed(features, self._norm_last) if self.is_third else features)
+        return self._project(self._normed(features, self._norm_last) if self._is_third else features)
 
     def token_of(self, ids: Any) -> Any:
         """The model's tokens for ids of the head's vocabulary, an int64 array."""
@@ -195,14 +217,6 @@ class _Head:
 
     def _normed(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(states.float(), weight.shape, eps=self._epsilon).to(states.dtype) * weight
-
-
-class _Linear:
-    def __init__(self, weight: torch.Tensor):
-        self.weight = weight
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return functional.linear(states, self.weight)
 
 
 def _last_layer(model: PreTrainedModel) -> tuple[int, ...]:
@@ -272,7 +286,7 @@ class EagleSource(GuessSource):
             if len(features) > 1:
                 one.waiting.append((first, features[:-1]))
                 self._catch_up(one, text)
-            one.waiting.append((len(text) - 1, features[-1:]))
+            one.waiting.append((len(text) - 1, features[-1:].clone()))  # not the whole prompt's
         for b, prompt in enumerate(self._prompts):
             if prompt == text:
                 self._texts[b] = one.fork()
@@ -308,13 +322,12 @@ class EagleSource(GuessSource):
             computed = len(draft.ids)
             for guess in guesses:
                 draft.add(guess)
-            step = grow(draft.ids, draft.parents, computed)
-            sees = torch.from_numpy(step.ancestors[computed:]).to(self._head.device)
-            sees = functional.pad(sees[:, 1:], (one.length, 0), value=True)  # the root is the last of the committed
-            positions = torch.from_numpy(step.depths[computed:]).to(self._head.device) + len(text) - 2
-            made = self._head.compute(
-                one, one.length + computed - 1, draft.ids[computed:], features[draft.parents[computed:]], positions, sees
-            )  # fmt: skip
+            step, new = grow(draft.ids, draft.parents, computed), slice(computed, None)
+            sees = torch.from_numpy(step.ancestors[new, 1:]).to(self._head.device)
+            sees = functional.pad(sees, (one.length, 0), value=True)  # the root is the last of the committed places
+            positions = torch.from_numpy(step.depths[new]).to(self._head.device) + len(text) - 2
+            above = features[draft.parents[new]]
+            made = self._head.compute(one, one.length + computed - 1, draft.ids[new], above, positions, sees)
             features = torch.cat([features, made])
             draft.take(*self._likeliest(made))
             synchronize(self._head.device)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from lookahead.guessing.checkpoint import Checkpoint
+from lookahead.guessing.checkpoint import Checkpoint, projection_of
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, likeliest
 from ngram_pool import GuessTree
 
@@ -46,7 +46,7 @@ class MedusaSource(GuessSource):
         path: a folder with config.json and medusa_lm_head.safetensors or .pt (original), or model.safetensors (vLLM).
         Raises FileNotFoundError or ValueError if the files are not those of such heads, naming the tensor.
         """
-        head = model.get_output_embeddings()
+        head = projection_of(model)
         vocabulary, hidden = head.weight.shape
         checkpoint = Checkpoint.read(path, head.weight.device, head.weight.dtype)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -61,7 +61,9 @@ class MedusaSource(GuessSource):
         checkpoint.finish()
         depths = [head.depth for head in self._heads]
         if len(set(depths)) > 1:
-            raise ValueError(f"the heads of {checkpoint.folder} have {depths} layers: some of their tensors are missing")
+            raise ValueError(
+                f"the heads of {checkpoint.folder} have {depths} layers: some of their tensors are missing"
+            )
         self._device = head.weight.device
 
     @staticmethod
@@ -69,7 +71,8 @@ class MedusaSource(GuessSource):
         """0.0.linear.weight, 0.0.linear.bias, ..., 0.1.weight: head, then its layers, then the projection."""
         heads: list[_Head] = []
         while f"{len(heads)}.0.linear.weight" in checkpoint or f"{len(heads)}.0.weight" in checkpoint or not heads:
-            h, layers = len(heads), []
+            h = len(heads)
+            layers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
             while (name := f"{h}.{len(layers)}.linear") + ".weight" in checkpoint:
                 bias = checkpoint.take_if_there(name + ".bias", hidden)
                 layers.append((checkpoint.take(name + ".weight", hidden, hidden), bias))
@@ -99,7 +102,8 @@ class MedusaSource(GuessSource):
                 shared = models_own[self._tokens]
         heads: list[_Head] = []
         while f"blocks.{len(heads)}.layers.0.weight" in checkpoint or not heads:
-            h, layers = len(heads), []
+            h = len(heads)
+            layers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
             while (name := f"blocks.{h}.layers.{len(layers)}") + ".weight" in checkpoint or not layers:
                 bias = checkpoint.take_if_there(name + ".bias", hidden)
                 layers.append((checkpoint.take(name + ".weight", hidden, hidden), bias))
