@@ -272,7 +272,7 @@ def test_a_wrong_head_is_seen(monkeypatch, tmp_path):
         test_a_tree_has_the_probabilities_of_the_plain_head(monkeypatch, tmp_path, "eagle", 1, False)
 
 
-def proposed(source, text: list[int], guesses: int, depth: int = 6, is_chain: bool = False):
+def proposed(source, text: list[int], guesses: int, depth: int = 6, is_chain: bool = False, rate: float | None = None):
     """The tree for one text, whose features come from a plain pass."""
     model = deep_model()
     with torch.no_grad():
@@ -280,7 +280,7 @@ def proposed(source, text: list[int], guesses: int, depth: int = 6, is_chain: bo
     prompt = text[:-1]
     source.start(Batch([prompt], 0.3, VOCABULARY, None))
     source.read(prompt, None, {layer: states[layer][0] for layer in source.needs.hidden_states})
-    (tree,) = source.propose([text], Limits([depth], guesses, 1e-4, is_chain))
+    (tree,) = source.propose([text], Limits([depth], guesses, 1e-4, is_chain, rate))
     return tree
 
 
@@ -299,6 +299,21 @@ def test_a_tree_keeps_within_its_limits(tmp_path, kind):
         assert (chain.parents == range(-1, len(chain) - 1)).all()
         few, many = (paths_of(proposed(source, text, n)) for n in (7, 50))
         assert sorted(few.values(), reverse=True) == sorted(many.values(), reverse=True)[:7], "not the likeliest"
+
+
+def test_passes_stop_where_they_do_not_pay(tmp_path):
+    """A pass that is too dear is not made; since its cost may have been an accident, it is tried again much later."""
+    source = source_of("eagle3", deep_model(), tmp_path)
+    text = list(range(5, 25))
+    source._pace.seconds = 1.0
+    assert proposed(source, text, 12, rate=1e3).depths.max() == 1
+    assert source._pace.seconds < 1.0
+    assert proposed(source, text, 12, rate=1e-3).depths.max() > 1
+    for _ in range(1000):
+        deepest = proposed(source, text, 12, rate=10.0).depths.max()
+        if deepest > 1:
+            break
+    assert deepest > 1
 
 
 # -- heads that are right ---------------------------------------------------------------------------------------------
@@ -412,7 +427,7 @@ def test_a_draft_models_own_heads_are_refused(tmp_path):
     model, small = deep_model(), deep_model()
     lookahead.wrap(small, source=source_of("eagle", small, tmp_path))
     lookahead.wrap(model, source=DraftModelSource(small))
-    with pytest.raises(ValueError, match="draft model.* hidden states"):
+    with pytest.raises(ValueError, match=r"draft model.* hidden states"):
         model.generate(IDS, **GREEDY)
 
 
@@ -539,15 +554,21 @@ def test_layers_under_eagle_config_are_named_by_their_outputs(tmp_path):
 
 
 class Intruder:
+    def __init__(self, path):
+        self.path = path
+
     def __reduce__(self):
-        return os.system, ("touch /tmp/lookahead-intruder",)
+        return os.mkdir, (str(self.path),)
 
 
 def test_a_file_that_runs_code_is_refused(tmp_path):
     config, tensors = eagle_files("eagle")
     with pytest.raises(ValueError, match="holds more than tensors"):
-        EagleSource(deep_model(), write(tmp_path, config, {**tensors, "x": Intruder()}, "pytorch_model.bin"))
-    assert not os.path.exists("/tmp/lookahead-intruder")
+        EagleSource(
+            deep_model(),
+            write(tmp_path, config, {**tensors, "x": Intruder(tmp_path / "intruder")}, "pytorch_model.bin"),
+        )
+    assert not (tmp_path / "intruder").exists()
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", 3])

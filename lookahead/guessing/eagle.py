@@ -34,6 +34,7 @@ from lookahead.step import grow
 from ngram_pool import GuessTree
 
 CHUNK = 512  # pairs of a text that one pass computes
+FADE = 0.98  # factor for the seconds of a pass that was too dear, so that it is tried again
 ROOM = 256  # places that a cache is made larger by, at least
 # Settings of a head's config.json that its layer is made of.
 LAYER_SETTINGS = (
@@ -316,7 +317,10 @@ class EagleSource(GuessSource):
         while True:
             guesses = draft.worth_a_row(draft.candidates(depth - 1)[:MAX_ROWS], limits)
             gain = sum(guess.chance for guess in guesses)
-            if not guesses or gain < (MIN_TOKENS if limits.rate is None else limits.rate * self._pace.seconds):
+            if not guesses:
+                return draft.tree(depth, limits.min_probability)
+            if gain < (MIN_TOKENS if limits.rate is None else limits.rate * self._pace.seconds):
+                self._pace.seconds *= FADE
                 return draft.tree(depth, limits.min_probability)
             began = time.perf_counter()
             computed = len(draft.ids)
