@@ -24,7 +24,7 @@ tests_with() {
     "$DIR/$1/bin/python" -m pip install $PIP_FLAGS --upgrade "$2"
     "$DIR/$1/bin/python" -c 'import transformers; print("transformers", transformers.__version__)'
     "$DIR/$1/bin/python" -m pytest tests/test_lossless.py tests/test_generate.py tests/test_batches.py \
-        tests/test_cache.py tests/test_continuation.py tests/test_streaming.py tests/test_chat.py
+        tests/test_cache.py tests/test_continuation.py tests/test_streaming.py tests/test_chat.py tests/test_draft.py
 }
 
 tests_with oldest "transformers==$OLDEST"
