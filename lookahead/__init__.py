@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from lookahead.engine.engine import Lookahead
     from lookahead.engine.loop import decode
     from lookahead.guessing.draft import DraftModelSource
+    from lookahead.guessing.eagle import EagleSource
     from lookahead.guessing.layer_skip import LayerSkipSource
+    from lookahead.guessing.medusa import MedusaSource
     from lookahead.guessing.pool import PoolSource
     from lookahead.guessing.retrieval import RetrievalSource
     from lookahead.guessing.source import GuessSource
@@ -31,11 +33,13 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 __all__ = [
     "DEMO_MODEL",
     "DraftModelSource",
+    "EagleSource",
     "GuessSource",
     "GuessTree",
     "LayerSkipSource",
     "Lookahead",
     "LookaheadConfig",
+    "MedusaSource",
     "NgramPool",
     "PoolFileError",
     "PoolSource",
@@ -53,11 +57,13 @@ __all__ = [
 # Imported when first asked for (PEP 562), since torch, transformers and numba take seconds.
 _HOMES = {
     "DraftModelSource": "lookahead.guessing.draft",
+    "EagleSource": "lookahead.guessing.eagle",
     "GuessSource": "lookahead.guessing.source",
     "GuessTree": "ngram_pool",
     "LayerSkipSource": "lookahead.guessing.layer_skip",
     "Lookahead": "lookahead.engine.engine",
     "LookaheadConfig": "lookahead.config",
+    "MedusaSource": "lookahead.guessing.medusa",
     "NgramPool": "ngram_pool",
     "PoolFileError": "ngram_pool",
     "PoolSource": "lookahead.guessing.pool",

@@ -41,20 +41,20 @@ PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0  # accepted rows, and those with the next toke
 
 
 @dataclass(eq=False)
-class _Guess:
+class Guess:
     """A guess that no pass has computed yet."""
 
     chance: float
     """That the text goes on to it."""
     token: int
-    after: "int | _Guess"
+    after: "int | Guess"
     """What it follows: a row, or another such guess."""
     row: int = -1
     """Its row, once the next pass is to compute it."""
 
 
 @dataclass
-class _Draft:
+class Draft:
     """What the draft model says may follow one text.
 
     Rows are the tokens that its passes compute: those of the text that its cache lacks, whose last is the root, then
@@ -75,14 +75,14 @@ class _Draft:
     """{(row, next token): row of that token}."""
 
     @classmethod
-    def after(cls, lacking: list[int]) -> "_Draft":
+    def after(cls, lacking: list[int]) -> "Draft":
         """lacking: the tokens of the text that the cache lacks; at least its last."""
         count = len(lacking)
         return cls(list(lacking), list(range(-1, count - 1)), count - 1, [0] * count)
 
-    def add(self, guess: _Guess) -> None:
+    def add(self, guess: Guess) -> None:
         """Plan a row for a guess."""
-        parent = guess.after.row if isinstance(guess.after, _Guess) else guess.after
+        parent = guess.after.row if isinstance(guess.after, Guess) else guess.after
         guess.row = self.rows[parent, guess.token] = len(self.ids)
         self.ids.append(guess.token)
         self.parents.append(parent)
@@ -106,16 +106,34 @@ class _Draft:
             self.chances.append(chance)
             self.following.append(dict(zip(said, np.minimum(chances, 1.0).tolist(), strict=True)))
 
-    def candidates(self, depth: int) -> list[_Guess]:
+    def candidates(self, depth: int) -> list[Guess]:
         """What may follow the computed rows and is no row itself, down to this depth, likeliest first."""
         found = [
-            _Guess(chance * probability, token, row)
+            Guess(chance * probability, token, row)
             for row, (chance, following) in enumerate(zip(self.chances, self.following, strict=True))
             if row >= self.root and chance > 0 and self.depths[row] < depth
             for token, probability in following.items()
             if (row, token) not in self.rows
         ]
         return sorted(found, key=lambda guess: -guess.chance)
+
+    def worth_a_row(self, guesses: list[Guess], limits: Limits, can_branch: bool = True) -> list[Guess]:
+        """Those guesses after which others may be among the likeliest that are asked for.
+
+        guesses: likeliest first. can_branch: whether a pass can compute more than a single branch.
+        """
+        chances = sorted([*self.chances[self.root + 1 :], *(guess.chance for guess in guesses)], reverse=True)
+        least = chances[limits.guesses - 1] if len(chances) >= limits.guesses else 0.0
+        kept = [guess for guess in guesses if guess.chance > max(least, limits.min_probability)]
+        if can_branch and not limits.is_chain:
+            return kept
+        chain: list[Guess] = []
+        last: int | Guess = len(self.ids) - 1
+        for guess in kept:
+            if guess.after == last:
+                chain.append(guess)
+                last = guess
+        return chain
 
     def text_to(self, row: int) -> list[int]:
         """The tokens from behind the root to this row."""
@@ -158,9 +176,9 @@ class _Asked:
 
     text: list[int]
     """Up to the row's token."""
-    row: "int | _Guess"
+    row: "int | Guess"
     tree: GuessTree
-    nodes: list[_Guess]
+    nodes: list[Guess]
     """Those of the tree."""
 
 
@@ -210,6 +228,10 @@ class DraftModelSource(GuessSource):
             self._costs = step_costs(self._runner)
         self._inner: Combined | None = None
         if (engine := self._engine) is not None:
+            if engine.needs.hidden_states:
+                raise ValueError(
+                    "a draft model's own sources cannot have hidden states: wrap the draft model without its heads"
+                )
             stats = Stats()
             self._open.callback(engine.add, stats)
             rate = self._plain_rate if batch.has_rate else None
@@ -218,7 +240,7 @@ class DraftModelSource(GuessSource):
             self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=engine.pool))
         self._cache: LookaheadCache | None = None
         self._held: list[list[int]] = [[] for _ in batch.texts]  # tokens in the cache
-        self._drafts: list[_Draft] = []
+        self._drafts: list[Draft] = []
         self._steps: list[Step] = []  # what was computed and not committed yet
         self._serves = len(batch.texts) == 1 or can_batch(self.model, self._runner.adapter)
         self._hits, self._rows = PRIOR_HITS, PRIOR_ROWS
@@ -241,7 +263,7 @@ class DraftModelSource(GuessSource):
         if not (self._serves and max(limits.depths) > 0 and self._catch_up(texts)):
             self._drafts = []
             return [GuessTree.empty() for _ in texts]
-        self._drafts = [_Draft.after(text[len(held) :]) for text, held in zip(texts, self._held, strict=True)]
+        self._drafts = [Draft.after(text[len(held) :]) for text, held in zip(texts, self._held, strict=True)]
         while (asked := self._plan(texts, limits)) is not None:
             self._compute(asked)
         return [
@@ -337,7 +359,7 @@ class DraftModelSource(GuessSource):
                 guesses += one.nodes
                 guesses.sort(key=lambda guess: -guess.chance)  # stable: what a guess follows stays before it
         wanted = [
-            self._worth_a_row(draft, guesses, limits)
+            draft.worth_a_row(guesses, limits, self._runner.adapter.can_branch)
             for draft, guesses in zip(self._drafts, likeliest_first, strict=True)
         ]
         count = self._choose(wanted, waiting, texts, limits)
@@ -351,7 +373,7 @@ class DraftModelSource(GuessSource):
             draft.fill_up(most)
         return asked
 
-    def _ask(self, texts: list[list[int]], limits: Limits, candidates: list[list[_Guess]]) -> list[_Asked]:
+    def _ask(self, texts: list[list[int]], limits: Limits, candidates: list[list[Guess]]) -> list[_Asked]:
         """What the model's own sources guess after the likeliest guess of each draft, or after the text itself."""
         assert self._inner is not None
         asked: list[_Asked] = []
@@ -370,29 +392,14 @@ class DraftModelSource(GuessSource):
         own = Limits(depths, MAX_ROWS, limits.min_probability, is_chain, limits.rate and self._plain_rate())
         for one, tree in zip(asked, self._inner.propose([one.text for one in asked], own), strict=True):
             one.tree = tree
-            chance = one.row.chance if isinstance(one.row, _Guess) else 1.0
+            chance = one.row.chance if isinstance(one.row, Guess) else 1.0
             for token, parent, share in zip(
                 tree.tokens.tolist(), tree.parents.tolist(), tree.probabilities.tolist(), strict=True
             ):
-                one.nodes.append(_Guess(chance * share, token, one.nodes[parent] if parent >= 0 else one.row))
+                one.nodes.append(Guess(chance * share, token, one.nodes[parent] if parent >= 0 else one.row))
         return asked
 
-    def _worth_a_row(self, draft: _Draft, guesses: list[_Guess], limits: Limits) -> list[_Guess]:
-        """Those guesses after which others may be among the likeliest that are asked for."""
-        chances = sorted([*draft.chances[draft.root + 1 :], *(guess.chance for guess in guesses)], reverse=True)
-        least = chances[limits.guesses - 1] if len(chances) >= limits.guesses else 0.0
-        kept = [guess for guess in guesses if guess.chance > max(least, limits.min_probability)]
-        if self._runner.adapter.can_branch and not limits.is_chain:
-            return kept
-        chain: list[_Guess] = []
-        last: int | _Guess = len(draft.ids) - 1
-        for guess in kept:
-            if guess.after == last:
-                chain.append(guess)
-                last = guess
-        return chain
-
-    def _choose(self, wanted: list[list[_Guess]], waiting: int, texts: list[list[int]], limits: Limits) -> int:
+    def _choose(self, wanted: list[list[Guess]], waiting: int, texts: list[list[int]], limits: Limits) -> int:
         """How many guesses of each draft the next pass computes, beside the rows that wait for it."""
         count = max(map(len, wanted))
         gains = np.zeros(count + 1)
@@ -430,7 +437,7 @@ class DraftModelSource(GuessSource):
         assert self._inner is not None
         steps, rows, paths, emitted = [], [], [], []
         for one in asked:
-            first = one.row.row if isinstance(one.row, _Guess) else one.row
+            first = one.row.row if isinstance(one.row, Guess) else one.row
             if first < 0:  # a text of the batch did not get its row
                 return
             kept = [node for node, guess in enumerate(one.nodes) if guess.row >= 0]

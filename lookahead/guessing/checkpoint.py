@@ -1,0 +1,125 @@
+"""Reads the published files of trained heads: a config.json and the tensors beside it."""
+
+import json
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+FILES = ("model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
+
+
+@dataclass
+class Checkpoint:
+    """The tensors of a folder that nobody has taken yet, by name."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    device: torch.device
+    """Where taken tensors go."""
+    dtype: torch.dtype
+    """What taken tensors are converted to."""
+
+    @classmethod
+    def read(cls, path: str | Path, device: torch.device, dtype: torch.dtype) -> "Checkpoint":
+        """Read config.json and all tensors of a folder: safetensors or pytorch's .bin and .pt, also in several files.
+
+        Of pytorch's files, tensors alone are read; nothing in them is run.
+        Raises FileNotFoundError if a file is missing. Raises ValueError for a file that cannot be read.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"{folder} is no folder: download the heads first, as with huggingface_hub.snapshot_download(name)"
+            )
+        config = _read_json(folder / "config.json")
+        tensors: dict[str, torch.Tensor] = {}
+        for name in _files_in(folder):
+            tensors |= _read_tensors(folder / name)
+        return cls(folder, config, tensors, device, dtype)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def take(self, name: str, *shape: int | None) -> torch.Tensor:
+        """Take a tensor of this shape; None is any size. Floats are converted.
+
+        Raises ValueError if the tensor is missing or has another shape.
+        """
+        if name not in self.tensors:
+            raise ValueError(f"{self.folder} lacks the tensor {name!r}; it has {_some(self.tensors)}")
+        tensor = self.tensors.pop(name)
+        fits = len(shape) == tensor.ndim and all(
+            wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits:
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(
+                f"the tensor {name!r} of {self.folder} has shape {list(tensor.shape)}, not [{wanted}]: these heads "
+                "were made for another model, or their config.json is not theirs"
+            )
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+
+    def take_if_there(self, name: str, *shape: int | None) -> torch.Tensor | None:
+        return self.take(name, *shape) if name in self.tensors else None
+
+    def finish(self) -> None:
+        """Raise ValueError if tensors are left: what they stand for is not computed."""
+        if self.tensors:
+            raise ValueError(f"{self.folder} has tensors of no known layout: {_some(self.tensors)}")
+
+
+def projection_of(model: PreTrainedModel) -> nn.Linear:
+    """The model's projection to the vocabulary. Raises ValueError if it has none."""
+    projection = model.get_output_embeddings()
+    if projection is None:
+        raise ValueError(f"{type(model).__name__} has no output embeddings, for which heads could have been trained")
+    return projection  # type: ignore[return-value]  # a linear layer, or what stands for one
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Names of the files that hold the tensors."""
+    for index in INDICES:
+        if (folder / index).is_file():
+            names = set(_read_json(folder / index).get("weight_map", {}).values())
+            for name in names:
+                if not isinstance(name, str) or Path(name).name != name:
+                    raise ValueError(f"{folder / index} names {name!r}, which is no file of its folder")
+            return sorted(names)
+    for name in FILES:
+        if (folder / name).is_file():
+            return [name]
+    raise FileNotFoundError(f"{folder} holds none of {', '.join((*FILES, *INDICES))}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {content!r:.60} in place of an object")
+    return content
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read, or holds more than tensors: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        raise ValueError(f"{path} holds {type(found).__name__} in place of tensors by name")
+    return found
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(map(repr, ordered[:8])) + (f" and {len(ordered) - 8} more" if len(ordered) > 8 else "")

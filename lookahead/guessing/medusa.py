@@ -1,0 +1,186 @@
+"""Guesses from Medusa heads: each says from one hidden state what stands one place further on.
+
+Cai et al. 2024, arXiv 2401.10774, section 3.1. The files are those of the original repository, or of vLLM.
+"""
+
+import heapq
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from lookahead.guessing.checkpoint import Checkpoint, projection_of
+from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, likeliest
+from ngram_pool import GuessTree
+
+TOP_K = 8  # guesses of each head
+
+
+class _Head:
+    """Layers x + SiLU(W x + b), and a projection to the vocabulary."""
+
+    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor | None]], projection: torch.Tensor):
+        self.depth, self._layers = len(layers), layers
+        self._projection = projection
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, vocabulary] from hidden states [batch, hidden]."""
+        for weight, bias in self._layers:
+            states = states + functional.silu(functional.linear(states, weight, bias))
+        return functional.linear(states, self._projection)
+
+
+class MedusaSource(GuessSource):
+    """Proposes the likeliest combinations of what the heads say, as if each said so by itself.
+
+    Head k predicts the token k + 2 places after a hidden state of the model's last layer, counted from k = 0; the model
+    itself has already said the one before. A step that writes several tokens needs the heads but once.
+    """
+
+    def __init__(self, model: PreTrainedModel, path: str | Path):
+        """model: the one that the heads were trained for, on its device and in its dtype, which the heads take over.
+
+        path: a folder with config.json and medusa_lm_head.safetensors or .pt (original), or model.safetensors (vLLM).
+        Raises FileNotFoundError or ValueError if the files are not those of such heads, naming the tensor.
+        """
+        head = projection_of(model)
+        vocabulary, hidden = head.weight.shape
+        checkpoint = Checkpoint.read(path, head.weight.device, head.weight.dtype)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.needs = Needs(hidden_states=(layers,))  # the last layer's output behind the final norm
+        for prefix in ("medusa_heads.", "medusa_head."):
+            checkpoint.tensors = {name.removeprefix(prefix): each for name, each in checkpoint.tensors.items()}
+        self._tokens: torch.Tensor | None = None
+        if any(name.startswith("blocks.") for name in checkpoint.tensors):
+            self._heads = self._of_vllm(checkpoint, vocabulary, hidden, head.weight)
+        else:
+            self._heads = self._original(checkpoint, vocabulary, hidden)
+        checkpoint.finish()
+        depths = [head.depth for head in self._heads]
+        if len(set(depths)) > 1:
+            raise ValueError(
+                f"the heads of {checkpoint.folder} have {depths} layers: some of their tensors are missing"
+            )
+        self._device = head.weight.device
+
+    @staticmethod
+    def _original(checkpoint: Checkpoint, vocabulary: int, hidden: int) -> list[_Head]:
+        """0.0.linear.weight, 0.0.linear.bias, ..., 0.1.weight: head, then its layers, then the projection."""
+        heads: list[_Head] = []
+        while f"{len(heads)}.0.linear.weight" in checkpoint or f"{len(heads)}.0.weight" in checkpoint or not heads:
+            h = len(heads)
+            layers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+            while (name := f"{h}.{len(layers)}.linear") + ".weight" in checkpoint:
+                bias = checkpoint.take_if_there(name + ".bias", hidden)
+                layers.append((checkpoint.take(name + ".weight", hidden, hidden), bias))
+            heads.append(_Head(layers, checkpoint.take(f"{h}.{len(layers)}.weight", vocabulary, hidden)))
+        return heads
+
+    def _of_vllm(self, checkpoint: Checkpoint, vocabulary: int, hidden: int, models_own: torch.Tensor) -> list[_Head]:
+        """blocks.0.layers.0.weight, ..., lm_heads.0.weight; token_map lists the tokens of a reduced vocabulary."""
+        self._tokens = checkpoint.take_if_there("token_map", None)
+        if self._tokens is not None and not 0 <= self._tokens.min() <= self._tokens.max() < vocabulary:
+            raise ValueError(f"the tensor 'token_map' of {checkpoint.folder} has ids outside 0..{vocabulary - 1}")
+
+        def projection(name: str) -> torch.Tensor:
+            weight = checkpoint.take(name, None, hidden)
+            if self._tokens is not None and len(weight) == vocabulary:
+                weight = weight[self._tokens]
+            wanted = vocabulary if self._tokens is None else len(self._tokens)
+            if len(weight) != wanted:
+                raise ValueError(f"the tensor {name!r} of {checkpoint.folder} has {len(weight)} rows, not {wanted}")
+            return weight
+
+        shared = None
+        if checkpoint.config.get("original_lm_head"):  # one projection for all heads: given, or the model's
+            given = next((name for name in ("lm_head.weight", "lm_heads.0.weight") if name in checkpoint), None)
+            shared = projection(given) if given else models_own
+            if not given and self._tokens is not None:
+                shared = models_own[self._tokens]
+        heads: list[_Head] = []
+        while f"blocks.{len(heads)}.layers.0.weight" in checkpoint or not heads:
+            h = len(heads)
+            layers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+            while (name := f"blocks.{h}.layers.{len(layers)}") + ".weight" in checkpoint or not layers:
+                bias = checkpoint.take_if_there(name + ".bias", hidden)
+                layers.append((checkpoint.take(name + ".weight", hidden, hidden), bias))
+            heads.append(_Head(layers, projection(f"lm_heads.{h}.weight") if shared is None else shared))
+        return heads
+
+    def start(self, batch: Batch) -> None:
+        self._temperature, self._vocabulary = batch.temperature, batch.vocabulary
+        self._prompts = batch.texts
+        # For each sequence, the hidden state at its last computed token, and how many tokens end with it.
+        self._states: list[tuple[torch.Tensor, int] | None] = [None] * len(batch.texts)
+
+    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+        if not text and len(self._prompts) > 1:
+            return  # embeddings do not tell which prompt of the batch they are
+        for b, prompt in enumerate(self._prompts):
+            if prompt == text:
+                self._states[b] = self._last(hidden_states)[-1], len(text)
+
+    def observe(self, outcome: Outcome) -> None:
+        states = self._last(outcome.hidden_states)
+        for b, (text, path) in enumerate(zip(outcome.texts, outcome.paths, strict=True)):
+            self._states[b] = states[b, path[-1]], len(text) + len(path) - 1
+
+    def keep(self, sequences: list[int]) -> None:
+        self._states = [self._states[b] for b in sequences]
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        trees = [GuessTree.empty() for _ in texts]
+        # After a pause, the state is that of an earlier text.
+        known = [
+            (b, state[0])
+            for b, (text, state) in enumerate(zip(texts, self._states, strict=True))
+            if state is not None and state[1] == len(text) - 1 and limits.depths[b] > 0
+        ]
+        if not known:
+            return trees
+        heads = self._heads[: max(limits.depths)]
+        with torch.inference_mode():
+            states = torch.stack([state for _, state in known]).to(self._device)
+            logits = torch.stack([head(states) for head in heads], dim=1)
+        count = 1 if limits.is_chain else TOP_K
+        if self._tokens is None:
+            tokens, chances = likeliest(logits[..., : self._vocabulary], self._temperature, count)
+        else:
+            places, chances = likeliest(logits, self._temperature, count)
+            tokens = self._tokens.cpu().numpy()[places]
+        for i, (b, _) in enumerate(known):
+            trees[b] = product_tree(tokens[i, : limits.depths[b]], chances[i], limits.guesses, limits.min_probability)
+        return trees
+
+    def _last(self, hidden_states: dict[int, torch.Tensor]) -> torch.Tensor:
+        return hidden_states[self.needs.hidden_states[0]]
+
+
+def product_tree(tokens: np.ndarray, chances: np.ndarray, guesses: int, min_probability: float) -> GuessTree:
+    """The likeliest branches where the token at each depth does not depend on those before it.
+
+    tokens, chances: [depths, k], the likeliest of each depth first.
+    """
+    found: list[tuple[int, int, float]] = []  # token, parent, chance
+    order = count()  # so that of equal chances the earlier comes first
+    waiting: list[tuple[float, int, int, int, int, float]] = []  # -chance, order, depth, rank, parent, parent's chance
+
+    def add(depth: int, rank: int, parent: int, above: float) -> None:
+        if depth < len(tokens) and rank < tokens.shape[1]:
+            chance = above * min(float(chances[depth, rank]), 1.0)
+            if chance > 0 and chance >= min_probability:
+                heapq.heappush(waiting, (-chance, next(order), depth, rank, parent, above))
+
+    add(0, 0, -1, 1.0)
+    while waiting and len(found) < guesses:
+        minus, _, depth, rank, parent, above = heapq.heappop(waiting)
+        found.append((int(tokens[depth, rank]), parent, -minus))
+        add(depth, rank + 1, parent, above)
+        add(depth + 1, 0, len(found) - 1, -minus)
+    if not found:
+        return GuessTree.empty()
+    ids, parents, likely = zip(*found, strict=True)
+    return GuessTree.of(ids, parents, probabilities=likely)
