@@ -224,9 +224,9 @@ def test_never_slower(model, tmp_path):
 
 
 def test_each_call_wraps_and_unwraps(model):
-    subject = methods.Subject(str(model), "float32", "cpu", ["plain", "auto"], None, None, 60)
+    subject = methods.Subject(str(model), "float32", "cpu", ["plain", "auto", "draft"], str(model), None, 60)
     for method in (*methods.LOOKAHEAD, "plain"):
-        engine = methods.Engines().begin(method, 0)
+        engine = methods.Engines(subject.draft_model).begin(method, 0)
         subject.call(method, [5, 6, 7], {"max_new_tokens": 4, "do_sample": False}, 0, 7, engine)
         assert engine is None or engine.last.calls == 1
         assert not hasattr(subject.plain, "lookahead")
@@ -303,6 +303,7 @@ class Recorder:
     """A subject that records its calls and writes tokens 1, 2, 3; static-compiled writes another last token."""
 
     plain = torch.zeros(0)  # has a device
+    draft_model = None
 
     def __init__(self):
         self.calls = []
