@@ -196,7 +196,7 @@ class Combined(GuessSource):
         for i in self._asked:
             self._stats[i].asked += 1
             self._stats[i].earned += earned[i]
-            self._stats[i].seconds += self._seconds[i]
+            self._stats[i].seconds += float(self._seconds[i])
         if self._rate:
             for i in range(len(self._sources)):
                 if trials := self._ledger.trials[i]:  # also of a source that was not asked: its pause goes on
