@@ -174,7 +174,8 @@ class Stats:
         for name, value in vars(other).items():
             if name == "sources":
                 for source, stats in value.items():
-                    self.sources[source] = self.source(source).__iadd__(stats)
+                    ours = self.source(source)
+                    ours += stats
             elif isinstance(value, Counter):
                 getattr(self, name).update(value)
             else:

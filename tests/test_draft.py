@@ -1,15 +1,14 @@
 """A draft model as a source of guesses: alone, beside the pool, in a cascade, and as the assistant of a call."""
 
-import os
 import random
 import warnings
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import Phase, assume, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_lossless import GenerateFailsError, check_identical, known_model, left_pad, random_prompt
+from test_lossless import check_identical, check_sources, known_model, left_pad, random_cases, random_prompt
 from test_sources import Knows
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -32,11 +31,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 # -- the text ---------------------------------------------------------------------------------------------------------
 
 
-@settings(
-    max_examples=int(os.environ.get("LOOKAHEAD_CASES", 60)),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    deadline=None,
-)
+@random_cases(60)
 @given(
     model_type=st.sampled_from(["llama", "gemma3_text", "lfm2", "bloom"]),
     drafts=st.lists(st.sampled_from(DRAFTS), min_size=1, max_size=3),
@@ -56,21 +51,12 @@ def test_whatever_is_drafted_the_text_is_plain(
 ):
     """drafts: a cascade, the largest first; each drafts for the one before it, beside that one's pool."""
     model = known_model(model_type, 0)
-    prompts = [random_prompt(random.Random(prompt_seed)) for prompt_seed in prompt_seeds]
-    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
     cascade = [tiny_model(kind, seed=draft_seed) for kind in drafts]
     for larger, smaller in pairwise(cascade):
         lookahead.wrap(larger, source=[PoolSource(), DraftModelSource(smaller)])
     sources = [DraftModelSource(cascade[0]), *([PoolSource()] if has_pool else [])]
-    in_step = temperature is not None and len(prompts) > 1
     described = {"drafts": drafts, "draft_seed": draft_seed}
-    try:
-        check_identical(
-            model, prompts, options | sampling, LookaheadConfig(budget=budget, pool_memory_mb=0.1), seed,
-            drift=in_step, source=sources, **described,
-        )  # fmt: skip
-    except GenerateFailsError:
-        assume(False)
+    check_sources(model, prompt_seeds, options, temperature, budget, seed, sources, **described)
 
 
 @pytest.mark.parametrize("draft_type", SETTINGS)

@@ -7,10 +7,17 @@ import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from test_lossless import GenerateFailsError, check_identical, known_model, left_pad, random_prompt
+from test_lossless import (
+    check_identical,
+    check_sources,
+    known_model,
+    left_pad,
+    random_cases,
+    random_prompt,
+)
 from test_sources import paths_of
 from zoo import VOCABULARY, tiny_model
 
@@ -373,12 +380,7 @@ def sources(tmp_path_factory):
     return model, {kind: source_of(kind, model, folder) for kind in KINDS}
 
 
-@settings(
-    max_examples=int(os.environ.get("LOOKAHEAD_CASES", 60)),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@random_cases(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=2, unique=True),
     prompt_seeds=st.lists(st.integers(0, 2**31), min_size=1, max_size=3),
@@ -397,20 +399,12 @@ def test_whatever_heads_say_the_text_is_plain(
 ):
     """asked: the share of steps in which a source is asked; in the others it misses what the model said."""
     model, known = sources
-    prompts = [random_prompt(random.Random(prompt_seed)) for prompt_seed in prompt_seeds]
-    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
     given_sources = [known[kind] for kind in kinds] + ([PoolSource()] if has_pool else [])
-    in_step = temperature is not None and len(prompts) > 1
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "is_asked", lambda self, number: rng.random() < asked)
-        try:
-            check_identical(
-                model, prompts, options | sampling, LookaheadConfig(budget=budget, pool_memory_mb=0.1), seed,
-                drift=in_step, source=given_sources, kinds=kinds, asked=asked,
-            )  # fmt: skip
-        except GenerateFailsError:
-            assume(False)
+        described = {"kinds": kinds, "asked": asked}
+        check_sources(model, prompt_seeds, options, temperature, budget, seed, given_sources, **described)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])

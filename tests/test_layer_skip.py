@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import pickle
 import random
 from contextlib import contextmanager
@@ -12,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import Phase, assume, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_lossless import GenerateFailsError, check_identical, left_pad, random_prompt
+from test_lossless import check_identical, check_sources, left_pad, random_cases, random_prompt
 from torch import nn
 from transformers import DynamicCache
 from zoo import VOCABULARY, tiny_model
@@ -78,11 +77,7 @@ def said_after(model, skipped, committed, drafted):
 # -- the text ---------------------------------------------------------------------------------------------------------
 
 
-@settings(
-    max_examples=int(os.environ.get("LOOKAHEAD_CASES", 60)),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    deadline=None,
-)
+@random_cases(60)
 @given(
     model_type=st.sampled_from(["llama", "qwen2", "gpt2", "gpt_neox"]),
     skipped=st.sets(st.integers(0, LAYERS - 1), max_size=LAYERS - 1),
@@ -106,17 +101,9 @@ def test_whatever_is_skipped_the_text_is_plain(
 ):
     model = deep_model(model_type, seed % 2)
     model.set_attn_implementation(attention)
-    prompts = [random_prompt(random.Random(prompt_seed)) for prompt_seed in prompt_seeds]
-    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
     sources = [LayerSkipSource(model, skipped), *([PoolSource()] if has_pool else [])]
-    in_step = temperature is not None and len(prompts) > 1
-    try:
-        check_identical(
-            model, prompts, options | sampling, LookaheadConfig(budget=budget, pool_memory_mb=0.1), seed,
-            drift=in_step, source=sources, skipped=skipped, attention=attention,
-        )  # fmt: skip
-    except GenerateFailsError:
-        assume(False)
+    described = {"skipped": skipped, "attention": attention}
+    check_sources(model, prompt_seeds, options, temperature, budget, seed, sources, **described)
 
 
 @pytest.mark.parametrize("model_type", TYPES)

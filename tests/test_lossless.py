@@ -26,6 +26,16 @@ def random_prompt(rng: random.Random, longest: int = 40) -> torch.Tensor:
     return torch.tensor([tokens[:longest]])
 
 
+def random_cases(examples: int, **others) -> settings:
+    """Settings of a property test that LOOKAHEAD_CASES makes longer."""
+    return settings(
+        max_examples=int(os.environ.get("LOOKAHEAD_CASES", examples)),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes, and the case is printed as is
+        deadline=None,
+        **others,
+    )
+
+
 def left_pad(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Prompts [1, n] of several lengths as generate() takes them."""
     longest = max(ids.shape[1] for ids in prompts)
@@ -98,6 +108,23 @@ def check_identical(
     if len(actual) == 1 and mask is None:
         assert stats.tokens == actual.shape[1] - inputs["input_ids"].shape[1], case
     return stats
+
+
+def check_sources(model, prompt_seeds, options, temperature, budget, seed, sources, **described) -> None:
+    """Check random prompts with these sources of guesses. hypothesis drops a case that generate() itself cannot serve.
+
+    temperature: None for greedy decoding. A batch that samples is identical only if its sequences go in step.
+    """
+    prompts = [random_prompt(random.Random(prompt_seed)) for prompt_seed in prompt_seeds]
+    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
+    in_step = temperature is not None and len(prompts) > 1
+    try:
+        check_identical(
+            model, prompts, options | sampling, LookaheadConfig(budget=budget, pool_memory_mb=0.1), seed,
+            drift=in_step, source=sources, **described,
+        )  # fmt: skip
+    except GenerateFailsError:
+        assume(False)
 
 
 @pytest.mark.parametrize("model_type", SETTINGS)
@@ -192,11 +219,7 @@ MASKS = (
 )  # fmt: skip
 
 
-@settings(
-    max_examples=int(os.environ.get("LOOKAHEAD_CASES", 100)),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes, and the case is printed as it is
-    deadline=None,
-)
+@random_cases(100)
 @given(
     model_type=st.sampled_from(sorted(SETTINGS)),
     model_seed=st.integers(0, 3),

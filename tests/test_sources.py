@@ -1,7 +1,6 @@
 """Sources of guesses: whatever they propose, the text is plain decoding's; what they see and earn is as promised."""
 
 import itertools
-import os
 import random
 import threading
 from types import SimpleNamespace
@@ -9,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_lossless import GenerateFailsError, check_identical, known_model, left_pad, random_prompt
+from test_lossless import GenerateFailsError, check_identical, known_model, left_pad, random_cases, random_prompt
 from zoo import CHAIN_ONLY, VOCABULARY, tiny_model
 
 import lookahead
@@ -133,11 +132,7 @@ knowing = st.builds(
 )
 
 
-@settings(
-    max_examples=int(os.environ.get("LOOKAHEAD_CASES", 60)),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes, and the case is printed as it is
-    deadline=None,
-)
+@random_cases(60)
 @given(
     model_type=st.sampled_from(["llama", "gpt2", "gemma3_text", "llama4_text", "lfm2", "mamba2", "bloom"]),
     prompt_seeds=st.lists(st.integers(0, 2**31), min_size=1, max_size=4),

@@ -88,8 +88,5 @@ def prefill(
         source.read(prompt.text, output.logits, output.hidden_states)
         caches.append(one)
         last.append(output.logits[-1].clone())
-    if len(prompts) == 1:
-        return caches[0], torch.stack(last)
-    batch = adapter.make_cache(max(prompt.new.shape[1] for prompt in prompts) + room)
-    batch.stack(caches)
-    return batch, torch.stack(last)
+    longest = max(prompt.new.shape[1] for prompt in prompts)
+    return adapter.join(caches, longest + room), torch.stack(last)

@@ -37,7 +37,8 @@ MAX_ROWS = 16  # guesses of one text that a pass computes
 MAX_LACKING = 32  # tokens of a text that a step's first pass may compute beside guesses; more are read before
 ROOM = 1024  # positions beyond the text that a cache makes room for at once
 MIN_TOKENS = 0.2  # that a further pass is expected to add, where no rate says what its time is worth
-PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0  # accepted rows, and those with the next token among their guesses, before any
+# Before any is counted: accepted rows (the second), and those with the next token among their guesses (the first).
+PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0
 
 
 @dataclass(eq=False)
@@ -335,10 +336,7 @@ class DraftModelSource(GuessSource):
                     self._inner.read(text[:-1], output.logits, output.hidden_states)
             caches.append(one)
             self._held[b] = text[:-1]
-        self._cache = caches[0]
-        if len(caches) > 1:
-            self._cache = self._runner.adapter.make_cache(max(map(len, texts)) + ROOM)
-            self._cache.stack(caches)
+        self._cache = self._runner.adapter.join(caches, max(map(len, texts)) + ROOM)
 
     # A pass
 

@@ -71,6 +71,17 @@ class ModelAdapter:
                 layers.append(InPlaceLayer(expected_length))
         return LookaheadCache(layers)
 
+    def join(self, caches: list[LookaheadCache], expected_length: int = 0) -> LookaheadCache:
+        """Return one cache for all of these, each of one sequence. A single one is returned as it is.
+
+        expected_length: as for `make_cache`.
+        """
+        if len(caches) == 1:
+            return caches[0]
+        batch = self.make_cache(expected_length)
+        batch.stack(caches)
+        return batch
+
     def can_take_over(self, cache: Cache) -> bool:
         """Whether `take_over` can read this cache: each layer is of our type, or transformers' dynamic one."""
         ours = self.make_cache().layers

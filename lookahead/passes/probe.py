@@ -131,9 +131,7 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
         if not _has_column_for_each(cache, logits):
             return "a pass leaves more or fewer positions in the cache than it has tokens"
         worst = max(worst, relative_error(logits, _plain_logits(model, adapter, prompt, their)[0]))
-    cache = adapter.make_cache() if sequences > 1 else caches[0]
-    if sequences > 1:
-        cache.stack(caches)
+    cache = adapter.join(caches)
     chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Source.TEXT))  # all of it is accepted
     rounds = [plans, [(chain, [0, 1])] * sequences, [(lay_out(tokens[0, 19], GuessTree.empty()), [0])] * sequences]
     for plan in rounds:
