@@ -27,7 +27,8 @@ class SourceStats:
     accepted: int = 0
     """Accepted guesses that it had proposed, alone or with others."""
     earned: int = 0
-    """Accepted guesses that no other source had proposed."""
+    """Tokens that the steps would not have written without it, as far as can be told: the guesses of the other sources
+    are followed along the text as far as the step went."""
     seconds: float = 0.0
     """Wall-clock time that it took to propose and to observe."""
 

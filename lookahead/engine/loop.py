@@ -202,8 +202,8 @@ class _Call:
         self._names = engine.ledger.names
         self._runner = engine.find_runner(model)
         self._pace = engine.find_pace(self._runner)
-        self._source = Combined(sources, engine.ledger, self._pace.rate if self._pace else None, self.stats)
         budget = Budget(engine.max_guesses(len(ids)), self._pace, self.stats)
+        self._source = Combined(sources, engine.ledger, budget, self.stats)
         self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
         self._batch = Batch(
             self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool, self._pace is not None
@@ -302,7 +302,8 @@ class _Call:
         if self._pace:
             in_pass = stats.seconds["forward"] - before
             rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
-            self._pace.costs.follow(rows, length, in_pass, time.perf_counter() - began - in_pass)
+            overhead = time.perf_counter() - began - in_pass - self._source.paid_seconds
+            self._pace.costs.follow(rows, length, in_pass, max(overhead, 0.0))
 
     def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor, theirs: Cache) -> None:
         """Move the content of the sequences' caches, each behind its padding, into the cache that was passed in."""
