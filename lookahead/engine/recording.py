@@ -97,10 +97,7 @@ class Recorder(BaseStreamer):
     def record(self, length: int, step: Step, tree: GuessTree, path: list[int], emitted: list[int]) -> None:
         """Keep a step. length: positions committed before it. tree: its guesses."""
         ids, parents = step.ids, step.parents
-        probabilities, sources = (
-            tree.probabilities.copy(),
-            tree.sources.copy(),
-        )  # a tree may hold views of larger arrays
+        probabilities, sources = tree.probabilities.copy(), tree.sources.copy()  # they may be views of larger arrays
         self._rows += len(step)
         kept = path
         if self._rows > MAX_ROWS:
