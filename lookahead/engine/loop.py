@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
@@ -286,7 +287,7 @@ class _Call:
         stats.steps += 1
         began, before = time.perf_counter(), stats.seconds["forward"]
         with stats.time("guess"):
-            steps, trees = self._planner.plan(texts, depths)
+            steps, trees = self._planner.plan(texts, depths, self._known_draws(rules, depths))
         with stats.time("forward"):
             output = self._runner.run(steps, cache, last)
             logits = output.logits
@@ -312,6 +313,14 @@ class _Call:
             rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
             overhead = time.perf_counter() - began - in_pass - self._source.paid_seconds
             self._pace.costs.follow(rows, length, in_pass, max(overhead, 0.0))
+
+    @staticmethod
+    def _known_draws(rules: list[NextTokenRule], depths: list[int]) -> list[np.ndarray | None]:
+        """The known draws of each live sequence, by its largest depth of a guess; [] if there are none."""
+        live = [rule for rule in rules if rule.live]
+        if len(live) < len(depths):  # sequences that go in step
+            return []
+        return [rule.known_draws(depth) for rule, depth in zip(live, depths, strict=True)]
 
     def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor, theirs: Cache) -> None:
         """Move the content of the sequences' caches, each behind its padding, into the cache that was passed in."""

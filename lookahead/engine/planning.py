@@ -1,5 +1,7 @@
 """Plans the next pass: as many guesses as pay, and the rows of a Jacobi window."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lookahead.guessing.budget import Budget
@@ -32,14 +34,16 @@ class StepPlanner:
         self._guessed: list[GuessTree] = []  # all guesses for the step under way
         self._chosen: list[GuessTree] = []  # the likeliest part of them, which the step verifies
 
-    def plan(self, texts: list[list[int]], depths: list[int]) -> tuple[list[Step], list[GuessTree]]:
+    def plan(
+        self, texts: list[list[int]], depths: list[int], draws: Sequence[np.ndarray | None] = ()
+    ) -> tuple[list[Step], list[GuessTree]]:
         """Return the next step of each sequence, and the tree of the guesses in it.
 
-        depths: for each sequence, the largest depth that a guess may have.
+        depths: for each sequence, the largest depth that a guess may have. draws: as in `Limits`.
         """
         pace = self._budget.pace
         rate = pace.rate() if pace else None
-        limits = Limits(depths, self._budget.limit(len(texts)), self._least, self._is_chain, rate)
+        limits = Limits(depths, self._budget.limit(len(texts)), self._least, self._is_chain, rate, draws)
         self._guessed = self._source.propose(texts, limits)
         windows = self._source.look_ahead(limits)
         window_rows = max(sum(map(len, rows)) for rows in windows)

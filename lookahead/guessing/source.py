@@ -54,6 +54,9 @@ class Limits:
     """Whether only single branches can be verified."""
     rate: float | None = None
     """The recent tokens per second, which a source's time is worth; None if time does not matter."""
+    draws: Sequence[np.ndarray | None] = ()
+    """For each sequence, float32 [k, vocabulary]: the exponential variates that will choose its next k tokens, the
+    largest probability / variate each time; None where they are not known. Empty if no sequence's are."""
 
 
 @dataclass(frozen=True)
