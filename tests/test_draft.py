@@ -293,11 +293,11 @@ def test_a_draft_model_is_left_as_it_was(monkeypatch, fails):
     kinds = []
     compute = DraftModelSource._compute
 
-    def spied(self, asked):
+    def spied(self, *args):
         kinds.append(products.are_installed(small))
         if fails:
             raise RuntimeError("no")
-        compute(self, asked)
+        compute(self, *args)
 
     monkeypatch.setattr(DraftModelSource, "_compute", spied)
     lookahead.wrap(model, LookaheadConfig(budget=4), source=DraftModelSource(small))
@@ -317,10 +317,10 @@ def test_a_wrapped_draft_model_is_not_unwrapped_while_it_drafts(monkeypatch):
     model, small = tiny_model("llama"), lookahead.wrap(tiny_model("llama", seed=1))
     compute = DraftModelSource._compute
 
-    def spied(self, asked):
+    def spied(self, *args):
         with pytest.raises(RuntimeError, match="while it decodes"):
             lookahead.unwrap(small)
-        compute(self, asked)
+        compute(self, *args)
 
     monkeypatch.setattr(DraftModelSource, "_compute", spied)
     lookahead.wrap(model, LookaheadConfig(budget=4), source=DraftModelSource(small))
@@ -343,7 +343,7 @@ def test_passes_stop_where_they_do_not_pay(monkeypatch):
     model, small = tiny_model("llama"), tiny_model("llama", seed=1)
     passes = []
     compute = DraftModelSource._compute
-    monkeypatch.setattr(DraftModelSource, "_compute", lambda self, asked: passes.append(1) or compute(self, asked))
+    monkeypatch.setattr(DraftModelSource, "_compute", lambda self, *args: passes.append(1) or compute(self, *args))
     for dear, most in ((1e3, 1.0), (1e-9, 20.0)):
         passes.clear()
         monkeypatch.setattr(

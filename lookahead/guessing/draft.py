@@ -25,7 +25,7 @@ from lookahead.cpu import products
 from lookahead.guessing.budget import Budget, Pace
 from lookahead.guessing.combine import Combined, Ledger
 from lookahead.guessing.pool import PoolSource
-from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome, likeliest
+from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome, draws_at, likeliest
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes.capabilities import can_batch, choose_runner
@@ -287,7 +287,7 @@ class DraftModelSource(GuessSource):
             return [GuessTree.empty() for _ in texts]
         self._drafts = [Draft.after(text[len(held) :]) for text, held in zip(texts, self._held, strict=True)]
         while (asked := self._plan(texts, limits)) is not None:
-            self._compute(asked)
+            self._compute(asked, limits)
         return [
             draft.tree(depth, limits.min_probability) for draft, depth in zip(self._drafts, limits.depths, strict=True)
         ]
@@ -395,21 +395,22 @@ class DraftModelSource(GuessSource):
     def _ask(self, texts: list[list[int]], limits: Limits, candidates: list[list[Guess]]) -> list[_Asked]:
         """What the model's own sources guess after the likeliest guess of each draft, or after the text itself."""
         asked: list[_Asked] = []
-        depths = []
-        for draft, guesses, text, depth in zip(self._drafts, candidates, texts, limits.depths, strict=True):
+        depths, draws = [], []
+        known = limits.draws or [None] * len(texts)
+        planned = zip(self._drafts, candidates, texts, limits.depths, known, strict=True)
+        for draft, guesses, text, depth, drawn in planned:
+            row: int | Guess = draft.root
+            beyond: list[int] = []  # tokens from behind the text to the row
             if guesses:
-                first = guesses[0]
-                assert isinstance(first.after, int)
-                to_row = [*draft.text_to(first.after), first.token]
-                asked.append(_Asked(text + to_row, first, GuessTree.empty(), []))
-                depths.append(max(depth - len(to_row), 0))
-            else:
-                asked.append(_Asked(text, draft.root, GuessTree.empty(), []))
-                depths.append(depth)
+                row = guesses[0]
+                assert isinstance(row.after, int)
+                beyond = [*draft.text_to(row.after), row.token]
+            asked.append(_Asked(text + beyond, row, GuessTree.empty(), []))
+            depths.append(max(depth - len(beyond), 0))
+            draws.append(None if drawn is None else drawn[len(beyond) :])
         is_chain = not self._runner.adapter.can_branch
-        own = Limits(
-            depths, MAX_ROWS, limits.min_probability, is_chain, self._inner_pace.rate() if self._inner_pace else None
-        )
+        rate = self._inner_pace.rate() if self._inner_pace else None
+        own = Limits(depths, MAX_ROWS, limits.min_probability, is_chain, rate, draws)
         for one, tree in zip(asked, self._inner.propose([one.text for one in asked], own), strict=True):
             one.tree = tree
             chance = one.row.chance if isinstance(one.row, Guess) else 1.0
@@ -432,7 +433,7 @@ class DraftModelSource(GuessSource):
         seconds = np.where(rows > 0, self._costs(rows, max(map(len, texts))), 0.0)
         return int(np.argmax(tokens - limits.rate * seconds))
 
-    def _compute(self, asked: list[_Asked]) -> None:
+    def _compute(self, asked: list[_Asked], limits: Limits) -> None:
         """Run the planned rows, and take in what the model says after them."""
         computed = len(self._drafts[0].chances)
         can_grow = self._runner.adapter.can_grow
@@ -446,14 +447,18 @@ class DraftModelSource(GuessSource):
         if self._costs:
             self._costs.follow(rows, length, time.perf_counter() - began, self._costs.overhead)
         logits = logits[:, computed - len(self._drafts[0].ids) :, : self._vocabulary]
-        tokens, probabilities = likeliest(logits, self._temperature, TOP_K)
+        draws = draws_at(limits, [draft.depths[computed:] for draft in self._drafts], logits)
+        tokens, probabilities = likeliest(logits, self._temperature, TOP_K, draws)
         for draft, *said in zip(self._drafts, tokens, probabilities, strict=True):
             draft.take(*said)
         if asked:
-            self._show(asked, logits, computed)
+            self._show(asked, logits, tokens[..., 0], computed)
 
-    def _show(self, asked: list[_Asked], logits: torch.Tensor, computed: int) -> None:
-        """Show the model's own sources what it says after their guesses, as if it were decoding greedily."""
+    def _show(self, asked: list[_Asked], logits: torch.Tensor, best: np.ndarray, computed: int) -> None:
+        """Show the model's own sources what it says after their guesses, as if it wrote the likeliest tokens.
+
+        best: [batch, T], those tokens.
+        """
         steps, rows, paths, emitted = [], [], [], []
         for one in asked:
             first = one.row.row if isinstance(one.row, Guess) else one.row
@@ -467,8 +472,8 @@ class DraftModelSource(GuessSource):
         shown = torch.stack(
             [said[[*places, *[places[0]] * (most - len(places))]] for said, places in zip(logits, rows, strict=True)]
         )
-        best = shown.argmax(-1).tolist()
-        for step, said in zip(steps, best, strict=True):
+        for step, places, said in zip(steps, rows, best.tolist(), strict=True):
+            said = [said[place] for place in places]
             children, path = step.children(), [0]
             while (row := children.get((path[-1], said[path[-1]]))) is not None:
                 path.append(row)

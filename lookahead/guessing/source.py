@@ -137,8 +137,33 @@ class GuessSource(Protocol):
         return
 
 
-def likeliest(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ``count`` likeliest next tokens of each row and their probabilities, [..., count], likeliest first."""
-    top, tokens = (logits.float() / temperature).softmax(-1).topk(min(count, logits.shape[-1]))
+def likeliest(
+    logits: torch.Tensor, temperature: float, count: int, draws: torch.Tensor | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ``count`` likeliest next tokens of each row and their probabilities, [..., count], likeliest first.
+
+    draws: float32 like the logits, the variates by which each row's token will be chosen (`Limits.draws`), 1 where they
+    are not known. The probabilities are then divided by them, and scaled to add up to 1.
+    """
+    chances = (logits.float() / temperature).softmax(-1)
+    if draws is not None:
+        chances /= draws
+        chances /= chances.sum(-1, keepdim=True)
+    top, tokens = chances.topk(min(count, logits.shape[-1]))
     # In half precision, the row of a rejected guess may overflow. It then counts for nothing.
     return tokens.cpu().numpy(), top.nan_to_num_(0.0).cpu().numpy()
+
+
+def draws_at(limits: Limits, depths: list[list[int]], like: torch.Tensor) -> torch.Tensor | None:
+    """Return the draws for the rows of each sequence, like the logits [batch, rows, vocabulary]; None if none is known.
+
+    depths: of each row below the root, for each sequence.
+    """
+    if all(known is None for known in limits.draws):
+        return None
+    draws = torch.ones(like.shape)
+    for rows, known, by_row in zip(draws, limits.draws, depths, strict=True):
+        for row, depth in zip(rows, by_row, strict=True):
+            if known is not None and depth < len(known):
+                row[:] = torch.from_numpy(known[depth, : len(row)])
+    return draws.to(like.device)
