@@ -96,11 +96,9 @@ def test_a_cascade_takes_fewer_passes_of_the_draft_model(monkeypatch):
     monkeypatch.setattr(EagerRunner, "run", lambda self, *args: passes.append(self.model) or run(self, *args))
     answer = sure_model().generate(IDS, max_new_tokens=60, do_sample=False)[0].tolist()
     counts = []
-    for has_own_source in (False, True):
-        large, medium = sure_model(), sure_model()
+    for own in (Knows([[]]), Knows([answer], claim=0.99)):
+        large, medium = sure_model(), lookahead.wrap(sure_model(), source=own)
         find_adapter(medium)
-        if has_own_source:
-            lookahead.wrap(medium, source=Knows([answer], claim=0.99))
         lookahead.wrap(large, LookaheadConfig(budget=16), source=DraftModelSource(medium))
         passes.clear()
         large.generate(IDS, max_new_tokens=60, do_sample=False)

@@ -13,9 +13,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from zoo import VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, compat
+from lookahead import DraftModelSource, GuessSource, LookaheadConfig, compat
 from lookahead.engine import sampling
 from lookahead.engine.sampling import KNOWN_DRAWS, Race
+from lookahead.guessing.draft import MAX_SHARPNESS, Sharpness
+from lookahead.guessing.source import draws_at, likeliest
 from ngram_pool import NgramPool
 
 actions = st.lists(
@@ -151,3 +153,87 @@ def test_draws_that_lack_a_token_or_have_another_shape():
 
 def test_multinomial_is_a_race():
     assert compat.multinomial_is_race(), f"torch {torch.__version__} draws tokens in another way"
+
+
+# -- sources that know the model's probabilities ----------------------------------------------------------------------
+
+
+def written_steps(model: torch.nn.Module, source: GuessSource) -> int:
+    """The steps that a sampled text of 49 tokens takes."""
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    options = {"max_new_tokens": 49, "min_new_tokens": 49, "do_sample": True, "top_k": 0}
+    torch.manual_seed(1)
+    expected = model.generate(ids, **options)
+    lookahead.wrap(model, LookaheadConfig(budget=12, window_size=0), source=source)
+    torch.manual_seed(1)
+    assert model.generate(ids, **options).tolist() == expected.tolist()
+    steps = model.lookahead.last.steps
+    lookahead.unwrap(model)
+    return steps
+
+
+def test_a_draft_model_that_is_the_model_knows_every_winner(monkeypatch):
+    """The model's probabilities are nearly flat, so that without the draws hardly a guess comes true."""
+    model = tiny_model("llama")
+    with_draws = written_steps(model, DraftModelSource(tiny_model("llama")))
+    monkeypatch.setattr(compat, "multinomial_is_race", lambda: False)
+    without = written_steps(model, DraftModelSource(tiny_model("llama")))
+    assert with_draws <= 16 < 36 < without
+
+
+@random_cases(100)
+@given(vocabulary=st.integers(2, 50), others=st.integers(-5, 5), seed=st.integers(0, 2**20), known=st.integers(0, 4))
+def test_draws_are_those_of_the_row(vocabulary, others, seed, known):
+    """others: how many tokens fewer the draft model knows than the model."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.exponential(size=(known, max(vocabulary + others, 1))).astype(np.float32)
+    depths = rng.integers(0, 6, 7).tolist()
+    found = draws_at([None, drawn], [[0] * 7, depths], vocabulary)
+    assert found.shape == (2, 7, vocabulary)
+    assert (found[0] == 1).all()
+    for row, depth in zip(found[1].numpy(), depths, strict=True):
+        expected = drawn[depth, :vocabulary] if depth < known else np.empty(0)
+        assert row[: len(expected)].tolist() == expected.tolist()
+        assert (row[len(expected) :] == 1).all()
+    assert draws_at([], [[0]], vocabulary) is draws_at([None], [[0]], vocabulary) is None
+
+
+@random_cases(100)
+@given(seed=st.integers(0, 2**20), temperature=st.sampled_from([0.3, 1.0, 2.0]))
+def test_the_likeliest_with_draws_is_the_winner(seed, temperature):
+    torch.manual_seed(seed)
+    logits, draws = 3 * torch.randn(5, 40), torch.empty(5, 40).exponential_()
+    tokens, chances = likeliest(logits, temperature, 8, draws)
+    winners = ((logits / temperature).softmax(-1) / draws).argmax(-1)
+    assert tokens[:, 0].tolist() == winners.tolist()
+    assert (np.diff(chances) <= 0).all()
+    assert (chances.sum(-1) <= 1 + 1e-5).all()
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 3.0])
+def test_the_exponent_of_a_draft_is_found(exponent):
+    """The tokens are drawn by sharpened probabilities."""
+    rng = np.random.default_rng(0)
+    sharpness = Sharpness()
+    found = []
+    for _ in range(6000):
+        said = np.sort(rng.dirichlet(np.ones(5)))[::-1]
+        true = said**exponent / (said**exponent).sum()
+        token = int(rng.choice(5, p=true))
+        sharpness.count(said[:4], token if token < 4 else None)
+        found.append(sharpness._exponent)
+    assert np.mean(found[2000:]) == pytest.approx(exponent, rel=0.15)
+    chances = sharpness(said[:4])
+    assert (chances >= 0).all()
+    assert chances.sum() <= 1
+
+
+def test_no_probabilities_spoil_the_exponent():
+    sharpness = Sharpness()
+    with np.errstate(divide="raise", invalid="raise", over="raise"):
+        for said in ([1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1e-300, 0.0]):
+            for index in (0, 1, None):
+                for _ in range(500):
+                    sharpness.count(np.array(said), index)
+                assert (sharpness(np.array([said])) <= 1).all()
+                assert 1 / MAX_SHARPNESS <= sharpness._exponent <= MAX_SHARPNESS

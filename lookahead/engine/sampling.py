@@ -10,7 +10,7 @@ from transformers.generation import BaseStreamer, logits_process, stopping_crite
 
 from lookahead import compat
 
-KNOWN_DRAWS = 8  # how many tokens ahead draws are made; guesses deeper than that seldom come true in sampling
+KNOWN_DRAWS = 16  # how many tokens ahead draws are made
 
 # Callbacks that treat each sequence of a batch independently of the others. Not every version of transformers has all.
 _PROCESSORS = (

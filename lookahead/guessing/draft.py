@@ -40,8 +40,45 @@ MAX_ROWS = 16  # guesses of one text that a pass computes
 MAX_LACKING = 32  # tokens of a text that a step's first pass may compute beside guesses; more are read before
 ROOM = 1024  # positions beyond the text that a cache makes room for at once
 MIN_TOKENS = 0.2  # that a further pass is expected to add, where no rate says what its time is worth
+SHARPENING, MAX_SHARPNESS = 0.02, 8.0  # how far a token moves the exponent of a draft's probabilities, and its bound
+MIN_REST = 1e-6  # least probability of all tokens beyond the likeliest
 # Before any is counted: accepted rows (the second), and those with the next token among their guesses (the first).
 PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0
+
+
+class Sharpness:
+    """The exponent that makes a draft's probabilities say how often its guesses come true.
+
+    A draft that has the model's own probabilities knows the winner of a known draw (`Limits.draws`), but the shares of
+    p / e do not say so. One that is far from them is less sure than it looks. The exponent follows the emitted tokens,
+    by gradient descent on the log loss.
+    """
+
+    def __init__(self) -> None:
+        self._exponent = 1.0
+
+    def __call__(self, probabilities: np.ndarray) -> np.ndarray:
+        """Return the probabilities of some tokens, [..., k], sharpened. All other tokens count as one."""
+        rest = np.maximum(1 - probabilities.sum(-1, keepdims=True), MIN_REST)
+        powers = np.concatenate([probabilities, rest], -1) ** self._exponent
+        return (powers / powers.sum(-1, keepdims=True))[..., :-1]
+
+    def count(self, probabilities: np.ndarray, index: int | None) -> None:
+        """Count an emitted token. probabilities: float64 [k], as given. index: the token's; None: another token."""
+        whole = np.append(probabilities, max(1 - probabilities.sum(), MIN_REST))
+        logs = np.log(np.maximum(whole, MIN_REST))
+        shares = np.exp(self._exponent * logs)
+        slope = self._exponent * (logs[-1 if index is None else index] - (shares * logs).sum() / shares.sum())
+        self._exponent *= float(np.exp(SHARPENING * np.clip(slope, -5, 5)))
+        self._exponent = min(max(self._exponent, 1 / MAX_SHARPNESS), MAX_SHARPNESS)
+
+
+_sharpness: WeakKeyDictionary[PreTrainedModel, dict[bool, Sharpness]] = WeakKeyDictionary()
+
+
+def sharpness_of(model: PreTrainedModel, has_draws: bool) -> Sharpness:
+    """The sharpness that is kept for a draft model or the model of a head, with known draws and without."""
+    return _sharpness.setdefault(model, {}).setdefault(has_draws, Sharpness())
 
 
 @dataclass(eq=False)
@@ -75,6 +112,8 @@ class Draft:
     """That the text goes on to each computed row."""
     following: list[dict[int, float]] = field(default_factory=list)
     """For each computed row, the likeliest next tokens and their probabilities."""
+    said: list[np.ndarray] = field(default_factory=list)
+    """For each computed row, the same probabilities before they were sharpened."""
     rows: dict[tuple[int, int], int] = field(default_factory=dict)
     """{(row, next token): row of that token}."""
 
@@ -99,16 +138,17 @@ class Draft:
             self.parents.append(-1)
             self.depths.append(0)
 
-    def take(self, tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    def take(self, tokens: np.ndarray, probabilities: np.ndarray, sharpness: Sharpness) -> None:
         """Take in what a pass says after its rows, [T, k] each."""
-        for said, chances in zip(tokens.tolist(), probabilities.tolist(), strict=True):
+        self.said += list(probabilities.astype(float))
+        for said, chances in zip(tokens.tolist(), sharpness(probabilities.astype(float)).tolist(), strict=True):
             row = len(self.chances)
             parent = self.parents[row]
             chance = 1.0
             if row > self.root:
                 chance = self.chances[parent] * self.following[parent].get(self.ids[row], 0.0) if parent >= 0 else 0.0
             self.chances.append(chance)
-            self.following.append(dict(zip(said, np.minimum(chances, 1.0).tolist(), strict=True)))
+            self.following.append(dict(zip(said, chances, strict=True)))
 
     def candidates(self, depth: int) -> list[Guess]:
         """What may follow the computed rows and is no row itself, down to this depth, likeliest first."""
@@ -162,6 +202,12 @@ class Draft:
             return GuessTree.empty()
         tokens, parents, chances = zip(*found, strict=True)
         return GuessTree.of(tokens, parents, probabilities=chances)
+
+    def teach(self, sharpness: Sharpness, path: list[int], emitted: list[int]) -> None:
+        """Count the emitted tokens. path: their rows, as `accepted` returns them."""
+        for row, token in zip(path[self.root :], emitted, strict=False):
+            tokens = list(self.following[row])
+            sharpness.count(self.said[row], tokens.index(token) if token in tokens else None)
 
     def accepted(self, emitted: list[int]) -> list[int]:
         """Rows of the text and of those emitted tokens that were computed, less the last one: the next root."""
@@ -286,6 +332,7 @@ class DraftModelSource(GuessSource):
             self._drafts = []
             return [GuessTree.empty() for _ in texts]
         self._drafts = [Draft.after(text[len(held) :]) for text, held in zip(texts, self._held, strict=True)]
+        self._sharpness = sharpness_of(self.model, any(known is not None for known in limits.draws))
         while (asked := self._plan(texts, limits)) is not None:
             self._compute(asked, limits)
         return [
@@ -308,6 +355,7 @@ class DraftModelSource(GuessSource):
             for row, token in zip(path[draft.root :], emitted, strict=False):
                 self._hits += token in draft.following[row]
                 self._rows += 1
+            draft.teach(self._sharpness, path, emitted)
         return paths
 
     @property
@@ -447,10 +495,10 @@ class DraftModelSource(GuessSource):
         if self._costs:
             self._costs.follow(rows, length, time.perf_counter() - began, self._costs.overhead)
         logits = logits[:, computed - len(self._drafts[0].ids) :, : self._vocabulary]
-        draws = draws_at(limits, [draft.depths[computed:] for draft in self._drafts], logits)
+        draws = draws_at(limits.draws, [draft.depths[computed:] for draft in self._drafts], logits.shape[-1])
         tokens, probabilities = likeliest(logits, self._temperature, TOP_K, draws)
         for draft, *said in zip(self._drafts, tokens, probabilities, strict=True):
-            draft.take(*said)
+            draft.take(said[0], said[1], self._sharpness)
         if asked:
             self._show(asked, logits, tokens[..., 0], computed)
 

@@ -147,23 +147,23 @@ def likeliest(
     """
     chances = (logits.float() / temperature).softmax(-1)
     if draws is not None:
-        chances /= draws
+        chances /= draws.to(chances.device)
         chances /= chances.sum(-1, keepdim=True)
     top, tokens = chances.topk(min(count, logits.shape[-1]))
     # In half precision, the row of a rejected guess may overflow. It then counts for nothing.
     return tokens.cpu().numpy(), top.nan_to_num_(0.0).cpu().numpy()
 
 
-def draws_at(limits: Limits, depths: list[list[int]], like: torch.Tensor) -> torch.Tensor | None:
-    """Return the draws for the rows of each sequence, like the logits [batch, rows, vocabulary]; None if none is known.
+def draws_at(known: Sequence[np.ndarray | None], depths: list[list[int]], vocabulary: int) -> torch.Tensor | None:
+    """Return the draws for some rows of each sequence, float32 [batch, rows, vocabulary]; None if none are known.
 
-    depths: of each row below the root, for each sequence.
+    known: `Limits.draws`. depths: of each row below the root, for each sequence.
     """
-    if all(known is None for known in limits.draws):
+    if all(draws is None for draws in known):
         return None
-    draws = torch.ones(like.shape)
-    for rows, known, by_row in zip(draws, limits.draws, depths, strict=True):
+    found = torch.ones(len(depths), len(depths[0]), vocabulary)
+    for rows, draws, by_row in zip(found, known, depths, strict=True):
         for row, depth in zip(rows, by_row, strict=True):
-            if known is not None and depth < len(known):
-                row[:] = torch.from_numpy(known[depth, : len(row)])
-    return draws.to(like.device)
+            if draws is not None and depth < len(draws):
+                row[: draws.shape[1]] = torch.from_numpy(draws[depth, :vocabulary])
+    return found
