@@ -138,4 +138,6 @@ def likeliest(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.
     """Return the ``count`` likeliest next tokens of each row and their probabilities, [..., count], likeliest first."""
     top, tokens = (logits.float() / temperature).softmax(-1).topk(min(count, logits.shape[-1]))
     # In half precision, the row of a rejected guess may overflow. It then counts for nothing.
-    return tokens.cpu().numpy(), top.nan_to_num_(0.0).cpu().numpy()
+    # Both are copied at once, so that an accelerator is waited for only once. A float32 holds all tokens below 2**24.
+    tokens, top = torch.stack([tokens.float(), top.nan_to_num_(0.0)]).cpu().numpy()
+    return tokens.astype(np.int64), top
