@@ -24,6 +24,7 @@ import click  # Nothing else from outside is imported here, so that `environment
 
 PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts.jsonl"
 LEAST = 20  # seconds; with less time left, no stage begins
+MOST = 270  # seconds of a stage, so that none takes the time of the others
 STOPPING = 15  # seconds before the limit, at which a stage begins nothing more
 
 # In order of what is worth knowing first.
@@ -156,9 +157,10 @@ def main(out, model, prompts, device, minutes, stages, is_small) -> None:
     out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "scripts/gpu.py", *sys.argv[1:]])
     plan = Plan(model, prompts, device, is_small, out, command)
+    chosen.sort(key=lambda name: (out / f"{name}.json").exists())  # what has run already, but not to its end, is last
     became: dict[str, str] = {}
     for number, name in enumerate(chosen, 1):
-        left = end - time.time()
+        left = min(end - time.time(), MOST)
         if is_complete(out / name):
             became[name] = what_became(out / name)
             continue

@@ -98,7 +98,7 @@ def test_batches_are_identical(device, model_type):
 
 @on_each_device
 def test_caches_go_on(device):
-    """A conversation on one cache, in which each turn repeats the text so far; with the prompt in chunks."""
+    """A conversation on one cache, in which each turn repeats the text so far."""
     model, rng = tiny_model("llama").to(device), random.Random(5)
     turns = [random_prompt(rng) for _ in range(3)]
 
@@ -106,8 +106,7 @@ def test_caches_go_on(device):
         cache, ids = DynamicCache(config=model.config), torch.empty(1, 0, dtype=torch.long, device=device)
         for turn in turns:
             ids = torch.cat([ids, turn.to(device)], dim=1)
-            options = {"max_new_tokens": 20, "do_sample": False, "prefill_chunk_size": 7}
-            ids = model.generate(ids, past_key_values=cache, **options)
+            ids = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
         return ids.tolist()
 
     expected = conversation()

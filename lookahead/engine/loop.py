@@ -203,7 +203,7 @@ class _Call:
         self._runner = engine.find_runner(model)
         self._pace = engine.find_pace(self._runner)
         self._source = Combined(sources, engine.ledger, self._pace.rate if self._pace else None, self.stats)
-        budget = Budget(engine.max_guesses(len(ids)), self._pace, self.stats)
+        budget = Budget(engine.max_guesses(len(ids), self._pace), self._pace, self.stats)
         self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
         self._batch = Batch(
             self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool, self._pace is not None
