@@ -75,6 +75,11 @@ def has_accelerate_hook(module: nn.Module) -> bool:
     return hasattr(module, "_hf_hook")
 
 
+def is_tensor_parallel(model: PreTrainedModel) -> bool:
+    """Whether several processes compute the model together, as with ``tp_plan="auto"``."""
+    return (getattr(model, "_tp_size", None) or 1) > 1
+
+
 # -- modules and tensors ----------------------------------------------------------------------------------------------
 
 

@@ -209,7 +209,7 @@ class _Call:
             recorder.begin(self._names, self.stats)
         self._runner = engine.find_runner(model)
         self._pace = engine.find_pace(self._runner)
-        budget = Budget(engine.max_guesses(len(ids)), self._pace, self.stats)
+        budget = Budget(engine.max_guesses(len(ids), self._pace), self._pace, self.stats)
         self._source = Combined(sources, engine.ledger, budget, self.stats)
         self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
         self._batch = Batch(
@@ -291,9 +291,9 @@ class _Call:
         with stats.time("forward"):
             output = self._runner.run(steps, cache, last)
             logits = output.logits
-            synchronize(logits.device)
-        # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
-        self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and bool(logits.amax().isnan())
+            # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
+            self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and bool(logits.amax().isnan())
+            synchronize(logits.device)  # where the line above has not waited already
         if self._is_spoiled:
             cache.commit(steps, [[] for _ in steps])
             return

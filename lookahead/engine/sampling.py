@@ -178,24 +178,25 @@ class NextTokenRule:
             self.logits += (raw,)
         if self._settings.do_sample:
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            if probabilities[:, 0].isnan().any():  # one NaN in a row, or nothing but -inf, makes all of it NaN
-                raise FloatingPointError(self._no_choice())
+            no_choice = probabilities[:, 0].isnan()  # one NaN in a row, or nothing but -inf, makes all of it NaN
+            probabilities.masked_fill_(no_choice[:, None], 1.0)  # on a GPU, multinomial would end the process
             chosen = self._draw(probabilities)
         else:
             chosen = torch.argmax(scores, dim=-1)
-            if scores.gather(1, chosen[:, None]).isnan().any():  # argmax ranks NaN highest
-                raise FloatingPointError(self._no_choice())
+            no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()  # argmax ranks NaN highest
         if self._settings.pad_token is not None and len(self.live) < len(self.ids):
             chosen = chosen.where(self._unfinished, self._settings.pad_token)
         self.ids = torch.cat([self.ids, chosen[:, None]], dim=-1)
-        emitted = chosen.tolist()
-        emitted = [emitted[sequence] for sequence in self.live]
         self._unfinished = self._unfinished & ~self._criteria(self.ids, self.scores)
-        unfinished = self._unfinished.tolist()
+        # The host waits for the device here, and nowhere else.
+        tokens, unfinished, spoiled = torch.stack([chosen, self._unfinished.long(), no_choice.long()]).tolist()
+        if any(spoiled):
+            raise FloatingPointError(self._no_choice())
+        emitted = [tokens[sequence] for sequence in self.live]
         if self._settings.pad_token is not None or not any(unfinished):
             self.live = [sequence for sequence in self.live if unfinished[sequence]]
         if self._settings.streamer is not None:
-            self._settings.streamer.put(chosen.cpu())
+            self._settings.streamer.put(torch.tensor(tokens))
         return emitted
 
     def _draw(self, probabilities: torch.Tensor) -> torch.Tensor:
@@ -209,6 +210,6 @@ class NextTokenRule:
 
     def _no_choice(self) -> str:
         return (
-            f"the scores of the token at position {self.ids.shape[1]} are NaN, or all -inf: the model's weights or a "
-            "logits processor are at fault, or the dtype is too narrow"
+            f"the scores of the token at position {self.ids.shape[1] - 1} are NaN, or all -inf: the model's weights or "
+            "a logits processor are at fault, or the dtype is too narrow"
         )
