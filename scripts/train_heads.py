@@ -1,18 +1,18 @@
 """Train heads that guess what a model will say, on texts that the model itself has written.
 
 A model with a chat template writes the user's turns too (Magpie, arXiv 2406.08464), or answers given prompts. Another
-model goes on with given prompts, or with passages of the Python standard library. Texts are added to --texts until there
-are enough, so a later run goes on with them, and several kinds of heads share them. The model then reads them once. Its
-hidden states are the heads' input, and its likeliest next tokens, with their probabilities, the target. One text in
-twenty is held out.
+model goes on with given prompts, or with passages of the Python standard library. Texts are added to --texts until
+there are enough, so a later run goes on with them, and several kinds of heads share them. The model then reads them
+once. Its hidden states are the heads' input, and its likeliest next tokens, with their probabilities, the target. One
+text in twenty is held out.
 
 - medusa: each head is x + SiLU(W x + b) and a projection, which begins as the model's (arXiv 2401.10774).
 - eagle: one layer that makes the next feature, projected by the model (arXiv 2401.15077).
 - eagle3: one layer that reads three layers' outputs, with a projection of its own (arXiv 2503.01840).
 
 Both kinds of EAGLE are trained as they will guess: in each step, they go on from their own features a few times
-(EAGLE-3, section 3.2). Where the model has more tokens than --vocabulary, the loss counts only those that the texts have
-most often, and medusa and eagle3 know no others.
+(EAGLE-3, section 3.2). Where the model has more tokens than --vocabulary, the loss counts only those that the texts
+have most often, and medusa and eagle3 know no others.
 
     python scripts/train_heads.py --model lookahead/demo_model --kind eagle --out heads
     python scripts/train_heads.py --model M --kind medusa --texts heads/texts.jsonl --out heads-medusa
@@ -34,6 +34,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
+from train_demo_model import schedule, standard_library
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -44,7 +45,6 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from lookahead.tools.prompts import read_prompts, up_to_its_end
-from train_demo_model import schedule, standard_library
 
 USER_TOKENS, ANSWER_TOKENS, CONTINUED_TOKENS = 64, 192, 256  # most of each that the model writes
 PROMPT_TOKENS = (16, 128)  # least and most of a passage that the model goes on with
@@ -155,7 +155,8 @@ def add_texts(
         texts += new
         have += sum(len(text.ids) - text.begin for text in new)
         rate = (have - before) / (time.perf_counter() - start)
-        click.echo(f"{have:,} tokens written, {rate:.0f} a second, {max(tokens - have, 0) / rate / 60:.0f} minutes left")
+        left = max(tokens - have, 0) / rate
+        click.echo(f"{have:,} tokens written, {rate:.0f} a second, {left / 60:.0f} minutes left")
     return texts
 
 
@@ -198,10 +199,10 @@ def read_by(model: PreTrainedModel, texts: list[Text], layers: tuple[int, ...]) 
         states = torch.cat([out.hidden_states[layer] for layer in layers], -1).bfloat16()
         for row, i in enumerate(group):
             n = len(texts[i].ids)
-            top = out.logits[row, :n].float().softmax(-1).topk(min(TOP_K, out.logits.shape[-1]))
-            examples[i] = Example(
-                ids[row, :n], texts[i].begin, states[row, :n].clone(), top.indices.clone(), top.values.clone()
-            )
+            logits = out.logits[row, :n]
+            top = logits.topk(min(TOP_K, logits.shape[-1]))
+            chances = (top.values.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
+            examples[i] = Example(ids[row, :n], texts[i].begin, states[row, :n].clone(), top.indices, chances)
     return examples  # type: ignore[return-value]  # each text is in a group
 
 
@@ -488,7 +489,8 @@ def train(
             held = ""
             if step % 200 == 199:
                 held = ", held out " + " ".join(f"{share:.1%}" for share in agreement(heads, held_out, place_of))
-            click.echo(f"step {step + 1}/{steps}: loss {sum(recent) / len(recent):.3f}{held}, {left / 60:.1f} minutes left")
+            loss_now = sum(recent) / len(recent)
+            click.echo(f"step {step + 1}/{steps}: loss {loss_now:.3f}{held}, {left / 60:.1f} minutes left")
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
