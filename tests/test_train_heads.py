@@ -6,6 +6,7 @@ import math
 import random
 from pathlib import Path
 
+import compare_heads
 import pytest
 import torch
 import train_heads
@@ -80,10 +81,8 @@ def test_heads_are_trained_as_they_guess(tmp_path, kind, known):
         ids = [*text, *path, *[5] * 5]  # goes on, so that each depth has a place
         example = read_by(model, [train_heads.Text(ids, 0)], layers_read(model, kind))[0]
         example.states = exact_states(model, ids, layers_read(model, kind))
-        expected = math.prod(
-            (row / 0.3).softmax(-1)[token].item()
-            for row, token in zip(said_along(model, heads, batch_of([example], place_of), len(text), tokens), path)
-        )
+        said = said_along(model, heads, batch_of([example], place_of), len(text), tokens)
+        expected = math.prod((said[depth] / 0.3).softmax(-1)[token].item() for depth, token in enumerate(path))
         assert probability == pytest.approx(expected, rel=2e-2, abs=1e-5), path
 
 
@@ -115,7 +114,9 @@ def exact_states(model, ids: list[int], layers: tuple[int, ...]) -> torch.Tensor
 def read():
     """A model, and texts of its own as it has read them."""
     model = deep_model()
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(4, 9))] for rng in map(random.Random, range(60))]
+    prompts = [
+        [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(4, 9))] for rng in map(random.Random, range(60))
+    ]
     torch.manual_seed(0)
     answers = train_heads.written(model, prompts, 40, 0.7)
     return model, [train_heads.Text(p + a, len(p)) for p, a in zip(prompts, answers, strict=True)]
@@ -189,7 +190,9 @@ def test_a_chat_model_writes_both_turns(tmp_path, few, chat):
     assert len({tuple(text.ids) for text in texts}) == 4
     for text in texts:
         prompt = tokenizer.decode(text.ids[: text.begin])
-        assert prompt.startswith(before) and prompt.endswith(between) and len(prompt) > len(before + between)
+        assert prompt.startswith(before)
+        assert prompt.endswith(between)
+        assert len(prompt) > len(before + between)
         assert 0 < len(text.ids) - text.begin <= 12
     given = add_texts(tmp_path / "given.jsonl", model, tokenizer, ["def f("], 1, 0)
     assert {tokenizer.decode(text.ids[: text.begin]) for text in given} == {before + "def f(" + between}
@@ -223,3 +226,28 @@ def test_the_command(tmp_path, few, demo, kind, vocabulary):
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
     assert config.get("truncated_vocab_size", config.get("draft_vocab_size", 4096)) == vocabulary
     source_of(kind, demo[0], tmp_path / "heads")
+
+
+def test_heads_are_compared_with_the_pool(tmp_path, demo):
+    write_heads(tmp_path / "heads", demo[0], new_heads(demo[0], "eagle", torch.arange(4096)), torch.arange(4096))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question_id": 1, "category": "code", "turns": ["import os\\nimport "]}\n')
+    command = ["--model", str(DEMO), "--heads", str(tmp_path / "heads"), "--prompts", str(prompts)]
+    command += ["--max-new-tokens", "8", "--guesses", "4", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(compare_heads.main, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [(row["temperature"], row["sources"]) for row in rows] == [
+        (temperature, name) for temperature in (0.0, 0.7) for name in ("heads", "pool", "both")
+    ]
+    for row in rows:
+        assert row["equal"] == 1
+        assert row["tokens_per_step"] >= 1
+        assert (row["asked"] is None) == (row["sources"] == "pool")
+    assert (tmp_path / "out.md").read_text().count("| both |") == 2
+    write_heads(tmp_path / "other", deep_model(), new_heads(deep_model(), "eagle", torch.arange(97)), torch.arange(97))
+    command[3] = str(tmp_path / "other")
+    result = CliRunner().invoke(compare_heads.main, command)
+    assert result.exit_code == 1
+    assert "EagleSource: " in result.output
+    assert "MedusaSource: " in result.output
