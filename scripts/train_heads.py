@@ -328,8 +328,6 @@ class EagleHead(nn.Module):
         self.is_third = is_third
         self.fc = nn.Linear((3 if is_third else 2) * hidden, hidden, bias=False)
         layer = Layer(config, is_third)
-        nn.init.zeros_(layer.self_attn["o_proj"].weight)
-        nn.init.zeros_(layer.mlp["down_proj"].weight)
         if is_third:
             self.midlayer = layer
             self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
@@ -337,8 +335,6 @@ class EagleHead(nn.Module):
             self.lm_head.weight.data = projection.clone()
         else:
             self.layers = nn.ModuleList([layer])
-            # The model's projection expects features of their size, so begin with the one that is read.
-            self.fc.weight.data[:, hidden:] = torch.eye(hidden)
         # What is the model's is no parameter: it is neither trained nor written.
         self._layer, self._embed = [layer], [model.get_input_embeddings()]
         self._projection, self._rotary = [projection], [LlamaRotaryEmbedding(config)]
