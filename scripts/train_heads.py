@@ -192,7 +192,10 @@ def grouped(lengths: list[int], rows: int) -> list[list[int]]:
 def read_by(model: PreTrainedModel, texts: list[Text], layers: tuple[int, ...]) -> list[Example]:
     """Compute each text. Padding stands behind the texts, where no token sees it."""
     examples: list[Example | None] = [None] * len(texts)
-    for group in grouped([len(text.ids) for text in texts], 4096):
+    groups = grouped([len(text.ids) for text in texts], 4096)
+    for done, group in enumerate(groups):
+        if done % 10 == 5:
+            click.echo(f"{done} of {len(groups)} batches of texts read")
         longest = len(texts[group[0]].ids)
         ids = torch.tensor([texts[i].ids + [0] * (longest - len(texts[i].ids)) for i in group])
         out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
