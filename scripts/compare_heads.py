@@ -16,7 +16,15 @@ from bench import cli
 from bench.methods import as_inputs
 from bench.pages import command_line, heading, table, write_results
 from bench.timing import decoding_options, timed
-from lookahead import EagleSource, GuessSource, LookaheadConfig, MedusaSource, PoolSource
+from lookahead import (
+    EagleSource,
+    GuessSource,
+    Lookahead,
+    LookaheadConfig,
+    MedusaSource,
+    NgramPool,
+    PoolSource,
+)
 from lookahead.passes.environment import environment
 from lookahead.tools.loading import load
 from lookahead.tools.prompts import read_prompts
@@ -39,13 +47,19 @@ def measure(
     model: PreTrainedModel, prompts: list[list[int]], options: dict, sources: list[GuessSource], guesses: int | str,
     expected: list[list[int]],
 ) -> dict:  # fmt: skip
-    """Decode all prompts with these sources. expected: the plain texts."""
+    """Decode all prompts with these sources. expected: the plain texts.
+
+    As with a model that stays wrapped, what is known of the sources' worth is kept from prompt to prompt.
+    """
     total, seconds, equal = lookahead.Stats(), [], 0
+    config = LookaheadConfig(budget=guesses)
+    engine = Lookahead(config, NgramPool(config.pool_memory_mb), sources)
     for seed, (ids, plain) in enumerate(zip(prompts, expected, strict=True)):
-        lookahead.wrap(model, LookaheadConfig(budget=guesses), source=sources)
+        engine.pool = NgramPool(config.pool_memory_mb)
+        lookahead.wrap(model, config, engine.pool, sources).lookahead = engine
         try:
             (text,), took = timed(model, as_inputs(ids, model.device), options, seed)
-            total += model.lookahead.last
+            total += engine.last
         finally:
             lookahead.unwrap(model)
         seconds.append(1000 * took / len(text))
