@@ -202,6 +202,7 @@ def test_texts_go_on_where_they_stopped(tmp_path, few, demo):
     given = ["import os\n" * 90, "class A:\n    pass\n" * 90]
     whole = add_texts(tmp_path / "whole.jsonl", *demo, given, 130, 0)
     assert sum(len(text.ids) - text.begin for text in whole) >= 130
+    assert len({tuple(text.ids[: text.begin]) for text in whole}) > 0.7 * len(whole), "the same prompts again"
     parts = tmp_path / "parts.jsonl"
     half = add_texts(parts, *demo, given, 40, 0)
     assert 0 < len(half) < len(whole)
