@@ -16,6 +16,7 @@ from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
 from lookahead.engine.planning import StepPlanner
 from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
+from lookahead.engine.recording import Recorder
 from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, Settings, for_sequence
 from lookahead.engine.verify import walk
 from lookahead.guessing.budget import Budget
@@ -118,7 +119,8 @@ def _run(
     wants_dict = generation_config.return_dict_in_generate
     keep = wants_dict and generation_config.output_scores, wants_dict and generation_config.output_logits
     rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, *keep, streamer)
-    call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs)
+    recorder = streamer if isinstance(streamer, Recorder) else None
+    call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder)
     engine.last = call.stats
     try:
         ids = call.decode(rules)
@@ -190,6 +192,7 @@ class _Call:
         generation: GenerationConfig,
         draft_model: PreTrainedModel | None,
         model_kwargs: dict,
+        recorder: Recorder | None,
     ):
         self.stats = Stats(calls=1, sequences=len(ids))
         self.cache_passed_in = cache_passed_in(model_kwargs)
@@ -200,10 +203,13 @@ class _Call:
         self._texts = [prompt.text for prompt in self._prompts]
         sources = engine.sources_with(draft_model)
         self._names = engine.ledger.names
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.begin(self._names, self.stats)
         self._runner = engine.find_runner(model)
         self._pace = engine.find_pace(self._runner)
-        self._source = Combined(sources, engine.ledger, self._pace.rate if self._pace else None, self.stats)
         budget = Budget(engine.max_guesses(len(ids)), self._pace, self.stats)
+        self._source = Combined(sources, engine.ledger, budget, self.stats)
         self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
         self._batch = Batch(
             self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool, self._pace is not None
@@ -297,12 +303,15 @@ class _Call:
         with stats.time("learn"):
             self._planner.learn(Outcome(texts, steps, logits, paths, emitted, output.hidden_states))
         for text, tokens, step, tree, path in zip(texts, emitted, steps, trees, paths, strict=True):
+            if self._recorder is not None:
+                self._recorder.record(len(text) - 1, step, tree, path, tokens)
             text += tokens
             stats.count(step, tree, path, self._names)
         if self._pace:
             in_pass = stats.seconds["forward"] - before
             rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
-            self._pace.costs.follow(rows, length, in_pass, time.perf_counter() - began - in_pass)
+            overhead = time.perf_counter() - began - in_pass - self._source.paid_seconds
+            self._pace.costs.follow(rows, length, in_pass, max(overhead, 0.0))
 
     def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor, theirs: Cache) -> None:
         """Move the content of the sequences' caches, each behind its padding, into the cache that was passed in."""

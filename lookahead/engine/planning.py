@@ -3,8 +3,9 @@
 import numpy as np
 
 from lookahead.guessing.budget import Budget
+from lookahead.guessing.combine import Combined
 from lookahead.guessing.jacobi import WindowSource
-from lookahead.guessing.source import GuessSource, Limits, Outcome
+from lookahead.guessing.source import Limits, Outcome
 from lookahead.models.adapter import ModelAdapter
 from lookahead.step import Step, lay_out
 from ngram_pool import GuessTree, Source
@@ -15,9 +16,9 @@ MIN_PROBABILITY_WITH_STATE = 0.2
 
 
 class StepPlanner:
-    """Asks the source of a call for guesses, lays out the steps, and counts the tokens that they earn."""
+    """Asks the sources of a call for guesses, lays out the steps, and counts the tokens that they earn."""
 
-    def __init__(self, source: GuessSource, budget: Budget, windows: WindowSource | None, adapter: ModelAdapter):
+    def __init__(self, source: Combined, budget: Budget, windows: WindowSource | None, adapter: ModelAdapter):
         """windows: the source of Jacobi windows, if there is one."""
         self._source = source
         self._budget = budget
@@ -49,7 +50,8 @@ class StepPlanner:
     def learn(self, outcome: Outcome) -> None:
         """Show the outcome of the planned steps to the source, and count the tokens that they earned."""
         length = max(map(len, outcome.texts))
-        self._budget.count(self._guessed, self._chosen, outcome, length)
+        self._source.observe(outcome)
+        self._budget.count(self._guessed, self._chosen, outcome, length, self._source.paid_seconds)
         pace = self._budget.pace
         if self._trials and pace:
             fewer = len(outcome.steps) * max(1 + step.guesses for step in outcome.steps)
@@ -58,7 +60,6 @@ class StepPlanner:
                 for tree, path in zip(self._chosen, outcome.paths, strict=True)
             )
             self._trials.count(earned, pace.price(outcome.rows, fewer, length))
-        self._source.observe(outcome)
 
     def keep(self, sequences: list[int]) -> None:
         """Keep only these sequences of the batch."""

@@ -4,8 +4,8 @@ A pass computes the likeliest guesses; what the model says after each of them ar
 while the tokens that it is expected to add are worth its time (a draft model: Leviathan et al. 2023, arXiv 2211.17192;
 a tree that grows by its probabilities: Li et al. 2024, arXiv 2406.16858, section 4.1).
 
-A draft model that is itself wrapped looks ahead: its own sources guess what it will say, so that one of its passes can
-go several tokens deep. Such models make a cascade.
+A draft model looks ahead itself: its own sources guess what it will say, so that one of its passes can go several
+tokens deep. They are an n-gram pool, or what the draft model was wrapped with. So models can form a cascade.
 """
 
 import time
@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,7 +22,9 @@ from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
-from lookahead.guessing.combine import Combined
+from lookahead.guessing.budget import Budget, Pace
+from lookahead.guessing.combine import Combined, Ledger
+from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome, likeliest
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
@@ -30,7 +33,7 @@ from lookahead.passes.costs import StepCosts, step_costs, synchronize
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
 from lookahead.step import Step, grow, lay_out
-from ngram_pool import GuessTree
+from ngram_pool import GuessTree, NgramPool
 
 TOP_K = 8  # guesses after each row
 MAX_ROWS = 16  # guesses of one text that a pass computes
@@ -183,14 +186,26 @@ class _Asked:
     """Those of the tree."""
 
 
+class _Inner(NamedTuple):
+    """What guesses what a draft model will say."""
+
+    sources: list[GuessSource]
+    ledger: Ledger
+    pool: NgramPool
+
+
+_inner: WeakKeyDictionary[PreTrainedModel, _Inner] = WeakKeyDictionary()  # of draft models that are not wrapped
+
+
 class DraftModelSource(GuessSource):
     """Proposes what a draft model holds likely. The draft model must have the vocabulary of the model.
 
-    A wrapped draft model uses its own settings, sources and pool.
+    A wrapped draft model uses its own settings, sources and pool. Another one gets a pool, which it keeps.
     """
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None = None):
-        """config: says how to run the passes of a model that is not wrapped (`cpu_kernels`, `compile_passes`)."""
+        """config: says how to run the passes of a model that is not wrapped (`cpu_kernels`, `compile_passes`), and how
+        much memory its pool has."""
         self.model = model
         self._config = config or LookaheadConfig()
 
@@ -227,24 +242,31 @@ class DraftModelSource(GuessSource):
         self._runner = self._open.enter_context(self._running())
         if batch.has_rate:
             self._costs = step_costs(self._runner)
-        self._inner: Combined | None = None
+        own, stats = self._own_sources(), Stats()
         if (engine := self._engine) is not None:
-            if engine.needs.hidden_states:
-                raise ValueError(
-                    "a draft model's own sources cannot have hidden states: wrap the draft model without its heads"
-                )
-            stats = Stats()
             self._open.callback(engine.add, stats)
-            rate = self._plain_rate if batch.has_rate else None
-            self._inner = Combined(engine.sources, engine.ledger, rate, stats)
-            self._open.callback(self._inner.end)
-            self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=engine.pool))
+        budget = Budget(None, Pace(self._costs), stats) if self._costs else Budget(MAX_ROWS, None, stats)
+        self._inner, self._inner_pace = Combined(own.sources, own.ledger, budget, stats), budget.pace
+        self._open.callback(self._inner.end)
+        self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=own.pool))
         self._cache: LookaheadCache | None = None
         self._held: list[list[int]] = [[] for _ in batch.texts]  # tokens in the cache
         self._drafts: list[Draft] = []
         self._steps: list[Step] = []  # what was computed and not committed yet
         self._serves = len(batch.texts) == 1 or can_batch(self.model, self._runner.adapter)
         self._hits, self._rows = PRIOR_HITS, PRIOR_ROWS
+
+    def _own_sources(self) -> _Inner:
+        if (engine := self._engine) is None:
+            if self.model not in _inner:
+                sources: list[GuessSource] = [PoolSource()]
+                _inner.setdefault(self.model, _Inner(sources, Ledger(sources), NgramPool(self._config.pool_memory_mb)))
+            return _inner[self.model]
+        if engine.needs.hidden_states:
+            raise ValueError(
+                "a draft model's own sources cannot have hidden states: wrap the draft model without its heads"
+            )
+        return _Inner(engine.sources, engine.ledger, engine.pool)
 
     def end(self) -> None:
         if self._costs:
@@ -256,8 +278,7 @@ class DraftModelSource(GuessSource):
         if self._cache is not None:
             self._cache.select(sequences)
         self._held = [self._held[b] for b in sequences]
-        if self._inner:
-            self._inner.keep(sequences)
+        self._inner.keep(sequences)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         self._forget()
@@ -330,9 +351,9 @@ class DraftModelSource(GuessSource):
                 one, shared = self._runner.adapter.make_cache(len(text) + ROOM), 0
             self._runner.settle(one)
             if new := text[shared:-1]:
-                count = self._inner.needs.prompt_logits if self._inner else 0
-                output = self._runner.read(torch.tensor([new]), one, keep=max(count, 1))
-                if self._inner and not shared:
+                count = max(self._inner.needs.prompt_logits, 1)
+                output = self._runner.read(torch.tensor([new]), one, keep=count)
+                if not shared:
                     self._inner.read(text[:-1], output.logits, output.hidden_states)
             caches.append(one)
             self._held[b] = text[:-1]
@@ -351,7 +372,7 @@ class DraftModelSource(GuessSource):
         ]
         waiting = max(len(draft.ids) - len(draft.chances) for draft in self._drafts)  # rows of the text itself
         asked: list[_Asked] = []
-        if self._inner and (waiting or all(likeliest_first)):
+        if waiting or all(likeliest_first):
             asked = self._ask(texts, limits, likeliest_first)
             for guesses, one in zip(likeliest_first, asked, strict=True):
                 guesses += one.nodes
@@ -373,7 +394,6 @@ class DraftModelSource(GuessSource):
 
     def _ask(self, texts: list[list[int]], limits: Limits, candidates: list[list[Guess]]) -> list[_Asked]:
         """What the model's own sources guess after the likeliest guess of each draft, or after the text itself."""
-        assert self._inner is not None
         asked: list[_Asked] = []
         depths = []
         for draft, guesses, text, depth in zip(self._drafts, candidates, texts, limits.depths, strict=True):
@@ -387,7 +407,9 @@ class DraftModelSource(GuessSource):
                 asked.append(_Asked(text, draft.root, GuessTree.empty(), []))
                 depths.append(depth)
         is_chain = not self._runner.adapter.can_branch
-        own = Limits(depths, MAX_ROWS, limits.min_probability, is_chain, limits.rate and self._plain_rate())
+        own = Limits(
+            depths, MAX_ROWS, limits.min_probability, is_chain, self._inner_pace.rate() if self._inner_pace else None
+        )
         for one, tree in zip(asked, self._inner.propose([one.text for one in asked], own), strict=True):
             one.tree = tree
             chance = one.row.chance if isinstance(one.row, Guess) else 1.0
@@ -427,12 +449,11 @@ class DraftModelSource(GuessSource):
         tokens, probabilities = likeliest(logits, self._temperature, TOP_K)
         for draft, *said in zip(self._drafts, tokens, probabilities, strict=True):
             draft.take(*said)
-        if self._inner and asked:
+        if asked:
             self._show(asked, logits, computed)
 
     def _show(self, asked: list[_Asked], logits: torch.Tensor, computed: int) -> None:
         """Show the model's own sources what it says after their guesses, as if it were decoding greedily."""
-        assert self._inner is not None
         steps, rows, paths, emitted = [], [], [], []
         for one in asked:
             first = one.row.row if isinstance(one.row, Guess) else one.row
@@ -454,8 +475,3 @@ class DraftModelSource(GuessSource):
             paths.append(path)
             emitted.append([said[row] for row in path])
         self._inner.observe(Outcome([one.text for one in asked], steps, shown, paths, emitted))
-
-    def _plain_rate(self) -> float:
-        """Tokens per second of the draft model, one token a pass."""
-        assert self._costs is not None
-        return 1 / float(self._costs(1, 0))
