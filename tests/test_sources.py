@@ -601,10 +601,11 @@ def test_a_slow_source_that_earns_nothing_is_asked_now_and_then(monkeypatch):
     while engine.stats.steps + 220 < FIRST_PAUSE * PAUSE_GROWTH:
         model.generate(IDS, max_new_tokens=220, min_new_tokens=220)
         if engine.stats.steps > TRIAL_STEPS:
-            assert kind.asked == TRIAL_STEPS
+            assert 1 < kind.asked < 8, "a few steps show it; the first one may have read the prompt"
+    first = kind.asked
     while engine.stats.steps < FIRST_PAUSE * PAUSE_GROWTH + 2 * TRIAL_STEPS:
         model.generate(IDS, max_new_tokens=220, min_new_tokens=220)
-    assert kind.asked == 2 * TRIAL_STEPS, "after a long pause it is tried again"
+    assert first < kind.asked < 2 * 8, "after a long pause it is tried again"
     assert engine.stats.accepted.total() == 0
 
 
@@ -637,7 +638,7 @@ def test_what_repeats_the_pool_and_takes_long_is_dropped(monkeypatch):
     for _ in range(4):
         model.generate(IDS, max_new_tokens=100, min_new_tokens=100)
     assert model.lookahead.stats.accepted.total() > 0
-    assert kind.asked == TRIAL_STEPS < model.lookahead.stats.steps
+    assert kind.asked < 8
 
 
 def says(*tokens: int, chance: float = 0.9) -> GuessTree:

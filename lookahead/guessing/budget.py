@@ -19,6 +19,7 @@ WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the n
 FIRST_PAUSE = 128  # steps before the first trial of a window, and in the first pause
 PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by this factor
 TRIAL_STEPS = 24
+MAX_LOSS = 4.0  # tokens; a trial that has lost more than these, and more than chance explains, ends early
 
 
 class Pace:
@@ -130,8 +131,8 @@ class Budget:
 class Trials:
     """Find by trial which level of something pays: whether it earns more tokens than its time is worth.
 
-    A level is tried for TRIAL_STEPS. If it pays, the next level is tried. If not, the level before it is kept for a
-    pause, and the next such pause is longer. Lives as long as the wrap.
+    A level is tried for TRIAL_STEPS, or until it is hopeless. If it pays, the next level is tried. If not, the level
+    before it is kept for a pause, and the next such pause is longer. Lives as long as the wrap.
     """
 
     def __init__(self, levels: int, first: int = 0):
@@ -141,16 +142,22 @@ class Trials:
         self._pause = FIRST_PAUSE
         self._steps_left = TRIAL_STEPS if first else FIRST_PAUSE
         self._on_trial = first > 0
-        self._earned = self._cost = 0.0
+        self._earned = self._cost = self._cost_of_calls = 0.0
         self._lock = Lock()
 
-    def count(self, tokens: float, cost: float) -> None:
-        """Count a step. tokens: what the level earned. cost: the time that it took, in tokens at the recent rate."""
+    def count(self, tokens: float, cost: float, is_first: bool = False) -> None:
+        """Count a step. tokens: what the level earned. cost: the time that it took, in tokens at the recent rate.
+
+        is_first: it is the first of a call, in which a source may read the prompt. One such step proves nothing.
+        """
         with self._lock:
             self._earned += tokens
             self._cost += cost
+            self._cost_of_calls += cost if is_first else 0.0
             self._steps_left -= 1
-            if not self._steps_left:
+            loss = self._cost - self._cost_of_calls - self._earned
+            is_hopeless = self._on_trial and loss > MAX_LOSS + 2 * max(self._earned, 0.0) ** 0.5
+            if is_hopeless or not self._steps_left:
                 self._decide()
 
     def _decide(self) -> None:
@@ -165,7 +172,7 @@ class Trials:
                 self._pause *= PAUSE_GROWTH if self._on_trial else 1
             self._on_trial = False
             self._steps_left = self._pause
-        self._earned = self._cost = 0.0
+        self._earned = self._cost = self._cost_of_calls = 0.0
 
 
 class WindowTrials(Trials):

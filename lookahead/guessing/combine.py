@@ -195,6 +195,7 @@ class Combined(GuessSource):
         self._stats = [stats.source(self._name(i)) for i in range(len(sources))]
         self._begun: list[GuessSource] = []
         self._seconds = np.zeros(len(sources))  # that each source took in the current step
+        self._has_observed: set[int] = set()  # sources that have observed a step of this call
         self._window_rows = 0  # of each sequence in this step
         self._proposed: list[dict[int, GuessTree]] = []  # for each sequence, the trees of this step by source
         self._roots: list[Node | int] = []  # for each sequence, what `_merge` returns first
@@ -261,11 +262,13 @@ class Combined(GuessSource):
         pace = self._budget.pace
         for i in self._asked:
             earned, price = self._earned(i, outcome)
+            is_first = i not in self._has_observed
+            self._has_observed.add(i)
             self._stats[i].asked += 1
             self._stats[i].earned += earned
             self._stats[i].seconds += float(self._seconds[i])
             if pace and (trials := self._ledger.trials[i]):
-                trials.count(earned, price + pace.rate() * float(self._seconds[i]))
+                trials.count(earned, price + pace.rate() * float(self._seconds[i]), is_first)
         for i in set(range(len(self._sources))).difference(self._asked):
             if pace and (trials := self._ledger.trials[i]):
                 trials.count(0.0, 0.0)  # its pause goes on
