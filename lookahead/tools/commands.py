@@ -14,7 +14,8 @@ from transformers.generation import BaseStreamer
 
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
-from lookahead.engine.engine import Lookahead
+from lookahead.engine.engine import GREEDY_TEMPERATURE, Lookahead
+from lookahead.guessing.bigrams import bigrams_file, learn_bigrams
 from lookahead.guessing.layer_skip import find_skipped_layers
 from lookahead.models.adapter import context_length
 from lookahead.passes.costs import RUNGS, progress_bar, step_costs
@@ -184,6 +185,7 @@ def tune(
     threads: int | None,
     picture: Path | None,
     layer_skip: bool,
+    bigrams: bool,
     **settings: Any,
 ) -> None:
     if picture is not None:
@@ -216,6 +218,9 @@ def tune(
             prompts = [tokenizer(prompt["turns"][0]).input_ids for prompt in source_prompts(SAMPLES)]
             with progress_bar("skipping layers") as progress:
                 found = find_skipped_layers(runner, prompts, seconds, progress)
+        if bigrams:
+            with progress_bar("learning bigrams") as progress:
+                learned = learn_bigrams(model, GREEDY_TEMPERATURE, progress)
     where = environment(model)
     click.echo(
         ", ".join(f"{name} {where[name]}" for name in ("processor", "threads", "dtype", "torch", "transformers"))
@@ -228,6 +233,13 @@ def tune(
             click.echo(f"kept for LayerSkipSource: {found.keep(model)}")
         except OSError as error:
             raise click.ClickException(f"cannot keep the layers: {error}") from error
+    if bigrams:
+        kept = bigrams_file(model)
+        try:
+            learned.save(kept)
+        except OSError as error:
+            raise click.ClickException(f"cannot keep the bigrams: {error}") from error
+        click.echo(f"{len(learned)} contexts kept for new pools: {kept}")
     if picture is not None:
         try:
             times.picture(picture, f"{where['processor']}, {where['threads']} threads, {where['dtype']}")
