@@ -51,7 +51,7 @@ def test_bigrams_are_what_the_model_says_after_each_token(model_type, first, mon
 
 
 def test_a_new_pool_has_the_kept_bigrams_until_it_observes_something_else():
-    model = tiny_model()
+    model = tiny_model("llama")
     assert len(new_pool(model, LookaheadConfig())) == 0
     known = NgramPool()
     known.learn_next([[5]], [[9]], [[1.0]])
@@ -62,12 +62,12 @@ def test_a_new_pool_has_the_kept_bigrams_until_it_observes_something_else():
         pool.learn([5, 7])
         assert pool.guess([5], 1).tokens.tolist() == [7]
     given = NgramPool()
-    assert lookahead.wrap(tiny_model(), pool=given).lookahead.pool is given and len(given) == 0
+    assert lookahead.wrap(tiny_model("llama"), pool=given).lookahead.pool is given and len(given) == 0
 
 
 def test_bigrams_do_not_change_the_text():
-    plain = tiny_model().generate(IDS, max_new_tokens=30, do_sample=False)
-    model = tiny_model()
+    plain = tiny_model("llama").generate(IDS, max_new_tokens=30, do_sample=False)
+    model = tiny_model("llama")
     keep(model, learn_bigrams(model, 0.5))
     for _ in range(2):
         text = model.generate(IDS, max_new_tokens=30, do_sample=False, custom_generate=lookahead.decode)
@@ -77,11 +77,11 @@ def test_bigrams_do_not_change_the_text():
 
 
 def test_files_of_others_are_left_alone():
-    model = tiny_model()
+    model = tiny_model("llama")
     path = keep(model, learn_bigrams(model, 0.5))
-    other = tiny_model()
+    other = tiny_model("llama")
     other.name_or_path = "another"
-    assert bigrams_file(other) != path and bigrams_file(tiny_model().to(torch.bfloat16)) != path
+    assert bigrams_file(other) != path and bigrams_file(tiny_model("llama").to(torch.bfloat16)) != path
     path.write_bytes(path.read_bytes()[:-1])
     assert len(new_pool(model, LookaheadConfig())) == 0
     larger = NgramPool()
