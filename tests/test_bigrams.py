@@ -7,11 +7,13 @@ from click.testing import CliRunner
 from zoo import VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, NgramPool
+from lookahead import LookaheadConfig, NgramPool, UnsupportedModelError
 from lookahead.guessing import bigrams
 from lookahead.guessing.bigrams import bigrams_file, learn_bigrams, new_pool
 from lookahead.guessing.pool import TOP_K
 from lookahead.passes import costs
+from lookahead.passes.capabilities import find_adapter
+from lookahead.passes.runner import EagerRunner
 from lookahead.tools.cli import main
 from ngram_pool import kernels
 
@@ -31,23 +33,31 @@ def keep(model, pool):
     return path
 
 
-@pytest.mark.parametrize("first", [None, 3])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bloom", "mamba"])  # trees, chains and a state
-def test_bigrams_are_what_the_model_says_after_each_token(model_type, first, monkeypatch):
+def learned(model, beginning=(3, 4), progress=lambda done: None):
+    return learn_bigrams(EagerRunner(model, find_adapter(model)), beginning, 0.5, progress)
+
+
+@pytest.mark.parametrize("beginning", [[3], [3, 9, 4, 4]])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "mistral"])
+def test_bigrams_are_what_the_model_says_after_each_token(model_type, beginning, monkeypatch):
     monkeypatch.setattr(bigrams, "ROWS", 7)  # so that the last pass is a shorter one
     model = tiny_model(model_type)
-    model.config.bos_token_id = first
     shares, entry = [], np.empty(1, np.int64)
-    pool = learn_bigrams(model, 0.5, shares.append)
+    pool = learned(model, beginning, shares.append)
     pool.check_integrity()
-    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
     for token in range(VOCABULARY):
-        ids = torch.tensor([[token] if first is None else [first, token]])
         with torch.no_grad():
-            said = (model(ids).logits[0, -1].float() / 0.5).softmax(-1)
+            said = (model(torch.tensor([[*beginning, token]])).logits[0, -1].float() / 0.5).softmax(-1)
         kernels.find_entries(pool._table, np.array([[token]]), kernels.KINDS.index((0, 1)), entry)
         held = dict(zip(pool._table.tokens[entry[0]].tolist(), pool._table.weights[entry[0]].tolist(), strict=True))
         assert held == pytest.approx({n: said[n].item() for n in said.topk(TOP_K).indices.tolist()}, abs=1e-4)
+
+
+def test_models_without_trees_are_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match=r"Bloom.* --bigrams"):
+        learned(tiny_model("bloom"))
 
 
 def test_a_new_pool_has_the_kept_bigrams_until_it_observes_something_else():
@@ -62,13 +72,14 @@ def test_a_new_pool_has_the_kept_bigrams_until_it_observes_something_else():
         pool.learn([5, 7])
         assert pool.guess([5], 1).tokens.tolist() == [7]
     given = NgramPool()
-    assert lookahead.wrap(tiny_model("llama"), pool=given).lookahead.pool is given and len(given) == 0
+    assert lookahead.wrap(tiny_model("llama"), pool=given).lookahead.pool is given
+    assert len(given) == 0
 
 
 def test_bigrams_do_not_change_the_text():
     plain = tiny_model("llama").generate(IDS, max_new_tokens=30, do_sample=False)
     model = tiny_model("llama")
-    keep(model, learn_bigrams(model, 0.5))
+    keep(model, learned(model))
     for _ in range(2):
         text = model.generate(IDS, max_new_tokens=30, do_sample=False, custom_generate=lookahead.decode)
         assert torch.equal(text, plain)
@@ -78,10 +89,11 @@ def test_bigrams_do_not_change_the_text():
 
 def test_files_of_others_are_left_alone():
     model = tiny_model("llama")
-    path = keep(model, learn_bigrams(model, 0.5))
+    path = keep(model, learned(model))
     other = tiny_model("llama")
     other.name_or_path = "another"
-    assert bigrams_file(other) != path and bigrams_file(tiny_model("llama").to(torch.bfloat16)) != path
+    assert bigrams_file(other) != path
+    assert bigrams_file(tiny_model("llama").to(torch.bfloat16)) != path
     path.write_bytes(path.read_bytes()[:-1])
     assert len(new_pool(model, LookaheadConfig())) == 0
     larger = NgramPool()

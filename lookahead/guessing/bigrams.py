@@ -1,11 +1,11 @@
 """What a model says after each single token, so that a new pool is not empty.
 
-Every token of the vocabulary passes once through the model, alone behind the token that begins a text. The likeliest
-next tokens are ordinary evidence of a pool: what decoding observes soon outweighs it (weight-derived bigrams, arXiv
+Every token of the vocabulary passes once through the model, behind a few tokens that begin a text. The likeliest next
+tokens are ordinary evidence of a pool: what decoding observes soon outweighs it (weight-derived bigrams, arXiv
 2411.03786).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,30 +15,48 @@ from transformers import PreTrainedModel
 from lookahead.config import LookaheadConfig
 from lookahead.guessing.pool import TOP_K
 from lookahead.guessing.source import likeliest
-from lookahead.models.adapter import device_of, vocabulary_of
+from lookahead.models.adapter import UnsupportedModelError, device_of, vocabulary_of
 from lookahead.passes.costs import path_of
-from ngram_pool import NgramPool, PoolFileError, Source
+from lookahead.passes.runner import EagerRunner
+from lookahead.step import lay_out
+from ngram_pool import GuessTree, NgramPool, PoolFileError, Source
 
-ROWS = 128  # tokens of a pass
+ROWS = 63  # tokens of a pass; with the root, the most rows that the kernels for a CPU serve
 
 
 def learn_bigrams(
-    model: PreTrainedModel, temperature: float, progress: Callable[[float], None] = lambda done: None
+    runner: EagerRunner,
+    beginning: Sequence[int],
+    temperature: float,
+    progress: Callable[[float], None] = lambda done: None,
 ) -> NgramPool:
-    """Return a pool that knows what the model says after each token of its vocabulary.
+    """Return a pool that knows what a model says after each token of its vocabulary.
 
+    beginning: at least one token, that a text of the model begins with. A model says little of use after its very first
+        token, so a chat model's should end where an answer begins.
     temperature: of the probabilities that are learned. progress: called with the share done, 0 to 1.
+    Raises UnsupportedModelError if the model cannot verify trees.
     """
+    model = runner.model
+    if not runner.adapter.can_branch:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} verifies single branches only, so it would need a pass for each token of its "
+            "vocabulary: tune it without --bigrams"
+        )
     pool, size = NgramPool(), vocabulary_of(model)
-    first = model.config.get_text_config(decoder=True).bos_token_id
-    for begin in range(0, size, ROWS):
-        tokens = torch.arange(begin, min(begin + ROWS, size), device=device_of(model))[:, None]
-        ids = tokens if first is None else torch.cat([torch.full_like(tokens, first), tokens], 1)
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, -1]
-        said, probabilities = likeliest(logits, temperature, TOP_K)
-        pool.learn_next(tokens.cpu().numpy(), said, np.minimum(probabilities, 1.0), Source.LOGITS)
-        progress((begin + len(tokens)) / size)
+    cache = runner.adapter.make_cache(len(beginning) + ROWS)
+    *before, root = beginning
+    with torch.no_grad():
+        if before:
+            runner.read(torch.tensor([before], device=device_of(model)), cache)
+        for begin in range(0, size, ROWS):
+            tokens = np.arange(begin, min(begin + ROWS, size))
+            step = lay_out(root, GuessTree.of(tokens, np.full(len(tokens), -1)))
+            logits = runner.run([step], cache).logits[0, 1:]
+            said, probabilities = likeliest(logits, temperature, TOP_K)
+            cache.commit([step], [[]])
+            pool.learn_next(tokens[:, None], said, probabilities, Source.LOGITS)
+            progress((begin + len(tokens)) / size)
     return pool
 
 
