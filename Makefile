@@ -3,12 +3,13 @@
 
 PYTHON ?= python3
 PIP_FLAGS ?=
+GPU_FLAGS ?=
 VENV := .venv
 INSTALLED := $(VENV)/installed
 WITH_TESTS := $(VENV)/installed-with-tests
 VLLM := .peers/vllm
 
-.PHONY: demo lint test test-versions test-vllm test-clients format clean
+.PHONY: demo lint test test-versions test-vllm test-clients gpu format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/lookahead generate --prompt-file demo_prompt.txt --temperature 0.6 --seed 1 --max-new-tokens 256 --compare
@@ -39,6 +40,11 @@ test-vllm:
 test-clients:
 	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" sh scripts/peers/install.sh .peers clients
 	.peers/clients/bin/python scripts/clients.py
+
+# All that is to be measured on a GPU, by PYTHON and what is installed there: nothing is downloaded. It ends after nine
+# minutes; make it again, and it goes on. GPU_FLAGS="--device cpu --small" rehearses it without a GPU.
+gpu:
+	PYTHONPATH="$(CURDIR)" $(PYTHON) scripts/gpu.py --out gpu-results $(GPU_FLAGS)
 
 format: $(WITH_TESTS)
 	$(VENV)/bin/ruff check --fix .

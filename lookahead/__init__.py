@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lookahead.models.adapter import UnsupportedModelError
     from lookahead.stats import Stats
     from lookahead.streaming import stream
+    from lookahead.tools.trace import Trace, trace
     from lookahead.vocabulary import vocabulary_fingerprint
     from lookahead.wrapping import unwrap, wrap
     from ngram_pool import GuessTree, NgramPool, PoolFileError, Source
@@ -46,9 +47,11 @@ __all__ = [
     "RetrievalSource",
     "Source",
     "Stats",
+    "Trace",
     "UnsupportedModelError",
     "decode",
     "stream",
+    "trace",
     "unwrap",
     "vocabulary_fingerprint",
     "wrap",
@@ -70,9 +73,11 @@ _HOMES = {
     "RetrievalSource": "lookahead.guessing.retrieval",
     "Source": "ngram_pool",
     "Stats": "lookahead.stats",
+    "Trace": "lookahead.tools.trace",
     "UnsupportedModelError": "lookahead.models.adapter",
     "decode": "lookahead.engine.loop",
     "stream": "lookahead.streaming",
+    "trace": "lookahead.tools.trace",
     "unwrap": "lookahead.wrapping",
     "vocabulary_fingerprint": "lookahead.vocabulary",
     "wrap": "lookahead.wrapping",

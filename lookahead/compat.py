@@ -6,6 +6,7 @@ The rest of the package does not use them. tests/test_compat.py shows which one 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain
 
 import torch
@@ -74,6 +75,11 @@ def has_accelerate_hook(module: nn.Module) -> bool:
     return hasattr(module, "_hf_hook")
 
 
+def is_tensor_parallel(model: PreTrainedModel) -> bool:
+    """Whether several processes compute the model together, as with ``tp_plan="auto"``."""
+    return (getattr(model, "_tp_size", None) or 1) > 1
+
+
 # -- modules and tensors ----------------------------------------------------------------------------------------------
 
 
@@ -119,6 +125,21 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 # -- processors and kernels -------------------------------------------------------------------------------------------
+
+
+@cache
+def multinomial_is_race() -> bool:
+    """Whether `torch.multinomial` draws a token on the CPU as the largest p / e, with e exponential and drawn at once
+    for the whole vocabulary. It is private how it draws, so it is tried."""
+    generator, other = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    for vocabulary in (1, 17, 4099):
+        p = torch.linspace(0, 1, vocabulary)[None].softmax(-1)
+        for _ in range(8):
+            chosen = torch.multinomial(p, num_samples=1, generator=generator)
+            raced = torch.argmax(p / torch.empty_like(p).exponential_(1, generator=other), dim=-1, keepdim=True)
+            if not (torch.equal(chosen, raced) and torch.equal(generator.get_state(), other.get_state())):
+                return False
+    return True
 
 
 def cpu_capability() -> str:

@@ -1,10 +1,12 @@
 """Counts and times of a call, or of all calls of a wrap."""
 
+import html
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +29,8 @@ class SourceStats:
     accepted: int = 0
     """Accepted guesses that it had proposed, alone or with others."""
     earned: int = 0
-    """Accepted guesses that no other source had proposed."""
+    """Tokens that the steps would not have written without it, as far as can be told: the guesses of the other sources
+    are followed along the text as far as the step went."""
     seconds: float = 0.0
     """Wall-clock time that it took to propose and to observe."""
 
@@ -80,6 +83,8 @@ class Stats:
     seconds: Counter = field(default_factory=Counter)
     """Wall-clock time of the steps by stage: guess, forward, verify, commit, learn. On an accelerator, forward only
     queues a pass. The wait for it is counted in verify, which first reads the result."""
+    trace: Any = field(default=None, repr=False, compare=False)
+    """The `Trace` of the call, if `lookahead.trace` has made one. Sums of calls have none."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -172,6 +177,8 @@ class Stats:
 
     def __iadd__(self, other: "Stats") -> "Stats":
         for name, value in vars(other).items():
+            if name == "trace":
+                continue
             if name == "sources":
                 for source, stats in value.items():
                     ours = self.source(source)
@@ -226,3 +233,7 @@ class Stats:
             f"{budgets}"
             f"ms a step: {seconds}"
         )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the page of the trace; without a trace, the text of ``print``."""
+        return f"<pre>{html.escape(str(self))}</pre>" if self.trace is None else self.trace._repr_html_()

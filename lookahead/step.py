@@ -159,8 +159,16 @@ def mask(
     out_of_sight = visibility.hides(positions, np.concatenate([cached, positions], axis=1))
     if out_of_sight is not None:
         hidden = hidden | out_of_sight
-    unseen = torch.from_numpy(hidden).to(device)
+    unseen = to_device(hidden, device)
     return torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, torch.finfo(dtype).min)[:, None]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to a device without waiting for the work that the device still has to do.
+
+    CUDA has read memory that is not pinned when the copy returns. Of MPS this is not known.
+    """
+    return torch.from_numpy(array).to(device, non_blocking=device.type != "mps")
 
 
 @lru_cache(maxsize=64)

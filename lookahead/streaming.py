@@ -36,11 +36,11 @@ def stream(
         raise ValueError("stream() uses its own streamer: call model.generate to use another")
     if options.get("custom_generate") is not None:
         raise ValueError("transformers passes custom_generate no streamer: give stream() a wrapped model instead")
-    return _run(model, tokenizer, {**_inputs(tokenizer, prompt, model.device), **options})
+    return _run(model, tokenizer, {**inputs_of(tokenizer, prompt, model.device), **options})
 
 
-def _inputs(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mapping, device: torch.device) -> dict:
-    """Return the arguments of generate() for ``prompt``."""
+def inputs_of(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mapping, device: torch.device) -> dict:
+    """Return the arguments of generate() for ``prompt``, as `stream` takes it. Raises what `stream` says."""
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     elif isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt):
@@ -52,7 +52,7 @@ def _inputs(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mappi
             what = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise ValueError(
                 f"the prompt's input_ids must be a tensor of one sequence, [1, n], not {what}: "
-                "tokenize one text with return_tensors='pt', and stream the texts of a batch one by one"
+                "tokenize one text with return_tensors='pt', and take the texts of a batch one by one"
             )
     else:
         raise TypeError(

@@ -50,6 +50,10 @@ MIN_TOLD = 1e-100  # keeps the belief above 0
 MIN_TIMES, MAX_TIMES = 1.0, 1.001 / (1 - FADE)  # FADE keeps the times below 1 / (1 - FADE)
 OUTSIDE = 1e-4  # probability of one token that no context names
 MIN_REST = 1e-9  # least probability that the kinds leave to all those tokens together
+# Exponents of a candidate's chance and of its known variate, and the factor for the chance of all other tokens. They
+# were fitted to what a model of 135 million parameters wrote at temperatures 0.7 and 1.0.
+RACE_CHANCE, RACE_VARIATE, RACE_OTHERS = 0.85, 0.6, 2.4
+MIN_VARIATE = 1e-12
 
 # Weight of a new observation, by origin (prompt, text, logits, jacobi, file), once an entry has several: newer evidence
 # outweighs older. The context of no tokens forgets slowly.
@@ -569,9 +573,32 @@ def calibrate_text(table, credence, tokens, start) -> None:
 
 
 @_compiled
-def grow(table, credence, context, min_probability, max_depth, chain, tokens, parents, depths, joints, sources) -> int:
+def _race(draws, found, candidates, chances):
+    """Change the candidates' chances for known draws: the token with the largest probability / variate is the next.
+
+    If the chances were the model's probabilities, the winner would be certain. If each said how likely it is that the
+    model is sure of this token, the draws would say nothing. They are in between, so both get an exponent.
+    draws: float32 [vocabulary], the variate of each token.
+    """
+    others = 1.0
+    for candidate in range(found):
+        others -= chances[candidate]
+    total = max(others, MIN_REST) * RACE_OTHERS
+    for candidate in range(found):
+        variate = draws[candidates[candidate]] if candidates[candidate] < len(draws) else np.float32(1)
+        chances[candidate] = chances[candidate] ** RACE_CHANCE * max(variate, MIN_VARIATE) ** -RACE_VARIATE
+        total += chances[candidate]
+    for candidate in range(found):
+        chances[candidate] /= total
+
+
+@_compiled
+def grow(
+    table, credence, context, min_probability, max_depth, chain, draws, tokens, parents, depths, joints, sources
+) -> int:
     """Grow the likeliest tree below ``context`` (int64 [LONGEST]) best-first, and lay it out depth-first.
 
+    draws: float32 [k, vocabulary], the variates of the first k depths.
     tokens, parents, depths, joints, sources: the arrays of a `GuessTree`, as long as it may have nodes. They are filled
     from the front. Returns the number of nodes.
     """
@@ -591,6 +618,8 @@ def grow(table, credence, context, min_probability, max_depth, chain, tokens, pa
             path = paths[node + 1]
             _look_up(table, credence, path, LONGEST, sums, keys, entries, amounts, beliefs)
             found = _mix(table, credence.votes, entries, amounts, beliefs, candidates, chances, tilts, origins)
+            if depth < len(draws):
+                _race(draws[depth], found, candidates, chances)
             for candidate in range(found):
                 chance = joint * chances[candidate]
                 if chance > min_probability:
@@ -653,7 +682,8 @@ def compile_loops() -> None:
     are_ids(row[0])
     are_distributions(certain)
     tokens, parents, depths, sources = np.empty((4, 1), np.int64)
-    grow(table, credence, row[0], 0.0, 1, False, tokens, parents, depths, np.empty(1), sources)
+    no_draws = np.empty((0, 0), np.float32)
+    grow(table, credence, row[0], 0.0, 1, False, no_draws, tokens, parents, depths, np.empty(1), sources)
     merge(table, 0, table, 0, table)
     bound(credence)
     flaw(table, -1, 1)

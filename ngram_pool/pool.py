@@ -30,6 +30,7 @@ _MAX_COUNT = 2**63 - 1  # also for the clock, which older files do not wrap
 # The counters in a file's header, each with its least and greatest value.
 _COUNTERS = {"clock": (0, _MAX_COUNT), "observations": (0, _MAX_COUNT), "largest": (-1, 2**31 - 1)}
 # What `merge` needs of the state of a pool that has learned nothing.
+_NO_DRAWS = np.empty((0, 0), np.float32)
 _NOTHING: dict = {"_table": kernels.empty_table(WAYS), "_clock": 0, "_observations": 0}
 
 
@@ -181,19 +182,25 @@ class NgramPool:
         min_probability: float = 0.0,
         max_depth: int | None = None,
         chain: bool = False,
+        draws: np.ndarray | None = None,
     ) -> GuessTree:
         """Return the likeliest continuations of ``context`` as one tree, grown best-first. It is deterministic.
 
         context: sequence of ids, newest last; only the last LONGEST count.
         budget: most nodes, up to MAX_NODES. min_probability: each node is above it. max_depth: most nodes in a branch.
         chain: a single branch, for models that cannot verify trees.
-        Raises ValueError for ids outside 0..2**31-1, a NaN or a budget that is too large.
+        draws: float32 [k, vocabulary], if known: the exponential variates by which the next k tokens will be chosen,
+            the largest probability / variate each time. They change what is likeliest.
+        Raises ValueError for ids outside 0..2**31-1, a NaN, a budget that is too large, or draws of another shape.
         """
         budget = operator.index(budget)
         if budget > MAX_NODES or math.isnan(min_probability):
             raise ValueError(
                 f"budget={budget} must be at most {MAX_NODES}, and min_probability={min_probability} a number"
             )
+        draws = _NO_DRAWS if draws is None else np.ascontiguousarray(draws, np.float32)
+        if draws.ndim != 2:
+            raise ValueError(f"draws must be of shape [tokens, vocabulary], not {draws.shape}")
         tail = _text(context[-LONGEST:])
         depth = budget if max_depth is None else min(operator.index(max_depth), budget)
         if budget <= 0 or depth <= 0:
@@ -203,7 +210,9 @@ class NgramPool:
         tokens, parents, depths, sources = np.empty((4, budget), np.int64)
         nodes = tokens, parents, depths, np.empty(budget), sources
         with self._lock:
-            count = kernels.grow(self._table, self._credence, path, float(min_probability), depth, bool(chain), *nodes)
+            count = kernels.grow(
+                self._table, self._credence, path, float(min_probability), depth, bool(chain), draws, *nodes
+            )
         return GuessTree.trusted(*(array[:count] for array in nodes))
 
     # Sharing

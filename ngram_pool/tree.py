@@ -124,6 +124,16 @@ class GuessTree:
                 return self.part(np.array(kept, np.int64))
             kept.append(int(children[self.probabilities[children].argmax()]))
 
+    def follow(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first on, are guesses below one another."""
+        node = -1
+        for place, token in enumerate(tokens):
+            children = np.flatnonzero((self.parents == node) & (self.tokens == token))
+            if not len(children):
+                return place
+            node = int(children[0])
+        return len(tokens)
+
     def part(self, kept: np.ndarray) -> "GuessTree":
         """Return the tree of the nodes ``kept``: int64 [k], ascending, each node's parent among them."""
         places = np.full(len(self) + 1, -1)  # the last place is the root's, whose index is -1

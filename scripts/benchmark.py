@@ -21,6 +21,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -74,9 +75,11 @@ def reading(model: PreTrainedModel) -> dict:
 
 def measure(
     subject: Subject, prompts: list[list[int]], categories: list[str], methods: list[str], options: dict, repeats: int,
-    label: str,
+    label: str, is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[list[dict], dict[str, str]]:  # fmt: skip
     """Measure a cell. prompts: token ids, each with its category. methods: plain among them.
+
+    is_over: asked before each prompt but the first; once it says so, the rest is left out.
 
     Returns a row for each prompt and method, and the reason for each method that failed, which has no rows.
     Raises what plain decoding raises.
@@ -105,6 +108,8 @@ def measure(
     rows = []
     with click.progressbar(list(enumerate(prompts)), label=label, file=sys.stderr) as progress:
         for number, ids in progress:
+            if number and is_over():
+                break
             calls = in_turn(methods, repeats, number, partial(attempt, number))
             plain = calls["plain"][0]["ids"]
             for method in [method for method in methods if method not in failures]:

@@ -50,3 +50,12 @@ def test_the_examples_of_drafts(example, capsys, number, name):
     names, _, _ = example
     exec(re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)[number], names)
     assert f"{name}: asked in" in capsys.readouterr().out
+
+
+def test_the_example_of_a_trace(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"```python\n(.*?)```", (DOCS / "trace.md").read_text(encoding="utf-8"), re.S)
+    names: dict = {}
+    exec(example, names)
+    assert capsys.readouterr().out == names["trace"].text + "\n"
+    assert Path("trace.html").read_text(encoding="utf-8") == names["trace"].html()

@@ -49,7 +49,9 @@ GREEDY = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
 FIXED = LookaheadConfig(budget=16, window_size=0)  # step for step the same in every run
 SAMPLED = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.8}
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+
+def needs_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")(test))
 
 
 def again(function, device, beside):

@@ -23,6 +23,7 @@ from zoo import VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import DraftModelSource, EagleSource, LookaheadConfig, MedusaSource, PoolSource
+from lookahead.guessing import draft
 from lookahead.guessing.combine import Ledger
 from lookahead.guessing.source import Batch, Limits
 
@@ -258,6 +259,7 @@ def check_trees(plain, seen: list, sample: int) -> None:
 @pytest.mark.parametrize(("batch", "has_pool"), [(1, False), (3, True)])
 def test_a_tree_has_the_probabilities_of_the_plain_head(monkeypatch, tmp_path, kind, batch, has_pool):
     """At every step of a call, with guesses accepted (the pool's too) and rejected."""
+    monkeypatch.setattr(draft, "SHARPENING", 0.0)
     model, seen = deep_model(), []
     source = source_of(kind, model, tmp_path)
     plain = plain_of(kind, deep_model())

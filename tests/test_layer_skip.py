@@ -204,7 +204,7 @@ def test_what_is_drafted_is_what_the_kept_layers_say(model_type, skipped, batch)
                 continue  # fills up a batch
             logits = said_after(model, skipped, text[:-1], [text[-1], *one.text_to(row)])[-1]
             expected = (logits / 0.5).softmax(-1)
-            for token, probability in one.following[row].items():
+            for token, probability in zip(one.following[row], one.said[row], strict=True):
                 assert abs(expected[token] - probability) < 1e-4, (text, row)
                 compared += 1
     assert compared > 50

@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,9 +17,10 @@ from zoo import CHAIN_ONLY, VOCABULARY, tiny_model
 import lookahead
 from lookahead import GuessSource, GuessTree, LookaheadConfig, NgramPool, PoolSource, Source, Stats
 from lookahead.guessing import combine
-from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, PAUSE_GROWTH, TRIAL_STEPS
-from lookahead.guessing.combine import Calibration, Combined, Ledger
-from lookahead.guessing.source import Batch, Limits, Needs
+from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, PAUSE_GROWTH, TRIAL_STEPS, Budget
+from lookahead.guessing.combine import Calibration, Combined, Ledger, Mixture
+from lookahead.guessing.source import Batch, Limits, Needs, Outcome
+from lookahead.step import lay_out
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 GREEDY = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
@@ -349,6 +351,16 @@ def test_parts_hold_the_nodes_that_are_kept():
         assert part.sources.tolist() == tree.sources[kept].tolist()
 
 
+def test_tokens_are_followed_as_far_as_they_were_guessed():
+    rng = random.Random(0)
+    for tree in trees(200, 20):
+        paths = paths_of(tree)
+        for tokens in (*paths, [rng.randrange(5) for _ in range(4)]):
+            tokens = [*tokens, rng.randrange(5)]
+            expected = max(n for n in range(len(tokens) + 1) if not n or tuple(tokens[:n]) in paths)
+            assert tree.follow(tokens) == expected, (paths, tokens)
+
+
 def test_the_likeliest_chain_takes_the_likeliest_child_each_time():
     for tree in trees(200, 20):
         whole, path = paths_of(tree), ()
@@ -365,7 +377,7 @@ def test_the_likeliest_chain_takes_the_likeliest_child_each_time():
 
 
 def combined(sources: list[GuessSource], ledger: Ledger | None = None, sequences: int = 1) -> Combined:
-    whole = Combined(sources, ledger or Ledger(sources), None, Stats())
+    whole = Combined(sources, ledger or Ledger(sources), Budget(None, None, Stats()), Stats())
     whole.start(Batch([[1]] * sequences, 1.0, VOCABULARY, NgramPool(0.1)))
     return whole
 
@@ -379,12 +391,20 @@ def merged(*trees: GuessTree, ledger: Ledger | None = None, depth: int = 99, is_
 def experienced_ledger(rng: np.random.Generator, sources: int) -> Ledger:
     """What a ledger is after claims of all kinds, more or less well founded."""
     ledger = Ledger([Says() for _ in range(sources)])
-    for count in range(1, sources + 1):
-        for proposers in itertools.combinations(range(sources), count):
+    for speakers in parts(range(sources)):
+        for _ in range(20):
+            ledger.mixture(speakers).count({i: rng.random() for i in speakers if rng.random() < 0.7})
+        for proposers in parts(speakers):
             honesty = rng.random() * 2
             for claim in rng.random(200):
-                ledger.calibration(frozenset(proposers)).count(claim, rng.random() < claim * honesty)
+                ledger.calibration(speakers, proposers).count(claim, rng.random() < claim * honesty)
     return ledger
+
+
+def parts(whole: Iterable[int]) -> list[frozenset[int]]:
+    """All parts of a set but the empty one."""
+    members = list(whole)
+    return [frozenset(part) for count in range(len(members)) for part in itertools.combinations(members, count + 1)]
 
 
 def test_prefixes_merge():
@@ -497,6 +517,38 @@ def test_calibration_follows_what_changes():
     assert calibration(0.9) == pytest.approx(0.1, abs=0.03)
 
 
+def test_whoever_was_right_is_believed():
+    mixture = Mixture(frozenset({0, 1}))
+    assert mixture({0: 0.8}) == pytest.approx(0.4), "nothing is known yet: both count the same"
+    assert mixture({0: 0.8, 1: 0.2}) == pytest.approx(0.5)
+    for _ in range(300):
+        mixture.count({0: 0.8, 1: 0.1})
+    assert mixture({0: 0.8}) > 0.75
+    assert mixture({1: 0.8}) < 0.05
+    for _ in range(2000):
+        mixture.count({1: 0.5})
+    assert mixture({0: 0.8}) < 0.05, "who is right now is not believed"
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_beliefs_are_the_shares_of_the_truth(share):
+    """Two sources that are each sure of one token: belief in a source is the share of the tokens that it knew."""
+    rng = np.random.default_rng(0)
+    mixture = Mixture(frozenset({0, 1}))
+    believed = []
+    for _ in range(4000):
+        mixture.count({0: 1.0} if rng.random() < share else {1: 1.0})
+        believed.append(mixture({0: 1.0}))
+    assert np.mean(believed[1000:]) == pytest.approx(share, abs=0.04)
+
+
+def test_claims_of_nothing_spoil_no_mixture():
+    mixture = Mixture(frozenset({0, 1}))
+    for _ in range(200_000):
+        mixture.count({0: 0.0, 1: 0.0})
+    assert mixture({0: 0.5, 1: 0.5}) == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("is_accepted", [False, True])
 def test_claims_of_nothing_for_ever_spoil_no_calibration(is_accepted):
     calibration = Calibration()
@@ -514,7 +566,7 @@ def test_a_source_that_boasts_is_seen_through_in_decoding():
         model.generate(IDS, max_new_tokens=200, min_new_tokens=200)
     engine = model.lookahead
     assert engine.last.accepted.total() == 0
-    assert engine.ledger.calibration(frozenset({0}))(0.9) < 0.03
+    assert engine.ledger.calibration(frozenset({0}), frozenset({0}))(0.9) < 0.03
     assert all(predicted < 0.1 for guesses, predicted, _ in engine.last.reliability if guesses)
 
 
@@ -586,6 +638,40 @@ def test_what_repeats_the_pool_and_takes_long_is_dropped(monkeypatch):
         model.generate(IDS, max_new_tokens=100, min_new_tokens=100)
     assert model.lookahead.stats.accepted.total() > 0
     assert kind.asked == TRIAL_STEPS < model.lookahead.stats.steps
+
+
+def says(*tokens: int, chance: float = 0.9) -> GuessTree:
+    return GuessTree.chain(tokens, probabilities=chance ** np.arange(1, len(tokens) + 1))
+
+
+@pytest.mark.parametrize(
+    ("trees", "earned"),
+    [
+        ([says(1, 2, 3), GuessTree.empty()], [3, 0]),
+        ([says(1, 2, 3), says(1, 2)], [1, 0]),
+        ([says(1, 2), says(1, 2)], [0, 0]),
+        ([says(5), says(1)], [0, 1]),
+        # Two guesses are verified. The second source's takes the place of one that would have been accepted.
+        ([says(1, 2, 3, chance=0.5), says(1, 7, chance=0.9)], [0, -1]),
+    ],
+)
+def test_a_source_earns_what_the_step_would_not_have_written_without_it(trees, earned):
+    """The text goes on with 1, 2, 3, 4. No claim is corrected yet."""
+    stats = Stats()
+    sources = [type(f"Source{i}", (Says,), {})(tree) for i, tree in enumerate(trees)]
+    budget = Budget(2 if earned[1] < 0 else 9, None, stats)
+    whole = Combined(sources, Ledger(sources), budget, stats)
+    whole.start(Batch([[1]], 1.0, VOCABULARY, NgramPool(0.1)))
+    (tree,) = whole.propose([[0]], Limits([9], 99, 0.0, False))
+    (chosen,) = budget.choose([tree], 1, 0)
+    accepted = chosen.follow([1, 2, 3, 4])
+    step = lay_out(0, chosen)
+    path = [0]
+    for token in [1, 2, 3, 4][:accepted]:
+        path.append(step.children()[path[-1], token])
+    logits = torch.zeros(1, len(step), VOCABULARY)
+    whole.observe(Outcome([[0]], [step], logits, [path], [[1, 2, 3, 4][: accepted + 1]]))
+    assert [each.earned for each in whole._stats] == earned
 
 
 def test_a_fixed_budget_asks_always(monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from lookahead.compat import attention_implementation
+from lookahead.compat import attention_implementation, is_tensor_parallel
 from lookahead.config import AUTO, LookaheadConfig
 from lookahead.cpu import native
 from lookahead.engine.fallback import warn_plain
@@ -26,6 +26,8 @@ from ngram_pool import NgramPool, Source
 from ngram_pool.forks import Lock
 
 JACOBI_SIZE = 16  # positions of a Jacobi block, by default
+# Guesses of a step that is not planned by time, in place of an automatic budget.
+BUDGET_WITHOUT_COSTS = 16
 GREEDY_TEMPERATURE = 0.5  # for learning from logits in greedy decoding
 
 
@@ -178,11 +180,13 @@ class Lookahead:
         """The source of Jacobi windows, if the engine has one."""
         return next((source for source in self.sources if isinstance(source, WindowSource)), None)
 
-    def max_guesses(self, sequences: int) -> int | None:
-        """Guesses that a step of this many sequences verifies; None: as many as pay."""
+    def max_guesses(self, sequences: int, pace: Pace | None) -> int | None:
+        """Guesses that a step of this many sequences verifies; None: as many as pay. pace: from `find_pace`."""
         if (jacobi := self._plain_jacobi) is not None:
             return sequences * jacobi.size
-        return None if self.config.budget == AUTO else self.config.budget
+        if self.config.budget == AUTO:
+            return None if pace else BUDGET_WITHOUT_COSTS
+        return self.config.budget
 
     @property
     def goes_by_costs(self) -> bool:
@@ -202,8 +206,12 @@ class Lookahead:
         return (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
 
     def find_pace(self, runner: EagerRunner) -> Pace | None:
-        """The pace by which budgets and windows are chosen; None if nothing is chosen."""
-        if not self.goes_by_costs:
+        """The pace by which budgets and windows are chosen; None if nothing is chosen.
+
+        The processes of a tensor-parallel model must take the same steps, but each would measure other times. So
+        nothing is chosen by time there.
+        """
+        if not self.goes_by_costs or is_tensor_parallel(runner.model):
             return None
         costs = step_costs(runner)
         fresh = Pace(costs)

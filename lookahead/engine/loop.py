@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
@@ -16,6 +17,7 @@ from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
 from lookahead.engine.planning import StepPlanner
 from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
+from lookahead.engine.recording import Recorder
 from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, Settings, for_sequence
 from lookahead.engine.verify import walk
 from lookahead.guessing.bigrams import new_pool
@@ -119,7 +121,8 @@ def _run(
     wants_dict = generation_config.return_dict_in_generate
     keep = wants_dict and generation_config.output_scores, wants_dict and generation_config.output_logits
     rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, *keep, streamer)
-    call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs)
+    recorder = streamer if isinstance(streamer, Recorder) else None
+    call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder)
     engine.last = call.stats
     try:
         ids = call.decode(rules)
@@ -191,6 +194,7 @@ class _Call:
         generation: GenerationConfig,
         draft_model: PreTrainedModel | None,
         model_kwargs: dict,
+        recorder: Recorder | None,
     ):
         self.stats = Stats(calls=1, sequences=len(ids))
         self.cache_passed_in = cache_passed_in(model_kwargs)
@@ -201,10 +205,13 @@ class _Call:
         self._texts = [prompt.text for prompt in self._prompts]
         sources = engine.sources_with(draft_model)
         self._names = engine.ledger.names
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.begin(self._names, self.stats)
         self._runner = engine.find_runner(model)
         self._pace = engine.find_pace(self._runner)
-        self._source = Combined(sources, engine.ledger, self._pace.rate if self._pace else None, self.stats)
-        budget = Budget(engine.max_guesses(len(ids)), self._pace, self.stats)
+        budget = Budget(engine.max_guesses(len(ids), self._pace), self._pace, self.stats)
+        self._source = Combined(sources, engine.ledger, budget, self.stats)
         self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
         self._batch = Batch(
             self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool, self._pace is not None
@@ -281,13 +288,13 @@ class _Call:
         stats.steps += 1
         began, before = time.perf_counter(), stats.seconds["forward"]
         with stats.time("guess"):
-            steps, trees = self._planner.plan(texts, depths)
+            steps, trees = self._planner.plan(texts, depths, self._known_draws(rules, depths))
         with stats.time("forward"):
             output = self._runner.run(steps, cache, last)
             logits = output.logits
-            synchronize(logits.device)
-        # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
-        self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and bool(logits.amax().isnan())
+            # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
+            self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and bool(logits.amax().isnan())
+            synchronize(logits.device)  # where the line above has not waited already
         if self._is_spoiled:
             cache.commit(steps, [[] for _ in steps])
             return
@@ -298,12 +305,23 @@ class _Call:
         with stats.time("learn"):
             self._planner.learn(Outcome(texts, steps, logits, paths, emitted, output.hidden_states))
         for text, tokens, step, tree, path in zip(texts, emitted, steps, trees, paths, strict=True):
+            if self._recorder is not None:
+                self._recorder.record(len(text) - 1, step, tree, path, tokens)
             text += tokens
             stats.count(step, tree, path, self._names)
         if self._pace:
             in_pass = stats.seconds["forward"] - before
             rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
-            self._pace.costs.follow(rows, length, in_pass, time.perf_counter() - began - in_pass)
+            overhead = time.perf_counter() - began - in_pass - self._source.paid_seconds
+            self._pace.costs.follow(rows, length, in_pass, max(overhead, 0.0))
+
+    @staticmethod
+    def _known_draws(rules: list[NextTokenRule], depths: list[int]) -> list[np.ndarray | None]:
+        """The known draws of each live sequence, by its largest depth of a guess; [] if there are none."""
+        live = [rule for rule in rules if rule.live]
+        if len(live) < len(depths):  # sequences that go in step
+            return []
+        return [rule.known_draws(depth) for rule, depth in zip(live, depths, strict=True)]
 
     def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor, theirs: Cache) -> None:
         """Move the content of the sequences' caches, each behind its padding, into the cache that was passed in."""

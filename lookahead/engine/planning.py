@@ -1,10 +1,13 @@
 """Plans the next pass: as many guesses as pay, and the rows of a Jacobi window."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lookahead.guessing.budget import Budget
+from lookahead.guessing.combine import Combined
 from lookahead.guessing.jacobi import WindowSource
-from lookahead.guessing.source import GuessSource, Limits, Outcome
+from lookahead.guessing.source import Limits, Outcome
 from lookahead.models.adapter import ModelAdapter
 from lookahead.step import Step, lay_out
 from ngram_pool import GuessTree, Source
@@ -15,9 +18,9 @@ MIN_PROBABILITY_WITH_STATE = 0.2
 
 
 class StepPlanner:
-    """Asks the source of a call for guesses, lays out the steps, and counts the tokens that they earn."""
+    """Asks the sources of a call for guesses, lays out the steps, and counts the tokens that they earn."""
 
-    def __init__(self, source: GuessSource, budget: Budget, windows: WindowSource | None, adapter: ModelAdapter):
+    def __init__(self, source: Combined, budget: Budget, windows: WindowSource | None, adapter: ModelAdapter):
         """windows: the source of Jacobi windows, if there is one."""
         self._source = source
         self._budget = budget
@@ -31,14 +34,16 @@ class StepPlanner:
         self._guessed: list[GuessTree] = []  # all guesses for the step under way
         self._chosen: list[GuessTree] = []  # the likeliest part of them, which the step verifies
 
-    def plan(self, texts: list[list[int]], depths: list[int]) -> tuple[list[Step], list[GuessTree]]:
+    def plan(
+        self, texts: list[list[int]], depths: list[int], draws: Sequence[np.ndarray | None] = ()
+    ) -> tuple[list[Step], list[GuessTree]]:
         """Return the next step of each sequence, and the tree of the guesses in it.
 
-        depths: for each sequence, the largest depth that a guess may have.
+        depths: for each sequence, the largest depth that a guess may have. draws: as in `Limits`.
         """
         pace = self._budget.pace
         rate = pace.rate() if pace else None
-        limits = Limits(depths, self._budget.limit(len(texts)), self._least, self._is_chain, rate)
+        limits = Limits(depths, self._budget.limit(len(texts)), self._least, self._is_chain, rate, draws)
         self._guessed = self._source.propose(texts, limits)
         windows = self._source.look_ahead(limits)
         window_rows = max(sum(map(len, rows)) for rows in windows)
@@ -49,7 +54,8 @@ class StepPlanner:
     def learn(self, outcome: Outcome) -> None:
         """Show the outcome of the planned steps to the source, and count the tokens that they earned."""
         length = max(map(len, outcome.texts))
-        self._budget.count(self._guessed, self._chosen, outcome, length)
+        self._source.observe(outcome)
+        self._budget.count(self._guessed, self._chosen, outcome, length, self._source.paid_seconds)
         pace = self._budget.pace
         if self._trials and pace:
             fewer = len(outcome.steps) * max(1 + step.guesses for step in outcome.steps)
@@ -58,7 +64,6 @@ class StepPlanner:
                 for tree, path in zip(self._chosen, outcome.paths, strict=True)
             )
             self._trials.count(earned, pace.price(outcome.rows, fewer, length))
-        self._source.observe(outcome)
 
     def keep(self, sequences: list[int]) -> None:
         """Keep only these sequences of the batch."""

@@ -3,9 +3,14 @@
 import copy
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer, logits_process, stopping_criteria
+
+from lookahead import compat
+
+KNOWN_DRAWS = 16  # how many tokens ahead draws are made
 
 # Callbacks that treat each sequence of a batch independently of the others. Not every version of transformers has all.
 _PROCESSORS = (
@@ -62,6 +67,63 @@ class Settings:
     streamer: BaseStreamer | None = None
 
 
+class Race:
+    """Draws one token after another as `torch.multinomial` does, and can make the draws before it knows what for.
+
+    To draw one token, `torch.multinomial` draws an exponential variate e for each token of the vocabulary, and takes
+    the largest p / e. So e depends on the generator alone, and not on the text. It is drawn ahead from a copy of the
+    generator. The generator itself moves on only when a token is chosen. If somebody else has used or seeded it in the
+    meantime, as a logits processor may, what was drawn ahead is dropped.
+    """
+
+    def __init__(self, generator: torch.Generator | None, vocabulary: int):
+        """generator: on the CPU; None: torch's own."""
+        self._generator = torch.default_generator if generator is None else generator
+        self._scout = torch.Generator()  # draws ahead
+        # The known variates are the rows from `_begin` on, those of the next token first. When no row is left behind
+        # them, they move to the front.
+        self._buffer = torch.empty(2 * KNOWN_DRAWS, vocabulary)
+        self._begin = 0
+        self._states = [self._generator.get_state()]
+        """The generator's state before the first of them, and after each."""
+
+    def ahead(self, count: int) -> np.ndarray:
+        """Return the variates of the next ``count`` tokens, float32 [count, vocabulary], valid until the next call.
+
+        count: up to KNOWN_DRAWS.
+        """
+        self._check()
+        known = len(self._states) - 1
+        if known < count:
+            if self._begin + count > len(self._buffer):
+                self._buffer[:known] = self._buffer[self._begin : self._begin + known].clone()
+                self._begin = 0
+            self._scout.set_state(self._states[-1])
+            for row in range(self._begin + known, self._begin + count):
+                self._buffer[row : row + 1].exponential_(1, generator=self._scout)
+                self._states.append(self._scout.get_state())
+        return self._buffer[self._begin : self._begin + count].numpy()
+
+    def choose(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Draw a token: int64 [1]. probabilities: float32 [1, vocabulary]."""
+        self._check()
+        if len(self._states) == 1:
+            chosen = torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
+            self._states = [self._generator.get_state()]
+            return chosen
+        chosen = torch.argmax(probabilities / self._buffer[self._begin : self._begin + 1], dim=-1)
+        self._begin += 1
+        self._states.pop(0)
+        self._generator.set_state(self._states[0])
+        return chosen
+
+    def _check(self) -> None:
+        """Forget what was drawn ahead if the generator's state is not the one that was left."""
+        state = self._generator.get_state()
+        if not torch.equal(state, self._states[0]):
+            self._begin, self._states = 0, [state]
+
+
 class NextTokenRule:
     """Chooses the next token of each of its sequences, as `GenerationMixin._sample` does, and says when to stop.
 
@@ -88,6 +150,15 @@ class NextTokenRule:
         self._criteria = criteria
         self._settings = settings
         self._generator = generator
+        self._race: Race | None = None
+
+    def known_draws(self, count: int) -> np.ndarray | None:
+        """Return the exponential variates that will choose the next tokens, float32 [n, vocabulary], n <= ``count``.
+
+        A token's chance is divided by its variate, and the largest quotient is chosen. None if they are not known:
+        in greedy decoding, before the first token, for several sequences in step, and off the CPU.
+        """
+        return self._race.ahead(min(count, KNOWN_DRAWS)) if self._race else None
 
     def emit(self, logits: torch.Tensor) -> list[int]:
         """Choose, record and stream the next token of every live sequence; return the tokens in the order of `live`.
@@ -107,28 +178,38 @@ class NextTokenRule:
             self.logits += (raw,)
         if self._settings.do_sample:
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            if probabilities[:, 0].isnan().any():  # one NaN in a row, or nothing but -inf, makes all of it NaN
-                raise FloatingPointError(self._no_choice())
-            chosen = torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
+            no_choice = probabilities[:, 0].isnan()  # one NaN in a row, or nothing but -inf, makes all of it NaN
+            probabilities.masked_fill_(no_choice[:, None], 1.0)  # on a GPU, multinomial would end the process
+            chosen = self._draw(probabilities)
         else:
             chosen = torch.argmax(scores, dim=-1)
-            if scores.gather(1, chosen[:, None]).isnan().any():  # argmax ranks NaN highest
-                raise FloatingPointError(self._no_choice())
+            no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()  # argmax ranks NaN highest
         if self._settings.pad_token is not None and len(self.live) < len(self.ids):
             chosen = chosen.where(self._unfinished, self._settings.pad_token)
         self.ids = torch.cat([self.ids, chosen[:, None]], dim=-1)
-        emitted = chosen.tolist()
-        emitted = [emitted[sequence] for sequence in self.live]
         self._unfinished = self._unfinished & ~self._criteria(self.ids, self.scores)
-        unfinished = self._unfinished.tolist()
+        # The host waits for the device here, and nowhere else.
+        tokens, unfinished, spoiled = torch.stack([chosen, self._unfinished.long(), no_choice.long()]).tolist()
+        if any(spoiled):
+            raise FloatingPointError(self._no_choice())
+        emitted = [tokens[sequence] for sequence in self.live]
         if self._settings.pad_token is not None or not any(unfinished):
             self.live = [sequence for sequence in self.live if unfinished[sequence]]
         if self._settings.streamer is not None:
-            self._settings.streamer.put(chosen.cpu())
+            self._settings.streamer.put(torch.tensor(tokens))
         return emitted
+
+    def _draw(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Draw the next token of each sequence, int64 [sequences], as `GenerationMixin._sample` does."""
+        rows, vocabulary = probabilities.shape
+        if self._race is None and rows == 1 and probabilities.is_cpu and compat.multinomial_is_race():
+            self._race = Race(self._generator, vocabulary)
+        if self._race is not None:
+            return self._race.choose(probabilities)
+        return torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
 
     def _no_choice(self) -> str:
         return (
-            f"the scores of the token at position {self.ids.shape[1]} are NaN, or all -inf: the model's weights or a "
-            "logits processor are at fault, or the dtype is too narrow"
+            f"the scores of the token at position {self.ids.shape[1] - 1} are NaN, or all -inf: the model's weights or "
+            "a logits processor are at fault, or the dtype is too narrow"
         )

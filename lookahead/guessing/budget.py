@@ -44,9 +44,7 @@ class Pace:
         for tree in trees:
             gains[1 : len(tree) + 1] += tree.probabilities[tree.ranking]
         rows = len(trees) * (1 + window_rows + np.arange(len(gains)))
-        chosen = int(np.argmax(np.cumsum(gains) - self.rate() * self.costs(rows, length)))
-        self.reach = min(max(self.reach - 1, 2 * chosen + 8), MAX_GUESSES)
-        return chosen
+        return int(np.argmax(np.cumsum(gains) - self.rate() * self.costs(rows, length)))
 
     def price(self, rows: int, fewer: int, length: int) -> float:
         """Return the tokens that could be written in the time by which a step of ``rows`` outlasts one of ``fewer``."""
@@ -54,11 +52,18 @@ class Pace:
             return 0.0
         return self.rate() * float(self.costs(rows, length) - self.costs(fewer, length))
 
-    def count(self, tokens: int, rows: int, length: int) -> None:
-        """Add a step to the rate: the tokens that it wrote and the rows that it had, over all sequences."""
+    def count(self, tokens: int, rows: int, length: int, seconds: float = 0.0) -> None:
+        """Add a step to the rate: the tokens that it wrote and the rows that it had, over all sequences.
+
+        seconds: what sources of guesses took.
+        """
         with self._lock:
             self._tokens = FADE * self._tokens + tokens
-            self._seconds = FADE * self._seconds + float(self._cost(rows, length))
+            self._seconds = FADE * self._seconds + float(self._cost(rows, length)) + seconds
+
+    def count_guesses(self, verified: int) -> None:
+        """Let `reach` follow the number of guesses that a step verified for each sequence."""
+        self.reach = min(max(self.reach - 1, 2 * verified + 8), MAX_GUESSES)
 
     def count_regret(self, stats: Stats, tree: GuessTree, chosen: GuessTree, path: list[int], length: int) -> None:
         """Add to ``stats`` what a sequence's step yielded, and what each fixed budget would have yielded.
@@ -106,14 +111,20 @@ class Budget:
         count = self._chooser.choose(trees, length, window_rows) if self._chooser else self.limit(len(trees))
         return [tree.likeliest(count) for tree in trees]
 
-    def count(self, trees: list[GuessTree], chosen: list[GuessTree], outcome: Outcome, length: int) -> None:
-        """Count what a step has yielded. trees: all guesses. chosen: the guesses that were verified."""
+    def count(
+        self, trees: list[GuessTree], chosen: list[GuessTree], outcome: Outcome, length: int, seconds: float
+    ) -> None:
+        """Count what a step has yielded. trees: all guesses. chosen: the guesses that were verified.
+
+        seconds: what sources of guesses took, except those that are free.
+        """
         if self.pace is None:
             return
         if self._chooser:
+            self._chooser.count_guesses(max(map(len, chosen)))
             for tree, part, path in zip(trees, chosen, outcome.paths, strict=True):
                 self._chooser.count_regret(self._stats, tree, part, path, length)
-        self.pace.count(sum(map(len, outcome.paths)), outcome.rows, length)
+        self.pace.count(sum(map(len, outcome.paths)), outcome.rows, length, seconds)
 
 
 class Trials:

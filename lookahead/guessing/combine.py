@@ -1,11 +1,12 @@
 """Several sources of guesses as one: their trees are merged, their claims calibrated, and each is asked while it pays.
 
-A claim is the probability that a source gives to a guess, once the guess's parent is accepted.
+A claim is the probability that a source gives to a guess, once the guess's parent is accepted. A source speaks at a
+node if it proposes anything below it.
 """
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.guessing.budget import Trials
+from lookahead.guessing.budget import Budget, Trials
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
 from lookahead.models.cache import LookaheadCache
 from lookahead.stats import Stats
@@ -23,7 +24,7 @@ from ngram_pool.forks import Lock
 BINS = 10  # of claims, equally wide
 PRIOR = 8.0  # guesses that each bin starts with, which came true as claimed
 MIN_CLAIM = 1e-6  # smaller claims count as this, so that there is no division by 0
-FADE = 0.995  # factor by which a bin fades with each guess that it counts
+FADE = 0.995  # factor by which a bin, or a mixture, fades with each guess that it counts
 
 
 class Calibration:
@@ -46,6 +47,28 @@ class Calibration:
             self._accepted[i] = FADE * self._accepted[i] + is_accepted
 
 
+class Mixture:
+    """How much each of the sources that speak at a node is believed: their claims are averaged by these weights.
+
+    The weights follow the tokens that were emitted, by one step of expectation maximisation for each.
+    """
+
+    def __init__(self, speakers: frozenset[int]):
+        self._belief = dict.fromkeys(speakers, 1.0)
+        self._lock = Lock()
+
+    def __call__(self, claims: dict[int, float]) -> float:
+        """Return the claim of all speakers together."""
+        return sum(self._belief[i] * claim for i, claim in claims.items()) / sum(self._belief.values())
+
+    def count(self, claims: dict[int, float]) -> None:
+        """Count an emitted token. claims: for each source that proposed it."""
+        with self._lock:
+            shares = {i: self._belief[i] * max(claim, MIN_CLAIM) for i, claim in claims.items()}
+            whole = sum(shares.values()) or 1.0
+            self._belief = {i: FADE * belief + shares.get(i, 0.0) / whole for i, belief in self._belief.items()}
+
+
 class Ledger:
     """What the sources of guesses have claimed and earned, over all calls."""
 
@@ -55,7 +78,8 @@ class Ledger:
         evidence in a pool, then the sources of guesses."""
         self.trials: list[Trials | None] = []
         """For each source, whether asking it pays."""
-        self._calibrations: dict[frozenset[int], Calibration] = {}
+        self._calibrations: dict[tuple[frozenset[int], frozenset[int]], Calibration] = {}
+        self._mixtures: dict[frozenset[int], Mixture] = {}
         for source in sources:
             self.enter(source)
 
@@ -64,10 +88,14 @@ class Ledger:
         self.names.append(type(source).__name__)
         self.trials.append(None if source.is_free else Trials(1, first=1))
 
-    def calibration(self, proposers: frozenset[int]) -> Calibration:
-        """Return the calibration of guesses that exactly these sources propose: sources that agree are surer."""
-        known = self._calibrations.get(proposers)
-        return known or self._calibrations.setdefault(proposers, Calibration())
+    def calibration(self, speakers: frozenset[int], proposers: frozenset[int]) -> Calibration:
+        """Return the calibration of guesses that exactly these of the speakers propose: agreement makes surer."""
+        known = self._calibrations.get((speakers, proposers))
+        return known or self._calibrations.setdefault((speakers, proposers), Calibration())
+
+    def mixture(self, speakers: frozenset[int]) -> Mixture:
+        """Return the beliefs in these sources where exactly they speak."""
+        return self._mixtures.get(speakers) or self._mixtures.setdefault(speakers, Mixture(speakers))
 
     def is_asked(self, number: int) -> bool:
         trials = self.trials[number]
@@ -79,13 +107,20 @@ class Node:
     """A guess that one or more sources propose, or the common root of their trees."""
 
     token: int = -1
-    claim: float = 0.0
-    """The largest claim of its proposers."""
-    proposers: frozenset[int] = frozenset()
-    """Indices of the sources that propose it."""
+    claims: dict[int, float] = field(default_factory=dict)
+    """By the index of each source that proposes it."""
     source: int = -1
-    """Number of the largest claim, as in `GuessTree.sources`."""
+    """Number of the source with the largest claim, as in `GuessTree.sources`."""
     children: dict[int, "Node"] = field(default_factory=dict)
+
+    @property
+    def proposers(self) -> frozenset[int]:
+        return frozenset(self.claims)
+
+    @property
+    def speakers(self) -> frozenset[int]:
+        """The sources that propose any of the children."""
+        return frozenset().union(*(child.claims for child in self.children.values()))
 
     def add(self, tree: GuessTree, proposer: int) -> None:
         """Merge a tree below this root. proposer: the index of its source."""
@@ -97,10 +132,33 @@ class Node:
             above, before = (nodes[parent], chances[parent]) if parent >= 0 else (self, 1.0)
             claim = chance / before if before > 0 else 0.0
             node = above.children.setdefault(token, Node(token))
-            node.proposers |= {proposer}
-            if claim >= node.claim:
-                node.claim, node.source = claim, source
+            if claim >= max(node.claims.values(), default=0.0):
+                node.source = source
+            node.claims[proposer] = claim
             nodes.append(node)
+
+    def worth(self, ledger: Ledger) -> list[tuple[float, "Node"]]:
+        """Return the children, each with the probability that it is accepted once this node is, likeliest last."""
+        if not self.children:
+            return []
+        speakers = self.speakers
+        mixture = ledger.mixture(speakers)
+        worth = [
+            (ledger.calibration(speakers, child.proposers)(mixture(child.claims)), child)
+            for child in self.children.values()
+        ]
+        excess = max(sum(each for each, _ in worth), 1.0)  # at most one child is accepted: they add up to 1 at most
+        return sorted(((each / excess, child) for each, child in worth), key=lambda pair: pair[0])
+
+    def settle(self, token: int, ledger: Ledger) -> None:
+        """Count that the text went on with this token."""
+        speakers = self.speakers
+        mixture = ledger.mixture(speakers)
+        for child in self.children.values():
+            calibration = ledger.calibration(speakers, child.proposers)
+            calibration.count(mixture(child.claims), child.token == token)
+        if len(speakers) > 1 and token in self.children:
+            mixture.count(self.children[token].claims)
 
     def tree(self, ledger: Ledger) -> GuessTree:
         """Return the tree below this root with calibrated probabilities, depth-first, likeliest child first."""
@@ -112,10 +170,7 @@ class Node:
             if node is not self:
                 place = len(rows)
                 rows.append((node.token, parent, node.source, chance))
-            worth = [(ledger.calibration(child.proposers)(child.claim), child) for child in node.children.values()]
-            excess = max(sum(each for each, _ in worth), 1.0)  # at most one child is accepted: they add up to 1 at most
-            worth.sort(key=lambda pair: pair[0])
-            waiting += [(child, place, chance * each / excess) for each, child in worth]
+            waiting += [(child, place, chance * each) for each, child in node.worth(ledger)]
         return GuessTree.of(*zip(*rows, strict=True)) if rows else GuessTree.empty()
 
 
@@ -128,19 +183,28 @@ def needs_of(sources: Sequence[GuessSource]) -> Needs:
 class Combined(GuessSource):
     """The sources of guesses of one call."""
 
-    def __init__(self, sources: Sequence[GuessSource], ledger: Ledger, rate: Callable[[], float] | None, stats: Stats):
-        """rate: returns the recent tokens per second; None if each source is asked in each step.
+    def __init__(self, sources: Sequence[GuessSource], ledger: Ledger, budget: Budget, stats: Stats):
+        """budget: how many guesses a step will verify. If it goes by costs, a source is asked only while it pays.
 
         stats: counts what each source does.
         """
         self.needs = needs_of(sources)
         self._sources = [copy.copy(source) for source in sources]
         self._ledger = ledger
-        self._rate = rate
+        self._budget = budget
         self._stats = [stats.source(self._name(i)) for i in range(len(sources))]
         self._begun: list[GuessSource] = []
         self._seconds = np.zeros(len(sources))  # that each source took in the current step
+        self._window_rows = 0  # of each sequence in this step
+        self._proposed: list[dict[int, GuessTree]] = []  # for each sequence, the trees of this step by source
         self._roots: list[Node | int] = []  # for each sequence, what `_merge` returns first
+
+    @property
+    def paid_seconds(self) -> float:
+        """What the sources that are not free took in the current step."""
+        return sum(
+            each for source, each in zip(self._sources, self._seconds.tolist(), strict=True) if not source.is_free
+        )
 
     def start(self, batch: Batch) -> None:
         self._vocabulary = batch.vocabulary
@@ -174,33 +238,58 @@ class Combined(GuessSource):
                 if len(tree):
                     by_source[i] = self._verifiable(i, tree, depth, limits)
                     self._stats[i].proposed += len(by_source[i])
-        merged = [self._merge(by_source, limits.is_chain) for by_source in proposed]
+        self._proposed, self._limits = proposed, limits
+        merged = [self._merge(by_source) for by_source in proposed]
         self._roots = [root for root, _ in merged]
-        return [tree.likeliest(limits.guesses) for _, tree in merged]
+        return [tree for _, tree in merged]
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
         rows = [source.look_ahead(limits) for source in self._sources]
-        return [next(filter(None, by_source), []) for by_source in zip(*rows, strict=True)]
+        chosen: list[list[np.ndarray]] = [next(filter(None, by_source), []) for by_source in zip(*rows, strict=True)]
+        self._window_rows = max(sum(map(len, rows)) for rows in chosen)
+        return chosen
 
     def observe(self, outcome: Outcome) -> None:
         for i in self._asked:
             with self._timed(i):
                 self._sources[i].observe(outcome)
-        earned = [0] * len(self._sources)
         for root, path, emitted in zip(self._roots, outcome.paths, outcome.emitted, strict=True):
             if isinstance(root, Node):
-                self._settle(root, emitted, len(path) - 1, earned)
+                self._settle(root, emitted, len(path) - 1)
             else:
-                earned[root] += len(path) - 1
                 self._stats[root].accepted += len(path) - 1
+        pace = self._budget.pace
         for i in self._asked:
+            earned, price = self._earned(i, outcome)
             self._stats[i].asked += 1
-            self._stats[i].earned += earned[i]
+            self._stats[i].earned += earned
             self._stats[i].seconds += float(self._seconds[i])
-        if self._rate:
-            for i in range(len(self._sources)):
-                if trials := self._ledger.trials[i]:  # also of a source that was not asked: its pause goes on
-                    trials.count(earned[i], self._rate() * self._seconds[i])
+            if pace and (trials := self._ledger.trials[i]):
+                trials.count(earned, price + pace.rate() * float(self._seconds[i]))
+        for i in set(range(len(self._sources))).difference(self._asked):
+            if pace and (trials := self._ledger.trials[i]):
+                trials.count(0.0, 0.0)  # its pause goes on
+
+    def _earned(self, i: int, outcome: Outcome) -> tuple[int, float]:
+        """Return the tokens that the step would not have written without this source, and what they cost in the pass.
+
+        The cost is that of the rows that the step would not have had, in tokens at the recent rate.
+        """
+        if not any(i in by_source for by_source in self._proposed):
+            return 0, 0.0
+        written = sum(map(len, outcome.paths))
+        if not any(by_source.keys() - {i} for by_source in self._proposed):
+            others = [GuessTree.empty() for _ in self._proposed]
+        else:
+            others = [
+                self._merge({j: tree for j, tree in by_source.items() if j != i})[1] for by_source in self._proposed
+            ]
+        length = max(map(len, outcome.texts))
+        chosen = self._budget.choose(others, length, self._window_rows)
+        accepted = [tree.follow(emitted) for tree, emitted in zip(chosen, outcome.emitted, strict=True)]
+        rows = len(chosen) * (1 + self._window_rows + max(map(len, chosen)))
+        pace = self._budget.pace
+        return written - len(chosen) - sum(accepted), pace.price(outcome.rows, rows, length) if pace else 0.0
 
     def keep(self, sequences: list[int]) -> None:
         for source in self._sources:
@@ -227,7 +316,7 @@ class Combined(GuessSource):
             tree = replace(tree, sources=np.where(is_known, tree.sources, len(Source) + i))
         return tree
 
-    def _merge(self, trees: dict[int, GuessTree], is_chain: bool) -> tuple[Node | int, GuessTree]:
+    def _merge(self, trees: dict[int, GuessTree]) -> tuple[Node | int, GuessTree]:
         """Merge the sources' trees of one sequence.
 
         Returns the root and the merged tree; or a source's index and its tree, if this tree is used as it is.
@@ -240,23 +329,20 @@ class Combined(GuessSource):
         for i, tree in trees.items():
             root.add(tree, i)
         tree = root.tree(self._ledger)
-        return root, tree.likeliest_chain() if is_chain else tree
+        if self._limits.is_chain:
+            tree = tree.likeliest_chain()
+        return root, tree.likeliest(self._limits.guesses)
 
-    def _settle(self, node: Node, emitted: list[int], accepted: int, earned: list[int]) -> None:
-        """Count which claims came true along the emitted tokens.
-
-        accepted: how many of these were guesses. earned: for each source, those that it alone proposed.
-        """
+    def _settle(self, node: Node, emitted: list[int], accepted: int) -> None:
+        """Count which claims came true along the emitted tokens. accepted: how many of these were guesses."""
         for place, token in enumerate(emitted):
-            for child in node.children.values():
-                self._ledger.calibration(child.proposers).count(child.claim, child.token == token)
+            node.settle(token, self._ledger)
             if token not in node.children:
                 break
             node = node.children[token]
             if place < accepted:
-                for i in node.proposers:
+                for i in node.claims:
                     self._stats[i].accepted += 1
-                    earned[i] += len(node.proposers) == 1
 
     def _name(self, i: int) -> str:
         return type(self._sources[i]).__name__

@@ -4,8 +4,8 @@ A pass computes the likeliest guesses; what the model says after each of them ar
 while the tokens that it is expected to add are worth its time (a draft model: Leviathan et al. 2023, arXiv 2211.17192;
 a tree that grows by its probabilities: Li et al. 2024, arXiv 2406.16858, section 4.1).
 
-A draft model that is itself wrapped looks ahead: its own sources guess what it will say, so that one of its passes can
-go several tokens deep. Such models make a cascade.
+A draft model looks ahead itself: its own sources guess what it will say, so that one of its passes can go several
+tokens deep. They are an n-gram pool, or what the draft model was wrapped with. So models can form a cascade.
 """
 
 import time
@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,8 +22,10 @@ from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
-from lookahead.guessing.combine import Combined
-from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome, likeliest
+from lookahead.guessing.budget import Budget, Pace
+from lookahead.guessing.combine import Combined, Ledger
+from lookahead.guessing.pool import PoolSource
+from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome, draws_at, likeliest
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes.capabilities import can_batch, choose_runner
@@ -30,15 +33,52 @@ from lookahead.passes.costs import StepCosts, step_costs, synchronize
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
 from lookahead.step import Step, grow, lay_out
-from ngram_pool import GuessTree
+from ngram_pool import GuessTree, NgramPool
 
 TOP_K = 8  # guesses after each row
 MAX_ROWS = 16  # guesses of one text that a pass computes
 MAX_LACKING = 32  # tokens of a text that a step's first pass may compute beside guesses; more are read before
 ROOM = 1024  # positions beyond the text that a cache makes room for at once
 MIN_TOKENS = 0.2  # that a further pass is expected to add, where no rate says what its time is worth
+SHARPENING, MAX_SHARPNESS = 0.02, 8.0  # how far a token moves the exponent of a draft's probabilities, and its bound
+MIN_REST = 1e-6  # least probability of all tokens beyond the likeliest
 # Before any is counted: accepted rows (the second), and those with the next token among their guesses (the first).
 PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0
+
+
+class Sharpness:
+    """The exponent that makes a draft's probabilities say how often its guesses come true.
+
+    A draft that has the model's own probabilities knows the winner of a known draw (`Limits.draws`), but the shares of
+    p / e do not say so. One that is far from them is less sure than it looks. The exponent follows the emitted tokens,
+    by gradient descent on the log loss.
+    """
+
+    def __init__(self) -> None:
+        self._exponent = 1.0
+
+    def __call__(self, probabilities: np.ndarray) -> np.ndarray:
+        """Return the probabilities of some tokens, [..., k], sharpened. All other tokens count as one."""
+        rest = np.maximum(1 - probabilities.sum(-1, keepdims=True), MIN_REST)
+        powers = np.concatenate([probabilities, rest], -1) ** self._exponent
+        return (powers / powers.sum(-1, keepdims=True))[..., :-1]
+
+    def count(self, probabilities: np.ndarray, index: int | None) -> None:
+        """Count an emitted token. probabilities: float64 [k], as given. index: the token's; None: another token."""
+        whole = np.append(probabilities, max(1 - probabilities.sum(), MIN_REST))
+        logs = np.log(np.maximum(whole, MIN_REST))
+        shares = np.exp(self._exponent * logs)
+        slope = self._exponent * (logs[-1 if index is None else index] - (shares * logs).sum() / shares.sum())
+        self._exponent *= float(np.exp(SHARPENING * np.clip(slope, -5, 5)))
+        self._exponent = min(max(self._exponent, 1 / MAX_SHARPNESS), MAX_SHARPNESS)
+
+
+_sharpness: WeakKeyDictionary[PreTrainedModel, dict[bool, Sharpness]] = WeakKeyDictionary()
+
+
+def sharpness_of(model: PreTrainedModel, has_draws: bool) -> Sharpness:
+    """The sharpness that is kept for a draft model or the model of a head, with known draws and without."""
+    return _sharpness.setdefault(model, {}).setdefault(has_draws, Sharpness())
 
 
 @dataclass(eq=False)
@@ -72,6 +112,8 @@ class Draft:
     """That the text goes on to each computed row."""
     following: list[dict[int, float]] = field(default_factory=list)
     """For each computed row, the likeliest next tokens and their probabilities."""
+    said: list[np.ndarray] = field(default_factory=list)
+    """For each computed row, the same probabilities before they were sharpened."""
     rows: dict[tuple[int, int], int] = field(default_factory=dict)
     """{(row, next token): row of that token}."""
 
@@ -96,16 +138,17 @@ class Draft:
             self.parents.append(-1)
             self.depths.append(0)
 
-    def take(self, tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    def take(self, tokens: np.ndarray, probabilities: np.ndarray, sharpness: Sharpness) -> None:
         """Take in what a pass says after its rows, [T, k] each."""
-        for said, chances in zip(tokens.tolist(), probabilities.tolist(), strict=True):
+        self.said += list(probabilities.astype(float))
+        for said, chances in zip(tokens.tolist(), sharpness(probabilities.astype(float)).tolist(), strict=True):
             row = len(self.chances)
             parent = self.parents[row]
             chance = 1.0
             if row > self.root:
                 chance = self.chances[parent] * self.following[parent].get(self.ids[row], 0.0) if parent >= 0 else 0.0
             self.chances.append(chance)
-            self.following.append(dict(zip(said, np.minimum(chances, 1.0).tolist(), strict=True)))
+            self.following.append(dict(zip(said, chances, strict=True)))
 
     def candidates(self, depth: int) -> list[Guess]:
         """What may follow the computed rows and is no row itself, down to this depth, likeliest first."""
@@ -160,6 +203,12 @@ class Draft:
         tokens, parents, chances = zip(*found, strict=True)
         return GuessTree.of(tokens, parents, probabilities=chances)
 
+    def teach(self, sharpness: Sharpness, path: list[int], emitted: list[int]) -> None:
+        """Count the emitted tokens. path: their rows, as `accepted` returns them."""
+        for row, token in zip(path[self.root :], emitted, strict=False):
+            tokens = list(self.following[row])
+            sharpness.count(self.said[row], tokens.index(token) if token in tokens else None)
+
     def accepted(self, emitted: list[int]) -> list[int]:
         """Rows of the text and of those emitted tokens that were computed, less the last one: the next root."""
         path = list(range(self.root + 1))
@@ -183,14 +232,26 @@ class _Asked:
     """Those of the tree."""
 
 
+class _Inner(NamedTuple):
+    """What guesses what a draft model will say."""
+
+    sources: list[GuessSource]
+    ledger: Ledger
+    pool: NgramPool
+
+
+_inner: WeakKeyDictionary[PreTrainedModel, _Inner] = WeakKeyDictionary()  # of draft models that are not wrapped
+
+
 class DraftModelSource(GuessSource):
     """Proposes what a draft model holds likely. The draft model must have the vocabulary of the model.
 
-    A wrapped draft model uses its own settings, sources and pool.
+    A wrapped draft model uses its own settings, sources and pool. Another one gets a pool, which it keeps.
     """
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None = None):
-        """config: says how to run the passes of a model that is not wrapped (`cpu_kernels`, `compile_passes`)."""
+        """config: says how to run the passes of a model that is not wrapped (`cpu_kernels`, `compile_passes`), and how
+        much memory its pool has."""
         self.model = model
         self._config = config or LookaheadConfig()
 
@@ -227,24 +288,31 @@ class DraftModelSource(GuessSource):
         self._runner = self._open.enter_context(self._running())
         if batch.has_rate:
             self._costs = step_costs(self._runner)
-        self._inner: Combined | None = None
+        own, stats = self._own_sources(), Stats()
         if (engine := self._engine) is not None:
-            if engine.needs.hidden_states:
-                raise ValueError(
-                    "a draft model's own sources cannot have hidden states: wrap the draft model without its heads"
-                )
-            stats = Stats()
             self._open.callback(engine.add, stats)
-            rate = self._plain_rate if batch.has_rate else None
-            self._inner = Combined(engine.sources, engine.ledger, rate, stats)
-            self._open.callback(self._inner.end)
-            self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=engine.pool))
+        budget = Budget(None, Pace(self._costs), stats) if self._costs else Budget(MAX_ROWS, None, stats)
+        self._inner, self._inner_pace = Combined(own.sources, own.ledger, budget, stats), budget.pace
+        self._open.callback(self._inner.end)
+        self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=own.pool))
         self._cache: LookaheadCache | None = None
         self._held: list[list[int]] = [[] for _ in batch.texts]  # tokens in the cache
         self._drafts: list[Draft] = []
         self._steps: list[Step] = []  # what was computed and not committed yet
         self._serves = len(batch.texts) == 1 or can_batch(self.model, self._runner.adapter)
         self._hits, self._rows = PRIOR_HITS, PRIOR_ROWS
+
+    def _own_sources(self) -> _Inner:
+        if (engine := self._engine) is None:
+            if self.model not in _inner:
+                sources: list[GuessSource] = [PoolSource()]
+                _inner.setdefault(self.model, _Inner(sources, Ledger(sources), NgramPool(self._config.pool_memory_mb)))
+            return _inner[self.model]
+        if engine.needs.hidden_states:
+            raise ValueError(
+                "a draft model's own sources cannot have hidden states: wrap the draft model without its heads"
+            )
+        return _Inner(engine.sources, engine.ledger, engine.pool)
 
     def end(self) -> None:
         if self._costs:
@@ -256,8 +324,7 @@ class DraftModelSource(GuessSource):
         if self._cache is not None:
             self._cache.select(sequences)
         self._held = [self._held[b] for b in sequences]
-        if self._inner:
-            self._inner.keep(sequences)
+        self._inner.keep(sequences)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         self._forget()
@@ -265,8 +332,9 @@ class DraftModelSource(GuessSource):
             self._drafts = []
             return [GuessTree.empty() for _ in texts]
         self._drafts = [Draft.after(text[len(held) :]) for text, held in zip(texts, self._held, strict=True)]
+        self._sharpness = sharpness_of(self.model, any(known is not None for known in limits.draws))
         while (asked := self._plan(texts, limits)) is not None:
-            self._compute(asked)
+            self._compute(asked, limits)
         return [
             draft.tree(depth, limits.min_probability) for draft, depth in zip(self._drafts, limits.depths, strict=True)
         ]
@@ -287,6 +355,7 @@ class DraftModelSource(GuessSource):
             for row, token in zip(path[draft.root :], emitted, strict=False):
                 self._hits += token in draft.following[row]
                 self._rows += 1
+            draft.teach(self._sharpness, path, emitted)
         return paths
 
     @property
@@ -330,9 +399,9 @@ class DraftModelSource(GuessSource):
                 one, shared = self._runner.adapter.make_cache(len(text) + ROOM), 0
             self._runner.settle(one)
             if new := text[shared:-1]:
-                count = self._inner.needs.prompt_logits if self._inner else 0
-                output = self._runner.read(torch.tensor([new]), one, keep=max(count, 1))
-                if self._inner and not shared:
+                count = max(self._inner.needs.prompt_logits, 1)
+                output = self._runner.read(torch.tensor([new]), one, keep=count)
+                if not shared:
                     self._inner.read(text[:-1], output.logits, output.hidden_states)
             caches.append(one)
             self._held[b] = text[:-1]
@@ -351,7 +420,7 @@ class DraftModelSource(GuessSource):
         ]
         waiting = max(len(draft.ids) - len(draft.chances) for draft in self._drafts)  # rows of the text itself
         asked: list[_Asked] = []
-        if self._inner and (waiting or all(likeliest_first)):
+        if waiting or all(likeliest_first):
             asked = self._ask(texts, limits, likeliest_first)
             for guesses, one in zip(likeliest_first, asked, strict=True):
                 guesses += one.nodes
@@ -373,21 +442,23 @@ class DraftModelSource(GuessSource):
 
     def _ask(self, texts: list[list[int]], limits: Limits, candidates: list[list[Guess]]) -> list[_Asked]:
         """What the model's own sources guess after the likeliest guess of each draft, or after the text itself."""
-        assert self._inner is not None
         asked: list[_Asked] = []
-        depths = []
-        for draft, guesses, text, depth in zip(self._drafts, candidates, texts, limits.depths, strict=True):
+        depths, draws = [], []
+        known = limits.draws or [None] * len(texts)
+        planned = zip(self._drafts, candidates, texts, limits.depths, known, strict=True)
+        for draft, guesses, text, depth, drawn in planned:
+            row: int | Guess = draft.root
+            beyond: list[int] = []  # tokens from behind the text to the row
             if guesses:
-                first = guesses[0]
-                assert isinstance(first.after, int)
-                to_row = [*draft.text_to(first.after), first.token]
-                asked.append(_Asked(text + to_row, first, GuessTree.empty(), []))
-                depths.append(max(depth - len(to_row), 0))
-            else:
-                asked.append(_Asked(text, draft.root, GuessTree.empty(), []))
-                depths.append(depth)
+                row = guesses[0]
+                assert isinstance(row.after, int)
+                beyond = [*draft.text_to(row.after), row.token]
+            asked.append(_Asked(text + beyond, row, GuessTree.empty(), []))
+            depths.append(max(depth - len(beyond), 0))
+            draws.append(None if drawn is None else drawn[len(beyond) :])
         is_chain = not self._runner.adapter.can_branch
-        own = Limits(depths, MAX_ROWS, limits.min_probability, is_chain, limits.rate and self._plain_rate())
+        rate = self._inner_pace.rate() if self._inner_pace else None
+        own = Limits(depths, MAX_ROWS, limits.min_probability, is_chain, rate, draws)
         for one, tree in zip(asked, self._inner.propose([one.text for one in asked], own), strict=True):
             one.tree = tree
             chance = one.row.chance if isinstance(one.row, Guess) else 1.0
@@ -410,7 +481,7 @@ class DraftModelSource(GuessSource):
         seconds = np.where(rows > 0, self._costs(rows, max(map(len, texts))), 0.0)
         return int(np.argmax(tokens - limits.rate * seconds))
 
-    def _compute(self, asked: list[_Asked]) -> None:
+    def _compute(self, asked: list[_Asked], limits: Limits) -> None:
         """Run the planned rows, and take in what the model says after them."""
         computed = len(self._drafts[0].chances)
         can_grow = self._runner.adapter.can_grow
@@ -424,15 +495,18 @@ class DraftModelSource(GuessSource):
         if self._costs:
             self._costs.follow(rows, length, time.perf_counter() - began, self._costs.overhead)
         logits = logits[:, computed - len(self._drafts[0].ids) :, : self._vocabulary]
-        tokens, probabilities = likeliest(logits, self._temperature, TOP_K)
+        draws = draws_at(limits.draws, [draft.depths[computed:] for draft in self._drafts], logits.shape[-1])
+        tokens, probabilities = likeliest(logits, self._temperature, TOP_K, draws)
         for draft, *said in zip(self._drafts, tokens, probabilities, strict=True):
-            draft.take(*said)
-        if self._inner and asked:
-            self._show(asked, logits, computed)
+            draft.take(said[0], said[1], self._sharpness)
+        if asked:
+            self._show(asked, logits, tokens[..., 0], computed)
 
-    def _show(self, asked: list[_Asked], logits: torch.Tensor, computed: int) -> None:
-        """Show the model's own sources what it says after their guesses, as if it were decoding greedily."""
-        assert self._inner is not None
+    def _show(self, asked: list[_Asked], logits: torch.Tensor, best: np.ndarray, computed: int) -> None:
+        """Show the model's own sources what it says after their guesses, as if it wrote the likeliest tokens.
+
+        best: [batch, T], those tokens.
+        """
         steps, rows, paths, emitted = [], [], [], []
         for one in asked:
             first = one.row.row if isinstance(one.row, Guess) else one.row
@@ -446,16 +520,11 @@ class DraftModelSource(GuessSource):
         shown = torch.stack(
             [said[[*places, *[places[0]] * (most - len(places))]] for said, places in zip(logits, rows, strict=True)]
         )
-        best = shown.argmax(-1).tolist()
-        for step, said in zip(steps, best, strict=True):
+        for step, places, said in zip(steps, rows, best.tolist(), strict=True):
+            said = [said[place] for place in places]
             children, path = step.children(), [0]
             while (row := children.get((path[-1], said[path[-1]]))) is not None:
                 path.append(row)
             paths.append(path)
             emitted.append([said[row] for row in path])
         self._inner.observe(Outcome([one.text for one in asked], steps, shown, paths, emitted))
-
-    def _plain_rate(self) -> float:
-        """Tokens per second of the draft model, one token a pass."""
-        assert self._costs is not None
-        return 1 / float(self._costs(1, 0))

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
@@ -26,8 +27,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from lookahead.guessing.checkpoint import Checkpoint, projection_of
-from lookahead.guessing.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft
-from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, likeliest
+from lookahead.guessing.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpness
+from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
 from lookahead.models.adapter import vocabulary_of
 from lookahead.passes.costs import synchronize
 from lookahead.step import grow
@@ -268,12 +269,15 @@ class EagleSource(GuessSource):
         """
         self._head = _Head(model, path)
         self.needs = Needs(hidden_states=self._head.layers)
-        self._pace = _Pace()  # shared by all calls
+        # Shared by all calls.
+        self._pace = _Pace()
+        self._sharpness = {has_draws: Sharpness() for has_draws in (False, True)}
 
     def start(self, batch: Batch) -> None:
         self._temperature, self._vocabulary = batch.temperature, batch.vocabulary
         self._prompts = batch.texts
         self._texts = [self._head.begin() for _ in batch.texts]
+        self._drafts: list[tuple[Draft, Sharpness] | None] = []
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if not text and len(self._prompts) > 1:
@@ -296,24 +300,32 @@ class EagleSource(GuessSource):
         with torch.inference_mode():
             for b, (one, text, path) in enumerate(zip(self._texts, outcome.texts, outcome.paths, strict=True)):
                 one.waiting.append((len(text) - 1, self._head.features(outcome.hidden_states, (b, path))))
+        for made, emitted in zip(self._drafts, outcome.emitted, strict=True):
+            if made is not None:
+                draft, sharpness = made
+                draft.teach(sharpness, draft.accepted(emitted), emitted)
 
     def keep(self, sequences: list[int]) -> None:
         self._texts = [self._texts[b] for b in sequences]
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        self._drafts = []
+        draws = limits.draws or [None] * len(texts)
         with torch.inference_mode():
             return [
-                self._after(one, text, depth, limits)
-                for one, text, depth in zip(self._texts, texts, limits.depths, strict=True)
+                self._after(one, text, depth, limits, known)
+                for one, text, depth, known in zip(self._texts, texts, limits.depths, draws, strict=True)
             ]
 
-    def _after(self, one: _Text, text: list[int], depth: int, limits: Limits) -> GuessTree:
+    def _after(self, one: _Text, text: list[int], depth: int, limits: Limits, draws: np.ndarray | None) -> GuessTree:
         """Grow the tree of one text, as long as passes pay."""
         if depth <= 0 or one.known() != len(text) - 1:  # after a pause, the last token's feature is not known
+            self._drafts.append(None)
             return GuessTree.empty()
         features = self._catch_up(one, text)[-1:]
-        draft = Draft.after(text[-1:])
-        draft.take(*self._likeliest(features))
+        draft, sharpness = Draft.after(text[-1:]), self._sharpness[draws is not None]
+        self._drafts.append((draft, sharpness))
+        draft.take(*self._likeliest(features, [0], draws), sharpness)
         while True:
             guesses = draft.worth_a_row(draft.candidates(depth - 1)[:MAX_ROWS], limits)
             gain = sum(guess.chance for guess in guesses)
@@ -333,7 +345,7 @@ class EagleSource(GuessSource):
             above = features[draft.parents[new]]
             made = self._head.compute(one, one.length + computed - 1, draft.ids[new], above, positions, sees)
             features = torch.cat([features, made])
-            draft.take(*self._likeliest(made))
+            draft.take(*self._likeliest(made, draft.depths[new], draws), sharpness)
             synchronize(self._head.device)
             took = time.perf_counter() - began
             self._pace.seconds += (took - self._pace.seconds) * (0.1 if self._pace.seconds else 1.0)
@@ -352,10 +364,13 @@ class EagleSource(GuessSource):
             one.length += n
         return made
 
-    def _likeliest(self, features: torch.Tensor) -> tuple[Any, Any]:
-        """The likeliest tokens behind each feature and their probabilities, [n, k]."""
+    def _likeliest(self, features: torch.Tensor, depths: list[int], draws: np.ndarray | None) -> tuple[Any, Any]:
+        """The likeliest tokens behind each feature and their probabilities, [n, k]. depths: of the features' tokens."""
         logits = self._head.logits(features)
+        known = draws_at([draws], [depths], self._vocabulary)
         if not self._head.is_reduced:
             logits = logits[:, : self._vocabulary]
-        ids, chances = likeliest(logits, self._temperature, TOP_K)
+        elif known is not None:
+            known = known[..., self._head.token_of(np.arange(logits.shape[-1]))]
+        ids, chances = likeliest(logits, self._temperature, TOP_K, None if known is None else known[0])
         return self._head.token_of(ids), chances

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from lookahead.guessing.checkpoint import Checkpoint, projection_of
-from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, likeliest
+from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
 from ngram_pool import GuessTree
 
 TOP_K = 8  # guesses of each head
@@ -146,10 +146,16 @@ class MedusaSource(GuessSource):
             states = torch.stack([state for _, state in known]).to(self._device)
             logits = torch.stack([head(states) for head in heads], dim=1)
         count = 1 if limits.is_chain else TOP_K
+        draws = None
+        if limits.draws:
+            depths = list(range(len(heads)))
+            draws = draws_at([limits.draws[b] for b, _ in known], [depths] * len(known), self._vocabulary)
         if self._tokens is None:
-            tokens, chances = likeliest(logits[..., : self._vocabulary], self._temperature, count)
+            tokens, chances = likeliest(logits[..., : self._vocabulary], self._temperature, count, draws)
         else:
-            places, chances = likeliest(logits, self._temperature, count)
+            if draws is not None:
+                draws = draws[..., self._tokens.cpu()]
+            places, chances = likeliest(logits, self._temperature, count, draws)
             tokens = self._tokens.cpu().numpy()[places]
         for i, (b, _) in enumerate(known):
             trees[b] = product_tree(tokens[i, : limits.depths[b]], chances[i], limits.guesses, limits.min_probability)

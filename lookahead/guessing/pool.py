@@ -43,9 +43,10 @@ class PoolSource(GuessSource):
             self._learn_next(contexts_of(text, len(logits)), *likeliest(logits, self._temperature, TOP_K))
 
     def propose(self, texts: Sequence[Ints], limits: Limits) -> list[GuessTree]:
+        draws = limits.draws or [None] * len(texts)
         return [
-            self._pool.guess(text, limits.guesses, limits.min_probability, depth, chain=limits.is_chain)
-            for text, depth in zip(texts, limits.depths, strict=True)
+            self._pool.guess(text, limits.guesses, limits.min_probability, depth, limits.is_chain, known)
+            for text, depth, known in zip(texts, limits.depths, draws, strict=True)
         ]
 
     def observe(self, outcome: Outcome) -> None:

@@ -54,6 +54,9 @@ class Limits:
     """Whether only single branches can be verified."""
     rate: float | None = None
     """The recent tokens per second, which a source's time is worth; None if time does not matter."""
+    draws: Sequence[np.ndarray | None] = ()
+    """For each sequence, float32 [k, vocabulary]: the exponential variates that will choose its next k tokens, the
+    largest probability / variate each time; None where they are not known. Empty if no sequence's are."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,35 @@ class GuessSource(Protocol):
         return
 
 
-def likeliest(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ``count`` likeliest next tokens of each row and their probabilities, [..., count], likeliest first."""
-    top, tokens = (logits.float() / temperature).softmax(-1).topk(min(count, logits.shape[-1]))
+def likeliest(
+    logits: torch.Tensor, temperature: float, count: int, draws: torch.Tensor | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ``count`` likeliest next tokens of each row and their probabilities, [..., count], likeliest first.
+
+    draws: float32 like the logits, the variates by which each row's token will be chosen (`Limits.draws`), 1 where they
+    are not known. The probabilities are then divided by them, and scaled to add up to 1.
+    """
+    chances = (logits.float() / temperature).softmax(-1)
+    if draws is not None:
+        chances /= draws.to(chances.device)
+        chances /= chances.sum(-1, keepdim=True)
+    top, tokens = chances.topk(min(count, logits.shape[-1]))
     # In half precision, the row of a rejected guess may overflow. It then counts for nothing.
-    return tokens.cpu().numpy(), top.nan_to_num_(0.0).cpu().numpy()
+    # Both are copied at once, so that an accelerator is waited for only once. A float32 holds all tokens below 2**24.
+    tokens, top = torch.stack([tokens.float(), top.nan_to_num_(0.0)]).cpu().numpy()
+    return tokens.astype(np.int64), top
+
+
+def draws_at(known: Sequence[np.ndarray | None], depths: list[list[int]], vocabulary: int) -> torch.Tensor | None:
+    """Return the draws for some rows of each sequence, float32 [batch, rows, vocabulary]; None if none are known.
+
+    known: `Limits.draws`. depths: of each row below the root, for each sequence.
+    """
+    if all(draws is None for draws in known):
+        return None
+    found = torch.ones(len(depths), len(depths[0]), vocabulary)
+    for rows, draws, by_row in zip(found, known, depths, strict=True):
+        for row, depth in zip(rows, by_row, strict=True):
+            if draws is not None and depth < len(draws):
+                row[: draws.shape[1]] = torch.from_numpy(draws[depth, :vocabulary])
+    return found

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from lookahead.step import Step
+from lookahead.step import Step, to_device
 
 FIRST_CAPACITY = 256  # columns
 
@@ -69,7 +69,7 @@ class Accepted:
             sources, targets = base + self.rows, held[self.sequences] + self.places
             index = np.stack([self.sequences, sources, targets])[:, sources != targets]
             columns = int((held + self.counts).max())
-            moved = torch.from_numpy(index).to(device).unbind() if index.size else None
+            moved = to_device(index, device).unbind() if index.size else None
             self._moves[key] = moved, columns, columns - held - self.counts
         return self._moves[key]
 

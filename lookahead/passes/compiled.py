@@ -29,7 +29,7 @@ from lookahead.models import attention
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes.runner import EagerRunner, Output
-from lookahead.step import Step, pad
+from lookahead.step import Step, pad, to_device
 from ngram_pool.waiting import told_if_long
 
 MIN_ROWS = 4  # Shorter steps are padded: a single row would need its own program, and four rows take no longer.
@@ -175,7 +175,7 @@ class CompiledRunner(EagerRunner):
         if not serves or self.model in _given_up:
             return super().run(steps, cache, last)
         ids, positions, ancestors = pad(steps, cache.lengths, last, MIN_ROWS)
-        tokens = torch.from_numpy(np.concatenate([ids, positions])).to(device)
+        tokens = to_device(np.concatenate([ids, positions]), device)
         cache.begin(tokens.shape[1], steps[0].computed)
         try:
             with torch.inference_mode() if self.adapter.in_inference_mode else nullcontext():

@@ -243,7 +243,7 @@ class StepGraphs:
         ids, positions, ancestors = pad([step], [length], last, rows)
         numbers = np.concatenate([ids[0], positions[0], [self._buffers.columns]])
         for tensor, values in zip(self._inputs[rows], (numbers, ancestors[0]), strict=True):
-            tensor.copy_(torch.from_numpy(values))
+            tensor.copy_(torch.from_numpy(values), non_blocking=True)  # CUDA has read the array when this returns
         self._buffers.written = max(self._buffers.written, self._buffers.columns + rows)
 
     def _pass(self, rows: int, shown: int) -> torch.Tensor:

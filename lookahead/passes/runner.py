@@ -23,7 +23,7 @@ from lookahead.cpu import products
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models.adapter import ModelAdapter, context_length, device_of
 from lookahead.models.cache import LookaheadCache
-from lookahead.step import Step, lay_out, pad
+from lookahead.step import Step, lay_out, pad, to_device
 from ngram_pool import GuessTree
 
 
@@ -71,7 +71,7 @@ class EagerRunner:
         if again:
             ids = np.concatenate([[cache.replay], ids], axis=1)
             positions = np.concatenate([np.arange(cache.lengths[0] - again, cache.lengths[0])[None], positions], axis=1)
-        tokens = torch.from_numpy(np.stack([ids, positions])).to(device)
+        tokens = to_device(np.stack([ids, positions]), device)
         cache.begin(tokens.shape[2], steps[0].computed)
         inputs = {adapter.cache_argument: cache, "use_cache": True}
         if adapter.takes_position_ids:

@@ -133,11 +133,17 @@ decoding_options = _options(
 )  # fmt: skip
 
 
+prompt_options = _options(
+    click.argument("prompt", required=False),
+    click.option("--prompt-file", type=click.File(encoding="utf-8"), help="Read the prompt from a file."),
+)
+length_option = click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+
+
 @main.command()
-@click.argument("prompt", required=False)
-@click.option("--prompt-file", type=click.File(encoding="utf-8"), help="Read the prompt from a file.")
+@prompt_options
 @decoding_options
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@length_option
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Write tokens as they are accepted.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--stats", "show_stats", is_flag=True, help="Print steps, acceptance and times to stderr.")
@@ -145,6 +151,21 @@ decoding_options = _options(
 def generate(**options: Any) -> None:
     """Continue PROMPT (or - for standard input) by lookahead decoding."""
     _run("commands", "generate", options)
+
+
+@main.command()
+@prompt_options
+@decoding_options
+@length_option
+@click.option("--compare", is_flag=True, help="Also decode plainly, and show the times of both.")
+@click.option("--out", type=FileToWrite(), default="trace.html", show_default=True, metavar="FILE.html",
+              help="Page to write; an existing file is replaced at the end.")  # fmt: skip
+def trace(**options: Any) -> None:
+    """Continue PROMPT (or - for standard input), and write a page that replays it step by step.
+
+    The page needs no network. It holds the prompt and the text.
+    """
+    _run("commands", "trace", options)
 
 
 @main.command()

@@ -1,9 +1,10 @@
-"""The commands ``lookahead generate``, ``chat``, ``audit`` and ``tune``. Their arguments are the options in `cli`."""
+"""The commands ``lookahead generate``, ``trace``, ``chat``, ``audit`` and ``tune``. Their options are in `cli`."""
 
 import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -15,6 +16,7 @@ from transformers.generation import BaseStreamer
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import GREEDY_TEMPERATURE, Lookahead
+from lookahead.engine.recording import Recorder
 from lookahead.guessing.bigrams import bigrams_file, learn_bigrams
 from lookahead.guessing.layer_skip import find_skipped_layers
 from lookahead.models.adapter import context_length
@@ -29,6 +31,8 @@ from lookahead.tools.files import read_text, writing
 from lookahead.tools.loading import decoding, load, load_wrapped
 from lookahead.tools.prompts import given_prompt, read_prompts, source_prompts
 from lookahead.tools.terminal import AnswerStreamer, StepStreamer
+from lookahead.tools.trace import measured
+from lookahead.tools.trace import trace as trace_steps
 from lookahead.tools.tuning import time_steps
 from lookahead.wrapping import engine_of, unwrap, wrap
 
@@ -75,10 +79,8 @@ def generate(
     streaming = stream and not as_json
     plain = None
     with decoding():
-        if compare and engine and engine.goes_by_costs:
-            start = time.perf_counter()
-            step_costs(engine.find_runner(model))
-            click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
+        if compare and engine:
+            _prepare(engine, model)
         ours = decode(StepStreamer(tokenizer, _step_of(engine)) if streaming else None)
         if compare:
             unwrap(model)
@@ -102,6 +104,43 @@ def generate(
         click.echo(str(stats) if stats else f"{count} tokens in {count - 1} steps: plain decoding", err=True)
     if plain:
         click.echo(_comparison(strategy, ours, plain, stats))
+
+
+def trace(
+    prompt: str | None,
+    prompt_file: TextIO | None,
+    max_new_tokens: int,
+    seed: int,
+    strategy: str,
+    compare: bool,
+    out: Path,
+    **shared: Any,
+) -> None:
+    prompt = given_prompt(prompt, prompt_file)
+    if strategy == "plain":
+        raise click.UsageError("--strategy plain has no steps to trace: leave it out, and give --compare")
+    model, tokenizer, engine, options = load_wrapped(strategy=strategy, **shared)
+    assert engine is not None  # the strategy is not plain
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    options["max_new_tokens"] = _fitting(max_new_tokens, inputs.input_ids.shape[1], model)
+    with decoding():
+        if compare:
+            _prepare(engine, model)
+        torch.manual_seed(seed)
+        traced = trace_steps(model, tokenizer, inputs, **options, streamer=StepStreamer(tokenizer, _step_of(engine)))
+        if compare:
+            unwrap(model)
+            options.pop("assistant_model", None)
+            click.echo("decoding plainly for comparison ...", err=True)
+            torch.manual_seed(seed)
+            plain = Recorder()
+            model.generate(**inputs, **options, streamer=plain)  # type: ignore[operator]  # a method
+            traced = replace(traced, plain=measured(plain, traced.record))
+    with writing(out):
+        traced.save(out)
+    count, stats = len(traced.record.tokens), traced.record.stats
+    assert stats is not None
+    click.echo(f"{count} tokens in {1 + stats.steps} passes; open {out} in a browser", err=True)
 
 
 def chat(template_file: TextIO | None, max_new_tokens: int, seed: int, model_name: str | None, **shared: Any) -> None:
@@ -252,6 +291,14 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template is not None:
         return render(tokenizer, [{"role": "user", "content": "Hello"}])["input_ids"][0].tolist()
     return tokenizer("\n").input_ids
+
+
+def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:
+    """Measure step costs, if they are needed, so that the times of a comparison do not contain that."""
+    if engine.goes_by_costs:
+        start = time.perf_counter()
+        step_costs(engine.find_runner(model))
+        click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
 
 
 def _step_of(engine: Lookahead | None) -> Callable[[], int]:

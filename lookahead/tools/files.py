@@ -1,7 +1,9 @@
 """Files that the user names: errors of reading and writing become messages that name the file."""
 
+import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -34,3 +36,25 @@ def read_text(file: TextIO) -> str:
         text = file.read()
         text.encode()  # standard input lets other bytes through as surrogates
     return text
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file as a whole: whoever reads it finds the old text or the new one. Raises OSError.
+
+    A new file is readable by its owner alone, as temporary files are.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".new")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        if path.exists():
+            os.chmod(beside, path.stat().st_mode & 0o777)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise

@@ -16,6 +16,7 @@ from lookahead import DraftModelSource, GuessSource, Lookahead, LookaheadConfig,
 from lookahead.tools.loading import load
 
 PLAIN = ("plain", "static-compiled", "prompt-lookup", "assisted")
+BUDGETS = (16, 32, 64, 127)
 LOOKAHEAD = {
     "steps-of-one": {"budget": 0, "window_size": 0},
     "steps-of-one-torch": {"budget": 0, "window_size": 0, "cpu_kernels": False},
@@ -29,6 +30,8 @@ LOOKAHEAD = {
     "auto-compiled": {"compile_passes": True},
     "auto-compiled-shared": {"compile_passes": True},
     "auto-graphs": {"cuda_graphs": True},
+    **{f"budget-{n}": {"budget": n, "window_size": 0} for n in BUDGETS},
+    **{f"graphs-{n}": {"budget": n, "window_size": 0, "cuda_graphs": True} for n in BUDGETS},
     "draft": {},
     "auto-draft": {},
     "auto-draft-compiled": {"compile_passes": True},
@@ -83,10 +86,11 @@ class Subject:
     """A model that decodes by every method: plainly, wrapped, and in the processes of peers."""
 
     def __init__(
-        self, name: str, dtype: str, device: str, methods: list[str], assistant: str | None, peers: Path | None,
-        timeout: float,
+        self, model: str | PreTrainedModel, dtype: str, device: str, methods: list[str], assistant: str | None,
+        peers: Path | None, timeout: float,
     ):  # fmt: skip
-        self.plain: PreTrainedModel = load(name, dtype, device)[0]
+        """model: a name or a folder; or a model in ``dtype`` on ``device``, for methods that are not peers'."""
+        self.plain: PreTrainedModel = load(model, dtype, device)[0] if isinstance(model, str) else model
         # All methods decode by one rule, without the top-p or penalty that the model's folder may set.
         ends = self.plain.generation_config.eos_token_id
         pad = ends[0] if isinstance(ends, list) else ends
@@ -101,7 +105,7 @@ class Subject:
         self.peers = {}
         for method in [method for method in methods if method in PEERS]:
             library, its_method = PEERS[method]
-            command = worker_command(peers, library, name, dtype, torch.get_num_threads(), its_method)
+            command = worker_command(peers, library, model, dtype, torch.get_num_threads(), its_method)
             self.peers[method] = Peer(command, timeout)
         self._timeout = timeout
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from transformers import BatchEncoding, PreTrainedModel
 
+from lookahead.passes.costs import synchronize
+
 
 def in_turn(methods: Sequence[str], repeats: int, first: int, call: Callable[[str, int], object]) -> dict[str, list]:
     """Call ``call(method, repeat)`` for each repeat and method; return a list of results for each method.
@@ -36,6 +38,15 @@ def timed(model: PreTrainedModel, inputs: BatchEncoding, options: dict, seed: in
     output = model.generate(**inputs, **options)
     texts = output[:, inputs.input_ids.shape[1] :].tolist()
     return texts, time.perf_counter() - start
+
+
+def waited(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, until the device has done its work."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 @contextmanager

@@ -1,0 +1,207 @@
+"""A trace: one text, step by step, as a page that replays it."""
+
+import html
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.engine.engine import Lookahead
+from lookahead.engine.recording import RecordedStep, Recorder
+from lookahead.passes.environment import environment
+from lookahead.stats import STAGES
+from lookahead.streaming import BYTE_TOKEN, CONTEXT, UNDECODED, TextPieces, inputs_of
+from lookahead.tools.files import write_whole
+
+PAGE = Path(__file__).with_name("trace.html")
+PLACE = "__TRACE__"  # in the page, where the data belong
+SHOWN_PROMPT = 8_000  # characters of the prompt's end that a page holds
+WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space before a word
+
+
+@dataclass(frozen=True)
+class PlainTimes:
+    """When plain decoding would have written, or has written, each token."""
+
+    seconds: list[float]
+    """For each token, the seconds from the beginning of the prefill until it was written."""
+    is_measured: bool
+    """Whether plain decoding was run. Otherwise these are step costs: the measured time of passes over one row."""
+    is_same_text: bool | None = None
+    """Whether it wrote the same tokens, if it was run."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """How a text was decoded. `trace` makes it; `save` writes it as a page, and a notebook shows it."""
+
+    record: Recorder
+    """The prompt's tokens, the tokens written, and the steps."""
+    prompt: str
+    text: str
+    """What was written, special tokens left out."""
+    pieces: list[str]
+    """For each token, the part of the text that it completes; "" within a character, and for a special token."""
+    labels: dict[int, str | list[str]]
+    """How to show each token of the steps: its text; ["special", name]; or ["bytes", hexadecimal digits]."""
+    about: dict[str, Any]
+    """Model and environment."""
+    plain: PlainTimes | None = None
+    """None if there are no measured step costs."""
+
+    @property
+    def steps(self) -> list[RecordedStep]:
+        return self.record.steps
+
+    def as_dict(self) -> dict:
+        """Return what the page shows, as plain values. Times are milliseconds, probabilities are per mille."""
+        stats = self.record.stats
+        assert stats is not None
+        return {
+            "about": self.about,
+            "prompt": {"text": self.prompt[-SHOWN_PROMPT:], "isCut": len(self.prompt) > SHOWN_PROMPT,
+                       "tokens": len(self.record.prompt)},
+            "tokens": self.record.tokens,
+            "pieces": self.pieces,
+            "labels": self.labels,
+            "sources": self.record.names,
+            "stages": STAGES,
+            "passes": 1 + stats.steps,
+            "wall": _milliseconds(self.record.times[-1]),
+            "prefill": _milliseconds(stats.prefill_seconds),
+            "plain": self.plain and {"times": [_milliseconds(seconds) for seconds in self.plain.seconds],
+                                     "isMeasured": self.plain.is_measured, "isSame": self.plain.is_same_text},
+            "steps": [
+                {
+                    "length": step.length,
+                    "ids": step.ids.tolist(),
+                    "parents": step.parents.tolist(),
+                    "chances": np.rint(1000 * step.probabilities).astype(int).tolist(),
+                    "sources": step.sources.tolist(),
+                    "path": step.path,
+                    "emitted": step.emitted,
+                    "times": [_milliseconds(seconds) for seconds in step.seconds.tolist()],
+                    "verified": step.verified,
+                    "window": step.window,
+                }
+                for step in self.steps
+            ],
+        }  # fmt: skip
+
+    def html(self) -> str:
+        """Return a page of its own that replays the text. It loads nothing from anywhere."""
+        data = json.dumps(self.as_dict(), separators=(",", ":"))  # ASCII, so that lone surrogates can be written too
+        for character in "<>&":  # no text can end the script or begin a comment
+            data = data.replace(character, f"\\u{ord(character):04x}")
+        return PAGE.read_text(encoding="utf-8").replace(PLACE, data)
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to a file, at once. A new file is readable by its owner alone, because it holds the prompt.
+
+        Raises OSError.
+        """
+        write_whole(Path(path), self.html())
+
+    def _repr_html_(self) -> str:
+        # A frame of its own, so that neither the notebook's styles nor its keys and those of the page meet.
+        return (
+            '<iframe title="Trace of lookahead decoding" sandbox="allow-scripts" '
+            f'style="width:100%;height:900px;border:0" srcdoc="{html.escape(self.html())}"></iframe>'
+        )
+
+
+def trace(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mapping, **options: Any
+) -> Trace:
+    """Call ``model.generate`` for ``prompt``, and return how the text was decoded, step by step.
+
+    The text is the same as without a trace. In a notebook, the result shows itself, and so does `model.lookahead.last`;
+    ``trace(...).save("trace.html")`` writes a page of its own.
+
+    model: a wrapped model.
+    prompt: as for `lookahead.stream`: a text, messages, or a tokenizer's output of one sequence.
+    options: other arguments of ``model.generate``.
+
+    Raises TypeError and ValueError for a prompt that `stream` refuses. Raises ValueError for a model that is not
+    wrapped, for several sequences, and for a call that the model's own decoding takes over.
+    """
+    engine = getattr(model, "lookahead", None)
+    if not isinstance(engine, Lookahead):
+        raise ValueError("lookahead.trace shows what a wrapped model does: call lookahead.wrap(model) first")
+    record = Recorder(options.pop("streamer", None))
+    inputs = {"tokenizer": tokenizer, **inputs_of(tokenizer, prompt, model.device), **options}
+    model.generate(**inputs, streamer=record)  # type: ignore[operator]  # a method
+    if record.stats is None:
+        raise ValueError(f"there are no steps to trace: lookahead does not decode {engine.last.plain}")
+    record.stats.trace = made = _made(record, model, tokenizer, _by_step_costs(record, engine))
+    return made
+
+
+def measured(plain: Recorder, ours: Recorder) -> PlainTimes:
+    """Return the times of a run of plain decoding. plain, ours: what recorded it, and the traced run."""
+    return PlainTimes(plain.times, True, plain.tokens == ours.tokens)
+
+
+def _by_step_costs(record: Recorder, engine: Lookahead) -> PlainTimes | None:
+    """Return the times of plain decoding by measured step costs; None if none were measured."""
+    costs = engine.pace.costs if engine.pace else None
+    if costs is None or costs.path is None or record.stats is None:
+        return None
+    lengths = len(record.prompt) + np.arange(len(record.tokens) - 1)  # positions before each pass over one row
+    passes = costs(1, lengths).tolist() if len(lengths) else []  # type: ignore[arg-type]  # of many lengths at once
+    return PlainTimes((record.stats.prefill_seconds + np.cumsum([0.0, *passes])).tolist(), is_measured=False)
+
+
+def _made(
+    record: Recorder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plain: PlainTimes | None
+) -> Trace:
+    known = {token for step in record.steps for token in step.ids.tolist()}.union(record.tokens)
+    pieces = TextPieces(tokenizer)
+    pieces.add(record.prompt[-2 * CONTEXT :])  # decoders look back
+    parts = [pieces.add([token]) for token in record.tokens]
+    parts[-1] += pieces.rest()
+    path = model.config.name_or_path
+    about = {"model": Path(path).name if path else type(model).__name__, **environment(model)}
+    prompt = tokenizer.decode(record.prompt)
+    text = tokenizer.decode(record.tokens, skip_special_tokens=True)
+    labels = {token: label(tokenizer, token) for token in sorted(known)}
+    return Trace(record, prompt, text, parts, labels, about, plain)  # type: ignore[arg-type]  # decode gives one text
+
+
+def label(tokenizer: PreTrainedTokenizerBase, token: int) -> str | list[str]:
+    """Return a token's text; ["special", name] for a special token or an id without one; or ["bytes", hexadecimal
+    digits] for a part of a character."""
+    name = tokenizer.convert_ids_to_tokens(token)
+    if not isinstance(name, str):
+        return ["special", f"#{token}"]  # models often have more rows than their tokenizer has tokens
+    if token in tokenizer.all_special_ids:
+        return ["special", name]
+    if BYTE_TOKEN.fullmatch(name):
+        code = int(name[3:5], 16)
+        return chr(code) if code < 0x80 else ["bytes", name[3:5]]
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    if UNDECODED in text and set(name) <= _BYTES.keys():
+        return ["bytes", " ".join(f"{_BYTES[sign]:02X}" for sign in name)]
+    if name.startswith(WORD_START) and not text.startswith(" "):  # decoders drop a text's first space
+        return " " + text
+    return text
+
+
+def _byte_signs() -> dict[str, int]:
+    """The sign that byte-level BPE writes for each byte (Radford et al. 2019, in GPT-2's published vocabulary): the
+    character of the same number if it can be seen, or else the next one from 256 on."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_signs()
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 2)

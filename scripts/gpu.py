@@ -1,0 +1,182 @@
+"""Measure everything that a GPU has to show, in stages of a few minutes.
+
+    python scripts/gpu.py --out FOLDER
+    python scripts/gpu.py --out FOLDER --model M --prompts FILE.jsonl --minutes 9
+    python scripts/gpu.py --out FOLDER --device cpu --small
+
+Each stage runs in a process of its own and writes FOLDER/STAGE.md and FOLDER/STAGE.json as it goes. If it fails, or its
+time is over, what it has written stays, and the next stage begins. Run the command again, and it skips the stages that
+are complete: remove STAGE.json to have one again. FOLDER/all.md holds all pages. Nothing is downloaded or installed.
+
+--small is the rehearsal: the same stages with a few tokens of small models, on any device.
+"""
+
+import json
+import multiprocessing
+import shlex
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import click  # Nothing else from outside is imported here, so that `environment` can say what is missing.
+
+PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts.jsonl"
+LEAST = 20  # seconds; with less time left, no stage begins
+MOST = 270  # seconds of a stage, so that none takes the time of the others
+STOPPING = 15  # seconds before the limit, at which a stage begins nothing more
+
+# In order of what is worth knowing first.
+STAGES = (
+    "environment", "tests", "costs-8B", "texts-ballasted-greedy", "profile", "texts-greedy", "costs-135M",
+    "texts-ballasted-sampled", "batches", "memory", "audit", "texts-sampled", "costs-1B", "costs-3B",
+)  # fmt: skip
+SMALL_STAGES = tuple(stage for stage in STAGES if not stage.startswith("costs-") or stage == "costs-8B")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the stages measure."""
+
+    model: str | None
+    """Folder or name; None: the packaged model."""
+    prompts: Path
+    device: str
+    is_small: bool
+    out: Path
+    command: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a stage writes its results, and until when it may take."""
+
+    path: Path
+    """Without a suffix."""
+    until: float
+    """The time (`time.time`) from which on it should begin nothing more."""
+
+    def write(self, text: str, results: dict, is_complete: bool = False) -> None:
+        """Replace the page and the results by these."""
+        for suffix, content in (
+            (".md", f"# {self.path.name}\n\n{text.strip()}\n"),
+            (".json", json.dumps({"is_complete": is_complete, **results}, indent=1, default=str) + "\n"),
+        ):
+            new = self.path.with_suffix(f"{suffix}.new")
+            new.write_text(content, encoding="utf-8")
+            new.replace(self.path.with_suffix(suffix))
+
+    @property
+    def has_time(self) -> bool:
+        return time.time() < self.until
+
+
+def run_stage(name: str, plan: Plan, limit: float) -> None:
+    """Run a stage in this process, which is its own. limit: seconds until the process is ended."""
+    from bench import gpu_stages
+
+    report = Report(plan.out / name, time.time() + limit - STOPPING)
+    text, results = getattr(gpu_stages, name.split("-")[0])(plan, report, *name.split("-")[1:])
+    report.write(text, results, is_complete=report.has_time and not results.get("status"))
+
+
+def attempt(name: str, plan: Plan, limit: float) -> None:
+    try:
+        run_stage(name, plan, limit)
+    except BaseException:
+        (plan.out / f"{name}.failed.txt").write_text(traceback.format_exc())
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def is_complete(path: Path) -> bool:
+    try:
+        return json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["is_complete"]
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def what_became(path: Path) -> str:
+    """Say how a stage ended, from its results."""
+    results = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    if results.get("status"):
+        return f"its command ended with exit status {results['status']}"
+    if not results["is_complete"]:
+        return "ended early: its time was over"
+    return f"complete, but for {len(results['errors'])} errors on its page" if results.get("errors") else "complete"
+
+
+def in_own_process(name: str, plan: Plan, limit: float) -> str:
+    """Run a stage for at most ``limit`` seconds. Returns what became of it."""
+    (plan.out / f"{name}.failed.txt").unlink(missing_ok=True)
+    process = multiprocessing.get_context("spawn").Process(target=attempt, args=(name, plan, limit))
+    process.start()
+    process.join(limit)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return "stopped: its time was over"
+    if process.exitcode:
+        return f"failed with exit status {process.exitcode}"
+    return what_became(plan.out / name)
+
+
+def join_pages(out: Path, became: dict[str, str]) -> str:
+    """Write all.md: what became of the stages, and their pages."""
+    lines = [f"- {name}: {what}" for name, what in became.items()]
+    pages = [path.read_text(encoding="utf-8") for name in STAGES if (path := out / f"{name}.md").exists()]
+    failures = [
+        f"# {name} failed\n\n```\n{path.read_text()[-3000:]}```\n"
+        for name in became
+        if (path := out / f"{name}.failed.txt").exists()
+    ]
+    text = "\n".join(["# Stages", "", *lines, "", *pages, *failures])
+    (out / "all.md").write_text(text, encoding="utf-8")
+    return "\n".join(lines)
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the results.")
+@click.option("--model", metavar="NAME_OR_PATH", help="A Llama, which writes the texts. Default: the packaged model.")
+@click.option("--prompts", default=PROMPTS, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="In Spec-Bench's JSONL format. A model with a chat template gets them in it.")  # fmt: skip
+@click.option("--device", default="cuda", show_default=True, help="cpu, cuda, cuda:1, ...")
+@click.option("--minutes", default=9.0, show_default=True, type=click.FloatRange(min=0.5),
+              help="Time of this run; what is left is done by the next.")  # fmt: skip
+@click.option("--stages", help=f"Some of {','.join(STAGES)}.  [default: all, in this order]")
+@click.option("--small", "is_small", is_flag=True, help="Rehearse with few tokens of small models.")
+def main(out, model, prompts, device, minutes, stages, is_small) -> None:
+    chosen = stages.split(",") if stages else list(SMALL_STAGES if is_small else STAGES)
+    unknown = [name for name in chosen if name not in STAGES]
+    if unknown:
+        raise click.BadParameter(
+            f"no such stage: {', '.join(unknown)}; there are {', '.join(STAGES)}", param_hint="--stages"
+        )
+    end = time.time() + 60 * minutes
+    out.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "scripts/gpu.py", *sys.argv[1:]])
+    plan = Plan(model, prompts, device, is_small, out, command)
+    chosen.sort(key=lambda name: (out / f"{name}.json").exists())  # what has run already, but not to its end, is last
+    became: dict[str, str] = {}
+    for number, name in enumerate(chosen, 1):
+        left = min(end - time.time(), MOST)
+        if is_complete(out / name):
+            became[name] = what_became(out / name)
+            continue
+        if left < LEAST:
+            became[name] = "not begun: run the command again"
+            continue
+        began = time.time()
+        click.echo(f"[{number}/{len(chosen)}] {name}: at most {left:.0f} s", err=True)
+        became[name] = in_own_process(name, plan, left)
+        became[name] += f" ({time.time() - began:.0f} s)"
+        click.echo(f"[{number}/{len(chosen)}] {name}: {became[name]}", err=True)
+        join_pages(out, became)
+    click.echo(join_pages(out, became))
+    if any("complete" not in what for what in became.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
