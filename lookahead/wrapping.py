@@ -21,6 +21,7 @@ from lookahead.cpu import products
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import ASSISTED_ARGUMENTS, why_no_draft_model
+from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
 from lookahead.passes.capabilities import find_adapter
 from ngram_pool import NgramPool
@@ -121,7 +122,8 @@ def wrap(
     The base model of a PEFT model is wrapped.
 
     config: settings.
-    pool: evidence to use and to add to, for the life of the wrap; default: a new pool.
+    pool: evidence to use and to add to, for the life of the wrap; default: a new pool, which begins with the model's
+        bigrams if `lookahead tune --bigrams` has kept them.
     source: one `GuessSource`, or several, whose guesses make one tree; default: the pool and its Jacobi window. In a
         list, `PoolSource()` stands for the pool.
 
@@ -152,7 +154,7 @@ def wrap(
                 _prepare(model, replace(before, config=config, source=source, pace=None, graphs=None))
         return model
     config = config or LookaheadConfig()
-    _prepare(model, Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb), source))
+    _prepare(model, Lookahead(config, pool if pool is not None else new_pool(model, config), source))
     model.__class__ = _wrapped_class(type(model))  # type: ignore[assignment, arg-type]  # of both classes
     return model
 

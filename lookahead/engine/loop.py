@@ -20,6 +20,7 @@ from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, pro
 from lookahead.engine.recording import Recorder
 from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, Settings, for_sequence
 from lookahead.engine.verify import walk
+from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Budget
 from lookahead.guessing.combine import Combined
 from lookahead.guessing.source import Batch, GuessSource, Outcome
@@ -49,7 +50,7 @@ def decode(
 
     generate() prepares all arguments but three, which it passes on:
     lookahead_config: settings.
-    pool: evidence to use and to add to; default: a new pool.
+    pool: evidence to use and to add to; default: a new pool, as for `wrap`.
     source: one source of guesses, or several; default: the pool and its Jacobi window.
     transformers passes neither a streamer nor a tokenizer (for stop strings) to a custom_generate. `wrap` has both.
 
@@ -63,7 +64,7 @@ def decode(
             "call generate() without it"
         )
     config = lookahead_config or LookaheadConfig()
-    engine = Lookahead(config, pool if pool is not None else NgramPool(config.pool_memory_mb), source)
+    engine = Lookahead(config, pool if pool is not None else new_pool(model, config), source)
     return run(
         engine, compat.sampling_loop(model), model, input_ids, logits_processor, stopping_criteria, generation_config,
         **model_kwargs,

@@ -212,6 +212,8 @@ def audit(**options: Any) -> None:
 @click.option("--picture", type=FileToWrite(), metavar="PNG", help="Also draw the times.")
 @click.option("--layer-skip", is_flag=True,
               help="Also find the layers without which the model drafts best, for as long again.")  # fmt: skip
+@click.option("--bigrams", is_flag=True,
+              help="Also learn what the model says after each single token, for the pools of later wraps.")  # fmt: skip
 def tune(**options: Any) -> None:
     """Measure what steps cost on this machine, keep the costs for decoding with this model, and show them."""
     _run("commands", "tune", options)

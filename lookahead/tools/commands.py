@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, TextIO
 
 import click
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
-from lookahead.engine.engine import Lookahead
+from lookahead.engine.engine import GREEDY_TEMPERATURE, Lookahead
 from lookahead.engine.recording import Recorder
+from lookahead.guessing.bigrams import bigrams_file, learn_bigrams
 from lookahead.guessing.layer_skip import find_skipped_layers
 from lookahead.models.adapter import context_length
 from lookahead.passes.costs import RUNGS, progress_bar, step_costs
@@ -223,6 +224,7 @@ def tune(
     threads: int | None,
     picture: Path | None,
     layer_skip: bool,
+    bigrams: bool,
     **settings: Any,
 ) -> None:
     if picture is not None:
@@ -255,6 +257,9 @@ def tune(
             prompts = [tokenizer(prompt["turns"][0]).input_ids for prompt in source_prompts(SAMPLES)]
             with progress_bar("skipping layers") as progress:
                 found = find_skipped_layers(runner, prompts, seconds, progress)
+        if bigrams:
+            with progress_bar("learning bigrams") as progress:
+                learned = learn_bigrams(runner, _beginning(tokenizer), GREEDY_TEMPERATURE, progress)
     where = environment(model)
     click.echo(
         ", ".join(f"{name} {where[name]}" for name in ("processor", "threads", "dtype", "torch", "transformers"))
@@ -267,11 +272,25 @@ def tune(
             click.echo(f"kept for LayerSkipSource: {found.keep(model)}")
         except OSError as error:
             raise click.ClickException(f"cannot keep the layers: {error}") from error
+    if bigrams:
+        kept = bigrams_file(model)
+        try:
+            learned.save(kept)
+        except OSError as error:
+            raise click.ClickException(f"cannot keep the bigrams: {error}") from error
+        click.echo(f"{len(learned)} contexts kept for new pools: {kept}")
     if picture is not None:
         try:
             times.picture(picture, f"{where['processor']}, {where['threads']} threads, {where['dtype']}")
         except (OSError, ValueError) as error:  # ValueError: the suffix names no format of pictures
             raise click.ClickException(f"cannot draw {picture}: {error}") from error
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return how texts begin: with a question in the chat template, if the tokenizer has one, or else as any text."""
+    if tokenizer.chat_template is not None:
+        return render(tokenizer, [{"role": "user", "content": "Hello"}])["input_ids"][0].tolist()
+    return tokenizer("\n").input_ids
 
 
 def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:
