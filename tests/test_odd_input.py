@@ -48,11 +48,13 @@ def odd_values(words: tuple[str, ...], option: click.Parameter) -> list[str]:
 
 
 def cases() -> list:
+    """What ``trace`` shares with ``generate`` is tested once."""
+    shared = {option.name for option in main.commands["generate"].params}
     return [
         pytest.param(words, option, value, id=" ".join([*words, option.opts[-1], repr(value)[:40]]))
         for words, command in commands().items()
         for option in command.params
-        if not getattr(option, "is_flag", False)
+        if not getattr(option, "is_flag", False) and not (words == ("trace",) and option.name in shared)
         for value in odd_values(words, option)
     ]
 
@@ -84,6 +86,7 @@ def arguments(words: tuple[str, ...], option: click.Parameter, value: str) -> li
     model = [] if "merge" in words else ["--model", "model"]
     rest = {
         "generate": ["--max-new-tokens", "2", *(["def"] if option.name not in ("prompt", "prompt_file") else [])],
+        "trace": ["--max-new-tokens", "2", "def"],
         "chat": ["--max-new-tokens", "2", *(["--chat-template", "text"] if option.name != "template_file" else [])],
         "audit": ["--max-new-tokens", "2", "--count", "1"],
         "tune": ["--seconds", "1", "--contexts", "8"],

@@ -294,7 +294,7 @@ def test_the_threshold_rises_with_what_drafts_gain(accepted, monkeypatch):
     """Steps of one request that verify three guesses; what such a step takes, plain ones would write 1.6 tokens in."""
     thresholds = []
 
-    def guess(context, budget, threshold, depth, chain):
+    def guess(context, budget, threshold, depth, chain, *draws):
         thresholds.append(threshold)
         return GuessTree.chain([1] * 3, Source.TEXT)
 

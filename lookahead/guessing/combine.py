@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lookahead.guessing.budget import Budget, Trials
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
 from lookahead.models.cache import LookaheadCache
-from lookahead.stats import Stats
+from lookahead.stats import SourceStats, Stats
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
 
@@ -260,18 +260,16 @@ class Combined(GuessSource):
             else:
                 self._stats[root].accepted += len(path) - 1
         pace = self._budget.pace
-        for i in self._asked:
-            earned, price = self._earned(i, outcome)
-            is_first = i not in self._has_observed
-            self._has_observed.add(i)
-            self._stats[i].asked += 1
-            self._stats[i].earned += earned
-            self._stats[i].seconds += float(self._seconds[i])
-            if pace and (trials := self._ledger.trials[i]):
-                trials.count(earned, price + pace.rate() * float(self._seconds[i]), is_first)
-        for i in set(range(len(self._sources))).difference(self._asked):
-            if pace and (trials := self._ledger.trials[i]):
-                trials.count(0.0, 0.0)  # its pause goes on
+        for i, stats in enumerate(self._stats):
+            earned, cost, is_first = 0, 0.0, False
+            if i in self._asked:
+                earned, cost = self._earned(i, outcome)
+                seconds, is_first = float(self._seconds[i]), i not in self._has_observed
+                self._has_observed.add(i)
+                cost += pace.rate() * seconds if pace else 0.0
+                stats += SourceStats(asked=1, earned=earned, seconds=seconds)
+            if pace and (trials := self._ledger.trials[i]):  # also of a source that was not asked: its pause goes on
+                trials.count(earned, cost, is_first)
 
     def _earned(self, i: int, outcome: Outcome) -> tuple[int, float]:
         """Return the tokens that the step would not have written without this source, and what they cost in the pass.
@@ -280,19 +278,14 @@ class Combined(GuessSource):
         """
         if not any(i in by_source for by_source in self._proposed):
             return 0, 0.0
-        written = sum(map(len, outcome.paths))
-        if not any(by_source.keys() - {i} for by_source in self._proposed):
-            others = [GuessTree.empty() for _ in self._proposed]
-        else:
-            others = [
-                self._merge({j: tree for j, tree in by_source.items() if j != i})[1] for by_source in self._proposed
-            ]
+        others = [self._merge({j: tree for j, tree in by_source.items() if j != i})[1] for by_source in self._proposed]
         length = max(map(len, outcome.texts))
         chosen = self._budget.choose(others, length, self._window_rows)
         accepted = [tree.follow(emitted) for tree, emitted in zip(chosen, outcome.emitted, strict=True)]
         rows = len(chosen) * (1 + self._window_rows + max(map(len, chosen)))
         pace = self._budget.pace
-        return written - len(chosen) - sum(accepted), pace.price(outcome.rows, rows, length) if pace else 0.0
+        earned = sum(len(path) - 1 for path in outcome.paths) - sum(accepted)
+        return earned, pace.price(outcome.rows, rows, length) if pace else 0.0
 
     def keep(self, sequences: list[int]) -> None:
         for source in self._sources:
