@@ -25,10 +25,12 @@ def run(tmp_path):
 
 
 def test_all_stages(run, tmp_path):
-    status, output = run("--minutes", "20")
+    """But the tests, which run beside this one anyway."""
+    stages = [stage for stage in gpu.SMALL_STAGES if stage != "tests"]
+    status, output = run("--minutes", "20", "--stages", ",".join(stages))
     assert status == 0, output
     page = (tmp_path / "all.md").read_text()
-    for stage in gpu.SMALL_STAGES:
+    for stage in stages:
         assert f"- {stage}: complete (" in page, output
         assert f"# {stage}\n" in page
         assert json.loads((tmp_path / f"{stage}.json").read_text())["is_complete"]
