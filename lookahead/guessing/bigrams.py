@@ -32,8 +32,7 @@ def learn_bigrams(
 ) -> NgramPool:
     """Return a pool that knows what a model says after each token of its vocabulary.
 
-    beginning: at least one token, that a text of the model begins with. A model says little of use after its very first
-        token, so a chat model's should end where an answer begins.
+    beginning: at least one token to stand before each. A line break says the least about what follows.
     temperature: of the probabilities that are learned. progress: called with the share done, 0 to 1.
     Raises UnsupportedModelError if the model cannot verify trees.
     """

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TextIO
 
 import click
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from lookahead import DEMO_MODEL
@@ -259,7 +259,7 @@ def tune(
                 found = find_skipped_layers(runner, prompts, seconds, progress)
         if bigrams:
             with progress_bar("learning bigrams") as progress:
-                learned = learn_bigrams(runner, _beginning(tokenizer), GREEDY_TEMPERATURE, progress)
+                learned = learn_bigrams(runner, tokenizer("\n").input_ids, GREEDY_TEMPERATURE, progress)
     where = environment(model)
     click.echo(
         ", ".join(f"{name} {where[name]}" for name in ("processor", "threads", "dtype", "torch", "transformers"))
@@ -284,13 +284,6 @@ def tune(
             times.picture(picture, f"{where['processor']}, {where['threads']} threads, {where['dtype']}")
         except (OSError, ValueError) as error:  # ValueError: the suffix names no format of pictures
             raise click.ClickException(f"cannot draw {picture}: {error}") from error
-
-
-def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return how texts begin: with a question in the chat template, if the tokenizer has one, or else as any text."""
-    if tokenizer.chat_template is not None:
-        return render(tokenizer, [{"role": "user", "content": "Hello"}])["input_ids"][0].tolist()
-    return tokenizer("\n").input_ids
 
 
 def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:
