@@ -23,35 +23,35 @@ from lookahead.step import Step, Visibility
 
 
 def everyone_sees_everyone(monkeypatch):
-    original = adapter.mask
+    original = adapter.hidden
     monkeypatch.setattr(adapter, "mask", lambda *args: torch.zeros_like(original(*args)))
 
 
 def siblings_see_each_other(monkeypatch):
-    original = adapter.mask
+    original = adapter.hidden
 
-    def mask(ancestors, *args):
+    def hidden(ancestors, *args):
         return original(np.tril(np.ones_like(ancestors)), *args)
 
-    monkeypatch.setattr(adapter, "mask", mask)
+    monkeypatch.setattr(adapter, "hidden", hidden)
 
 
 def gaps_are_seen(monkeypatch):
-    original = adapter.mask
+    original = adapter.hidden
 
-    def mask(ancestors, positions, cached, *args):
+    def hidden(ancestors, positions, cached, *args):
         return original(ancestors, positions, np.maximum(cached, 0), *args)
 
-    monkeypatch.setattr(adapter, "mask", mask)
+    monkeypatch.setattr(adapter, "hidden", hidden)
 
 
 def sequences_swapped(monkeypatch):
-    original = ModelAdapter.masks
+    original = ModelAdapter.hidden
 
-    def masks(self, ancestors, *args):
+    def hidden(self, ancestors, *args):
         return original(self, ancestors[::-1].copy(), *args)
 
-    monkeypatch.setattr(ModelAdapter, "masks", masks)
+    monkeypatch.setattr(ModelAdapter, "hidden", hidden)
 
 
 def sliding_window_too_wide(monkeypatch):
@@ -64,14 +64,14 @@ def sliding_window_too_wide(monkeypatch):
 
 
 def prefix_hidden(monkeypatch):
-    original = adapter.mask
+    original = adapter.hidden
 
-    def mask(ancestors, positions, cached, *args):
+    def hidden(ancestors, positions, cached, *args):
         cached = cached.copy()
         cached[:, : cached.shape[1] // 2] = -1
         return original(ancestors, positions, cached, *args)
 
-    monkeypatch.setattr(adapter, "mask", mask)
+    monkeypatch.setattr(adapter, "hidden", hidden)
 
 
 def half_of_the_prefix_unseen(monkeypatch):
