@@ -105,7 +105,7 @@ class Server:
             [
                 str(SERVER), "--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--threads",
                 str(threads), "--threads-batch", str(threads), "--ctx-size", str(positions), "--parallel", "1",
-                "--cache-ram", "0", "--offline", *speculation,
+                "--cache-ram", "0", *speculation, "--offline",
             ],
             stdout=sys.stderr,
         )  # fmt: skip
