@@ -161,8 +161,8 @@ def test_dtype_and_tying_are_kept(tied):
 def test_shapes_have_the_parameters_of_their_names():
     def parameters(hidden_size, layers, intermediate_size, heads, kv_heads, vocabulary=4096):
         config = LlamaConfig(
-            vocab_size=vocabulary, hidden_size=hidden_size, num_hidden_layers=layers, intermediate_size=intermediate_size,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=64, tie_word_embeddings=True,
+            vocab_size=vocabulary, hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
+            intermediate_size=intermediate_size, num_key_value_heads=kv_heads, head_dim=64, tie_word_embeddings=True,
         )  # fmt: skip
         with torch.device("meta"):
             return LlamaForCausalLM(config).num_parameters()
