@@ -21,12 +21,16 @@ from lookahead.tools.loading import load
 
 # Names give the parameters with a tied vocabulary of 4096 and heads of 64. 135M and 360M have SmolLM2's shapes, with
 # wider feed-forward layers in place of its vocabulary. 1B and 8B have the layers of Llama 3, whose 8B has a billion
-# more parameters in its vocabulary.
+# more parameters in its vocabulary. Those that begin with smollm2 are for SmolLM2-135M itself, with its vocabulary of
+# 49152: 360M is the shape of its larger sibling; the others keep its 30 layers, which its siblings of such sizes lack.
 SHAPES = {
     "80M": {"hidden_size": 768, "layers": 12, "intermediate_size": 2048, "heads": 12, "kv_heads": 6},
     "135M": {"hidden_size": 576, "layers": 30, "intermediate_size": 2048, "heads": 9, "kv_heads": 3},
     "360M": {"hidden_size": 960, "layers": 32, "intermediate_size": 3072, "heads": 15, "kv_heads": 5},
     "1B": {"hidden_size": 2048, "layers": 16, "intermediate_size": 8192, "heads": 32, "kv_heads": 8},
+    "smollm2-360M": {"hidden_size": 960, "layers": 32, "intermediate_size": 2560, "heads": 15, "kv_heads": 5},
+    "smollm2-1B": {"hidden_size": 1536, "layers": 30, "intermediate_size": 5376, "heads": 24, "kv_heads": 8},
+    "smollm2-3B": {"hidden_size": 2304, "layers": 36, "intermediate_size": 9216, "heads": 36, "kv_heads": 12},
     "8B": {"hidden_size": 4096, "layers": 32, "intermediate_size": 14336, "heads": 64, "kv_heads": 16},
 }
 

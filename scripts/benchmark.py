@@ -7,12 +7,13 @@ the same seed, the prompt's number. OUT.md, OUT.json and the pictures are rewrit
     python scripts/benchmark.py --model M --prompts FILE.jsonl --out OUT
     python scripts/benchmark.py --model M --prompts FILE.jsonl --dtype float32,bfloat16 --temperature 0.6,0 --out OUT
     python scripts/benchmark.py --model M --prompts FILE.jsonl --contexts 256,2048,8192 --out OUT
-    python scripts/benchmark.py --model M --prompts FILE.jsonl --methods plain,auto,vllm-ngram --peers FOLDER --out OUT
+    python scripts/benchmark.py --model M --prompts FILE.jsonl --methods plain,auto,llama-plain --peers FOLDER --out OUT
     python scripts/benchmark.py --model M --never-slower --out OUT
 
-Prompts are in Spec-Bench's JSONL format: one object a line with question_id, category and turns. Only the first turn is
-used. Peers are other libraries, on the CPU, each in its own Python environment (FOLDER/lade, FOLDER/vllm) behind a
-worker in scripts/peers. A method that fails gets a row with the reason.
+Prompts are Spec-Bench's question.jsonl, or any file of its format: one object a line with question_id, category and
+turns. Only the first turn is used, in the model's chat template if it has one. Peers are other libraries, on the CPU,
+each in its own Python environment (FOLDER/llama, FOLDER/vllm, FOLDER/lade) behind a worker in scripts/peers. A method
+that fails gets a row with the reason.
 """
 
 import importlib.util
@@ -33,7 +34,7 @@ from transformers import BatchEncoding, PreTrainedModel
 import lookahead
 from bench import cli
 from bench.benchmark_page import draw, markdown
-from bench.corpora import RANDOM_LENGTH, tokenized_prompts
+from bench.corpora import RANDOM_LENGTH, category_of, first_of_each, tokenized_prompts
 from bench.methods import DEFAULT, KEEP_DRAWS, METHODS, PEERS, WITH_DRAFT_MODEL, Engines, Subject, as_inputs
 from bench.pages import command_line, write_results
 from bench.peer_process import PeerError
@@ -45,7 +46,7 @@ from lookahead.tools.audit import choice_scores, first_difference, next_logits
 from lookahead.tools.prompts import read_prompts
 
 RANDOM_PROMPTS, RANDOM_TEMPERATURE = 16, 1.5  # of --never-slower
-MEDIANS = ("seconds", "first_seconds", "steps", "stepped", "drafted", "accepted", "forward_seconds")
+MEDIANS = ("seconds", "first_seconds", "own_seconds", "steps", "stepped", "drafted", "accepted", "forward_seconds")
 
 
 def margin_at(
@@ -157,6 +158,8 @@ def median(values: list[float | None]) -> float | None:
 @cli.new_tokens
 @cli.repeats
 @cli.limit
+@click.option("--per-category", type=cli.COUNT, help="Use only the first prompts of each category.")
+@click.option("--raw", is_flag=True, help="Do not put prompts into the model's chat template.")
 @click.option("--assistant", metavar="NAME_OR_PATH", help=f"Draft model for {', '.join(WITH_DRAFT_MODEL)}.")
 @click.option("--peers", type=cli.FOLDER, help="Folder with the environments of other libraries.")
 @click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
@@ -165,7 +168,7 @@ def median(values: list[float | None]) -> float | None:
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md, OUT.json and OUT-*.png.")
 def main(
     models, prompts_file, dtypes, device, temperatures, methods, contexts, never_slower, max_new_tokens, repeats, limit,
-    assistant, peers, timeout, threads, out,
+    per_category, raw, assistant, peers, timeout, threads, out,
 ) -> None:  # fmt: skip
     methods = methods or DEFAULT["cpu" if device == "cpu" else "cuda"]
     methods = ["plain", *(method for method in methods if method != "plain")]
@@ -179,8 +182,9 @@ def main(
          f"these methods run on the CPU only: {', '.join(foreign)}; leave out --device, or these of --methods"),
         (foreign and peers is None, "methods of other libraries need --peers, the folder of their environments"),
         (set(WITH_DRAFT_MODEL) & set(methods) and assistant is None, f"{', '.join(WITH_DRAFT_MODEL)} need --assistant"),
-        (never_slower and (prompts_file or temperatures or contexts != [None]),
-         "--never-slower has its own prompts and temperature: leave out --prompts, --temperature and --contexts"),
+        (never_slower and (prompts_file or temperatures or contexts != [None] or per_category or raw),
+         "--never-slower has its own prompts and temperature: leave out --prompts, --temperature, --contexts, "
+         "--per-category and --raw"),
         (not never_slower and not prompts_file, "give --prompts, or --never-slower, which makes its own"),
         (len(set(names)) < len(names), f"two models have the same name: {', '.join(names)}"),
     ):  # fmt: skip
@@ -193,10 +197,12 @@ def main(
         categories = ["random"] * (limit or RANDOM_PROMPTS)
     else:
         read = read_prompts(prompts_file, limit)
-        texts, categories = [prompt["turns"][0] for prompt in read], [prompt["category"] for prompt in read]
+        read = first_of_each(read, per_category) if per_category else read
+        texts, categories = [prompt["turns"][0] for prompt in read], list(map(category_of, read))
         temperatures, what = temperatures or [0.6, 0.0], prompts_file.name
     # Read the prompts of all models first, so that an error does not come after hours of measuring.
-    prompts = {model: tokenized_prompts(model, texts, contexts, len(categories), max_new_tokens) for model in models}
+    count = len(categories)
+    prompts = {model: tokenized_prompts(model, texts, contexts, count, max_new_tokens, raw) for model in models}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit through the code that ends the peers
     report = {"environment": {}, "cells": []}
     versions: dict[str, dict] = {}

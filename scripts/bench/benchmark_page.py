@@ -3,32 +3,46 @@
 import itertools
 from pathlib import Path
 
+from bench.methods import PUBLISHED
 from bench.pages import table
-from bench.speedups import RESAMPLES, SPREAD, seconds_per_token, title
+from bench.speedups import OURS, RESAMPLES, SPREAD, gains, seconds_per_token, title
 
 ENVIRONMENT = ("processor", "threads", "python", "torch", "transformers", "lookahead")
 
-BASELINES = ("plain", "static-compiled", "lade-plain", "vllm-plain")  # one token per step
-OTHERS = ("prompt-lookup", "assisted", "lade-15-5-15", "vllm-ngram", "vllm-suffix")
-FAMILIES = {"plain decoding": "tab:gray", "lookahead": "tab:blue", "speculation by others": "tab:orange"}
+BASELINES = ("plain", "static-compiled", "lade-plain", "vllm-plain", "llama-plain", "llama-q8_0")  # a token per step
+OTHERS = (
+    "prompt-lookup", "assisted", "lade-15-5-15", "vllm-ngram", "vllm-suffix", "llama-ngram-simple", "llama-ngram-mod",
+    *PUBLISHED,
+)  # fmt: skip
+FAMILIES = {"plain decoding": "tab:gray", "lookahead": "tab:blue", "others' guesses": "tab:orange"}
 
 NOTES = f"""\
-- Times are of whole calls, prefill included: for each prompt the median of its repeats. ms/token divides the sum over
-  the prompts by their new tokens. The brackets hold {SPREAD:.0%} of {RESAMPLES} resamples of the prompts.
+- Prompts are in the model's chat template if it has one, unless the command says --raw.
+- Times are by the clock: for each prompt the median of its repeats. ms/token with the prompt divides the sum over the
+  prompts by their new tokens; without the prompt, it leaves out the first token and the time until the second pass
+  begins. (llama.cpp's time after the first token is its server's own account. Beside the whole request's time stands,
+  after a slash, what the server itself accounts for.)
+- {OURS}'s share: {OURS}'s time per token as a share of that row's, the median over the prompts; below 1, {OURS} is
+  faster.
+- x plain: the sum of plain's times by that row's. The brackets hold {SPREAD:.0%} of {RESAMPLES} resamples of the
+  prompts.
 - first token: mean time until the first token exists and the second forward pass begins.
 - tokens/step: new tokens after the first, per forward pass after the prefill. The first pass of prompt-lookup and
   assisted already verifies guesses: there, all tokens per pass.
-- step cost: mean time of a step's forward pass, relative to steps-of-one, the same loop without guesses.
+- identical: prompts whose text equals plain's in every repeat, token for token; "-" for a method that draws other
+  samples from the same seed. agree: share of all tokens that stand before the first difference. margin: where texts
+  part, the largest gap between plain's best two tokens, in logits. llama-q8_0 has other weights, so other texts.
+- step cost: mean time of a step's forward pass, relative to steps-of-one, the same loop without guesses (for -torch
+  methods, steps-of-one-torch).
 - efficiency: speed-up after the first token over steps-of-one (for -torch methods, over steps-of-one-torch), divided
   by (tokens/step / step cost), the speed-up from the passes alone. Guessing, verifying and learning lower it below 1.
-- identical: prompts whose text equals plain's in every repeat, token for token; "-" for a method that draws other
-  samples from the same seed. margin: where texts part, the largest gap between plain's best two tokens, in logits.
 """
 
 COLUMNS = [
-    "method", "ms/token", "tokens/s", "x plain", "x steps-of-one", "first token, ms", "tokens/step", "step cost",
-    "efficiency", "identical", "margin",
+    "method", "ms/token without the prompt", "with the prompt", f"{OURS}'s share, without", "with", "x plain",
+    "first token, ms", "tokens/step", "identical", "agree", "margin",
 ]  # fmt: skip
+STEP_COLUMNS = ["method", "x steps-of-one", "tokens/step", "step cost", "efficiency"]
 
 
 def markdown(report: dict, pictures: list[Path]) -> str:
@@ -49,6 +63,13 @@ def markdown(report: dict, pictures: list[Path]) -> str:
             f"({size / seconds / 1e9:.0f} GB/s). At one token per pass, that allows {1 / seconds:.0f} tokens/s.",
             table(COLUMNS, map(_cells, cell["table"]), "lrrrrrrrrrr"),
         ]
+        measured = [row for row in cell["table"] if row.get("step_cost") is not None]
+        if len(measured) > 1:
+            parts += ["What a step costs and yields:", table(STEP_COLUMNS, map(_step_cells, measured), "lrrrr")]
+        if earned := gains(cell["prompts"]):
+            stages = [[row["what"], row["from"], row["to"], row["later_speedup"], row["speedup"]] for row in earned]
+            columns = ["what is added", "from", "to", "times as fast without the prompt", "with the prompt"]
+            parts += ["What each part earns, in the median prompt:", table(columns, stages, "lllrr")]
         categories = list(dict.fromkeys(row["category"] for row in cell["prompts"]))
         if len(categories) > 1:
             parts += ["Times plain by category:", _by_category(cell["prompts"], categories)]
@@ -64,20 +85,28 @@ def _by_category(rows: list[dict], categories: list[str]) -> str:
     return table(["method", *categories], speedups, "l" + "r" * len(categories))
 
 
-def _cells(row: dict) -> list[str]:
-    def number(name: str, digits: int = 2) -> str:
-        return "-" if row[name] is None else f"{row[name]:.{digits}f}"
+def _number(row: dict, name: str, digits: int = 2) -> str:
+    return "-" if row[name] is None else f"{row[name]:.{digits}f}"
 
+
+def _cells(row: dict) -> list[str]:
     if "failed" in row:
         return [row["method"], f"failed: {row['failed'].replace('|', '/')}", *[""] * (len(COLUMNS) - 2)]
     low, high = row["interval"]
+    own = "" if row["own_ms_per_token"] is None else f" / {row['own_ms_per_token']:.2f}"
     return [
-        row["method"], number("ms_per_token"), number("tokens_per_second", 1),
-        f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})", number("speedup_over_one"), number("first_token_ms", 1),
-        number("tokens_per_step"), number("step_cost"), number("efficiency"),
+        row["method"], _number(row, "ms_per_later_token"), _number(row, "ms_per_token") + own,
+        _number(row, "our_later_share"), _number(row, "our_share"), f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})",
+        _number(row, "first_token_ms", 1), _number(row, "tokens_per_step"),
         "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
+        "-" if row["agreement"] is None else f"{row['agreement']:.0%}",
         "" if row["largest_margin"] is None else f"up to {row['largest_margin']:.3g}",
     ]  # fmt: skip
+
+
+def _step_cells(row: dict) -> list[str]:
+    names = ("speedup_over_one", "tokens_per_step", "step_cost", "efficiency")
+    return [row["method"], *(_number(row, name) for name in names)]
 
 
 def draw(report: dict, out: Path) -> list[Path]:
@@ -111,7 +140,7 @@ def draw_speedups(cells: list[dict], path: Path) -> None:
                 axes.text(0.02 * largest, place, "failed", va="center", fontsize=8, color="tab:red")
                 continue
             value, (low, high) = row["speedup"], row["interval"]
-            others = "speculation by others" if row["method"] in OTHERS else "lookahead"
+            others = "others' guesses" if row["method"] in OTHERS else "lookahead"
             family = "plain decoding" if row["method"] in BASELINES else others
             spread = [[max(value - low, 0)], [max(high - value, 0)]]
             axes.barh(place, value, color=FAMILIES[family], xerr=spread, error_kw={"lw": 1, "capsize": 2})

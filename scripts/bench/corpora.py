@@ -1,40 +1,93 @@
 """The prompts to decode, as token ids."""
 
+import collections
+from collections.abc import Sequence
+
 import click
+import jinja2
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from lookahead.streaming import render
 
 RANDOM_LENGTH = 64  # tokens of a random prompt
+# Spec-Bench's first part are the questions of MT-bench, by their numbers and categories there.
+MT_BENCH = range(81, 161), ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+MARK = "9f1c"  # stands for a text in a chat template
+
+
+def category_of(prompt: dict) -> str:
+    """Return the part of Spec-Bench that a prompt of its file belongs to; any other prompt's own category."""
+    numbers, categories = MT_BENCH
+    is_mt_bench = prompt["question_id"] in numbers and prompt["category"] in categories
+    return "mt-bench" if is_mt_bench else prompt["category"]
+
+
+def first_of_each(prompts: list[dict], count: int) -> list[dict]:
+    """Return the first ``count`` prompts of each category, in their order."""
+    seen: collections.Counter = collections.Counter()
+    kept = []
+    for prompt in prompts:
+        seen[category_of(prompt)] += 1
+        if seen[category_of(prompt)] <= count:
+            kept.append(prompt)
+    return kept
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> list[int]:
+    """Return the tokens of a user's text in the model's chat template; with ``raw`` or without a template, of the text.
+
+    Raises ClickException if the template refuses a text of a user alone.
+    """
+    if raw or tokenizer.chat_template is None:
+        return tokenizer(text).input_ids
+    try:
+        return render(tokenizer, [{"role": "user", "content": text}])["input_ids"][0].tolist()
+    except jinja2.TemplateError as error:
+        raise click.ClickException(f"the chat template refuses a prompt: {error}; try --raw") from error
+
+
+def around(tokenizer: PreTrainedTokenizerBase, raw: bool) -> tuple[list[int], list[int]]:
+    """Return the tokens that `prompt_ids` adds before and behind a text. Raises ClickException if it hides the text."""
+    ids, bare = prompt_ids(tokenizer, MARK, raw), tokenizer(MARK, add_special_tokens=False).input_ids
+    for begin in range(len(ids)):
+        if ids[begin : begin + len(bare)] == bare:
+            return ids[:begin], ids[begin + len(bare) :]
+    raise click.ClickException("the chat template changes the tokens of a text: give --raw with --contexts")
 
 
 def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(0, vocabulary, (count, RANDOM_LENGTH)).tolist()
 
 
-def with_context(texts: list[list[int]], begin: list[int], length: int) -> list[list[int]]:
+def with_context(texts: list[list[int]], begin: list[int], length: int, end: Sequence[int] = ()) -> list[list[int]]:
     """Return prompts of ``length`` tokens: each text after the texts that follow it (the first follows the last).
 
-    begin: special tokens at the start of every prompt. A text that is too long loses its front.
-    Raises ClickException if there is only one text.
+    begin, end: tokens at the start and the end of every prompt. A text that is too long loses its front.
+    Raises ClickException if there is only one text, or no room for any.
     """
     if len(texts) < 2:
         raise click.ClickException("the other prompts' texts make up a context: give two prompts or more")
+    room = length - len(begin) - len(end)
+    if room < 1:
+        raise click.ClickException(f"a context of {length} has no room beside the chat template: raise --contexts")
     prompts = []
     for number, text in enumerate(texts):
-        text = text[-(length - len(begin)) :]
-        missing = length - len(begin) - len(text)
+        text = text[-room:]
+        missing = room - len(text)
         others = [token for other in texts[number + 1 :] + texts[:number] for token in other]
         if missing and not others:
             raise click.ClickException("the other prompts' texts make up a context, but they are empty")
-        prompts.append(begin + (np.resize(others, missing).tolist() if missing else []) + text)
+        prompts.append([*begin, *(np.resize(others, missing).tolist() if missing else []), *text, *end])
     return prompts
 
 
 def tokenized_prompts(
-    name: str, texts: list[str] | None, contexts: list[int | None], count: int, new_tokens: int
+    name: str, texts: list[str] | None, contexts: list[int | None], count: int, new_tokens: int, raw: bool = False
 ) -> dict[int | None, list[list[int]]]:
     """Return a model's prompts as token ids, for each context; without ``texts``, ``count`` prompts of random tokens.
 
+    raw: do not put the texts into the model's chat template.
     Raises ClickException if the model cannot be read, or has too few positions for such prompts.
     """
     try:
@@ -42,13 +95,17 @@ def tokenized_prompts(
         tokenizer = AutoTokenizer.from_pretrained(name) if texts is not None else None
     except Exception as error:  # the type depends on the hub's client and on the format
         raise click.ClickException(f"cannot read the model {name}: {error}") from error
+    prompts: dict[int | None, list[list[int]]] = {}
     if texts is None:
-        prompts = {None: random_prompts(count, config.vocab_size)}
+        prompts[None] = random_prompts(count, config.vocab_size)
     else:
-        whole = tokenizer(texts).input_ids
-        bare = tokenizer(texts, add_special_tokens=False).input_ids
-        begin = whole[0][: len(whole[0]) - len(bare[0])]
-        prompts = {length: whole if length is None else with_context(bare, begin, length) for length in contexts}
+        for length in contexts:
+            if length is None:
+                prompts[None] = [prompt_ids(tokenizer, text, raw) for text in texts]
+            else:
+                bare = tokenizer(texts, add_special_tokens=False).input_ids
+                begin, end = around(tokenizer, raw)
+                prompts[length] = with_context(bare, begin, length, end)
     room = getattr(config, "max_position_embeddings", None)
     for context, ids in prompts.items():
         longest = max(map(len, ids)) + new_tokens

@@ -409,7 +409,8 @@ def texts(plan, report, *kind: str) -> Result:
         seen[prompt["category"]] += 1
     prompts = [prompt for _, prompt in sorted(by_turn, key=lambda pair: pair[0])][:limit]
     name = plan.model or str(DEMO_MODEL)
-    ids = tokenized_prompts(name, [prompt["turns"][0] for prompt in prompts], [None], len(prompts), new_tokens)[None]
+    turns = [prompt["turns"][0] for prompt in prompts]  # in the chat template already
+    ids = tokenized_prompts(name, turns, [None], len(prompts), new_tokens, raw=True)[None]
     model = _ballasted(plan) if "ballasted" in kind else name
     subject = Subject(model, _dtype(plan), plan.device, methods, None, None, timeout=180)
     rows, failures = benchmark.measure(

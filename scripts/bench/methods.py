@@ -11,6 +11,7 @@ from transformers import BatchEncoding, CompileConfig, GenerationConfig, PreTrai
 
 import lookahead
 from bench.peer_process import Peer, worker_command
+from bench.recycling import RACER_NODES, RECYCLED_NODES, RacerSource, TokenRecyclingSource
 from bench.timing import time_limit, timed
 from lookahead import DraftModelSource, GuessSource, Lookahead, LookaheadConfig, NgramPool, PoolSource
 from lookahead.tools.loading import load
@@ -35,13 +36,25 @@ LOOKAHEAD = {
     "draft": {},
     "auto-draft": {},
     "auto-draft-compiled": {"compile_passes": True},
+    "token-recycling": {"window_size": 0},
+    "token-recycling-80": {"budget": RECYCLED_NODES, "window_size": 0},
+    "racer": {"window_size": 0},
+    "racer-64": {"budget": RACER_NODES, "window_size": 0},
 }
+PUBLISHED = {  # sources of guesses; with all their nodes, or those that pay
+    "token-recycling": TokenRecyclingSource, "token-recycling-80": TokenRecyclingSource,
+    "racer": RacerSource, "racer-64": RacerSource,
+}  # fmt: skip
 PEERS = {  # (library, method of its worker)
     "lade-15-5-15": ("lade", "lade-15-5-15"),
     "lade-plain": ("lade", "plain"),
     "vllm-plain": ("vllm", "plain"),
     "vllm-ngram": ("vllm", "ngram"),
     "vllm-suffix": ("vllm", "suffix"),
+    "llama-plain": ("llama", "plain"),
+    "llama-ngram-simple": ("llama", "ngram-simple"),
+    "llama-ngram-mod": ("llama", "ngram-mod"),
+    "llama-q8_0": ("llama", "q8_0"),
 }
 METHODS = (*PLAIN, *LOOKAHEAD, *PEERS)
 KEEP_DRAWS = ("plain", "static-compiled", *LOOKAHEAD)  # they draw from the seed as plain does, once for each token
@@ -78,7 +91,7 @@ def as_inputs(ids: list[int], device: torch.device) -> BatchEncoding:
 
 def outcome(ids: list[int], seconds: float, stepped: int | None = None, **known) -> dict:
     """Return the result of `Subject.call`. stepped: by default all tokens except the first."""
-    unknown = dict.fromkeys(("first_seconds", "steps", "drafted", "accepted", "forward_seconds"))
+    unknown = dict.fromkeys(("first_seconds", "own_seconds", "steps", "drafted", "accepted", "forward_seconds"))
     return {"ids": ids, "seconds": seconds, "stepped": len(ids) - 1 if stepped is None else stepped, **unknown, **known}
 
 
@@ -121,14 +134,14 @@ class Subject:
 
         longest: positions of the longest text of the cell, the size of a static cache.
         engine: for a lookahead method, from `Engines`.
-        Returns ids (new ones), seconds, first_seconds (until the first token exists and the second pass begins), steps
-        (forward passes after the prefill), stepped (tokens from those steps), drafted and accepted (guesses), and
-        forward_seconds (of the steps). What is unknown is None.
+        Returns ids (new ones), seconds, first_seconds (until the first token exists and the second pass begins),
+        own_seconds (by a peer's own account), steps (forward passes after the prefill), stepped (tokens from those
+        steps), drafted and accepted (guesses), and forward_seconds (of the steps). What is unknown is None.
         """
         if method in PEERS:
             answer = self.peers[method].ask([ids], options, seed)
-            known = {name: answer.get(name) for name in ("steps", "drafted", "accepted")}
-            return outcome(answer["ids"][0], answer["seconds"], **known)
+            names = ("first_seconds", "own_seconds", "steps", "drafted", "accepted")
+            return outcome(answer["ids"][0], answer["seconds"], **{name: answer.get(name) for name in names})
         inputs = as_inputs(ids, self.plain.device)
         if method in LOOKAHEAD:
             return self._by_lookahead(inputs, options, seed, engine)
@@ -177,6 +190,8 @@ class Engines:
         self._kept: dict[tuple[str, int | None], Lookahead] = {}
 
     def _source(self, method: str) -> GuessSource | list[GuessSource] | None:
+        if method in PUBLISHED:
+            return PUBLISHED[method]()
         if method not in WITH_DRAFT_MODEL:
             return None
         drafts = DraftModelSource(self._draft_model, LookaheadConfig(**LOOKAHEAD[method]))

@@ -1,9 +1,22 @@
 """The figures of each method, from a benchmark's calls."""
 
+import statistics
+
 import numpy as np
 
 RESAMPLES = 2000
 SPREAD = 0.9  # share of the resamples within an interval
+OURS = "auto"  # the method whose time is compared with each other's
+STAGES = (  # what is added, to which method, and the method that has it
+    ("our loop, without guesses", "plain", "steps-of-one"),
+    ("products and attention", "steps-of-one-torch", "steps-of-one"),
+    ("compiled passes", "steps-of-one", "steps-of-one-compiled"),
+    ("guesses", "steps-of-one", "auto"),
+    ("guesses, with compiled passes", "steps-of-one-compiled", "auto-compiled"),
+    ("guesses, with torch's products and attention", "steps-of-one-torch", "auto-torch"),
+    ("the pool, instead of Token Recycling's tree", "token-recycling", "auto"),
+    ("the pool, instead of RACER's tree", "racer", "auto"),
+)
 
 
 def seconds_per_token(rows: list[dict]) -> float:
@@ -18,6 +31,40 @@ def seconds_per_later_token(rows: list[dict]) -> float | None:
     return sum(row["seconds"] - row["first_seconds"] for row in rows) / later
 
 
+def _paces(row: dict) -> tuple[float, float | None]:
+    """Return a prompt's seconds per token, of the whole call, and of the tokens after the first if that is known."""
+    is_known = row["first_seconds"] is not None and row["tokens"] > 1
+    return row["seconds"] / row["tokens"], (
+        (row["seconds"] - row["first_seconds"]) / (row["tokens"] - 1) if is_known else None
+    )
+
+
+def median_ratios(mine: list[dict], others: list[dict]) -> tuple[float, float | None]:
+    """Return the time per token of ``mine`` as a share of ``others``': the median over the prompts, which are the same.
+
+    The second is that of the tokens after the first, of the prompts where both are known; None if there are none.
+    """
+    pairs = [(_paces(a), _paces(b)) for a, b in zip(mine, others, strict=True)]
+    later = [a[1] / b[1] for a, b in pairs if a[1] is not None and b[1]]
+    return statistics.median(a[0] / b[0] for a, b in pairs), statistics.median(later) if later else None
+
+
+def gains(rows: list[dict]) -> list[dict]:
+    """Return what each part earns: how many times as fast the median prompt is with it, for STAGES that were measured.
+
+    rows: as for `summarise`.
+    """
+    by_method: dict[str, list[dict]] = {}
+    for row in rows:
+        by_method.setdefault(row["method"], []).append(row)
+    found = []
+    for what, before, after in STAGES:
+        if {before, after} <= by_method.keys():
+            whole, later = median_ratios(by_method[before], by_method[after])
+            found.append({"what": what, "from": before, "to": after, "speedup": whole, "later_speedup": later})
+    return found
+
+
 def speedup_interval(base: list[dict], rows: list[dict], seed: int = 0) -> tuple[float, float]:
     """Bootstrap an interval of the speed-up of ``rows`` over ``base``, which hold the same prompts."""
     prompts = np.random.default_rng(seed).integers(0, len(rows), (RESAMPLES, len(rows)))
@@ -28,6 +75,12 @@ def speedup_interval(base: list[dict], rows: list[dict], seed: int = 0) -> tuple
 
     low, high = np.quantile(pace(base) / pace(rows), [(1 - SPREAD) / 2, (1 + SPREAD) / 2])
     return float(low), float(high)
+
+
+def agreement(rows: list[dict]) -> float:
+    """Return the share of the tokens that stand before the first difference from plain decoding's text."""
+    agreeing = sum(row["tokens"] if row["difference"] is None else row["difference"] for row in rows)
+    return agreeing / sum(row["tokens"] for row in rows)
 
 
 def step_seconds(rows: list[dict]) -> float | None:
@@ -58,11 +111,15 @@ def summarise(rows: list[dict], methods: list[str], failures: dict[str, str]) ->
         one = "steps-of-one-torch" if method.endswith("-torch") else "steps-of-one"
         cost, later_speedup = quotient(step_seconds, method, one), quotient(seconds_per_later_token, one, method)
         measured = None not in (cost, later_speedup, tokens_per_step)
-        firsts = [row["first_seconds"] for row in mine]
+        firsts, owns = [row["first_seconds"] for row in mine], [row["own_seconds"] for row in mine]
+        share, later_share = median_ratios(by_method[OURS], mine) if OURS in by_method else (None, None)
         table.append({
             "method": method,
             "ms_per_token": 1000 * pace,
             "ms_per_later_token": None if later is None else 1000 * later,
+            "own_ms_per_token": None if None in owns else 1000 * sum(owns) / sum(row["tokens"] for row in mine),
+            "our_share": share,
+            "our_later_share": later_share,
             "tokens_per_second": 1 / pace,
             "speedup": seconds_per_token(by_method["plain"]) / pace,
             "interval": speedup_interval(by_method["plain"], mine),
@@ -72,6 +129,7 @@ def summarise(rows: list[dict], methods: list[str], failures: dict[str, str]) ->
             "step_cost": cost,
             "efficiency": later_speedup / (tokens_per_step / cost) if measured else None,
             "identical": sum(row["difference"] is None for row in mine) if mine[0]["comparable"] else None,
+            "agreement": agreement(mine) if mine[0]["comparable"] else None,
             "prompts": len(mine),
             "largest_margin": max((row["margin"] for row in mine if row["margin"] is not None), default=None),
         })  # fmt: skip

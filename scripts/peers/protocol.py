@@ -14,11 +14,13 @@ forget          drop what the method has learned from earlier requests (default 
 
 It answers each request with one line, {"error": "..."} or:
 
-ids        new tokens of each prompt, up to and with the token that ended the text, if any: [[...], ...]
-seconds    wall-clock time of the decoding, prefill included
-steps      forward passes after the prefill; null for several prompts
-drafted    guessed tokens, null if the method does not count them
-accepted   accepted tokens, likewise
+ids            new tokens of each prompt, up to and with the token that ended the text, if any: [[...], ...]
+seconds        wall-clock time of the decoding, prefill included
+steps          forward passes after the prefill; null for several prompts
+drafted        guessed tokens, null if the method does not count them
+accepted       accepted tokens, likewise
+first_seconds  seconds until the first token was there, null if unknown or for several prompts
+own_seconds    the seconds by the library's own account, null if it gives none
 
 What libraries print goes to stderr. This file needs only the standard library.
 """
@@ -70,6 +72,8 @@ class Answer:
     steps: int | None = None
     drafted: int | None = None
     accepted: int | None = None
+    first_seconds: float | None = None
+    own_seconds: float | None = None
 
 
 Decode = Callable[[Request], Answer]

@@ -115,7 +115,7 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         ids: dict[int, list[int]] = {}
         waiting = list(enumerate(request.prompts))[::-1]
         torch.manual_seed(request.seed)
-        passes = 0
+        passes, first_seconds = 0, None
         start = time.perf_counter()
         while len(ids) < len(request.prompts):
             while waiting and len(request.prompts) - len(waiting) - len(ids) < request.concurrency:
@@ -126,11 +126,14 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
                 )  # fmt: skip
                 engine.add_request(str(number), TokensPrompt(prompt_token_ids=prompt), options)
             for output in engine.step():
+                first_seconds = first_seconds or time.perf_counter() - start
                 if output.finished:
                     ids[int(output.request_id)] = list(output.outputs[0].token_ids)
         seconds = time.perf_counter() - start
         counts = [after - then for after, then in zip(speculated(llm), before, strict=True)] if before else []
-        return Answer([ids[number] for number in sorted(ids)], seconds, passes - 1 if alone else None, *counts)
+        steps, first_seconds = (passes - 1, first_seconds) if alone else (None, None)
+        texts = [ids[number] for number in sorted(ids)]
+        return Answer(texts, seconds, steps, *(counts or (None, None)), first_seconds)
 
     several = min(chosen.requests, 2)
     decode(Request([[1, 2, 3]] * several, 8, 0, 0, several))  # the engine delays some work until its first text

