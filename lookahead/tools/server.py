@@ -44,7 +44,7 @@ except ImportError as error:
 from lookahead.engine.engine import Lookahead
 from lookahead.models.adapter import context_length
 from lookahead.passes.costs import step_costs
-from lookahead.streaming import StopWhenAsked
+from lookahead.streaming import CONTEXT, StopWhenAsked
 from lookahead.tools.chat import PLAIN_TEMPLATE
 from lookahead.tools.files import read_text
 from lookahead.tools.loading import decoding, load_wrapped
@@ -178,9 +178,9 @@ class Generations(GenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue, DirectStreamer]:
-        loop, pieces, stop = asyncio.get_running_loop(), Pieces(_wishes.get().stops), StopWhenAsked()
+        loop, pieces = asyncio.get_running_loop(), Pieces(_wishes.get().stops)
+        call, stop = self._call(model, processor, inputs, gen_config)
         streamer = Streamer(processor.backend_tokenizer, loop, pieces, response_parser, stop)
-        call = self._call(model, processor, inputs, gen_config, stop)
 
         def run() -> None:
             try:
@@ -191,13 +191,13 @@ class Generations(GenerateManager):
         self.submit(run)
         return pieces, streamer
 
-    async def generate_non_streaming(
+    async def generate_non_streaming(  # type: ignore[override]  # transformers promises either kind of ids
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        stop = StopWhenAsked()
+        call, stop = self._call(model, processor, inputs, gen_config)
         try:
             # Shielded, because the thread sets the result also when nobody waits for it.
-            ids = await asyncio.shield(self.async_submit(self._call(model, processor, inputs, gen_config, stop)))
+            ids = await asyncio.shield(self.async_submit(call))
         except asyncio.CancelledError:
             stop.asked = True
             raise
@@ -206,9 +206,12 @@ class Generations(GenerateManager):
         return processor.decode(new, skip_special_tokens=True), length, new
 
     def _call(
-        self, model: Any, tokenizer: Any, inputs: Any, generation: GenerationConfig, stop: StopWhenAsked
-    ) -> Callable:
-        """Return the call of ``model.generate`` for this request. Raises HTTPException if the prompt does not fit."""
+        self, model: Any, tokenizer: Any, inputs: Any, generation: GenerationConfig
+    ) -> tuple[Callable, StopWhenAsked]:
+        """Return the call of ``model.generate`` for this request, and what ends it.
+
+        Raises HTTPException if the prompt does not fit.
+        """
         wishes = _wishes.get()
         if wishes.samples:
             generation.do_sample = True
@@ -216,6 +219,7 @@ class Generations(GenerateManager):
         if not 0 < length < context:
             raise HTTPException(400, f"the prompt has {length} tokens: give 1 to {context - 1}, the model's context")
         generation.max_new_tokens = min(generation.max_new_tokens or context, context - length)
+        stop = Stop(tokenizer, length, wishes.stops)
         options = {**inputs, **self._options, "generation_config": generation, "tokenizer": tokenizer}
 
         def call(streamer: DirectStreamer | None = None) -> torch.Tensor:
@@ -224,7 +228,7 @@ class Generations(GenerateManager):
             with seeded(wishes.seed, model.device):
                 return model.generate(**options, stopping_criteria=StoppingCriteriaList([stop]), streamer=streamer)
 
-        return call
+        return call, stop
 
 
 @contextmanager
@@ -251,6 +255,30 @@ class Streamer(DirectStreamer):
 
 # -- stop strings -----------------------------------------------------------------------------------------------------
 
+BYTES = 4  # tokens that a character may take
+
+
+class Stop(StopWhenAsked):
+    """Ends a text when it is asked to, or when a stop string is written.
+
+    transformers' own criterion also finds a stop string that begins in the prompt: an answer of which the first token
+    is a line break would end there if the prompt ends with another and the stop string is both.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: tuple[str, ...]):
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._stops = stops
+        self._reach = CONTEXT + BYTES * max(map(len, stops), default=0)  # tokens among which a stop string ends
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        stop = super().__call__(input_ids, scores, **kwargs)
+        if self._stops:
+            text = self._tokenizer.decode(input_ids[0, self._prompt :][-self._reach :], skip_special_tokens=True)
+            stop |= any(one in text for one in self._stops)
+        return stop
+
 
 class Pieces(asyncio.Queue):
     """Pieces of an answer on their way to the client, up to the first stop string, which is left out.
@@ -273,11 +301,12 @@ class Pieces(asyncio.Queue):
             self._stopped = self._stopped or end < len(text)
             if not self._stopped:
                 end = len(text) - undecided(text, self._stops)
-            super().put_nowait(kind(text[:end]))
+            if end:
+                super().put_nowait(kind(text[:end]))
             self._held = kind(text[end:])
-            return
-        self._release(str)
-        super().put_nowait(item)
+        else:
+            self._release(str)
+            super().put_nowait(item)
 
     def get_nowait(self) -> Any:
         item = super().get_nowait()
@@ -376,9 +405,9 @@ class Checked:
         seed = body.pop("seed", None)
         if (most := body.pop("max_completion_tokens", None)) is not None:
             body["max_tokens"] = most
-        if body.get("logit_bias"):
-            body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
-        stop = body.get("stop") or ()
+        if biases := body.pop("logit_bias", None):
+            body["logit_bias"] = {token: float(bias) for token, bias in biases.items()}
+        stop = body.pop("stop", None) or ()
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         samples = body.get("temperature") != 0 and any(body.get(name) is not None for name in ("temperature", "top_p"))
         _wishes.set(Wishes(seed, samples, stops))
