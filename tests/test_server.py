@@ -13,10 +13,12 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import openai
 import pytest
+import serving as script
 import torch
 from click.testing import CliRunner
 from hypothesis import given
@@ -83,6 +85,7 @@ def tokenizer():
 def expected(plain, tokenizer):
     """What ``model.generate`` writes."""
 
+    @cache
     def text(prompt: str, seed: int | None, most: int = LENGTH, **options) -> str:
         inputs = tokenizer(prompt, return_tensors="pt")
         options |= {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
@@ -158,10 +161,11 @@ def test_several_clients_at_once(client, expected):
     """Each gets the text of its own seed, though the others' requests arrive in the middle of its own."""
     wanted = [(prompt, seed) for prompt in PROMPTS for seed in (None, 1, 2, 3)]
     with ThreadPoolExecutor(len(wanted)) as threads:
-        for stream in (False, True):
-            texts = threads.map(lambda one: complete(client, *one, stream), wanted)  # noqa: B023
-            for one, text in zip(wanted, texts, strict=True):
-                assert text == expected(*one)
+        texts = threads.map(
+            lambda number: complete(client, *wanted[number], stream=bool(number % 2)), range(len(wanted))
+        )
+        for one, text in zip(wanted, texts, strict=True):
+            assert text == expected(*one)
 
 
 def test_a_seed_is_the_requests_own(client):
@@ -199,10 +203,10 @@ def test_a_stop_string_does_not_begin_in_the_prompt(client, expected):
     assert complete(client, prompt, seed, stop="\n\ndef") == text
 
 
-texts = st.text("ab ", max_size=12)
+texts = st.text("ab", max_size=4)
 
 
-@given(st.lists(texts, max_size=8), st.lists(st.text("ab ", min_size=1, max_size=4), max_size=3))
+@given(st.lists(texts, max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=2))
 def test_pieces_up_to_a_stop_string(pieces, stops):
     queue = ours.Pieces(tuple(stops))
     for piece in pieces:
@@ -215,7 +219,7 @@ def test_pieces_up_to_a_stop_string(pieces, stops):
     assert "" not in handed
 
 
-@given(st.lists(texts, max_size=8), st.lists(st.text("ab ", min_size=1, max_size=4), max_size=3))
+@given(st.lists(texts, max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=2))
 def test_a_piece_is_held_back_for_a_stop_string_alone(pieces, stops):
     queue, seen = ours.Pieces(tuple(stops)), ""
     for piece in pieces:
@@ -412,6 +416,29 @@ def test_the_page(address, capsys):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/serve.md").read_text(encoding="utf-8"), re.S)
     exec(example.replace("http://localhost:8000", address).replace("path/or/name", MODEL), {})
     assert len(capsys.readouterr().out) > 20
+
+
+def test_the_comparison_of_servers(address, monkeypatch, tmp_path):
+    @contextlib.contextmanager
+    def already_running(server, **settings):
+        assert (server, settings["model"]) == ("lookahead", MODEL)
+        yield address
+
+    monkeypatch.setattr(script, "running", already_running)
+    done = CliRunner().invoke(script.main, [
+        "--model", MODEL, "--prompts", str(ROOT / "benchmarks/prompts.jsonl"), "--limit", "3", "--max-new-tokens", "8",
+        "--servers", "lookahead", "--clients", "1,2", "--temperatures", "0,0.5", "--out", str(tmp_path / "out"),
+    ])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "out.json").read_text())["table"]
+    assert [(row["clients"], row["temperature"], row["times_the_first"]) for row in rows] == [
+        (1, 0, 1), (2, 0, 1), (1, 0.5, 1), (2, 0.5, 1),
+    ]  # fmt: skip
+    for row in rows:
+        assert 3 <= row["tokens"] <= 24
+        assert 0 < row["first_token"] <= row["answer"] < 1000
+        assert row["tokens_per_step"] >= 1
+    assert (tmp_path / "out.md").read_text().count("| lookahead |") == 4
 
 
 def test_the_example_keeps_its_pool(tmp_path):
