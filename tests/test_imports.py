@@ -20,7 +20,7 @@ def python(code: str) -> str:
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["--version"], ["pool", "--help"], ["generate", "--temperature", "nan", "x"]]
-    + [[command, "--help"] for command in ("generate", "trace", "chat", "audit", "tune")]
+    + [[command, "--help"] for command in ("generate", "trace", "chat", "serve", "audit", "tune")]
     + [["pool", command, "--help"] for command in ("build", "merge", "show")],
     ids=" ".join,
 )

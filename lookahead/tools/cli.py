@@ -138,6 +138,8 @@ prompt_options = _options(
     click.option("--prompt-file", type=click.File(encoding="utf-8"), help="Read the prompt from a file."),
 )
 length_option = click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+template_option = click.option("--chat-template", "template_file", type=click.File(encoding="utf-8"), metavar="FILE",
+                               help="Chat template (jinja); the tokenizer's own by default.")  # fmt: skip
 
 
 @main.command()
@@ -171,11 +173,23 @@ def trace(**options: Any) -> None:
 @main.command()
 @decoding_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of an answer.")
-@click.option("--chat-template", "template_file", type=click.File(encoding="utf-8"), metavar="FILE",
-              help="Chat template (jinja); the tokenizer's own by default.")  # fmt: skip
+@template_option
 def chat(**options: Any) -> None:
     """Talk with a model. Each line of standard input is a turn; the history stays in the model's cache."""
     _run("commands", "chat", options)
+
+
+@main.command()
+@decoding_options
+@template_option
+@click.option("--host", default="localhost", show_default=True, help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
+def serve(**options: Any) -> None:
+    """Serve a model to OpenAI's clients: transformers' server, with one pool for all requests.
+
+    Options of sampling hold for requests that leave them open. Needs the extra `serve`.
+    """
+    _run("server", "serve", options)
 
 
 @main.command()

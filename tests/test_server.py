@@ -1,0 +1,451 @@
+"""`lookahead serve`: a server process and OpenAI's client."""
+
+import contextlib
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import openai
+import pytest
+import serving as script
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cli import serving
+from transformers.cli.serving import utils as serving_utils
+
+from lookahead import DEMO_MODEL, NgramPool
+from lookahead.tools import server as ours
+from lookahead.tools.cli import main
+
+ROOT = Path(__file__).parents[1]
+MODEL = "demo_model"  # the packaged one
+PROMPTS = ["def read_lines(path):\n", "import os\n\n\nclass Reader:\n", "for i in range("]
+FIXED = ["--budget", "8", "--window-size", "4", "--ngram-size", "3"]  # so that no time goes into measuring steps
+LENGTH = 24
+
+
+@contextlib.contextmanager
+def running(*command: str, stop: int = signal.SIGINT):
+    """Run a server in a process of its own; yield its address."""
+    # One thread, as in this process: sums are then rounded in the same order.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=environment) as process:
+        said, address = [], None
+        try:
+            for line in process.stderr:
+                said.append(line)
+                if found := re.search(r"running on (http://\S+)", line):
+                    address = found[1]
+                    break
+            assert address, "".join(said)
+            threading.Thread(target=lambda: said.extend(process.stderr), daemon=True).start()  # keeps the pipe empty
+            yield address
+        finally:
+            process.send_signal(stop)
+            assert process.wait(30) in (0, -stop), "".join(said)
+
+
+@pytest.fixture(scope="module")
+def address():
+    with running("-m", "lookahead", "serve", "--port", "0", *FIXED) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def expected(plain, tokenizer):
+    """What ``model.generate`` writes."""
+
+    @cache
+    def text(prompt: str, seed: int | None, most: int = LENGTH, **options) -> str:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        options |= {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
+        if seed is not None:
+            torch.manual_seed(seed)
+        ids = plain.generate(**inputs, **options, max_new_tokens=most)[0, inputs["input_ids"].shape[1] :]
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    return text
+
+
+def complete(client, prompt: str, seed: int | None = None, stream: bool = False, most: int = LENGTH, **options) -> str:
+    options |= {"temperature": 0} if seed is None else {"temperature": 0.9, "top_p": 0.95, "seed": seed}
+    answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=most, stream=stream, **options)
+    return "".join(chunk.choices[0].text for chunk in answer) if stream else answer.choices[0].text
+
+
+def metrics(address: str) -> dict[str, float]:
+    """Every sample of /metrics. Fails for a line that Prometheus could not read."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = answer.read().decode().splitlines()
+    samples, families = {}, set()
+    for line in lines:
+        if found := re.fullmatch(r"# TYPE (lookahead_[a-z_]+) (counter|gauge)", line):
+            families.add(found[1])
+        elif not re.fullmatch(r"# HELP lookahead_[a-z_]+ .+", line):
+            found = re.fullmatch(r'((lookahead_[a-z_]+)(?:\{[a-z]+="[^"\\]+"(?:,[a-z]+="[^"\\]+")*\})?) (\S+)', line)
+            assert found, line
+            assert found[2] in families, line
+            samples[found[1]] = float(found[3])
+    return samples
+
+
+def idle(address: str, within: float = 10.0) -> bool:
+    """Whether no request is under way soon."""
+    end = time.monotonic() + within
+    while metrics(address)["lookahead_requests_running"]:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", [None, 0, 2**63])
+def test_completions_are_those_of_generate(client, expected, seed, stream):
+    for prompt in PROMPTS:
+        assert complete(client, prompt, seed, stream) == expected(prompt, seed)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat(client, expected, stream):
+    messages = [{"role": "system", "content": "import os"}, {"role": "user", "content": "def main():"}]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=messages, max_completion_tokens=LENGTH, temperature=0.9, top_p=0.95, seed=6, stream=stream
+    )
+    if stream:
+        chunks = list(answer)
+        text, choice = "".join(chunk.choices[0].delta.content or "" for chunk in chunks), chunks[-1].choices[0]
+        usage = chunks[-1].usage
+        assert len(chunks) > LENGTH // 2  # it comes in pieces
+    else:
+        choice, usage = answer.choices[0], answer.usage
+        text = choice.message.content
+    assert text == expected("import os\ndef main():\n", 6)
+    assert choice.finish_reason == "length"
+    assert usage.completion_tokens == LENGTH
+    assert usage.total_tokens == LENGTH + usage.prompt_tokens
+
+
+def test_several_clients_at_once(client, expected):
+    """Each gets the text of its own seed, though the others' requests arrive in the middle of its own."""
+    wanted = [(prompt, seed) for prompt in PROMPTS for seed in (None, 1, 2, 3)]
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        texts = threads.map(
+            lambda number: complete(client, *wanted[number], stream=bool(number % 2)), range(len(wanted))
+        )
+        for one, text in zip(wanted, texts, strict=True):
+            assert text == expected(*one)
+
+
+def test_a_seed_is_the_requests_own(client):
+    """What is drawn without a seed does not follow from the seed of the request before."""
+    free = []
+    for _ in range(2):
+        complete(client, PROMPTS[0], seed=7)
+        answer = client.completions.create(model=MODEL, prompt=PROMPTS[0], max_tokens=LENGTH, temperature=1.5)
+        free.append(answer.choices[0].text)
+    assert free[0] != free[1]  # two random texts agree by a chance of 10^-20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(client, expected, tokenizer, stream):
+    """The text ends before the first of them, and the token that completes it is the last."""
+    whole = expected(PROMPTS[0], 4, 60)
+    for begin, end in ((0, 2), (20, 22), (31, 40), (50, 51)):
+        stops = [whole[begin:end], "never written"]
+        wanted = whole[: whole.find(stops[0])]
+        assert complete(client, PROMPTS[0], 4, stream, most=60, stop=stops) == wanted
+        answer = client.completions.create(
+            model=MODEL, prompt=PROMPTS[0], max_tokens=60, temperature=0.9, top_p=0.95, seed=4, stop=stops
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        count = answer.usage.completion_tokens
+        assert stops[0] not in expected(PROMPTS[0], 4, count - 1) if count > 1 else wanted == ""
+        assert stops[0] in expected(PROMPTS[0], 4, count)
+
+
+def test_a_stop_string_does_not_begin_in_the_prompt(client, expected):
+    prompt, seed = "import os\ndef main():\n", 6
+    text = expected(prompt, seed)
+    assert text.startswith("\ndef")
+    assert "\n\ndef" not in text
+    assert complete(client, prompt, seed, stop="\n\ndef") == text
+
+
+texts = st.text("ab", max_size=4)
+
+
+@given(st.lists(texts, max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=2))
+def test_pieces_up_to_a_stop_string(pieces, stops):
+    queue = ours.Pieces(tuple(stops))
+    for piece in pieces:
+        queue.put_nowait(piece)
+    queue.put_nowait(None)
+    handed = [queue.get_nowait() for _ in range(queue.qsize())]
+    assert handed.pop() is None
+    whole = "".join(pieces)
+    assert "".join(handed) == min((whole.split(stop)[0] for stop in stops), key=len, default=whole)
+    assert "" not in handed
+
+
+@given(st.lists(texts, max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=2))
+def test_a_piece_is_held_back_for_a_stop_string_alone(pieces, stops):
+    queue, seen = ours.Pieces(tuple(stops)), ""
+    for piece in pieces:
+        seen += piece
+        queue.put_nowait(piece)
+        if any(stop in seen for stop in stops):
+            break
+        handed = "".join(list(queue._queue))
+        held = seen[len(handed) :]
+        assert seen.startswith(handed)
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_reasoning_and_answer_are_kept_apart():
+    queue = ours.Pieces(("stop",))
+    for piece in (serving_utils.ReasoningText("think s"), "st", "ay"):
+        queue.put_nowait(piece)
+    handed = [queue.get_nowait() for _ in range(queue.qsize())]
+    assert [(type(piece).__name__, str(piece)) for piece in handed] == [
+        ("ReasoningText", "think "), ("ReasoningText", "s"), ("str", "stay"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["stream", "whole", "waiting"])
+def test_a_cancelled_request_ends(address, client, way):
+    """A client that goes takes its request along, whether it is decoded or waits. Its 900 tokens take seconds."""
+    before, options = metrics(address), {"temperature": 1.5, "seed": 1}
+    impatient = client.with_options(timeout=0.5)
+    if way == "stream":
+        stream = client.completions.create(model=MODEL, prompt=PROMPTS[0], max_tokens=900, stream=True, **options)
+        for _ in range(3):
+            next(stream)
+        stream.close()
+    else:
+        with ThreadPoolExecutor(3) as threads:
+            for _ in range(3 if way == "waiting" else 1):
+                threads.submit(impatient.completions.create, model=MODEL, prompt=PROMPTS[0], max_tokens=900, **options)
+    assert idle(address)
+    assert complete(client, PROMPTS[0]) == complete(client, PROMPTS[0], stream=True)
+    after = metrics(address)
+    key = 'lookahead_requests_total{path="/v1/completions",status="cancelled"}'
+    assert after[key] - before.get(key, 0) == (3 if way == "waiting" else 1)
+    assert after["lookahead_tokens_total"] - before["lookahead_tokens_total"] < 850
+
+
+MESSAGES = [{"role": "user", "content": "def main():"}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model": "other"}, "Server is pinned to 'demo_model'; requested 'other'"),
+        ({"messages": []}, "messages must be a list of at least one message"),
+        ({"messages": [{"content": "no role"}]}, "a message must be an object with a role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content must be a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "tokens: give 1 to 1023, the model's context"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number above 0; it is 0"),
+        ({"max_completion_tokens": 2.5}, "max_completion_tokens must be a whole number above 0; it is 2.5"),
+        ({"temperature": -1}, "temperature must be a number from 0 on; it is -1"),
+        ({"temperature": "hot"}, 'temperature must be a number from 0 on; it is "hot"'),
+        ({"top_p": 0}, "top_p must be a number above 0, up to 1; it is 0"),
+        ({"seed": True}, "seed must be a whole number of 64 bits; it is true"),
+        ({"stop": ["a", ""]}, "stop must be a text that is not empty, or a list of such texts"),
+        ({"stream": 1}, "stream must be true or false; it is 1"),
+        ({"n": 2}, "n must be 1, because a request gets one answer; it is 2"),
+        ({"logprobs": True}, "logprobs must be left out"),
+        ({"presence_penalty": 1}, "presence_penalty must be 0, because there is none; it is 1"),
+        ({"response_format": {"type": "json_object"}}, "response_format must be text"),
+        ({"logit_bias": {"x": 1}}, "logit_bias must be an object of token ids and numbers"),
+        ({"min_p": 0.1}, "Unexpected fields in the request: {'min_p'}"),
+        ({"generation_config": "nonsense"}, "JSONDecodeError"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_say_what_is_wrong(client, changed, says, stream):
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4, "stream": stream} | changed
+    with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)) as caught:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert caught.value.body.keys() >= {"message", "type"}
+    assert re.search(says, caught.value.body["message"]), caught.value.body
+
+
+def test_errors_of_other_requests(address, client):
+    for prompt, says in (("", "the prompt has 0 tokens"), (["a"], "prompt must be a string")):
+        with pytest.raises(openai.BadRequestError, match=says):
+            client.completions.create(model=MODEL, prompt=prompt)
+    with pytest.raises(openai.NotFoundError, match="Not Found"):
+        client.post("/nowhere", body={}, cast_to=object)
+    bad = urllib.request.Request(f"{address}/v1/completions", b"[1", {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(bad, timeout=30)
+    assert json.load(caught.value)["error"]["message"] == "the body must be a JSON object"
+
+
+def test_an_error_in_the_middle_leaves_the_server_usable(client, expected):
+    beams = {"generation_config": '{"num_beams": 3, "max_new_tokens": 4}'}
+    with pytest.raises(openai.APIError, match="decoding failed: ValueError: `streamer` cannot be used with beam"):
+        list(client.completions.create(model=MODEL, prompt="x", stream=True, extra_body=beams))
+    with pytest.raises(openai.InternalServerError, match="decoding failed: RuntimeError"):
+        client.completions.create(model=MODEL, prompt="x", extra_body={"generation_config": '{"num_beams": -1}'})
+    assert complete(client, PROMPTS[1]) == expected(PROMPTS[1], None)
+
+
+def test_token_biases(client):
+    """Whole numbers too, as OpenAI's clients send them."""
+    banned = {str(token): -100 for token in range(0, 400)}
+    answers = [
+        client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=LENGTH, temperature=0, logit_bias=bias
+        ).choices[0].message.content
+        for bias in ({}, banned)
+    ]  # fmt: skip
+    assert answers[0] != answers[1]
+
+
+def test_the_list_of_models(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == (MODEL, "model", "lookahead")
+
+
+def test_an_answer_ends_with_the_context(client):
+    answer = client.completions.create(model=MODEL, prompt="word " * 500, max_tokens=500, temperature=0)
+    assert answer.usage.total_tokens <= 1024
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_stream_ends_with_done(address):
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2, "stream": True}).encode()
+    request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_metrics(address, client):
+    before = metrics(address)
+    for _ in range(2):
+        complete(client, PROMPTS[0], most=40)
+    after = metrics(address)
+
+    def more(name: str) -> float:
+        return after[f"lookahead_{name}"] - before.get(f"lookahead_{name}", 0)
+
+    assert more('requests_total{path="/v1/completions",status="200"}') == 2
+    assert more("tokens_total") == 80
+    assert 10 <= more("steps_total") < 60  # one pool: the second text is known
+    assert after["lookahead_tokens_per_step"] > 1
+    accepted = sum(more(name[10:]) for name in after if name.startswith("lookahead_accepted_guesses_total"))
+    assert accepted == more("tokens_total") - more("steps_total") - 2  # each prompt yields a token, and each step
+    assert more('source_accepted_guesses_total{source="PoolSource"}') > 0
+    assert more('source_proposed_guesses_total{source="PoolSource"}') <= more("guesses_total")
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "lookahead.tools.server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    done = CliRunner().invoke(main, ["serve"])
+    assert done.exit_code == 2
+    assert "pip install 'lookahead-decoding[serve]'" in done.stderr
+
+
+def test_a_model_that_is_not_wrapped(plain, tokenizer):
+    """It is served as it decodes; there is nothing to count but requests."""
+    app = ours.make_app(plain, tokenizer, "plain")
+    assert {"/metrics", "/v1/completions"} <= set(app.openapi()["paths"])
+    assert "tokens" not in ours.exposition(None, ours.Counter({"running": 0, ("/v1/completions", "200"): 3}))
+
+
+@pytest.mark.parametrize(
+    ("of", "names"),
+    [
+        (serving.build_server, ["model_manager", "chat_handler", "completion_handler", "response_handler",
+                                "transcription_handler", "systemone_handler", "generation_state"]),
+        (serving.ModelManager.load_model_and_processor, ["self", "model_id_and_revision"]),
+        (serving.ModelManager.get_gen_models, []),
+        (serving_utils.GenerationState.get_manager, ["self", "model_id", "use_cb"]),
+        (serving_utils.GenerateManager.generate_streaming, ["self", "model", "processor", "inputs", "gen_config",
+                                                            "request_id", "response_parser"]),
+        (serving_utils.GenerateManager.generate_non_streaming, ["self", "model", "processor", "inputs", "gen_config",
+                                                                "request_id"]),
+        (serving_utils.DirectStreamer, ["tokenizer", "loop", "queue", "response_parser"]),
+        (serving_utils.DirectStreamer.cancel, ["self"]),
+        (ours.ChatCompletionHandler.handle_request, ["self", "body", "request_id"]),
+        (ours.CompletionHandler.handle_request, ["self", "body", "request_id"]),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)  # fmt: skip
+def test_what_transformers_server_is_made_of(of, names):
+    assert set(names) <= set(inspect.signature(of).parameters), "transformers has moved it: server.py has to follow"
+
+
+def test_the_page(address, capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/serve.md").read_text(encoding="utf-8"), re.S)
+    exec(example.replace("http://localhost:8000", address).replace("path/or/name", MODEL), {})
+    assert len(capsys.readouterr().out) > 20
+
+
+def test_the_comparison_of_servers(address, monkeypatch, tmp_path):
+    @contextlib.contextmanager
+    def already_running(server, **settings):
+        assert (server, settings["model"]) == ("lookahead", MODEL)
+        yield address
+
+    monkeypatch.setattr(script, "running", already_running)
+    done = CliRunner().invoke(script.main, [
+        "--model", MODEL, "--prompts", str(ROOT / "benchmarks/prompts.jsonl"), "--limit", "3", "--max-new-tokens", "8",
+        "--servers", "lookahead", "--clients", "1,2", "--temperatures", "0,0.5", "--out", str(tmp_path / "out"),
+    ])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "out.json").read_text())["table"]
+    assert [(row["clients"], row["temperature"], row["times_the_first"]) for row in rows] == [
+        (1, 0, 1), (2, 0, 1), (1, 0.5, 1), (2, 0.5, 1),
+    ]  # fmt: skip
+    for row in rows:
+        assert 3 <= row["tokens"] <= 24
+        assert 0 < row["first_token"] <= row["answer"] < 1000
+        assert row["tokens_per_step"] >= 1
+    assert (tmp_path / "out.md").read_text().count("| lookahead |") == 4
+
+
+def test_the_example_keeps_its_pool(tmp_path):
+    path = tmp_path / "answers.pool"
+    with running(str(ROOT / "examples/server.py"), "--port", "0", "--pool", str(path), stop=signal.SIGTERM) as address:
+        body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 8}).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 8
+    assert len(NgramPool.load(path)) > 0
