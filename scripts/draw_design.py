@@ -124,7 +124,9 @@ def step() -> str:
         parts.append(text(40 + 220 * i, bottom + 12, words, 12))
     return picture(left + CELL * (len(step) + 1) + 20, bottom + 30, parts)
 
-TEXT = "a = sum ( x ) ; b = sum ( y ) ; c = max ( x ) ; d = sum ( x ) ; e = max (".split()
+
+SENTENCE = "a = sum ( x ) ; b = sum ( y ) ; c = max ( x ) ; d = sum ( x ) ; e = max ("
+TEXT = SENTENCE.split()
 # Seconds of passes over 1, 2, 4, ..., 128 rows: benchmarks/cpu-2-cores/tune-80M-float32.txt, context 256.
 COSTS = np.array([11.60, 11.75, 12.57, 14.65, 23.31, 38.09, 70.79, 133.96]) / 1000
 RECENT = 5, 10  # tokens and rows of the steps before
@@ -206,14 +208,15 @@ def budget() -> str:
         return bottom - 34 * value
 
     parts = [text(20, 24, "How many guesses a step verifies: tokens, by the number of guesses", 14)]
-    for values, color, words in ((tokens, "#4f9d4f", "tokens that it should yield"),
-                                 (costs, "#c0392b", "tokens that its time yields elsewhere")):  # fmt: skip
+    lines = [(tokens, "#4f9d4f", "that it should yield"), (costs, "#c0392b", "that its time yields elsewhere")]
+    for row, (values, color, words) in enumerate(lines):
         points = " ".join(f"{left + wide * n:.0f},{y(value):.1f}" for n, value in zip(counts, values, strict=True))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts.append(text(left + wide * len(counts), int(y(values[-1])) + 4, words, 12))
+        parts.append(rectangle(left + 20, 46 + 20 * row, 22, 3, f'fill="{color}"'))
+        parts.append(text(left + 50, 52 + 20 * row, words, 12))
     x = left + wide * chosen
     parts.append(f'<path d="M{x} {y(tokens[chosen]):.1f} L{x} {y(costs[chosen]):.1f}" stroke="#333" stroke-width="2"/>')
-    parts.append(text(x + 8, int(y((tokens[chosen] + costs[chosen]) / 2)) + 4, f"the largest gain: {chosen} guesses", 12))
+    parts.append(text(x + 8, int(y(costs[chosen])) + 20, f"the largest gain: {chosen} guesses", 12))
     for n, (node, chance) in enumerate(zip(tree.ranking.tolist(), ranked.tolist(), strict=True), 1):
         fill = COLORS["guess"] if n <= chosen else "#e5e5e5"
         parts.append(rectangle(left + wide * n - 15, bottom + 10, 30, 20, f'rx="3" fill="{fill}"'))
@@ -222,7 +225,7 @@ def budget() -> str:
     parts.append(text(left - 8, bottom + 46, "chance, %", 10, "end"))
     for value in range(1, 8):
         parts.append(text(left - 16, int(y(value)) + 4, str(value), 11, "end"))
-    return picture(left + wide * len(counts) + 230, bottom + 64, parts)
+    return picture(left + wide * len(counts) + 20, bottom + 64, parts)
 
 
 def rectangle(x: int, y: int, width: int, height: int, style: str) -> str:

@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return re.sub(r"(?<!!)\[([^\[\]]*)\]\(NOWHERE\)", r"\1", LINK.sub(turned, markdown))
 
 
-# -- docstrings ---------------------------------------------------------------------------------------------------------
+# -- docstrings ------------------------------------------------------------------------------------------
 
 TERM = re.compile(r"(\w+(?:, \w+)*): (.+)")
 
