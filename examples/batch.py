@@ -2,8 +2,8 @@
 
     python examples/batch.py prompts.jsonl answers.jsonl path/or/name
 
-Each line of prompts.jsonl is an object with "prompt". Each line of answers.jsonl is the same object with "answer", in the
-same order, written as soon as its batch is done.
+Each line of prompts.jsonl is an object with "prompt". Each line of answers.jsonl is the same object with "answer", in
+the same order, written as soon as its batch is done.
 """
 
 import json

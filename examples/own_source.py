@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead import GuessSource, GuessTree, PoolSource
+from lookahead.guessing.source import Limits
 
 PHRASES = ["if __name__ == '__main__':\n    unittest.main()\n", "# Licensed to PSF under a Contributor Agreement.\n"]
 
@@ -23,10 +24,10 @@ class Phrases(GuessSource):
         """begin: tokens of a phrase that must be there."""
         self.phrases, self.begin = phrases, begin
 
-    def propose(self, texts, limits):
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         return [self.rest(text, limits.guesses) for text in texts]
 
-    def rest(self, text, count):
+    def rest(self, text: list[int], count: int) -> GuessTree:
         for phrase in self.phrases:
             for known in range(min(len(phrase) - 1, len(text)), self.begin - 1, -1):
                 if text[-known:] == phrase[:known]:

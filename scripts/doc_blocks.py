@@ -44,14 +44,16 @@ def blocks(page: Path) -> list[Block]:
 @click.command(help=__doc__.split("\n")[0])
 @click.argument("page", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(page: Path) -> None:
-    found, names = blocks(page.resolve()), {"__name__": "__main__"}
+    path, here, names = page.resolve(), Path.cwd(), {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        for block in found:
-            if not block.note or CLIENTS in block.note:
-                click.echo(f"{page}, line {block.line}", err=True)
-                block.run(page, names)
-        os.chdir("/")
+        try:
+            for block in blocks(path):
+                if not block.note or CLIENTS in block.note:
+                    click.echo(f"{page}, line {block.line}", err=True)
+                    block.run(path, names)
+        finally:
+            os.chdir(here)
 
 
 if __name__ == "__main__":
