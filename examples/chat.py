@@ -28,7 +28,7 @@ try:
     while True:
         messages.append({"role": "user", "content": input("> ")})
         answer = ""
-        for piece in lookahead.stream(model, tokenizer, messages, max_new_tokens=300):
+        for piece in lookahead.stream(model, tokenizer, messages, max_new_tokens=200):
             print(piece, end="", flush=True)
             answer += piece
         messages.append({"role": "assistant", "content": answer})
