@@ -104,7 +104,7 @@ def draw(prompt: str, model: str, plain: Run, by_lookahead: Run) -> str:
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" xml:space="preserve"
 font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace" font-size="11.6" role="img">
 <title>{escape(model)}: plainly {plain.sentence}; by lookahead {by_lookahead.sentence}</title>
-<rect width="100%" height="100%" rx="8" fill="#1d2129">
+<rect width="100%" height="100%" rx="8" fill="#1d2129" stroke="#4a5160">
 <animate id="r" attributeName="rx" values="8;8" dur="{lasts:.2f}s" repeatCount="1" begin="0s;r.end"/></rect>
 {chr(10).join(parts)}
 </svg>

@@ -65,7 +65,7 @@ def test_the_moving_picture():
 
 def prose(page):
     """A page without its code."""
-    return re.sub(r"```.*?```|`[^`]*`|^    .*$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    return re.sub(r"```.*?```|`[^`]*`|^    [^\n]*$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
 
 
 def anchors(page):
