@@ -1,7 +1,6 @@
 """The checks must be able to fail: each defect below is planted, and the comparison with generate() has to see it."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead
 from lookahead.cpu import native, toolchain
 from lookahead.engine import engine, fallback
-from lookahead.passes import capabilities, compiled, graphs, probe, runner
+from lookahead.models import decoder
+from lookahead.passes import capabilities, compiled, fused, graphs, probe, runner
 from lookahead.tools.cli import main as program
 
 ROOT = Path(__file__).parents[1]
@@ -176,6 +177,9 @@ SPEAKERS = {
     fallback.why_no_draft_model: ast.Return,
     capabilities._try_ways: (ast.Subscript, ast.Call),
     capabilities._try_compiled: ast.AnnAssign,
+    decoder.read_decoder: ast.Raise,
+    decoder._Reader: ast.Raise,
+    fused.FusedRunner.__init__: ast.Raise,
     compiled.CompiledRunner.run: ast.Call,
     graphs.why_eager: ast.Return,
     graphs.StepGraphs.lend: (ast.Assign, ast.Call),
@@ -218,7 +222,12 @@ def test_each_word_of_report_has_its_row():
     said = {text for function, kinds in SPEAKERS.items() for text in texts_of(function, kinds)}
     assert len(said) > 60
     assert {text for text in said if text not in rows} == set()
-    for name in (runner.EagerRunner.name, compiled.CompiledRunner.name, graphs.GraphRunner.name):
+    for name in (
+        runner.EagerRunner.name,
+        fused.FusedRunner.name,
+        compiled.CompiledRunner.name,
+        graphs.GraphRunner.name,
+    ):
         assert f"`passes: {name}`" in rows
 
 
