@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 WITH_TESTS := $(VENV)/installed-with-tests
 VLLM := .peers/vllm
 
-.PHONY: demo lint test test-versions test-vllm test-clients gpu format clean
+.PHONY: demo lint test test-versions test-vllm test-clients gpu docs format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/lookahead generate --prompt-file demo_prompt.txt --temperature 0.6 --seed 1 --max-new-tokens 256 --compare
@@ -40,11 +40,16 @@ test-vllm:
 test-clients:
 	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" sh scripts/peers/install.sh .peers clients
 	.peers/clients/bin/python scripts/clients.py
+	.peers/clients/bin/python scripts/doc_blocks.py docs/recipes.md
 
 # All that is to be measured on a GPU, by PYTHON and what is installed there: nothing is downloaded. It ends after nine
 # minutes; make it again, and it goes on. GPU_FLAGS="--device cpu --small" rehearses it without a GPU.
 gpu:
 	PYTHONPATH="$(CURDIR)" $(PYTHON) scripts/gpu.py --out gpu-results $(GPU_FLAGS)
+
+# The site, into build/site. A warning is an error.
+docs: $(VENV)/installed-with-docs
+	$(VENV)/bin/python -m mkdocs build
 
 format: $(WITH_TESTS)
 	$(VENV)/bin/ruff check --fix .
@@ -57,6 +62,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(WITH_TESTS): $(INSTALLED)
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+$(VENV)/installed-with-docs: $(INSTALLED)
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 clean:

@@ -3,7 +3,8 @@
     python scripts/draw_design.py --out docs
 
 rooms.svg shows the purpose of each room of the package and its imports, in the order of the layers in pyproject.toml.
-step.svg shows the tokens of a step and its mask. Needs extra `test` (import-linter).
+step.svg shows the tokens of a step and its mask; pool.svg what a pool knows after a text, and its guesses; budget.svg
+how many of these guesses a step verifies. Needs extra `test` (import-linter).
 """
 
 import ast
@@ -14,8 +15,11 @@ import click
 import grimp
 import numpy as np
 
+from lookahead.guessing.budget import Pace
+from lookahead.passes.costs import StepCosts
 from lookahead.step import Step, lay_out
-from ngram_pool import GuessTree
+from ngram_pool import GuessTree, NgramPool
+from ngram_pool.kernels import KINDS, find_entries
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("tools", "engine", "guessing", "passes", "models", "cpu")
@@ -121,6 +125,109 @@ def step() -> str:
     return picture(left + CELL * (len(step) + 1) + 20, bottom + 30, parts)
 
 
+SENTENCE = "a = sum ( x ) ; b = sum ( y ) ; c = max ( x ) ; d = sum ( x ) ; e = max ("
+TEXT = SENTENCE.split()
+# Seconds of passes over 1, 2, 4, ..., 128 rows: benchmarks/cpu-2-cores/tune-80M-float32.txt, context 256.
+COSTS = np.array([11.60, 11.75, 12.57, 14.65, 23.31, 38.09, 70.79, 133.96]) / 1000
+RECENT = 5, 10  # tokens and rows of the steps before
+IDS = {word: i for i, word in enumerate(dict.fromkeys(TEXT))}
+
+
+def learned() -> tuple[NgramPool, list[int]]:
+    """Return a pool that has learned TEXT, and the ids of TEXT."""
+    known, ids = NgramPool(memory_mb=0.1), [IDS[word] for word in TEXT]
+    known.follow(ids)
+    return known, ids
+
+
+def tree_of(known: NgramPool, ids: list[int], budget: int) -> tuple[GuessTree, list[str]]:
+    tree, words = known.guess(ids, budget), list(IDS)
+    return tree, [words[token] for token in tree.tokens.tolist()]
+
+
+def said(known: NgramPool, ids: list[int], kind: int) -> list[tuple[str, float]]:
+    """Return what a kind of context says of the next token: words with their probabilities."""
+    entry = np.empty(1, np.int64)
+    find_entries(known._table, np.array([ids[-16:]]), kind, entry)
+    if entry[0] < 0:
+        return []
+    words, weights, tokens = list(IDS), known._table.weights[entry[0]], known._table.tokens[entry[0]]
+    return sorted(((words[t], float(w)) for t, w in zip(tokens, weights, strict=True) if w > 0), key=lambda x: -x[1])
+
+
+def pool() -> str:
+    """Return an SVG with the contexts of a text's end, what the pool knows after each, and the tree that it guesses."""
+    known, ids = learned()
+    tree, names = tree_of(known, ids, 8)
+    shown, cell = TEXT[-9:], 46
+    parts = [text(20, 24, "The end of the text, and what each kind of context knows of it", 14)]
+    for i, word in enumerate(shown):
+        parts.append(rectangle(20 + cell * i, 40, cell - 4, 26, f'rx="5" fill="{COLORS["root"]}"'))
+        parts.append(text(20 + cell * i + (cell - 4) // 2, 58, word, 13, "middle"))
+    y = 78
+    for kind, (skip, length) in enumerate(KINDS):
+        next_words = said(known, ids, kind)
+        for i in range(max(len(shown) - length, 0), len(shown) - skip):
+            parts.append(rectangle(20 + cell * i, y, cell - 4, 16, f'rx="3" fill="{COLORS["window"]}"'))
+        words = ", ".join(f"{word} {chance:.0%}" for word, chance in next_words[:4]) or "not seen yet"
+        parts.append(text(20 + cell * len(shown) + 12, y + 13, words if length else f"everywhere: {words}", 12))
+        y += 24
+    y += 34
+    parts.append(text(20, y, "The tree that it guesses: all kinds mixed, the surest branches first", 14))
+    place: dict[int, tuple[int, int]] = {-1: (20, y + 32)}
+    lanes = 0
+    for node, (parent, depth) in enumerate(zip(tree.parents.tolist(), tree.depths.tolist(), strict=True)):
+        is_first = parent not in tree.parents[:node]
+        lanes += not is_first
+        place[node] = 20 + 96 * depth, place[parent][1] if is_first else y + 32 + 38 * lanes
+    for node in range(len(tree)):
+        (x, begin), (to_x, to_y) = place[int(tree.parents[node])], place[node]
+        parts.append(f'<path d="M{x + 76} {begin} L{to_x} {to_y}" stroke="#7f8c8d" marker-end="url(#head)"/>')
+    labels = {-1: TEXT[-1], **{i: f"{names[i]}  {tree.probabilities[i]:.0%}" for i in range(len(tree))}}
+    for node, (x, y_node) in place.items():
+        fill = COLORS["root" if node < 0 else "guess"]
+        parts.append(rectangle(x, y_node - 13, 76, 26, f'rx="5" fill="{fill}"'))
+        parts.append(text(x + 38, y_node + 5, labels[node], 12, "middle"))
+    return picture(900, y + 32 + 38 * lanes + 30, parts)
+
+
+def budget() -> str:
+    """Return an SVG with the tokens that a step yields and costs, by its number of guesses, and the one chosen."""
+    tree, names = tree_of(*learned(), 16)
+    pace = Pace(StepCosts(COSTS, np.zeros(2)))
+    for _ in range(500):
+        pace.count(*RECENT, length=0)
+    counts = np.arange(len(tree) + 1)
+    ranked = tree.probabilities[tree.ranking]
+    tokens = 1 + np.concatenate([[0.0], np.cumsum(ranked)])
+    costs = pace.rate() * (pace.costs(1 + counts, 0) + pace.costs.overhead)
+    chosen = pace.choose([tree], 0, 0)
+    left, bottom, wide = 80, 300, 34
+
+    def y(value: float) -> float:
+        return bottom - 34 * value
+
+    parts = [text(20, 24, "How many guesses a step verifies: tokens, by the number of guesses", 14)]
+    lines = [(tokens, "#4f9d4f", "that it should yield"), (costs, "#c0392b", "that its time yields elsewhere")]
+    for row, (values, color, words) in enumerate(lines):
+        points = " ".join(f"{left + wide * n:.0f},{y(value):.1f}" for n, value in zip(counts, values, strict=True))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts.append(rectangle(left + 20, 46 + 20 * row, 22, 3, f'fill="{color}"'))
+        parts.append(text(left + 50, 52 + 20 * row, words, 12))
+    x = left + wide * chosen
+    parts.append(f'<path d="M{x} {y(tokens[chosen]):.1f} L{x} {y(costs[chosen]):.1f}" stroke="#333" stroke-width="2"/>')
+    parts.append(text(x + 8, int(y(costs[chosen])) + 20, f"the largest gain: {chosen} guesses", 12))
+    for n, (node, chance) in enumerate(zip(tree.ranking.tolist(), ranked.tolist(), strict=True), 1):
+        fill = COLORS["guess"] if n <= chosen else "#e5e5e5"
+        parts.append(rectangle(left + wide * n - 15, bottom + 10, 30, 20, f'rx="3" fill="{fill}"'))
+        parts.append(text(left + wide * n, bottom + 24, names[node], 10, "middle"))
+        parts.append(text(left + wide * n, bottom + 46, f"{100 * chance:.0f}", 10, "middle"))
+    parts.append(text(left - 8, bottom + 46, "chance, %", 10, "end"))
+    for value in range(1, 8):
+        parts.append(text(left - 16, int(y(value)) + 4, str(value), 11, "end"))
+    return picture(left + wide * len(counts) + 20, bottom + 64, parts)
+
+
 def rectangle(x: int, y: int, width: int, height: int, style: str) -> str:
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" {style}/>'
 
@@ -143,7 +250,7 @@ def picture(width: int, height: int, parts: list[str]) -> str:
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--out", type=click.Path(file_okay=False, exists=True, path_type=Path), required=True)
 def main(out: Path) -> None:
-    for draw in (rooms, step):
+    for draw in (rooms, step, pool, budget):
         (out / f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")
 
 
