@@ -6,11 +6,11 @@ import matplotlib.image
 import pytest
 from click.testing import CliRunner
 
-from lookahead.passes import costs
+from lookahead.passes import capabilities, costs
 from lookahead.passes.costs import RUNGS
-from lookahead.tools import commands
+from lookahead.tools import commands, tuning
 from lookahead.tools.cli import main
-from lookahead.tools.tuning import COMPILED, DENSE, SPLIT, StepTimes
+from lookahead.tools.tuning import COMPILED, DENSE, FUSED, SPLIT, StepTimes
 
 
 def tune(*arguments):
@@ -39,12 +39,21 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
 
 def test_compiled_passes_are_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    for module in (capabilities, tuning):
+        monkeypatch.setattr(module, "fused_runner", lambda *_: "not here")
     for arguments, ways in (((), [SPLIT, DENSE]), (("--compile-passes",), [COMPILED, SPLIT, DENSE])):
         result = tune("--contexts", "16", "--threads", "1", *arguments)
         assert result.exit_code == 0, result.output
         lines = [line for line in result.stdout.splitlines() if "context" in line]
         assert [line.split(",")[0].strip() for line in lines] == ways
     assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def test_fused_passes_come_first():
+    result = tune("--contexts", "16", "--threads", "1")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if "context" in line]
+    assert [line.split(",")[0].strip() for line in lines] == [FUSED, SPLIT, DENSE]
 
 
 @pytest.mark.parametrize(

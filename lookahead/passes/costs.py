@@ -124,6 +124,7 @@ def measure(
     base = np.array([times[rows, 0] for rows in known])
     slope = max((base[-1] - base[-2]) / (known[-1] - known[-2]), 0.0)
     base = np.interp(_RUNGS, known, base) + slope * np.maximum(_RUNGS - known[-1], 0)
+    base = np.minimum.accumulate(base[::-1])[::-1]  # fewer rows cost no more; the machine was busy if it seems so
     first, second = (max(times[rows, long] - times[rows, 0], 0.0) / long for rows in ROWS_AT_LENGTH)
     further = max(second - first, 0.0) / (ROWS_AT_LENGTH[1] - ROWS_AT_LENGTH[0])
     return StepCosts(base, np.array([first, further]))
@@ -137,8 +138,9 @@ def time_passes(
 ) -> dict[tuple[int, int], float]:
     """Return the seconds of a pass for each (rows, committed positions) of a plan. The tokens are random.
 
-    Passes are timed in turn. The shortest time of each counts, because other work of the machine only adds to it. If
-    ``seconds`` are too few for two rounds, passes over more than ROWS_AT_LENGTH[-1] rows are left out.
+    Passes are timed in turn. The shortest time of each counts, because other work of the machine only adds to it. Passes
+    over more than ROWS_AT_LENGTH[-1] rows are timed three times at most, because they take long. If ``seconds`` are too
+    few for two rounds, they are left out.
     """
     plan = list(plan)
     max_rows = max(rows for rows, _ in plan)
@@ -153,9 +155,12 @@ def time_passes(
         while left:
             began = time.perf_counter()
             for rows, length in list(plan):
-                if began + seconds < time.perf_counter() and rows > ROWS_AT_LENGTH[-1]:
-                    plan.remove((rows, length))
-                    continue
+                if rows > ROWS_AT_LENGTH[-1]:
+                    if rounds >= 4:  # the first does not count
+                        continue
+                    if began + seconds < time.perf_counter():
+                        plan.remove((rows, length))
+                        continue
                 taken = _pass(runner, caches[length], tokens[:rows])
                 best[rows, length] = min(best[rows, length], taken if rounds else np.inf)
                 progress(min((time.perf_counter() - start) / seconds, 1.0))

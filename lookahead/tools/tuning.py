@@ -7,13 +7,14 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
-from lookahead.passes.capabilities import find_adapter, why_not_compiled
+from lookahead.passes.capabilities import find_adapter, fused_runner, why_not_compiled
 from lookahead.passes.compiled import CompiledRunner
 from lookahead.passes.costs import RUNGS, time_passes
+from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner
 
-COMPILED, SPLIT, DENSE = "compiled", "split", "dense mask"
-LINES = {COMPILED: "-", SPLIT: "--", DENSE: ":"}
+FUSED, COMPILED, SPLIT, DENSE = "fused", "compiled", "split", "dense mask"
+LINES = {FUSED: "-", COMPILED: "-.", SPLIT: "--", DENSE: ":"}
 
 
 @dataclass
@@ -21,7 +22,7 @@ class StepTimes:
     """Times of passes of one model."""
 
     seconds: dict[str, dict[int, dict[int, float]]]
-    """Seconds by way (COMPILED, SPLIT or DENSE), context and rows."""
+    """Seconds by way (FUSED, COMPILED, SPLIT or DENSE), context and rows."""
 
     def rows(self) -> list[int]:
         """Return the numbers of rows that were timed in all ways and contexts."""
@@ -84,6 +85,9 @@ def time_steps(
     """
     adapter = find_adapter(model, config.cpu_kernels)
     ways: dict[str, EagerRunner] = {}
+    fused = fused_runner(model, adapter)
+    if isinstance(fused, FusedRunner):
+        ways[FUSED] = fused
     if config.compile_passes and why_not_compiled(model, adapter) is None:
         ways[COMPILED] = CompiledRunner(model, adapter)
     if adapter.splits_attention:
