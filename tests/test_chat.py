@@ -7,15 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-import unicodedata
-from itertools import cycle
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from zoo import tiny_model
 
 import lookahead
@@ -25,7 +20,7 @@ from lookahead.streaming import StopWhenAsked, render, without_half_character
 from lookahead.tools.chat import PLAIN_TEMPLATE, Conversation, TurnRefusedError, in_plain_words
 from lookahead.tools.cli import main
 from lookahead.tools.loading import load
-from lookahead.tools.terminal import AnswerStreamer, WordWrap
+from lookahead.tools.terminal import AnswerStreamer
 
 MARKED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
@@ -383,68 +378,6 @@ def byte_token(tokenizer, byte: int) -> int:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return tokenizer.convert_tokens_to_ids(chr(byte if byte in printable else 256 + others.index(byte)))
-
-
-class Terminal:
-    """Shows text as a terminal of some columns does; its lines are what is on the screen."""
-
-    def __init__(self, columns: int):
-        self.columns = columns
-        self.lines = [""]
-        self.breaks = []  # lines that the terminal broke itself
-        self.width = 0
-
-    def write(self, text: str) -> None:
-        for character in re.sub(r"\x1b\[\d+m", "", text):
-            width = 2 if unicodedata.east_asian_width(character) in "WF" else unicodedata.combining(character) == 0
-            if character == "\n":
-                self.lines.append("")
-                self.width = 0
-                continue
-            if self.width + width > self.columns:
-                self.breaks.append(len(self.lines))
-                self.lines.append("")
-                self.width = 0
-            self.lines[-1] += character
-            self.width += width
-
-
-@given(
-    st.lists(st.text(st.sampled_from("aä日e\u0301 \n.-"), max_size=30), max_size=8),
-    st.integers(2, 30),
-)
-@settings(max_examples=300, deadline=None)
-def test_words_stay_whole_at_the_terminals_edge(pieces, columns):
-    """Whatever the pieces and the colours: the same words, and none broken that fits on a line."""
-    terminal = Terminal(columns)
-    words = WordWrap(terminal.write)
-    colours = cycle(["cyan", "yellow"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
-        for piece in pieces:
-            words.add(piece, lambda part: click.style(part, fg=next(colours)))
-        words.flush()
-    text = "".join(pieces)
-    assert "".join(terminal.lines).replace(" ", "") == re.sub(r"\s", "", text)
-    longest = max((cells(word) for word in re.split(r"[ \n]|(?<=日)|(?=日)", text)), default=0)
-    if longest <= columns:
-        assert not terminal.breaks
-    for line in text.split("\n"):  # a line that fits is as it was
-        if cells(line.rstrip()) <= columns:
-            assert line.rstrip() in [shown.rstrip() for shown in terminal.lines]
-
-
-def cells(text: str) -> int:
-    return sum(2 if c == "日" else 0 if unicodedata.combining(c) else 1 for c in text)
-
-
-def test_a_terminal_that_changes_its_size(monkeypatch):
-    shown = []
-    words = WordWrap(shown.append)
-    for columns in (12, 6, 12):
-        monkeypatch.setattr("shutil.get_terminal_size", lambda columns=columns: os.terminal_size((columns, 24)))
-        words.add("one two three ")
-    assert "".join(shown) == "one two\nthree\none\ntwo\nthree one\ntwo three"
 
 
 def test_templates(tmp_path):

@@ -50,14 +50,14 @@ class Meter:
         return ", ".join(parts)
 
 
+def fitted(line: str) -> str:
+    """Return as much of ``line`` as fits on one line, dimmed."""
+    return click.style(line[: shutil.get_terminal_size().columns - 1], dim=True)
+
+
 def below(line: str) -> str:
     """Return what shows ``line`` below the cursor's line, and leaves the cursor where it is."""
-    room = shutil.get_terminal_size().columns - 1
-    return BELOW + dimmed(line[:room]) + BACK
-
-
-def dimmed(line: str) -> str:
-    return click.style(line, dim=True)
+    return BELOW + fitted(line) + BACK
 
 
 class _Clock(StoppingCriteria):

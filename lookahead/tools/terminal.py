@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lookahead.streaming import PieceStreamer, without_half_character
-from lookahead.tools.live import ERASE, Meter, below, dimmed
+from lookahead.tools.live import ERASE, Meter, below, fitted
 from lookahead.tools.words import WordWrap
 
 STEP_COLOURS = ("cyan", "yellow")  # for the tokens of even and odd steps
@@ -44,7 +44,7 @@ class StepStreamer(PieceStreamer):
         self._words.flush()
         self._parts.append("\n")
         if self._meter is not None and (line := str(self._meter)):
-            self._parts.append(dimmed(line) + "\n")
+            self._parts.append(fitted(line) + "\n")
         self._show()
 
     def close(self) -> None:
