@@ -1,7 +1,6 @@
 """`lookahead chat`: answers are those of a model that reads the whole conversation anew, but it is not read anew."""
 
 import os
-import re
 import select
 import signal
 import subprocess

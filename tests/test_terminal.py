@@ -22,8 +22,8 @@ from lookahead.wrapping import unwrap, wrap
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 PARTS = [
-    "- ", "1. ", "# ", "> ", "```", "```py\n", "~~~", "\n", "\n\n", "    ", "  ", " word", "a ", " be", "`", "**", " | ",
-    "\n| --- | --- |\n", "===", "---", "<div>", "\\", " 1986. ", " ", "*", "\t",
+    "- ", "1. ", "# ", "> ", "```", "```py\n", "~~~", "\n", "\n\n", "    ", "  ", " word", "a ", " be", "`", "**",
+    " | ", "\n| --- | --- |\n", "===", "---", "<div>", "\\", " 1986. ", " ", "*", "\t",
 ]  # fmt: skip
 
 
