@@ -1,6 +1,8 @@
 """`lookahead chat`: answers are those of a model that reads the whole conversation anew, but it is not read anew."""
 
+import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -306,7 +308,10 @@ def test_commands():
     assert result.stdout != once * 2
     assert result.stderr.index("the model is instructed\n") < result.stderr.index("the model has no instructions\n")
     result = chat("/help\n/nonsense\nimport\n/usr/bin\n")
-    assert all(f"{command}  " in result.stderr for command in ("/system TEXT", "/reset", "/stats", "/help", "/exit"))
+    assert all(
+        f"{command}  " in result.stderr
+        for command in ("/system TEXT", "/reset", "/stats", "/trace FILE", "/help", "/exit")
+    )
     assert result.stderr.count("no such command: /nonsense; /help") == 1
     assert len(result.stdout) > len(once)
     assert chat("").stdout == ""
@@ -326,6 +331,22 @@ def test_statistics_in_plain_words():
     stats.chosen_budgets += 200, 1.0
     stats.fixed_budgets += 100, 1.25
     assert "2.5 times as fast as one token at a time" in in_plain_words(stats, 1, 2**62)
+
+
+def test_the_trace_of_the_last_answer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = "x" + " = x" * 1100  # which changes nothing
+    result = chat(f"/trace\nclass Stack:\nimport\n{refused}\n/trace\n/trace no/such/folder/x.html\n")
+    assert result.exit_code == 0, result.output
+    assert "no answer to show yet" in result.stderr
+    assert f"open {tmp_path / 'trace.html'} in a browser" in result.stderr
+    assert "cannot write no/such/folder/x.html: No such file or directory; name another file" in result.stderr
+    page = (tmp_path / "trace.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+    assert result.stdout.endswith("".join(data["pieces"]) + "\n")
+    assert data["prompt"]["text"].endswith("import\n")
+    assert len(data["tokens"]) == 1 + sum(len(step["emitted"]) for step in data["steps"])
+    assert "plain decoding has no steps to show" in chat("import\n/trace\n", "--strategy", "plain").stderr
 
 
 def test_an_answer_cut_by_the_limit_says_so():
@@ -468,13 +489,14 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="terminals")
-def test_on_a_terminal():
-    """A prompt, colours, Ctrl-C in an answer and at the prompt, and Ctrl-D."""
+def test_on_a_terminal(tmp_path):
+    """A prompt, colours, the live line, Ctrl-C in an answer and at the prompt, and Ctrl-D."""
     import pty
 
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "lookahead", "chat", "--max-new-tokens", "900", "--temperature", "1"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+                               env=os.environ | {"TERM": "xterm"})  # fmt: skip
     os.close(theirs)
     shown = ""
 
@@ -501,11 +523,15 @@ def test_on_a_terminal():
         wait_for("> ")
         os.write(ours, b"class Stack:\n")
         wait_for("\x1b[3")
+        wait_for("times plain\x1b[0m\x1b8")
         process.send_signal(signal.SIGINT)
         wait_for("interrupted")
         wait_for("> ")
         assert any(interrupt_prompt() for _ in range(10)), shown
         wait_for("> ")
+        os.write(ours, f"/trace {tmp_path / 'page.html'}\n".encode())
+        wait_for("in a browser")
+        assert (tmp_path / "page.html").exists()
         os.write(ours, b"/stats\n")
         wait_for("tokens of context in use")
         wait_for("> ")
