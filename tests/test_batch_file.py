@@ -377,17 +377,18 @@ def test_the_size_follows_the_costs():
     assert sizes[0] < sizes[-1]
     slow_reads = StepCosts(flat.seconds, np.array([1.0, 0.0]), overhead=0.0)
     assert best_size(slow_reads, Stats(), 1000, 1000) < SIZES[-1]
-    stats = Stats(sequence_steps=10)
-    stats.seconds["guess"] = 1000.0  # each sequence takes long outside of the pass
-    assert best_size(flat, stats, 100, 1000) == 1
+    flat.overhead = 100.0  # each sequence takes long outside of the pass
+    assert best_size(flat, Stats(), 100, 1000) == 1
+    assert best_size(flat, Stats(sequence_steps=10), 100, 1000) == SIZES[-1]  # it was seen to take no time
 
 
 def test_where_guesses_yield_much_batches_are_smaller():
     costs = costs_of(lambda rows: 4 + rows)
+    costs.overhead = 1.0
     sizes = []
     for accepted in (0.1, 0.9):
         stats = Stats()
         tokens = np.array([sum(accepted**k for k in range(budget + 1)) for budget in FIXED_BUDGETS])
-        stats.fixed_budgets += np.stack([tokens, costs(1 + np.array(FIXED_BUDGETS), 0)], axis=1)
+        stats.fixed_budgets += np.stack([tokens, costs(1 + np.array(FIXED_BUDGETS), 0) + 1.0], axis=1)
         sizes.append(best_size(costs, stats, 0, 1000))
     assert sizes[1] < sizes[0]

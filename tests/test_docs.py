@@ -8,6 +8,8 @@ import torch
 from draw_design import rooms, step
 
 import lookahead
+from lookahead.tools.batch import READ_PADDING
+from lookahead.tools.cli import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -59,3 +61,11 @@ def test_the_example_of_a_trace(tmp_path, monkeypatch, capsys):
     exec(example, names)
     assert capsys.readouterr().out == names["trace"].text + "\n"
     assert Path("trace.html").read_text(encoding="utf-8") == names["trace"].html()
+
+
+def test_the_page_of_commands_names_what_there_is():
+    page = (DOCS / "commands.md").read_text(encoding="utf-8")
+    options = {name for command in main.commands.values() for option in command.params for name in option.opts}
+    assert set(re.findall(r"--[a-z][a-z-]+", page)) - {"--help"} <= options
+    assert set(re.findall(r"lookahead ([a-z]+)", page)) <= {*main.commands}
+    assert all(name.replace("_", " ") in page.replace("_", " ") for name in READ_PADDING)
