@@ -87,9 +87,19 @@ def test_texts_are_those_of_each_prompt_alone(size, prompts, sampled, tmp_path, 
 @pytest.mark.parametrize("arguments", [[], ["--repetition-penalty", "1.3"], ["--strategy", "plain", *SAMPLING]])
 def test_greedily_with_a_penalty_and_plainly(arguments, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(batch, "best_size", lambda costs, stats, length, most: 8)
+    decode, lengths = batch.Texts.decode, []
+
+    def noted(self, tasks):
+        lengths.append([len(task.ids) for task in tasks])
+        return decode(self, tasks)
+
+    monkeypatch.setattr(batch.Texts, "decode", noted)
     result = run("--prompts", prompts, "--out", tmp_path / "out", *arguments)
     assert result.exit_code == 0, result.output
     assert texts_of(tmp_path / "out") == alone(arguments)
+    if "--repetition-penalty" in arguments:  # it would count the padding
+        assert all(len(set(together)) == 1 for together in lengths)
+    assert (len(lengths) == 1) == (not arguments)
 
 
 def test_the_end_of_a_text_in_a_batch(tmp_path, monkeypatch):

@@ -49,7 +49,10 @@ class Screen:
         for part in re.findall(r"\x1b\[[\d;]*[A-Za-z]|\x1b.|[^\x1b]", text):
             if len(part) == 1:
                 self._put(part)
-            elif part == "\x1bD":
+                continue
+            if not part.endswith(("m", "J")):  # a terminal that moves its cursor forgets to break a full line
+                self.column = min(self.column, self.columns - 1)
+            if part == "\x1bD":
                 self._down()
             elif part == "\x1b[A":
                 self.row = max(self.row - 1, self.top)
@@ -118,7 +121,8 @@ def test_words_stay_whole_at_the_terminals_edge(pieces, columns):
     screen.write(wrapped(pieces, columns, lambda part: click.style(part, fg=next(colours))))
     text = "".join(pieces)
     assert "".join(screen.lines).replace(" ", "") == re.sub(r"\s", "", text)
-    longest = max((cells(word) for word in re.split(r"[ \n]|(?<=日)|(?=日)", text)), default=0)
+    words = re.split(r"[ \n]|(?<=日)|(?=日)", text) + re.findall(r"^ *(?:日|[^ \n日]*)", text, re.MULTILINE)
+    longest = max(map(cells, words))  # indented words, too
     if longest <= columns and not re.search(r"^ {4}|  $", text, re.MULTILINE):  # code, and line breaks of Markdown
         assert not screen.breaks
     for line in text.split("\n"):  # a line that fits is as it was
@@ -174,10 +178,11 @@ class FakeTokenizer:
         return chr(token)
 
 
-@given(st.text(st.sampled_from("ab日 \n"), max_size=60), st.integers(8, 20), st.booleans())
+@given(st.booleans(), st.text(st.sampled_from("ab日 \n"), max_size=60), st.integers(8, 20), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_the_live_line_stands_below_the_text(text, columns, is_ended):
+def test_the_live_line_stands_below_the_text(is_code, text, columns, is_ended):
     """Whatever the text does to the screen, it is what would be there without the line, and the line stands below."""
+    text = "```\n" * is_code + text
     bare, screen = Screen(columns), Screen(columns)
     bare.write(wrapped([*text], columns))
     with pytest.MonkeyPatch.context() as patch:

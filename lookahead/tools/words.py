@@ -25,7 +25,7 @@ SHOWN |= dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}") | {
 BLOCK = re.compile(r"[-+*_=:|]+|#{1,6}|\d{1,9}[.)]|[<>|].*|`{3,}.*|~{3,}.*", re.DOTALL)
 PREFIX = r"(?:[ \t>]|[-+*][ \t]|\d{1,9}[.)][ \t])*"  # of lines in quotes and list items
 BARE = re.compile(PREFIX + r"(?:[-+*_=:#`~ \t]*|\d{1,9}[.)])")  # lines that say nothing yet, or are rules
-VERBATIM = re.compile(PREFIX + r"(?:#{1,6}\s|<)")  # headings and HTML are left alone
+VERBATIM = re.compile(PREFIX + r"(?:#{1,6}\s|<|`{3}|~{3})")  # headings, HTML and fences are left alone
 FENCE = re.compile(PREFIX + r"(`{3,}(?!.*`)|~{3,})")  # around code; behind backticks stands no other backtick
 INDENTED = re.compile(r"[ >]*(?: {4}|\t)")
 ITEM = re.compile(r"[ \t>]*(?:[-+*]|\d{1,9}[.)])(?:\s|$)")  # of a list
@@ -77,9 +77,7 @@ class WordWrap:
             return
         columns, width = shutil.get_terminal_size().columns, sum(map(_cells, self._plain))
         begin = len((" " * self._column + self._gap).expandtabs(TAB))
-        gap = self._gap
-        if begin + width > columns >= width and self._may_break():
-            gap = "\n" if self._column else ""
+        gap = "\n" if begin + width > columns >= width and self._may_break() else self._gap
         self._put(gap, gap, columns)
         self._put(self._word, self._plain, columns)
         self._line += self._gap + self._plain
@@ -88,13 +86,13 @@ class WordWrap:
     def _may_break(self) -> bool:
         """Whether Markdown says the same if a line break replaces the gap before the word that is held back."""
         line = self._line + self._gap + self._plain
-        if self._fence or VERBATIM.match(line) or FENCE.match(line) or "|" in line:
+        if self._fence or VERBATIM.match(line) or "|" in line:
             return False
         if INDENTED.match(line) and not (self._in_list and ITEM.match(line)):
             return False
         if BARE.fullmatch(self._line) or self._line.endswith("\\") or BLOCK.fullmatch(self._plain):
             return False
-        return self._gap == " " or self._line.count("`") % 2 == 0  # spaces count in code within a line
+        return self._gap == " " or "`" not in self._line  # spaces count in code within a line
 
     def _end_line(self) -> None:
         columns = shutil.get_terminal_size().columns
