@@ -27,7 +27,7 @@ PREFIX = r"(?:[ \t>]|[-+*][ \t]|\d{1,9}[.)][ \t])*"  # of lines in quotes and li
 BARE = re.compile(PREFIX + r"(?:[-+*_=:#`~ \t]*|\d{1,9}[.)])")  # lines that say nothing yet, or are rules
 VERBATIM = re.compile(PREFIX + r"(?:#{1,6}\s|<|`{3}|~{3})")  # headings, HTML and fences are left alone
 FENCE = re.compile(PREFIX + r"(`{3,}(?!.*`)|~{3,})")  # around code; behind backticks stands no other backtick
-INDENTED = re.compile(r"[ >]*(?: {4}|\t)")
+INDENTED = re.compile(r"(?:[ >]|[-+*] )*(?: {4}|\t)")
 ITEM = re.compile(r"[ \t>]*(?:[-+*]|\d{1,9}[.)])(?:\s|$)")  # of a list
 
 
@@ -45,6 +45,7 @@ class WordWrap:
         self._word = ""  # the word that is held back, with its colours
         self._plain = ""  # the same without colours
         self._fence = ""  # the fence that began the code that we are in
+        self._in_table = False  # so that this line may be a row
         self._in_list = False  # so that what is indented is an inner item, or else code
 
     @property
@@ -86,7 +87,7 @@ class WordWrap:
     def _may_break(self) -> bool:
         """Whether Markdown says the same if a line break replaces the gap before the word that is held back."""
         line = self._line + self._gap + self._plain
-        if self._fence or VERBATIM.match(line) or "|" in line:
+        if self._fence or self._in_table or VERBATIM.match(line) or "|" in line:
             return False
         if INDENTED.match(line) and not (self._in_list and ITEM.match(line)):
             return False
@@ -105,6 +106,7 @@ class WordWrap:
                 self._fence = ""
         elif fence := FENCE.match(self._line):
             self._fence = fence[1]
+        self._in_table = bool(self._line) and (self._in_table or "|" in self._line)
         if self._line and not INDENTED.match(self._line):
             self._in_list = ITEM.match(self._line) is not None
         self._line, self._gap = "", ""
