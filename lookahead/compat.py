@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -102,6 +103,17 @@ def hooks_of_users(module: nn.Module) -> list[Callable]:
     """Hooks that are called before or after the module, without transformers' own, which only collect outputs."""
     hooks = chain(module._forward_hooks.values(), pre_hooks(module))
     return [hook for hook in hooks if getattr(hook, "__module__", None) != "transformers.utils.output_capturing"]
+
+
+def has_own_call(module: nn.Module) -> bool:
+    """Whether calling the module does more, or other things, than the forward of its class."""
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(has_hooks) or "forward" in vars(module) or is_compiled(module)
+
+
+def global_hooks() -> bool:
+    """Whether hooks are set on all modules of the process."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 def copy_of_module(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:

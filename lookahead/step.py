@@ -140,25 +140,23 @@ def pad(
     return ids, positions, ancestors
 
 
-def mask(
-    ancestors: np.ndarray,
-    positions: np.ndarray,
-    cached: np.ndarray,
-    visibility: Visibility,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """Return the additive mask [batch, 1, T, seen + C + T]: 0 where a token is seen, the dtype's minimum elsewhere.
+def hidden(ancestors: np.ndarray, positions: np.ndarray, cached: np.ndarray, visibility: Visibility) -> np.ndarray:
+    """Return which keys each row must not see, bool [batch, T, seen + C + T].
 
     ancestors, positions: as `pad` returns them. If ``visibility`` hides any key, C must be 0.
     cached: position of each committed column that the layer's cache shows, int64 [batch or 1, seen]; -1 marks a gap.
     """
-    cached = np.broadcast_to(cached, (len(positions), cached.shape[1]))
-    gaps = np.broadcast_to(cached[:, None] < 0, (*positions.shape, cached.shape[1]))
-    hidden = np.concatenate([gaps, ~ancestors], axis=2)
+    found = ~ancestors
+    if cached.shape[1]:
+        cached = np.broadcast_to(cached, (len(positions), cached.shape[1]))
+        gaps = np.broadcast_to(cached[:, None] < 0, (*positions.shape, cached.shape[1]))
+        found = np.concatenate([gaps, found], axis=2)
     out_of_sight = visibility.hides(positions, np.concatenate([cached, positions], axis=1))
-    if out_of_sight is not None:
-        hidden = hidden | out_of_sight
+    return found if out_of_sight is None else found | out_of_sight
+
+
+def mask(hidden: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an additive mask [batch, 1, T, keys]: the dtype's minimum where a key is hidden, 0 elsewhere."""
     unseen = to_device(hidden, device)
     return torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, torch.finfo(dtype).min)[:, None]
 

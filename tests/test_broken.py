@@ -16,7 +16,7 @@ from lookahead.engine import loop, verify
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.models import adapter, attention
 from lookahead.models.adapter import ModelAdapter
-from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
+from lookahead.models.cache import Accepted, InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.passes import capabilities
 from lookahead.step import Step, Visibility
 
@@ -123,32 +123,33 @@ def positions_late_by_one(monkeypatch):
 
 
 def commit_keeps_the_first_rows(monkeypatch):
-    original = InPlaceLayer.commit
+    original = InPlaceLayer.drop
 
-    def commit(self, accepted):
-        original(self, replace(accepted, rows=accepted.places))
+    def drop(self, accepted):
+        return original(self, Accepted([list(range(len(path))) for path in accepted.paths]))
 
-    monkeypatch.setattr(InPlaceLayer, "commit", commit)
+    monkeypatch.setattr(InPlaceLayer, "drop", drop)
 
 
 def commit_keeps_one_row_too_many(monkeypatch):
-    original = InPlaceLayer.commit
+    original = InPlaceLayer.drop
 
-    def commit(self, accepted):
+    def drop(self, accepted):
         step = self.columns - self.base
-        original(self, accepted)
-        self.columns += int(accepted.counts.max()) < step
+        moves = original(self, accepted)
+        self.columns += max(map(len, accepted.paths)) < step
+        return moves
 
-    monkeypatch.setattr(InPlaceLayer, "commit", commit)
+    monkeypatch.setattr(InPlaceLayer, "drop", drop)
 
 
 def commit_forgets_the_moved_rows(monkeypatch):
-    original = InPlaceLayer.commit
+    original = InPlaceLayer.drop
 
-    def commit(self, accepted):
-        original(self, replace(accepted, rows=np.zeros_like(accepted.rows)))
+    def drop(self, accepted):
+        return original(self, Accepted([[0] * len(path) for path in accepted.paths]))
 
-    monkeypatch.setattr(InPlaceLayer, "commit", commit)
+    monkeypatch.setattr(InPlaceLayer, "drop", drop)
 
 
 def sliding_rows_off_by_one(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lookahead.guessing.jacobi import JacobiWindow
-from lookahead.step import Step, Visibility, lay_out, mask, pad
+from lookahead.step import Step, Visibility, hidden, lay_out, mask, pad
 from ngram_pool import GuessTree, Source
 
 
@@ -80,7 +80,8 @@ def test_mask(seed, visibility):
     gaps = [max(lengths) - length for length in lengths]
     cached = np.array([[*range(length), *[-1] * gap] for length, gap in zip(lengths, gaps, strict=True)])
     ids, positions, ancestors = pad(steps, lengths, None)
-    result = mask(ancestors, positions, cached, visibility, torch.float32, torch.device("cpu"))
+    unseen = hidden(ancestors, positions, cached, visibility)
+    result = mask(unseen, torch.float32, torch.device("cpu"))
     longest = max(map(len, steps))
     assert result.shape == (len(steps), 1, longest, max(lengths) + longest)
     for b, (step, length) in enumerate(zip(steps, lengths, strict=True)):

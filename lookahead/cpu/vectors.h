@@ -1,5 +1,7 @@
 // Vectors of numbers, and bf16: to float32, and rounded back.
 
+#pragma once
+
 #include <cstdint>
 #include <cstring>
 #ifdef __AVX512BF16__
@@ -51,4 +53,22 @@ static inline void store(Lanes<16>::Floats x, BFloat16* to) {
     const Lanes<16>::Ints bits = x != x ? Lanes<16>::Ints{} + 0x7fc0 : rounded<Lanes<16>::Ints>(x);
     const Lanes<16>::BFloat16s some = __builtin_convertvector(bits, Lanes<16>::BFloat16s);
     memcpy(to, &some, sizeof some);
+}
+
+// exp(x) for x <= 0, to 2 units in the last place. 0 for x < -87. NaN stays NaN.
+template <int L, class Floats = typename Lanes<L>::Floats, class Ints = typename Lanes<L>::Ints>
+static inline Floats exponential(Floats x) {
+    Floats least = Floats{} - 87.0f;
+    Ints gone = x < least;
+    Floats within = gone ? least : x;
+    Ints power = __builtin_convertvector(within * 1.44269504f - 0.5f, Ints);
+    Floats n = __builtin_convertvector(power, Floats);
+    Floats r = within - n * 0.693359375f + n * 2.12194440e-4f;  // |r| <= ln(2) / 2
+    Floats y = r * 1.98756915e-4f + 1.39819995e-3f;             // Cephes, expf
+    y = y * r + 8.33345191e-3f;
+    y = y * r + 4.16657959e-2f;
+    y = y * r + 1.66666655e-1f;
+    y = y * r + 5.00000012e-1f;
+    y = y * r * r + r + 1.0f;
+    return gone ? Floats{} : (Floats)((Ints)y + (power << 23));
 }

@@ -65,7 +65,7 @@ class Lookahead:
     lock: Lock = field(default_factory=Lock, repr=False)
     """Guards what several threads write to here."""
     _running: int = 0  # number of calls under way
-    _why_not_compiled: str | None = None
+    _why_not_faster: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given = default_sources(self.config) if self.source is None else self.source
@@ -127,17 +127,17 @@ class Lookahead:
             f"sources: {', '.join(map(self._described, range(len(self.ledger.trials))))}",
         ]
         reasons = list(adapter.given_up)
-        if self._why_not_compiled is not None:
-            reasons.append(f"compiled passes: {self._why_not_compiled}")
+        reasons += [f"{what}: {reason}" for what, reason in self._why_not_faster.items()]
         reasons += [f"kernel {name}: {reason}" for name, reason in missing.items() if reason is not None]
         if self.graphs is not None and self.graphs.why_not is not None:
             reasons.append(f"CUDA graphs: {self.graphs.why_not}")
         if self.needs.hidden_states and (self.config.compile_passes or self.config.cuda_graphs):
             reasons.append("compiled passes and CUDA graphs: a source of guesses wants hidden states")
         lines += [f"given up: {reason}" for reason in reasons]
-        for setting, gain in (("compile_passes", "compiled passes"), ("cpu_kernels", "kernels of our own on a CPU")):
-            if not getattr(self.config, setting):
-                lines.append(f"not asked for: {gain} ({setting}=True)")
+        if not self.config.compile_passes and self.passes == EagerRunner.name:
+            lines.append("not asked for: compiled passes (compile_passes=True)")
+        if not self.config.cpu_kernels:
+            lines.append("not asked for: kernels of our own on a CPU (cpu_kernels=True)")
         return "\n".join(lines)
 
     def _described(self, source: int) -> str:
@@ -166,7 +166,7 @@ class Lookahead:
     def find_runner(self, model: PreTrainedModel) -> EagerRunner:
         """The fastest runner that the settings ask for and that serves the model."""
         layers = self.needs.hidden_states
-        runner, self._why_not_compiled = choose_runner(model, self.config, layers)
+        runner, self._why_not_faster = choose_runner(model, self.config, layers)
         if self.config.cuda_graphs and not layers:
             with self.lock:
                 self.graphs = self.graphs or StepGraphs(model)

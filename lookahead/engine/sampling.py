@@ -1,12 +1,19 @@
 """The next token, chosen as `generate` chooses it."""
 
 import copy
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import BaseStreamer, logits_process, stopping_criteria
+from transformers.generation import (
+    BaseStreamer,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    logits_process,
+    stopping_criteria,
+)
 
 from lookahead import compat
 
@@ -140,7 +147,8 @@ class NextTokenRule:
         generator: torch.Generator | None = None,
     ):
         """ids: int64 [sequences, n], the prompts. generator: draws the tokens; default: torch's own."""
-        self.ids = ids
+        self._ids = ids
+        self._new: list[int] = []  # tokens of the only sequence that are not in `_ids` yet
         self.scores: tuple[torch.Tensor, ...] | None = () if settings.keep_scores else None
         self.logits: tuple[torch.Tensor, ...] | None = () if settings.keep_logits else None
         self._unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
@@ -151,6 +159,19 @@ class NextTokenRule:
         self._settings = settings
         self._generator = generator
         self._race: Race | None = None
+        self._ends = _ends(criteria) if self._is_simple(ids) else None
+
+    def _is_simple(self, ids: torch.Tensor) -> bool:
+        """Whether nobody else sees logits and scores: one sequence on the CPU, greedily, with no processor."""
+        kept = self._settings.do_sample or self._settings.keep_scores or self._settings.keep_logits
+        return len(ids) == 1 and ids.is_cpu and not self._processors and not kept
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Prompts and emitted tokens, int64 [sequences, n]."""
+        if self._new:
+            self._ids, self._new = torch.cat([self._ids, self._ids.new_tensor([self._new])], dim=-1), []
+        return self._ids
 
     def known_draws(self, count: int) -> np.ndarray | None:
         """Return the exponential variates that will choose the next tokens, float32 [n, vocabulary], n <= ``count``.
@@ -166,6 +187,8 @@ class NextTokenRule:
         logits: [live, vocabulary], of the model, after `ids`.
         Raises FloatingPointError if the logits leave no choice.
         """
+        if self._ends is not None:
+            return self._emit_simply(logits, *self._ends)
         raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
         if len(self.live) < len(self.ids):  # ended sequences get logits of zeros
             raw = raw.new_zeros(len(self.ids), raw.shape[1]).index_copy_(0, raw.new_tensor(self.live).long(), raw)
@@ -186,7 +209,7 @@ class NextTokenRule:
             no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()  # argmax ranks NaN highest
         if self._settings.pad_token is not None and len(self.live) < len(self.ids):
             chosen = chosen.where(self._unfinished, self._settings.pad_token)
-        self.ids = torch.cat([self.ids, chosen[:, None]], dim=-1)
+        self._ids = torch.cat([self._ids, chosen[:, None]], dim=-1)
         self._unfinished = self._unfinished & ~self._criteria(self.ids, self.scores)
         # The host waits for the device here, and nowhere else.
         tokens, unfinished, spoiled = torch.stack([chosen, self._unfinished.long(), no_choice.long()]).tolist()
@@ -198,6 +221,22 @@ class NextTokenRule:
         if self._settings.streamer is not None:
             self._settings.streamer.put(torch.tensor(tokens))
         return emitted
+
+    def _emit_simply(self, logits: torch.Tensor, max_length: int, ends: frozenset[int]) -> list[int]:
+        """`emit` for the usual case, in which a token is chosen and judged by few calls of torch.
+
+        max_length, ends: the criteria, as `_ends` returns them.
+        """
+        scores = logits[0].to(dtype=torch.float32, device=self._ids.device)
+        token = int(scores.argmax())
+        if math.isnan(scores[token]):  # argmax ranks NaN highest
+            raise FloatingPointError(self._no_choice())
+        self._new.append(token)
+        if token in ends or self._ids.shape[1] + len(self._new) >= max_length:
+            self.live = []
+        if self._settings.streamer is not None:
+            self._settings.streamer.put(torch.tensor([token]))
+        return [token]
 
     def _draw(self, probabilities: torch.Tensor) -> torch.Tensor:
         """Draw the next token of each sequence, int64 [sequences], as `GenerationMixin._sample` does."""
@@ -213,3 +252,16 @@ class NextTokenRule:
             f"the scores of the token at position {self.ids.shape[1] - 1} are NaN, or all -inf: the model's weights or "
             "a logits processor are at fault, or the dtype is too narrow"
         )
+
+
+def _ends(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int]] | None:
+    """Return the length at which a sequence ends, and the tokens that end it; None if other criteria have a say."""
+    max_length, ends = 2**62, frozenset[int]()
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria and criterion.max_length <= (criterion.max_position_embeddings or 2**62):
+            max_length = min(max_length, criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            ends |= set(criterion.eos_token_id.tolist())
+        else:  # also a length that makes transformers warn
+            return None
+    return max_length, ends

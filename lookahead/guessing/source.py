@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.cpu import likeliest as fast
 from lookahead.models.cache import LookaheadCache
 from lookahead.step import Step
 from ngram_pool import GuessTree, NgramPool
@@ -145,11 +146,14 @@ def likeliest(
     draws: float32 like the logits, the variates by which each row's token will be chosen (`Limits.draws`), 1 where they
     are not known. The probabilities are then divided by them, and scaled to add up to 1.
     """
+    count = min(count, logits.shape[-1])
+    if draws is None and fast.serves(logits, count):
+        return fast.likeliest(logits, temperature, count)
     chances = (logits.float() / temperature).softmax(-1)
     if draws is not None:
         chances /= draws.to(chances.device)
         chances /= chances.sum(-1, keepdim=True)
-    top, tokens = chances.topk(min(count, logits.shape[-1]))
+    top, tokens = chances.topk(count)
     # In half precision, the row of a rejected guess may overflow. It then counts for nothing.
     # Both are copied at once, so that an accelerator is waited for only once. A float32 holds all tokens below 2**24.
     tokens, top = torch.stack([tokens.float(), top.nan_to_num_(0.0)]).cpu().numpy()

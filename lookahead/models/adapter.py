@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from lookahead.compat import execution_device
 from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
-from lookahead.step import Visibility, mask
+from lookahead.step import Visibility, hidden, mask
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 # Settings that give the number of positions that a model was made for, or that its tables have room for.
@@ -109,6 +109,23 @@ class ModelAdapter:
             layers.append(mine)
         return LookaheadCache(layers, [cache.get_seq_length()])
 
+    def hidden(
+        self, ancestors: np.ndarray, positions: np.ndarray, cache: LookaheadCache
+    ) -> dict[Visibility, np.ndarray]:
+        """Return which keys each row of a step must not see (`step.hidden`), for each kind of layer.
+
+        If attention is split and hides no cached key, only the step's own keys are covered.
+        """
+        last = max(cache.lengths) + positions.shape[1]
+        found: dict[Visibility, np.ndarray] = {}
+        for layer, visibility in zip(cache.layers, self.layers, strict=True):
+            if visibility is not None and visibility not in found and isinstance(layer, InPlaceLayer):
+                cached = layer.positions_shown()
+                if self.splits_attention and not visibility.hides_any(cached, last):
+                    cached = cached[:, :0]
+                found[visibility] = hidden(ancestors, positions, cached, visibility)
+        return found
+
     def masks(
         self,
         ancestors: np.ndarray,
@@ -117,22 +134,11 @@ class ModelAdapter:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Make the model's ``attention_mask`` for a step (`step.mask`), one for each type of layer in `mask_of`.
-
-        If attention is split and hides no cached key, the mask covers only the step's own keys.
-        """
-        last = max(cache.lengths) + positions.shape[1]
-
-        def mask_for(visibility: Visibility) -> torch.Tensor:
-            layers = zip(cache.layers, self.layers, strict=True)
-            cached = next(l for l, v in layers if v == visibility and isinstance(l, InPlaceLayer)).positions_shown()
-            if self.splits_attention and not visibility.hides_any(cached, last):
-                cached = cached[:, :0]
-            return mask(ancestors, positions, cached, visibility, dtype, device)
-
+        """Make the model's ``attention_mask`` for a step from `hidden`, one for each type of layer in `mask_of`."""
+        found = self.hidden(ancestors, positions, cache)
         if self.mask_of is None:
-            return mask_for(next(v for v in self.layers if v is not None))
-        return {name: mask_for(visibility) for name, visibility in self.mask_of.items()}
+            return mask(found[next(v for v in self.layers if v is not None)], dtype, device)
+        return {name: mask(found[visibility], dtype, device) for name, visibility in self.mask_of.items()}
 
     def mask_of_layers(self, masks: torch.Tensor | dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the mask of each layer from the result of `masks`; None for a layer that takes none."""

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from lookahead.cpu import decoder
 from lookahead.step import Step, to_device
 
 FIRST_CAPACITY = 256  # columns
@@ -35,43 +36,34 @@ FIRST_CAPACITY = 256  # columns
 
 @dataclass(frozen=True)
 class Accepted:
-    """The rows of a step that are kept, in one list for all sequences of the batch.
+    """The rows of a step that are kept: ascending row indices for each sequence of the batch."""
 
-    sequences, rows, places: int64 [n]. Row ``rows[i]`` of sequence ``sequences[i]`` moves to column ``places[i]``,
-    counted from the end of that sequence's committed part. counts: int64 [batch], rows that each sequence keeps.
-    """
+    paths: list[list[int]]
+    _last: list = field(default_factory=list)  # arguments and result of the last call of `moves`
 
-    sequences: np.ndarray
-    rows: np.ndarray
-    places: np.ndarray
-    counts: np.ndarray
-    _moves: dict = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, paths: list[list[int]]) -> "Accepted":
-        """paths: ascending row indices for each sequence."""
-        counts = np.array([len(path) for path in paths], np.int64)
-        rows = np.array([row for path in paths for row in path], np.int64)
-        places = np.array([place for path in paths for place in range(len(path))], np.int64)
-        return cls(np.repeat(np.arange(len(paths)), counts), rows, places, counts)
-
-    def moves(
-        self, base: int, gaps: np.ndarray, device: torch.device
-    ) -> tuple[tuple[torch.Tensor, ...] | None, int, np.ndarray]:
+    def moves(self, base: int, gaps: np.ndarray) -> tuple[np.ndarray | None, int, np.ndarray]:
         """Find the moves of a layer that had ``base`` columns in use, and these gaps, before the step.
 
-        Returns the moves (sequences, source columns, target columns: int64 [n] each on ``device``) or None if there
-        are none; the columns then in use; and the gaps, int64 [batch]. Equal layers share one computation.
+        Returns the moves (int64 [3, n]: sequences, source columns, target columns) or None if there are none; the
+        columns then in use; and the gaps, int64 [batch]. Equal layers that follow each other share one result.
         """
-        key = base, gaps.tobytes(), device
-        if key not in self._moves:
-            held = np.broadcast_to(base - gaps, self.counts.shape)
-            sources, targets = base + self.rows, held[self.sequences] + self.places
-            index = np.stack([self.sequences, sources, targets])[:, sources != targets]
-            columns = int((held + self.counts).max())
-            moved = to_device(index, device).unbind() if index.size else None
-            self._moves[key] = moved, columns, columns - held - self.counts
-        return self._moves[key]
+        last = self._last
+        if not last or last[0] != base or not (last[1] is gaps or np.array_equal(last[1], gaps)):
+            last[:] = base, gaps, self._moves(base, gaps)
+        return last[2]
+
+    def _moves(self, base: int, gaps: np.ndarray) -> tuple[np.ndarray | None, int, np.ndarray]:
+        counts = np.array([len(path) for path in self.paths], np.int64)
+        held = np.broadcast_to(base - gaps, counts.shape)
+        columns = int((held + counts).max())
+        ends = columns, columns - held - counts
+        if all(path[-1:] in ([], [len(path) - 1]) for path in self.paths) and not gaps.any():
+            return None, *ends
+        sequences = np.repeat(np.arange(len(counts)), counts)
+        sources = base + np.array([row for path in self.paths for row in path], np.int64)
+        targets = held[sequences] + np.array([place for path in self.paths for place in range(len(path))], np.int64)
+        index = np.stack([sequences, sources, targets])[:, sources != targets]
+        return (index if index.size else None), *ends
 
 
 class InPlaceLayer(CacheLayerMixin):
@@ -113,13 +105,26 @@ class InPlaceLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[-2]
+        first, seen = self.extend(new)
+        self._keys.narrow(2, first + seen, new).copy_(key_states)  # cheaper than indexing
+        self._values.narrow(2, first + seen, new).copy_(value_states)
+        shown = 2, first, seen + new
+        return self._keys.narrow(*shown), self._values.narrow(*shown)
+
+    def extend(self, new: int) -> tuple[int, int]:
+        """Append ``new`` rows, which the caller writes. Return the first column shown, and the columns before the rows.
+
+        The layer must be initialized.
+        """
         self.make_room(new)
         begin, seen = self.columns, self.seen()
-        self._keys.narrow(2, begin, new).copy_(key_states)  # cheaper than indexing
-        self._values.narrow(2, begin, new).copy_(value_states)
         self.base, self.columns = begin - self.computed, begin + new
-        shown = 2, begin - seen, seen + new
-        return self._keys.narrow(*shown), self._values.narrow(*shown)
+        return begin - seen, seen
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All columns of keys and of values, [batch, heads, capacity, head_dim] each, in use or not."""
+        return self._keys, self._values
 
     def make_room(self, new: int) -> None:
         """Make room for an update of ``new`` rows. This may change the columns that the update shows."""
@@ -168,17 +173,20 @@ class InPlaceLayer(CacheLayerMixin):
 
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted rows of the last update, in their order. Drop its other rows."""
-        moves, self.columns, self.gaps = accepted.moves(self.base, self.gaps, self.device)
-        self.computed = 0
+        moves = self.drop(accepted)
         if moves is not None:
-            sequences, sources, targets = moves
-            for buffer in (self._keys, self._values):
-                if len(accepted.counts) == 1:  # all moved rows end up last: cheaper than indexing
-                    last = buffer.narrow(2, self.columns - len(sources), len(sources))
-                    last.copy_(buffer.index_select(2, sources))
-                else:
-                    buffer[sequences, :, targets] = buffer[sequences, :, sources]
-        if self.dtype == torch.float16:  # a rejected guess may have overflowed, but a gap must be finite
+            _move([self], moves)
+        self.clear_unused()
+
+    def drop(self, accepted: Accepted) -> np.ndarray | None:
+        """Let the accepted rows alone be in use. Return how they must move to their columns; None if they need not."""
+        moves, self.columns, self.gaps = accepted.moves(self.base, self.gaps)
+        self.computed = 0
+        return moves
+
+    def clear_unused(self) -> None:
+        """In float16, a rejected guess may have overflowed. But hidden columns must be finite."""
+        if self.dtype == torch.float16:
             for b in np.flatnonzero(self.gaps):
                 for buffer in (self._keys, self._values):
                     buffer[b, :, self.columns - self.gaps[b] : self.columns] = 0
@@ -336,10 +344,13 @@ class LookaheadCache(Cache):
             else:
                 self._restore_states()
                 paths, replay = [[]], self.replay + step.ids[path].tolist()
-        accepted = Accepted.of(paths)
-        for layer in self._in_place:
-            if layer.is_initialized:  # it is not if it uses another layer's keys and values
-                layer.commit(accepted)
+        accepted = Accepted(paths)
+        layers = [layer for layer in self._in_place if layer.is_initialized]  # others use another layer's keys and values
+        moves = [layer.drop(accepted) for layer in layers]
+        for index in {id(index): index for index in moves if index is not None}.values():
+            _move([layer for layer, of_layer in zip(layers, moves, strict=True) if of_layer is index], index)
+        for layer in layers:
+            layer.clear_unused()
         self.lengths, self.replay, self._before = lengths, replay, []
 
     def _restore_states(self) -> None:
@@ -403,6 +414,20 @@ class LookaheadCache(Cache):
             if isinstance(layers[0], InPlaceLayer) and layers[1].is_initialized:
                 layers[0].stack(list(layers[1:]), offsets)
         self.lengths = [cache.lengths[0] for cache in caches]
+
+
+def _move(layers: list[InPlaceLayer], moves: np.ndarray) -> None:
+    """Move rows of these layers (`Accepted.moves`)."""
+    buffers = [buffer for layer in layers for buffer in layer.buffers]
+    if decoder.can_move(buffers):
+        decoder.move_rows(buffers, moves[1], moves[2])
+        return
+    sequences, sources, targets = to_device(moves, buffers[0].device).unbind()
+    for buffer in buffers:
+        if len(buffer) == 1:  # cheaper than indexing
+            buffer.index_copy_(2, targets, buffer.index_select(2, sources))
+        else:
+            buffer[sequences, :, targets] = buffer[sequences, :, sources]
 
 
 def _copy_of_state(value: Any) -> Any:

@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from lookahead.compat import attention_implementation
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
-from lookahead.models.adapter import ModelAdapter, UnsupportedModelError
+from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device_of
+from lookahead.models.decoder import UnknownDecoderError
 from lookahead.models.layers import is_compiled_by_user, looks_up_sdpa, read_config, state_layers
 from lookahead.passes import compiled, probe
+from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner
 
 logger = logging.getLogger(__name__)
@@ -54,18 +56,36 @@ def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | Non
 
 def choose_runner(
     model: PreTrainedModel, config: LookaheadConfig, hidden_states: tuple[int, ...] = ()
-) -> tuple[EagerRunner, str | None]:
-    """Return the fastest runner that the settings ask for, and why passes are not compiled if they ask for that.
+) -> tuple[EagerRunner, dict[str, str]]:
+    """Return the fastest runner that the settings admit, and the reasons against faster ones, by what they are called.
 
     hidden_states: layers whose output is requested (`EagerRunner`). Compiled passes cannot return it.
     """
     adapter = find_adapter(model, config.cpu_kernels)
-    reason = None
+    reasons: dict[str, str] = {}
+    if adapter.uses_kernels and device_of(model).type == "cpu":
+        fused = _fused_runner(model, adapter, hidden_states)
+        if isinstance(fused, FusedRunner):
+            return fused, reasons
+        reasons["fused passes"] = fused
     if config.compile_passes and not hidden_states:
         reason = why_not_compiled(model, adapter)
         if reason is None:
-            return compiled.CompiledRunner(model, adapter), None
-    return EagerRunner(model, adapter, hidden_states), reason
+            return compiled.CompiledRunner(model, adapter), reasons
+        reasons["compiled passes"] = reason
+    return EagerRunner(model, adapter, hidden_states), reasons
+
+
+def _fused_runner(
+    model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...]
+) -> FusedRunner | str:
+    """Return a runner of fused passes, probed once for each way of computing; or the reason why there is none."""
+    try:
+        runner = FusedRunner(model, adapter, hidden_states)
+    except UnknownDecoderError as error:
+        return str(error)
+    wrong = _once(model, ("fused", *_way(model, True)), lambda: probe.compare_with_plain(runner))
+    return runner if wrong is None else wrong
 
 
 def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:

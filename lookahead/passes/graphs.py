@@ -32,7 +32,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lookahead import compat
 from lookahead.models.adapter import ModelAdapter, device_of
-from lookahead.models.cache import Accepted, InPlaceLayer, LookaheadCache
+from lookahead.models.cache import InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import relative_error, tolerance
 from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, Visibility, lay_out, pad
@@ -399,8 +399,7 @@ class _Buffers(InPlaceLayer):
     def heads_of(self, layer: int) -> slice:
         return slice(layer * self.heads, (layer + 1) * self.heads)
 
-    def commit(self, accepted: Accepted) -> None:
-        super().commit(accepted)
+    def clear_unused(self) -> None:
         for buffer in (self._keys, self._values):
             buffer[:, :, self.columns : self.written] = 0
         self.written = self.columns

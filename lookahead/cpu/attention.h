@@ -1,0 +1,263 @@
+// Attention of a step's or a prompt's tokens to the cache and to each other, for one sequence.
+//
+// Query heads that share a key head are computed together. A vector holds L of their queries; W vectors are computed at
+// a time. So one number of a key or a value serves all of them, nothing is transposed, and maxima and sums are computed
+// lane by lane. Keys are taken KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv
+// 1805.02867; Dao et al. 2022, arXiv 2205.14135, algorithm 1). Sums are in float32.
+
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "vectors.h"
+
+namespace attention {
+
+constexpr int KEYS = 64, TILE = 8, MAX_SIZE = 256, LANES = 32;
+constexpr float HIDDEN = std::numeric_limits<float>::lowest();
+
+// A product takes its numbers one by one, in float32.
+struct Singles {
+    static constexpr int TOGETHER = 1;
+    typedef float Factor;
+    template <int L>
+    using Factors = typename Lanes<L>::Floats;
+};
+
+// A product takes two bf16 numbers at a time, neighbours in memory, and adds them up in float32.
+struct Pairs {
+    static constexpr int TOGETHER = 2;
+    typedef int32_t Factor __attribute__((may_alias, aligned(2)));
+    template <int L>
+    using Factors = typename Lanes<L>::Ints;
+};
+
+// a * b + sum, lane by lane. For pairs, both products are added, in float32.
+template <class Floats>
+static inline Floats multiply_add(float a, Floats b, Floats sum) {
+    return a * b + sum;
+}
+
+#ifdef __AVX512BF16__
+static inline Lanes<8>::Floats multiply_add(Pairs::Factor a, Lanes<8>::Ints b, Lanes<8>::Floats sum) {
+    return (Lanes<8>::Floats)_mm256_dpbf16_ps((__m256)sum, (__m256bh)(Lanes<8>::Ints{} + a), (__m256bh)b);
+}
+
+static inline Lanes<16>::Floats multiply_add(Pairs::Factor a, Lanes<16>::Ints b, Lanes<16>::Floats sum) {
+    return (Lanes<16>::Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(Lanes<16>::Ints{} + a), (__m512bh)b);
+}
+#endif
+
+// c[i] += a[i * row + j * column] * b[j], summed over j < k, for M rows i of c and k rows j of b, of W vectors each.
+template <class By, int W, int M, class Floats, class Factors>
+static inline void multiply_tile(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b,
+                                 long k) {
+    Floats sums[M][W];
+    for (int i = 0; i < M; i++)
+        for (int w = 0; w < W; w++) sums[i][w] = c[i * W + w];
+    for (long j = 0; j < k; j++)
+        for (int i = 0; i < M; i++)
+            for (int w = 0; w < W; w++) sums[i][w] = multiply_add(a[i * row + j * column], b[j * W + w], sums[i][w]);
+    for (int i = 0; i < M; i++)
+        for (int w = 0; w < W; w++) c[i * W + w] = sums[i][w];
+}
+
+// How queries, keys, values and their weights become the factors of products.
+struct BySingles : Singles {
+    template <class Floats, class T>
+    static void put(T x, long, int lane, Floats& to) {
+        to[lane] = number(x);
+    }
+
+    // n keys, or values, of this size as factors. They are converted into room if necessary.
+    static const float* keys(const float* x, long, long, float*) { return x; }
+    static const float* values(const float* x, long, long, float*) { return x; }
+    static const float* keys(const BFloat16* x, long n, long size, float* room) { return values(x, n, size, room); }
+
+    static const float* values(const BFloat16* x, long n, long size, float* room) {
+        long i = 0;
+        for (; i + 16 <= n * size; i += 16) {
+            const Lanes<16>::Ints some = bits(x + i) << 16;
+            memcpy(room + i, &some, sizeof some);
+        }
+        for (; i < n * size; i++) room[i] = number(x[i]);
+        return room;
+    }
+
+    template <int W, class Floats>
+    static const Floats* weights(Floats* p, long, Floats*) {
+        return p;
+    }
+};
+
+#ifdef __AVX512BF16__
+// A pair is two neighbouring numbers of a key, or the values of two keys. The weights of the values are rounded to bf16
+// for this, as in torch's kernel.
+struct ByPairs : Pairs {
+    template <class Ints>
+    static void put(BFloat16 x, long d, int lane, Ints& to) {
+        to[lane] |= uint32_t(x) << 16 * (d % 2);
+    }
+
+    static const Factor* keys(const BFloat16* x, long, long, Factor*) { return (const Factor*)x; }
+
+    // size is a multiple of 16. If n is odd, the last value is paired with zeros.
+    static const Factor* values(const BFloat16* x, long n, long size, Factor* room) {
+        for (long j = 0; j < n; j += 2)
+            for (long d = 0; d < size; d += 16) {
+                Lanes<16>::Ints pairs = bits(x + j * size + d);
+                if (j + 1 < n) pairs |= bits(x + (j + 1) * size + d) << 16;
+                memcpy(room + j / 2 * size + d, &pairs, sizeof pairs);
+            }
+        return room;
+    }
+
+    template <int W, class Ints, class Floats>
+    static const Ints* weights(Floats* p, long n, Ints* room) {
+        std::fill(p + n * W, p + (n + 1) * W, Floats{});
+        for (long i = 0; i < (n + 1) / 2 * W; i++) {
+            const Floats* two = p + i / W * 2 * W + i % W;
+            room[i] = rounded<Ints>(two[0]) | rounded<Ints>(two[W]) << 16;
+        }
+        return room;
+    }
+};
+#endif
+
+// `multiply_tile` for m rows of c. Meanwhile, `bytes` bytes from `next` on are prefetched.
+template <class By, int W, class Floats, class Factors>
+static inline void multiply(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b, long m,
+                            long k, const void* next, long bytes) {
+    long i = 0;
+    for (; i + TILE <= m; i += TILE) {
+        for (long byte = bytes * i / m; byte < bytes * (i + TILE) / m; byte += 64)
+            __builtin_prefetch((const char*)next + byte, 0, 2);
+        multiply_tile<By, W, TILE>(c + i * W, a + i * row, row, column, b, k);
+    }
+    for (; i < m; i++) multiply_tile<By, W, 1>(c + i * W, a + i * row, row, column, b, k);
+}
+
+// The queries of some lanes over some of the keys: unnormalised sums, to be joined with those over the other keys.
+struct Part {
+    float* largest;  // [queries]
+    float* total;    // [queries]
+    float* sums;     // [queries][size]
+};
+
+template <class T>
+struct Attention {
+    const T *query, *key, *value;
+    const T* mask;       // [rows][masked], added to the scores of the last keys
+    const bool* hidden;  // in place of a mask: which of them are not seen. With neither, attention is causal
+    T* out;
+    long heads, key_heads, rows, keys, masked, size, head_stride, row_stride, key_stride;
+    float scaling;
+
+    long queries() const { return heads / key_heads * rows; }  // of a key head
+    long blocks() const { return (queries() + LANES - 1) / LANES; }
+
+    // Queries of a key head, from `first` on, LANES at most, over keys begin..end-1. Without a part, these are all keys,
+    // and the result goes to `out`.
+    void block(long head, long first, long begin, long end, const Part* part = nullptr) const {
+#ifdef __AVX512BF16__
+        if constexpr (sizeof(T) == 2)
+            if (size % 16 == 0) return block_by<ByPairs>(head, first, begin, end, part);
+#endif
+        block_by<BySingles>(head, first, begin, end, part);
+    }
+
+    // Join `count` parts of all queries of a key head. Those of one part lie behind those of the part before.
+    void join(long head, const Part& parts, long count) const {
+        const long n = queries();
+        for (long query = 0; query < n; query++) {
+            float largest = HIDDEN, total = 0, sums[MAX_SIZE] = {};
+            for (long i = 0; i < count; i++) largest = std::max(largest, parts.largest[i * n + query]);
+            for (long i = 0; i < count; i++) {
+                const float share = exponential<8>(Lanes<8>::Floats{} + parts.largest[i * n + query] - largest)[0];
+                total += share * parts.total[i * n + query];
+                for (long d = 0; d < size; d++) sums[d] += share * parts.sums[(i * n + query) * size + d];
+            }
+            T* to = out + (query % rows * heads + head * (heads / key_heads) + query / rows) * size;
+            for (long d = 0; d < size; d++) store(sums[d] / total, to + d);
+        }
+    }
+
+   private:
+    template <class By>
+    void block_by(long head, long first, long begin, long end, const Part* part) const {
+        const long left = queries() - first;
+        if (left <= 8)
+            run<By, 8, 1>(head, first, begin, end, part);
+        else if (left <= 16)
+            run<By, 16, 1>(head, first, begin, end, part);
+        else
+            run<By, 16, 2>(head, first, begin, end, part);
+    }
+
+    template <class By, int L, int W>
+    void run(long head, long first, long first_key, long end, const Part* part) const {
+        typedef typename Lanes<L>::Floats Floats;
+        typedef typename By::template Factors<L> Factors;
+        constexpr int TOGETHER = By::TOGETHER;
+        const long groups = heads / key_heads;
+        const bool is_causal = !mask && !hidden;
+        const long free = keys - (is_causal ? rows : masked);  // number of first keys, which all rows see
+        const int lanes = std::min<long>(L * W, queries() - first);
+        const T *keys_here = key + head * key_stride, *values_here = value + head * key_stride;
+        typename By::Factor room[KEYS / TOGETHER * MAX_SIZE];
+        Factors q[MAX_SIZE / TOGETHER * W] = {}, weights[KEYS / TOGETHER * W];
+        Floats sums[MAX_SIZE * W], p[(KEYS + 1) * W], largest[W], total[W] = {};
+        std::fill(sums, sums + size * W, Floats{});
+        std::fill(largest, largest + W, Floats{} + HIDDEN);
+        long row[L * W];
+        T* outs[L * W];
+        for (int lane = 0; lane < lanes; lane++) {
+            const long of = head * groups + (first + lane) / rows;
+            row[lane] = (first + lane) % rows;
+            const T* x = query + of * head_stride + row[lane] * row_stride;
+            for (long d = 0; d < size; d++) By::put(x[d], d, lane % L, q[d / TOGETHER * W + lane / L]);
+            outs[lane] = out + (row[lane] * heads + of) * size;
+        }
+        const long from = is_causal ? free + *std::min_element(row, row + lanes) + 1 : free;  // first masked key
+        if (is_causal) end = std::min(end, free + *std::max_element(row, row + lanes) + 1);
+        for (long begin = first_key; begin < end; begin += KEYS) {
+            const long n = std::min<long>(KEYS, end - begin), bytes = n * size * sizeof(T);
+            const T *some_keys = keys_here + begin * size, *some_values = values_here + begin * size;
+            std::fill(p, p + n * W, Floats{});
+            multiply<By, W>(p, By::keys(some_keys, n, size, room), size / TOGETHER, 1, q, n, size / TOGETHER,
+                            some_values, bytes);
+            for (long j = 0; j < n * W; j++) p[j] *= scaling;
+            for (long j = std::max(begin, from); j < begin + n; j++)
+                for (int lane = 0; lane < lanes; lane++) {
+                    const long place = row[lane] * masked + j - free;
+                    p[(j - begin) * W + lane / L][lane % L] += mask     ? number(mask[place])
+                                                               : hidden ? (hidden[place] ? HIDDEN : 0.0f)
+                                                                        : (j - free > row[lane] ? HIDDEN : 0.0f);
+                }
+            for (int w = 0; w < W; w++) {
+                const Floats before = largest[w];
+                for (long j = w; j < n * W; j += W) largest[w] = p[j] > largest[w] ? p[j] : largest[w];
+                const Floats fade = exponential<L>(before - largest[w]);
+                total[w] *= fade;
+                for (long d = w; d < size * W; d += W) sums[d] *= fade;
+                for (long j = w; j < n * W; j += W) total[w] += p[j] = exponential<L>(p[j] - largest[w]);
+            }
+            multiply<By, W>(sums, By::values(some_values, n, size, room), 1, size,
+                            By::template weights<W>(p, n, weights), size, (n + TOGETHER - 1) / TOGETHER,
+                            some_keys + KEYS * size, bytes);
+        }
+        for (int lane = 0; lane < lanes; lane++) {
+            const int w = lane / L, l = lane % L;
+            if (part) {
+                part->largest[first + lane] = largest[w][l];
+                part->total[first + lane] = total[w][l];
+                for (long d = 0; d < size; d++) part->sums[(first + lane) * size + d] = sums[d * W + w][l];
+            } else {
+                for (long d = 0; d < size; d++) store(sums[d * W + w][l] / total[w][l], outs[lane] + d);
+            }
+        }
+    }
+};
+
+}  // namespace attention

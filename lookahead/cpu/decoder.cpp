@@ -1,0 +1,331 @@
+// A whole pass over the rows of one step, for decoders built like Llama: in one parallel region, so that threads meet at
+// a spinning barrier a few times in a layer, and nothing is called in between.
+//
+//     x = embedding[ids]
+//     each layer   x += o(attention(rope(q(norm(x))), rope(k(norm(x))), v(norm(x))))
+//                  x += down(activation(gate(norm(x))) * up(norm(x)))
+//     logits = head(norm(x))
+//
+// Every thread computes norms for itself, which costs less than to meet. It multiplies with a share of the outputs of
+// each matrix. Wherever the model's own code rounds to its dtype, so does this.
+
+#include <omp.h>
+#include <sched.h>
+
+#include "attention.h"
+#include "products.h"
+
+using namespace products;
+
+constexpr long BLOCK = 48;        // outputs that a thread takes at a time
+constexpr long LEAST_KEYS = 128;  // keys that are worth a thread of their own, at least
+constexpr int SPINS = 4096;
+
+template <class T>
+struct Layer {
+    Matrix<T> q, k, v, o, gate, up, down;
+    const T *input_norm, *post_norm, *q_norm, *k_norm;  // the last two, of each head, or null
+    T *keys, *values;                                   // [key_heads][..][size]: the first key that the pass shows
+    long held;                                          // keys before those of the pass
+    long key_stride;                                    // from head to head
+    const bool* hidden;                                 // [rows][masked]: which of the last keys are not seen
+    long masked;
+    T* output;  // [rows][hidden]: the output of the layer goes here too, if it is asked for
+};
+
+template <class T>
+struct Pass {
+    const Layer<T>* layers;
+    Matrix<T> head;
+    const long* ids;            // [rows]
+    const T *embedding, *norm;  // [vocabulary][hidden], [hidden]
+    const T *cos, *sin;         // [positions][rotary]
+    const long* positions;      // [rows]
+    T *x, *q, *attended, *mlp;  // [rows] of hidden, heads * size, heads * size, intermediate
+    T* first_hidden;            // [rows][hidden]: the embedding goes here too, if it is asked for
+    float *largest, *total, *sums;  // parts of attention (`attention::Part`), for all heads and threads
+    void* room;                     // what a thread needs for itself: `room_bytes` for each
+    long room_bytes, layer_count, rows, hidden, heads, key_heads, size, rotary, intermediate, threads;
+    double epsilon, scaling;
+};
+
+// Threads wait for each other in turns of the processor, and give it away if that takes long.
+struct Barrier {
+    alignas(64) volatile long arrived = 0;
+    alignas(64) volatile long phase = 0;
+
+    void wait(long threads) {
+        const long now = __atomic_load_n(&phase, __ATOMIC_RELAXED);
+        if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == threads) {
+            arrived = 0;
+            __atomic_store_n(&phase, now + 1, __ATOMIC_RELEASE);
+            return;
+        }
+        for (int spins = 0; __atomic_load_n(&phase, __ATOMIC_ACQUIRE) == now;)
+            if (++spins < SPINS) {
+#if defined(__x86_64__)
+                __builtin_ia32_pause();
+#endif
+            } else {
+                sched_yield();
+            }
+    }
+};
+
+static INLINE float as(float x, const float*) { return x; }
+
+// The nearest bf16 number, as a float.
+static INLINE float as(float x, const BFloat16*) {
+    BFloat16 nearest;
+    store(x, &nearest);
+    return number(nearest);
+}
+
+template <class T>
+static INLINE float rounded_to(float x) {
+    return as(x, (const T*)nullptr);
+}
+
+// RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467) of n numbers.
+template <class T>
+static void normalize(const T* x, const T* weight, long n, float epsilon, T* out) {
+    float partial[16] = {}, sum = 0;
+    long i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int l = 0; l < 16; l++) partial[l] += number(x[i + l]) * number(x[i + l]);
+    for (; i < n; i++) sum += number(x[i]) * number(x[i]);
+    for (int l = 0; l < 16; l++) sum += partial[l];
+    const float scale = 1 / __builtin_sqrtf(sum / n + epsilon);
+    for (i = 0; i < n; i++) store(number(weight[i]) * rounded_to<T>(number(x[i]) * scale), out + i);
+}
+
+// Rotary embedding (Su et al. 2021, arXiv 2104.09864) of one head, in place: number i turns with number i + n / 2.
+template <class T>
+static void rotate(T* x, const T* cos, const T* sin, long n) {
+    for (long i = 0; i < n / 2; i++) {
+        const long j = i + n / 2;
+        const float a = number(x[i]), b = number(x[j]);
+        const float first = rounded_to<T>(a * number(cos[i])) + rounded_to<T>(-b * number(sin[i]));
+        const float second = rounded_to<T>(b * number(cos[j])) + rounded_to<T>(a * number(sin[j]));
+        store(first, x + i);
+        store(second, x + j);
+    }
+}
+
+// up = silu(gate) * up, of n numbers.
+template <class T>
+static void gate_with_silu(const T* gate, T* up, long n) {
+    typedef Lanes<16>::Floats Floats;
+    for (long i = 0; i < n; i += 16) {
+        const int count = std::min<long>(16, n - i);
+        Floats x = {};
+        for (int l = 0; l < count; l++) x[l] = number(gate[i + l]);
+        const Floats power = exponential<16>(x < 0 ? x : -x);
+        const Floats silu = x * (x < 0 ? power : Floats{} + 1.0f) / (1.0f + power);
+        for (int l = 0; l < count; l++) store(rounded_to<T>(silu[l]) * number(up[i + l]), up + i + l);
+    }
+}
+
+template <class By>
+struct Thread {
+    typedef typename By::Number T;
+    typedef typename By::Prepared Prepared;
+
+    const Pass<T>& pass;
+    Barrier& barrier;
+    const long index;
+    T* const normed;           // [rows][hidden]
+    Prepared* const prepared;  // the input of a product, if it is not taken as it is
+    T* const scratch;          // [rows][BLOCK]
+
+    void meet() { barrier.wait(pass.threads); }
+
+    // The input of a product as the kernel takes it.
+    const Prepared* prepare(const T* x, long inputs) {
+        if constexpr (sizeof(Prepared) == sizeof(T)) {
+            return x;
+        } else {
+            for (long i = 0; i < pass.rows * inputs; i += By::STRIDE) By::prepare(x + i, prepared + i);
+            return prepared;
+        }
+    }
+
+    void normalize_rows(const T* weight) {
+        for (long row = 0; row < pass.rows; row++)
+            normalize(pass.x + row * pass.hidden, weight, pass.hidden, pass.epsilon, normed + row * pass.hidden);
+    }
+
+    // Outputs begin..end-1 of all rows.
+    void multiply(const Prepared* x, const Matrix<T>& matrix, long inputs, long begin, long end) {
+        const long tiles = (pass.rows + TILE - 1) / TILE, rows_of_tile = (pass.rows + tiles - 1) / tiles;
+        for (long first = begin; first < end; first += BLOCK)
+            for (long row = 0; row < pass.rows; row += rows_of_tile)
+                multiply_some<By>(std::min(rows_of_tile, pass.rows - row), x + row * inputs, matrix, row, inputs,
+                                  first, std::min(end, first + BLOCK));
+    }
+
+    // This thread's share of n outputs, in whole groups of 16.
+    long share(long n, long of) const { return std::min(n, (n + 15) / 16 * of / pass.threads * 16); }
+
+    void multiply_share(const Prepared* x, const Matrix<T>& matrix, long inputs) {
+        multiply(x, matrix, inputs, share(matrix.outputs, index), share(matrix.outputs, index + 1));
+    }
+
+    // x += product
+    void add_product(const T* input, const Matrix<T>& matrix, long inputs) {
+        const Prepared* taken = prepare(input, inputs);
+        const long begin = share(matrix.outputs, index), end = share(matrix.outputs, index + 1);
+        for (long first = begin; first < end; first += BLOCK) {
+            const long last = std::min(end, first + BLOCK), n = last - first;
+            Matrix<T> part = {matrix.weights + first * inputs, matrix.bias ? matrix.bias + first : nullptr, scratch, n};
+            multiply(taken, part, inputs, 0, n);
+            for (long row = 0; row < pass.rows; row++) {
+                T* to = pass.x + row * pass.hidden + first;
+                for (long i = 0; i < n; i++) store(number(to[i]) + number(scratch[row * n + i]), to + i);
+            }
+        }
+    }
+
+    void query_key_value(const Layer<T>& layer) {
+        normalize_rows(layer.input_norm);
+        const Prepared* taken = prepare(normed, pass.hidden);
+        const Matrix<T>* matrices[] = {&layer.q, &layer.k, &layer.v};
+        const long n = layer.q.outputs + layer.k.outputs + layer.v.outputs;
+        long before = 0;
+        for (const Matrix<T>* matrix : matrices) {  // the share of all three together
+            const long begin = std::max(share(n, index) - before, 0L);
+            const long end = std::min(share(n, index + 1) - before, matrix->outputs);
+            if (begin < end) multiply(taken, *matrix, pass.hidden, begin, end);
+            before += matrix->outputs;
+        }
+    }
+
+    // Norms of heads and rotary embedding of a row's queries or keys.
+    void turn(T* x, long row, const T* norm) {
+        if (norm) normalize(x, norm, pass.size, pass.epsilon, x);
+        const long turned = pass.positions[row] * pass.rotary;
+        rotate(x, pass.cos + turned, pass.sin + turned, pass.rotary);
+    }
+
+    // Turn queries, and append keys and values to the cache: heads in turn.
+    void append(const Layer<T>& layer) {
+        const long size = pass.size;
+        for (long head = index; head < pass.heads; head += pass.threads)
+            for (long row = 0; row < pass.rows; row++) turn(pass.q + (row * pass.heads + head) * size, row, layer.q_norm);
+        for (long head = index; head < pass.key_heads; head += pass.threads)
+            for (long row = 0; row < pass.rows; row++) {
+                T* key = layer.keys + head * layer.key_stride + (layer.held + row) * size;
+                memcpy(key, layer.k.out + (row * pass.key_heads + head) * size, size * sizeof(T));
+                turn(key, row, layer.k_norm);
+                memcpy(layer.values + head * layer.key_stride + (layer.held + row) * size,
+                       layer.v.out + (row * pass.key_heads + head) * size, size * sizeof(T));
+            }
+    }
+
+    // Threads take key heads in turn. If these do not go round, the keys of each are divided too.
+    void attend(const Layer<T>& layer) {
+        const long heads = pass.key_heads, keys = layer.held + pass.rows;
+        attention::Attention<T> all = {pass.q, layer.keys, layer.values, nullptr, layer.hidden, pass.attended, pass.heads, heads,
+                                       pass.rows, keys, layer.masked, pass.size, pass.size, pass.heads * pass.size,
+                                       layer.key_stride, float(pass.scaling)};
+        const long parts = heads % pass.threads ? std::max(1L, std::min(pass.threads, keys / LEAST_KEYS)) : 1;
+        const long queries = all.queries(), blocks = all.blocks();
+        const auto part_of = [&](long i) {
+            return attention::Part{pass.largest + i * queries, pass.total + i * queries,
+                                   pass.sums + i * queries * pass.size};
+        };
+        for (long item = index; item < heads * blocks * parts; item += pass.threads) {
+            const long part = item % parts, head = item / parts % heads, first = item / parts / heads * attention::LANES;
+            const attention::Part to = part_of(head * parts + part);
+            all.block(head, first, keys * part / parts, keys * (part + 1) / parts, parts > 1 ? &to : nullptr);
+        }
+        if (parts > 1) {
+            meet();
+            for (long head = index; head < heads; head += pass.threads) all.join(head, part_of(head * parts), parts);
+        }
+    }
+
+    void gated(const Layer<T>& layer) {
+        normalize_rows(layer.post_norm);
+        const Prepared* taken = prepare(normed, pass.hidden);
+        const long n = pass.intermediate, inputs = pass.hidden;
+        const long begin = share(n, index), end = share(n, index + 1);
+        for (long first = begin; first < end; first += BLOCK) {
+            const long last = std::min(end, first + BLOCK), width = last - first;
+            const Matrix<T>& gate = layer.gate;
+            Matrix<T> part = {gate.weights + first * inputs, gate.bias ? gate.bias + first : nullptr, scratch, width};
+            multiply(taken, part, inputs, 0, width);
+            multiply(taken, layer.up, inputs, first, last);
+            for (long row = 0; row < pass.rows; row++)
+                gate_with_silu(scratch + row * width, pass.mlp + row * n + first, width);
+        }
+    }
+
+    void keep(T* to) {  // the rows of x, if they are asked for
+        if (to && index == 0) memcpy(to, pass.x, pass.rows * pass.hidden * sizeof(T));
+    }
+
+    void run() {
+        for (long row = index; row < pass.rows; row += pass.threads)
+            memcpy(pass.x + row * pass.hidden, pass.embedding + pass.ids[row] * pass.hidden, pass.hidden * sizeof(T));
+        meet();
+        keep(pass.first_hidden);
+        for (long i = 0; i < pass.layer_count; i++) {
+            const Layer<T>& layer = pass.layers[i];
+            query_key_value(layer);
+            meet();
+            append(layer);
+            meet();
+            attend(layer);
+            meet();
+            add_product(pass.attended, layer.o, pass.heads * pass.size);
+            meet();
+            gated(layer);
+            meet();
+            add_product(pass.mlp, layer.down, pass.intermediate);
+            meet();
+            if (i + 1 < pass.layer_count) keep(layer.output);
+        }
+        normalize_rows(pass.norm);
+        if (T* to = pass.layers[pass.layer_count - 1].output; to && index == 0)  // the last is given after the norm
+            memcpy(to, normed, pass.rows * pass.hidden * sizeof(T));
+        multiply_share(prepare(normed, pass.hidden), pass.head, pass.hidden);
+    }
+};
+
+template <class By>
+static void run(const Pass<typename By::Number>& pass) {
+    typedef typename By::Number T;
+    typedef typename By::Prepared Prepared;
+    Barrier barrier;
+#pragma omp parallel num_threads(pass.threads)
+    {
+        const long index = omp_get_thread_num();
+        Pass<T> here = pass;
+        here.threads = omp_get_num_threads();  // may be fewer than were asked for
+        const auto aligned = [](char* at) { return (char*)(((uintptr_t)at + 63) & ~uintptr_t(63)); };
+        const long widest = std::max({pass.hidden, pass.heads * pass.size, pass.intermediate});
+        char* normed = aligned((char*)pass.room + index * pass.room_bytes);
+        char* prepared = aligned(normed + pass.rows * pass.hidden * sizeof(T));
+        char* scratch = aligned(prepared + pass.rows * widest * sizeof(Prepared));
+        Thread<By>{here, barrier, index, (T*)normed, (Prepared*)prepared, (T*)scratch}.run();
+    }
+}
+
+#define FOR(NAME, BY)                                                        \
+    extern "C" void run_##NAME(const Pass<BY::Number>* pass) { run<BY>(*pass); }
+
+FOR(float32, ByFloats)
+FOR(bfloat16, ByPairs)
+
+// Move rows of `bytes` bytes from the columns `sources` to the columns `targets`, both ascending and targets[i] <=
+// sources[i], of each head of each buffer. strides: bytes from head to head, of each buffer.
+extern "C" void move_rows_uint8(char* const* buffers, const long* strides, long buffer_count, long heads, long bytes,
+                                const long* sources, const long* targets, long count) {
+    for (long i = 0; i < buffer_count; i++)
+        for (long head = 0; head < heads; head++)
+            for (long j = 0; j < count; j++) {
+                char* const at = buffers[i] + head * strides[i];
+                memcpy(at + targets[j] * bytes, at + sources[j] * bytes, bytes);
+            }
+}

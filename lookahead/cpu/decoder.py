@@ -1,0 +1,223 @@
+"""A whole pass over the rows of one step, for decoders built like Llama: `decoder.cpp`.
+
+A layer is a dozen small operations. On a CPU, calling them one by one takes as long as computing them. Here one call
+computes all layers, and its threads meet at a spinning barrier. Weights are read where they are, and nothing is copied.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from lookahead.cpu import native, products
+from lookahead.cpu.tree_attention import MAX_HEAD_DIM
+
+MAX_ROWS = 64  # Rows of a pass, at most. Beyond this, torch's products are faster.
+_BLOCK = 48  # BLOCK in decoder.cpp
+_LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+_NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")
+_CACHE = ("keys", "values", "held", "key_stride", "hidden", "masked", "output")
+# Place of each field of a Layer in decoder.cpp, all of 8 bytes. A linear layer is a Matrix of four.
+_PLACES = {name: 4 * i for i, name in enumerate(_LINEARS)}
+_PLACES |= {name: 4 * len(_LINEARS) + i for i, name in enumerate(_NORMS + _CACHE)}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """weight: [outputs, inputs], contiguous. bias: [outputs], or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def matrix(self, out: torch.Tensor | None = None) -> tuple[int, int, int, int]:
+        """The fields of a Matrix in products.h."""
+        return self.weight.data_ptr(), _pointer(self.bias), _pointer(out), self.weight.shape[0]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. All tensors have one dtype. q_norm and k_norm, [head_dim], are norms of single heads."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder built like Llama. embedding: [vocabulary, hidden]. norm: [hidden]. epsilon: of all norms."""
+
+    layers: Sequence[Layer]
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    head: Linear
+    head_dim: int
+    scaling: float
+    epsilon: float
+
+    @property
+    def hidden(self) -> int:
+        return self.embedding.shape[1]
+
+
+class _Pass(ctypes.Structure):
+    """Pass in decoder.cpp."""
+
+    _fields_ = (
+        [("layers", ctypes.c_void_p), ("head", ctypes.c_long * 4)]
+        + [(name, ctypes.c_void_p) for name in ("ids", "embedding", "norm", "cos", "sin", "positions")]
+        + [(name, ctypes.c_void_p) for name in ("x", "q", "attended", "mlp")]
+        + [(name, ctypes.c_void_p) for name in ("first_hidden", "largest", "total", "sums", "room")]
+        + [(name, ctypes.c_long) for name in ("room_bytes", "layer_count", "rows", "hidden", "heads", "key_heads")]
+        + [(name, ctypes.c_long) for name in ("size", "rotary", "intermediate", "threads")]
+        + [(name, ctypes.c_double) for name in ("epsilon", "scaling")]
+    )
+
+
+def serves(decoder: Decoder) -> bool:
+    """Whether `Program` takes this decoder."""
+    tensors = [decoder.embedding, decoder.norm, *_of_linear(decoder.head)]
+    weights = [decoder.head.weight]
+    for layer in decoder.layers:
+        linears = [getattr(layer, name) for name in _LINEARS]
+        weights += [linear.weight for linear in linears]
+        tensors += [tensor for linear in linears for tensor in _of_linear(linear)]
+        tensors += [norm for name in _NORMS if (norm := getattr(layer, name)) is not None]
+    dtype = decoder.embedding.dtype
+    return (
+        dtype in _kernels()
+        and decoder.head_dim <= MAX_HEAD_DIM
+        and all(products.can_multiply(weight) for weight in weights)
+        and all(t.is_cpu and t.dtype == dtype and t.is_contiguous() for t in tensors)
+        and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    )
+
+
+class Program:
+    """The passes of one decoder. It refers to the weights by their addresses: they must stay where they are."""
+
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
+        first = decoder.layers[0]
+        self._key_heads = first.k.weight.shape[0] // decoder.head_dim
+        self._heads = first.q.weight.shape[0] // decoder.head_dim
+        self._room = np.empty(0, np.uint8)
+        self._table = np.zeros((len(decoder.layers), len(_LINEARS) * 4 + len(_NORMS) + len(_CACHE)), np.int64)
+        for row, layer in zip(self._table, decoder.layers, strict=True):
+            for name in _LINEARS:
+                row[_PLACES[name] : _PLACES[name] + 4] = getattr(layer, name).matrix()
+            for name in _NORMS:
+                row[_PLACES[name]] = _pointer(getattr(layer, name))
+
+    def run(
+        self,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        caches: Sequence[tuple[int, int, int, int]],
+        hidden: Sequence[np.ndarray],
+        outputs: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Compute T rows, append their keys and values to the caches, and return logits [1, T, vocabulary].
+
+        ids, positions: int64 [T]. rotary: cosines and sines of all positions, [positions, rotary] each.
+        caches: for each layer, the addresses of the first key and value that it shows, [key heads, .., head_dim]; how
+        many it shows before the T rows; and how many numbers lie between two heads.
+        hidden: for each layer, which of the last keys each row must not see, bool [T, keys].
+        outputs: layers whose output [1, T, hidden] is returned too, as transformers counts them: 0 is the embedding,
+        and the last is the output of the final norm.
+        """
+        decoder, rows, table = self.decoder, len(ids), self._table
+        heads, itemsize = self._heads, decoder.embedding.element_size()
+        width, intermediate = decoder.hidden, decoder.layers[0].gate.weight.shape[0]
+        of_heads, of_keys = heads * decoder.head_dim, self._key_heads * decoder.head_dim
+        threads = torch.get_num_threads()
+        parts = rows * heads * threads
+        for_each = rows * (itemsize * (width + _BLOCK) + 4 * max(width, of_heads, intermediate)) + 256
+        sizes = [itemsize * rows * n for n in (width, of_heads, of_heads, intermediate, of_keys, of_keys)]
+        sizes += [4 * parts, 4 * parts, 4 * parts * decoder.head_dim, threads * for_each]
+        places = np.cumsum([0] + [-(-size // 64) * 64 for size in sizes])
+        if self._room.nbytes < places[-1]:
+            self._room = np.empty(places[-1], np.uint8)
+        x, q, attended, mlp, k, v, largest, total, sums, room, _ = (self._room.ctypes.data + places).tolist()
+        logits = decoder.embedding.new_empty(1, rows, decoder.head.weight.shape[0])
+        kept = {i: decoder.embedding.new_empty(1, rows, width) for i in outputs}
+        for name, out in (("q", q), ("k", k), ("v", v), ("up", mlp)):
+            table[:, _PLACES[name] + 2] = out
+        table[:, _PLACES["keys"] : _PLACES["hidden"]] = caches
+        places_of = {id(array): (array.ctypes.data, array.shape[1]) for array in hidden}
+        table[:, _PLACES["hidden"] : _PLACES["output"]] = [places_of[id(array)] for array in hidden]
+        table[:, _PLACES["output"]] = [_pointer(kept.get(i)) for i in range(1, len(table) + 1)] if kept else 0
+        cos, sin = rotary
+        _kernels()[logits.dtype](
+            ctypes.byref(
+                _Pass(
+                    table.ctypes.data, decoder.head.matrix(logits), ids.ctypes.data, decoder.embedding.data_ptr(),
+                    decoder.norm.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.ctypes.data, x, q, attended, mlp,
+                    _pointer(kept.get(0)), largest, total, sums, room, for_each, len(table), rows, width, heads,
+                    self._key_heads, decoder.head_dim, cos.shape[1], intermediate, threads, decoder.epsilon,
+                    decoder.scaling,
+                )
+            )
+        )  # fmt: skip
+        return logits, kept
+
+
+def can_move(buffers: Sequence[torch.Tensor]) -> bool:
+    """Whether `move_rows` takes these buffers."""
+    first = buffers[0]
+    return (
+        first.is_cpu
+        and len(first) == 1
+        and _mover() is not None
+        and all(buffer.shape[1::2] == first.shape[1::2] and buffer.dtype == first.dtype for buffer in buffers)
+    )
+
+
+def move_rows(buffers: Sequence[torch.Tensor], sources: np.ndarray, targets: np.ndarray) -> None:
+    """Move rows of contiguous buffers [1, heads, .., head_dim] from columns ``sources`` to ``targets``, int64 [n].
+
+    Both ascend, and no target lies behind its source. All buffers have the same heads, head_dim and dtype.
+    """
+    first = buffers[0]
+    itemsize = first.element_size()
+    sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
+    addresses = np.array([(buffer.data_ptr(), itemsize * buffer.stride(1)) for buffer in buffers], np.int64).T.copy()
+    move = _mover()
+    assert move is not None  # `can_move`
+    move(
+        addresses[0].ctypes.data, addresses[1].ctypes.data, len(buffers), first.shape[1], itemsize * first.shape[3],
+        sources.ctypes.data, targets.ctypes.data, len(sources),
+    )  # fmt: skip
+
+
+def _of_linear(linear: Linear) -> list[torch.Tensor]:
+    return [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@cache
+def _kernels() -> native.Kernels:
+    """The kernel for each dtype; empty if it cannot be built."""
+    return native.kernels("decoder", "run", (torch.float32, torch.bfloat16), [ctypes.c_void_p])
+
+
+@cache
+def _mover() -> Callable[..., None] | None:
+    """The function that moves rows, which knows no dtype; None if it cannot be built."""
+    arguments = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
+    return native.kernels("decoder", "move_rows", (torch.uint8,), arguments).get(torch.uint8)

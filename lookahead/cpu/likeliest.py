@@ -1,0 +1,40 @@
+"""The likeliest tokens of rows of logits on a CPU: `likeliest.cpp`. torch takes ten times as long."""
+
+import ctypes
+from functools import cache
+
+import numpy as np
+import torch
+
+from lookahead.cpu import native
+
+MAX_COUNT = 32  # in likeliest.cpp
+_ARGUMENTS = [ctypes.c_void_p] + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float]
+
+
+def serves(logits: torch.Tensor, count: int) -> bool:
+    """Whether `likeliest` takes these logits."""
+    return logits.is_cpu and logits.dtype in _kernels() and count <= min(MAX_COUNT, logits.shape[-1])
+
+
+def likeliest(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ``count`` likeliest tokens of each row and their probabilities, [..., count], likeliest first.
+
+    logits: [..., vocabulary]. The probabilities are a softmax of logits / temperature over the whole vocabulary, in
+    float32. Those of a row with a NaN or an infinity are 0.
+    """
+    logits = logits.contiguous()
+    *shape, vocabulary = logits.shape
+    probabilities, tokens = np.empty((*shape, count), np.float32), np.empty((*shape, count), np.int64)
+    rows = probabilities.size // count
+    _kernels()[logits.dtype](
+        logits.data_ptr(), rows, vocabulary, count, probabilities.ctypes.data, tokens.ctypes.data,
+        torch.get_num_threads(), temperature,
+    )  # fmt: skip
+    return tokens, probabilities
+
+
+@cache
+def _kernels() -> native.Kernels:
+    """The kernel for each dtype; empty if it cannot be built."""
+    return native.kernels("likeliest", "likeliest", (torch.float32, torch.bfloat16), _ARGUMENTS)

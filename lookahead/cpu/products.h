@@ -1,0 +1,161 @@
+// Products of a few rows with weights in torch's own order: one row of weights for each output.
+//
+// A tile of M rows of the input by O outputs keeps a vector of partial sums for each pair of row and output. It runs
+// along the inputs, and adds up the lanes of each vector at the end. So each weight is read once, in memory order, for
+// up to TILE rows of the input, and no weights are reordered.
+
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "vectors.h"
+
+namespace products {
+
+#ifdef __AVX512F__
+constexpr int L = 16, REGISTERS = 32, TILE = 12;
+#else
+constexpr int L = 8, REGISTERS = 16, TILE = 6;
+#endif
+constexpr int MAX_OUTPUTS = 4;     // outputs of a tile, at most
+constexpr long AHEAD = 12 * 1024;  // bytes between a weight and the one that is prefetched with it
+typedef Lanes<L>::Floats Floats;
+typedef Lanes<L>::Ints Ints;
+
+template <class T>
+using Unaligned __attribute__((aligned(1), may_alias)) = T;
+
+#define UNROLL _Pragma("GCC unroll 64")
+#define INLINE inline __attribute__((always_inline))
+
+// How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
+// after `prepare`, if the kernel does not take it as it is.
+struct ByFloats {
+    typedef float Number;
+    typedef float Prepared;
+    typedef Floats Factors;
+    static constexpr int STRIDE = L;
+    static INLINE Floats factors(const float* x) { return *(const Unaligned<Floats>*)x; }
+    static INLINE void add(Floats& sum, const float* x, Floats w) { sum += factors(x) * w; }
+};
+
+#ifdef __AVX512BF16__
+struct ByPairs {
+    typedef BFloat16 Number;
+    typedef BFloat16 Prepared;
+    typedef Ints Factors;
+    static constexpr int STRIDE = 2 * L;
+    static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+    static INLINE void add(Floats& sum, const BFloat16* x, Ints w) {
+        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors(x), (__m512bh)w);
+    }
+};
+#else
+// A lane holds two bf16 numbers. Each is a float once the bits of the other are cleared. The input is split beforehand:
+// of each STRIDE numbers, first those at even places, then those at odd places.
+struct ByPairs {
+    typedef BFloat16 Number;
+    typedef float Prepared;
+    typedef Ints Factors;
+    static constexpr int STRIDE = 2 * L;
+    static void prepare(const BFloat16* x, float* to) {
+        for (int i = 0; i < STRIDE; i++) to[i % 2 * L + i / 2] = number(x[i]);
+    }
+    static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+    static INLINE void add(Floats& sum, const float* x, Ints w) {
+        sum += *(const Unaligned<Floats>*)x * (Floats)(w << 16);
+        sum += *(const Unaligned<Floats>*)(x + L) * (Floats)(w & ~0xffff);
+    }
+};
+#endif
+
+// Join two vectors of partial sums. In a and in b, each block of STEP lanes holds partial sums of STEP vectors.
+// Neighbouring blocks are added. A block of the result has 2 * STEP lanes: those of a, then those of b.
+template <int STEP, int... I>
+static INLINE Floats merged(Floats a, Floats b, std::integer_sequence<int, I...>) {
+#define FIRST(I) (I / (2 * STEP) * 2 * STEP + I % STEP + (I / STEP % 2) * L)
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, FIRST(I)...) + __builtin_shufflevector(a, b, (FIRST(I) + STEP)...);
+#else
+    return __builtin_shuffle(a, b, Ints{FIRST(I)...}) + __builtin_shuffle(a, b, Ints{(FIRST(I) + STEP)...});
+#endif
+}
+
+// The sum of the lanes of each of the vectors BEGIN, BEGIN + 1, ..., COUNT - 1: one lane each, L at most, in order.
+template <int COUNT, int BEGIN, int STEP = L / 2>
+static INLINE Floats lanes_added(const Floats* v) {
+    if constexpr (BEGIN >= COUNT)
+        return Floats{};
+    else if constexpr (STEP == 0)
+        return v[BEGIN];
+    else
+        return merged<STEP>(lanes_added<COUNT, BEGIN, STEP / 2>(v), lanes_added<COUNT, BEGIN + STEP, STEP / 2>(v),
+                            std::make_integer_sequence<int, L>());
+}
+
+// sums[m][o] = product of row m of x with the weights of output o. Rows of x are `inputs` numbers apart.
+template <class By, int M, int O>
+static INLINE void multiply_tile(const typename By::Prepared* x, const typename By::Number* weights, long inputs,
+                                 float* sums) {
+    Floats partial[M * O] = {};
+    for (long i = 0; i < inputs; i += By::STRIDE) {
+        typename By::Factors w[O];
+        UNROLL for (int o = 0; o < O; o++) {
+            w[o] = By::factors(weights + o * inputs + i);
+            __builtin_prefetch((const char*)(weights + o * inputs + i) + AHEAD, 0, 1);
+        }
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int o = 0; o < O; o++) By::add(partial[m * O + o], x + m * inputs + i, w[o]);
+    }
+    constexpr int N = M * O;
+    *(Unaligned<Floats>*)sums = lanes_added<N, 0>(partial);
+    if constexpr (N > L) *(Unaligned<Floats>*)(sums + L) = lanes_added<N, L>(partial);
+}
+
+template <class T>
+struct Matrix {
+    const T* weights;  // [outputs][inputs]
+    const T* bias;     // [outputs], or null
+    T* out;            // [rows][outputs]
+    long outputs;
+
+    // Store outputs first..first+O-1 of M rows from sums[m][o], an array of 32 numbers.
+    template <int M, int O>
+    INLINE void put(float* sums, long row, long first) const {
+        T numbers[32];
+        if (bias)
+            UNROLL for (int i = 0; i < M * O; i++) sums[i] += number(bias[first + i % O]);
+        UNROLL for (int i = 0; i < M * O; i += 16) store(*(const Unaligned<Lanes<16>::Floats>*)(sums + i), numbers + i);
+        UNROLL for (int m = 0; m < M; m++) memcpy(out + (row + m) * outputs + first, numbers + m * O, O * sizeof(T));
+    }
+};
+
+// Compute outputs begin..end-1 of M rows.
+template <class By, int M, int O>
+static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
+                                 long inputs, long begin, long end) {
+    float sums[32];
+    long first = begin;
+    for (; first + O <= end; first += O) {
+        multiply_tile<By, M, O>(x, matrix.weights + first * inputs, inputs, sums);
+        matrix.template put<M, O>(sums, row, first);
+    }
+    if constexpr (O > 1)
+        if (first < end) multiply_rows<By, M, 1>(x, matrix, row, inputs, first, end);
+}
+
+// The same for a number of rows that is known only at run time. A tile has as many outputs as the registers can hold.
+template <class By, int M = TILE>
+static void multiply_some(int rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
+                          long inputs, long begin, long end) {
+    if constexpr (M > 0) {
+        constexpr int fitting = (REGISTERS - 2) / (M + 1);
+        if (rows == M)
+            multiply_rows<By, M, fitting < MAX_OUTPUTS ? fitting : MAX_OUTPUTS>(x, matrix, row, inputs, begin, end);
+        else
+            multiply_some<By, M - 1>(rows, x, matrix, row, inputs, begin, end);
+    }
+}
+
+}  // namespace products
