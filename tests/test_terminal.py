@@ -137,7 +137,7 @@ def said(markdown: str) -> list[str]:
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=25), st.integers(4, 24))
-@settings(max_examples=600, deadline=None, derandomize=True)  # thousands of others were tried by hand
+@settings(max_examples=600, deadline=None, derandomize=True)  # code in inner list items may be missed
 def test_a_wrapped_text_says_the_same_in_markdown(pieces, columns):
     pieces = [*pieces, "\n"]
     assert said(wrapped(pieces, columns)) == said("".join(pieces))

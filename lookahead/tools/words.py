@@ -2,6 +2,7 @@
 
 The text may be Markdown, and people copy it from the terminal. So a line break never stands where it would change what
 Markdown says, and lines in which every break matters (code, headings, tables, HTML) are left to the terminal.
+Indented code within inner list items is taken for text.
 """
 
 import re
