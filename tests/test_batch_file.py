@@ -123,11 +123,11 @@ def test_the_end_of_a_text_in_a_batch(tmp_path, monkeypatch):
 
 
 SLOW = """
-import sys, time
+import pathlib, sys, time
 from lookahead.passes import costs
 from lookahead.tools import batch
 from lookahead.tools.cli import main
-costs.SECONDS = 0.02
+costs.SECONDS, costs.FOLDER = 0.02, pathlib.Path(sys.argv.pop(1))
 batch.best_size = lambda *_: 2
 decode = batch.Texts.decode
 def slowly(self, tasks):
@@ -145,8 +145,7 @@ def test_a_killed_process_has_lost_nothing(number, prompts, sampled, tmp_path, m
     out, pool = tmp_path / "out", tmp_path / "pool"
     command = ["generate", "--prompts", prompts, "--out", str(out), "--max-new-tokens", str(TOKENS), *SAMPLING,
                "--pool", str(pool)]  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", SLOW, *command], stderr=subprocess.PIPE,
-                               env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(tmp_path), *command], stderr=subprocess.PIPE)
     end = time.monotonic() + 100
     while time.monotonic() < end and not (out.exists() and out.read_bytes().count(b"\n") >= 2):
         time.sleep(0.02)
