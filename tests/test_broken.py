@@ -1,7 +1,6 @@
 """The checks must be able to fail: each defect below is planted, and the comparison with generate() has to see it."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,45 +11,47 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.cpu import tree_attention
+from lookahead.cpu.decoder import Program
 from lookahead.engine import loop, verify
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.models import adapter, attention
 from lookahead.models.adapter import ModelAdapter
 from lookahead.models.cache import Accepted, InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.passes import capabilities
+from lookahead.passes.fused import FusedRunner
 from lookahead.step import Step, Visibility
 
 
 def everyone_sees_everyone(monkeypatch):
-    original = adapter.mask
+    original = adapter.hidden
     monkeypatch.setattr(adapter, "mask", lambda *args: torch.zeros_like(original(*args)))
 
 
 def siblings_see_each_other(monkeypatch):
-    original = adapter.mask
+    original = adapter.hidden
 
-    def mask(ancestors, *args):
+    def hidden(ancestors, *args):
         return original(np.tril(np.ones_like(ancestors)), *args)
 
-    monkeypatch.setattr(adapter, "mask", mask)
+    monkeypatch.setattr(adapter, "hidden", hidden)
 
 
 def gaps_are_seen(monkeypatch):
-    original = adapter.mask
+    original = adapter.hidden
 
-    def mask(ancestors, positions, cached, *args):
+    def hidden(ancestors, positions, cached, *args):
         return original(ancestors, positions, np.maximum(cached, 0), *args)
 
-    monkeypatch.setattr(adapter, "mask", mask)
+    monkeypatch.setattr(adapter, "hidden", hidden)
 
 
 def sequences_swapped(monkeypatch):
-    original = ModelAdapter.masks
+    original = ModelAdapter.hidden
 
-    def masks(self, ancestors, *args):
+    def hidden(self, ancestors, *args):
         return original(self, ancestors[::-1].copy(), *args)
 
-    monkeypatch.setattr(ModelAdapter, "masks", masks)
+    monkeypatch.setattr(ModelAdapter, "hidden", hidden)
 
 
 def sliding_window_too_wide(monkeypatch):
@@ -63,14 +64,14 @@ def sliding_window_too_wide(monkeypatch):
 
 
 def prefix_hidden(monkeypatch):
-    original = adapter.mask
+    original = adapter.hidden
 
-    def mask(ancestors, positions, cached, *args):
+    def hidden(ancestors, positions, cached, *args):
         cached = cached.copy()
         cached[:, : cached.shape[1] // 2] = -1
         return original(ancestors, positions, cached, *args)
 
-    monkeypatch.setattr(adapter, "mask", mask)
+    monkeypatch.setattr(adapter, "hidden", hidden)
 
 
 def half_of_the_prefix_unseen(monkeypatch):
@@ -112,6 +113,36 @@ def kernel_that_misses_the_first_key(monkeypatch):
         return original(query, key[:, :, begin:], value[:, :, begin:], mask, scaling)
 
     monkeypatch.setattr(tree_attention, "attend", attend)
+
+
+def fused_pass_without_its_mask(monkeypatch):
+    original = Program.run
+
+    def run(self, ids, positions, rotary, caches, hidden, outputs=()):
+        seen = {id(array): np.zeros_like(array) for array in hidden}
+        return original(self, ids, positions, rotary, caches, [seen[id(array)] for array in hidden], outputs)
+
+    monkeypatch.setattr(Program, "run", run)
+
+
+def fused_pass_late_by_one(monkeypatch):
+    original = Program.run
+
+    def run(self, ids, positions, *others):
+        return original(self, ids, positions + 1, *others)
+
+    monkeypatch.setattr(Program, "run", run)
+
+
+def fused_pass_that_misses_the_first_key(monkeypatch):
+    original = FusedRunner._extended
+
+    def extended(self, layer, rows):
+        keys, values, held, stride = original(self, layer, rows)
+        skipped = self._program.head_dim * self._program.decoder.embedding.element_size() * (held > 0)
+        return keys + skipped, values + skipped, held - (held > 0), stride
+
+    monkeypatch.setattr(FusedRunner, "_extended", extended)
 
 
 def positions_by_row(monkeypatch):
@@ -214,6 +245,11 @@ DEFECTS = {
     first_guess_always_accepted: "llama",
     one_draw_too_many: "llama",
 }
+FUSED = {
+    fused_pass_without_its_mask: "llama",
+    fused_pass_late_by_one: "qwen3",
+    fused_pass_that_misses_the_first_key: "mistral",
+}
 IN_BATCHES = {gaps_are_seen: "llama", sequences_swapped: "llama", sliding_rows_off_by_one: "mistral"}
 OF_KERNELS = {kernel_without_its_mask, kernel_that_misses_the_first_key}  # torch's are left
 SPLIT = {half_of_the_prefix_unseen, parts_joined_evenly, *OF_KERNELS}  # the dense mask is left, or torch's kernels
@@ -244,9 +280,31 @@ def check_batches(model):
 def test_comparison_with_generate_sees_it(plant, monkeypatch):
     model = tiny_model(DEFECTS[plant])
     lookahead.unwrap(lookahead.wrap(model))  # probed while all is well
+    if plant in SPLIT:  # what fused passes do not use
+        monkeypatch.setattr(capabilities, "fused_runner", lambda *_: "not here")
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         check_several(model)
+
+
+@pytest.mark.parametrize("plant", FUSED, ids=name)
+def test_comparison_with_generate_sees_it_in_fused_passes(plant, monkeypatch):
+    model = tiny_model(FUSED[plant])
+    lookahead.unwrap(lookahead.wrap(model))
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_several(model)
+
+
+@pytest.mark.parametrize("plant", FUSED, ids=name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_of_fused_passes_sees_it(plant, dtype, monkeypatch):
+    model = tiny_model(FUSED[plant], intermediate_size=64).to(dtype)
+    adapter = capabilities.find_adapter(model)
+    assert isinstance(capabilities.fused_runner(model, adapter), FusedRunner)
+    capabilities._found.clear()
+    plant(monkeypatch)
+    assert "differ from plain decoding's" in capabilities.fused_runner(model, adapter)
 
 
 @pytest.mark.parametrize("plant", IN_BATCHES, ids=name)

@@ -14,7 +14,7 @@ from zoo import CHAIN_ONLY, SETTINGS, tiny_model
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.cpu import products
-from lookahead.passes import compiled
+from lookahead.passes import capabilities, compiled
 from lookahead.passes.capabilities import find_adapter, why_not_compiled
 
 COMPILED = LookaheadConfig(compile_passes=True)
@@ -25,6 +25,12 @@ GREEDY = {"max_new_tokens": 40, "do_sample": False}
 def compiles(model) -> bool:
     """Whether its passes are compiled, once they were tried."""
     return why_not_compiled(model, find_adapter(model)) is None
+
+
+@pytest.fixture(autouse=True)
+def no_fused_passes(monkeypatch):
+    """Most of these models would run in one call, without a compiler."""
+    monkeypatch.setattr(capabilities, "fused_runner", lambda *_: "not here")
 
 
 @pytest.fixture

@@ -762,7 +762,7 @@ def test_hidden_states_are_those_of_plain_passes(model_type, batch, options):
 
 
 def test_what_sees_hidden_states_gets_eager_passes():
-    model = tiny_model("llama")
+    model = tiny_model("gemma")
     expected = model.generate(IDS, **GREEDY)
     config = LookaheadConfig(compile_passes=True, cuda_graphs=True, budget=8)
     lookahead.wrap(model, config, source=[PoolSource(), Sees(expected.tolist())])
@@ -770,6 +770,14 @@ def test_what_sees_hidden_states_gets_eager_passes():
     report = model.lookahead.report()
     assert "passes: eager" in report
     assert "given up: compiled passes and CUDA graphs: a source of guesses wants hidden states" in report
+
+
+def test_what_sees_hidden_states_gets_fused_passes():
+    model = tiny_model("llama")
+    expected = model.generate(IDS, **GREEDY)
+    lookahead.wrap(model, source=[PoolSource(), Sees(expected.tolist())])
+    assert model.generate(IDS, **GREEDY).tolist() == expected.tolist()
+    assert "passes: fused" in model.lookahead.report()
 
 
 def test_only_what_is_asked_for_is_shown():

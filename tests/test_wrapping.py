@@ -140,7 +140,7 @@ def test_the_report_says_what_is_in_use_and_why_not_more(monkeypatch):
     assert report.splitlines()[:5] == [
         "passes: eager",
         "attention: sdpa, split into cache and step",
-        "kernels: of our own on a CPU: products, tree_attention",
+        "kernels: of our own on a CPU: products, tree_attention, decoder, likeliest",
         "guesses: trees",
         "sources: PoolSource, WindowSource",
     ]
@@ -164,7 +164,7 @@ def test_a_compiler_that_fails_is_in_the_report(monkeypatch):
 
     torch.compiler.reset()
     monkeypatch.setattr(torch._inductor, "compile", broken)
-    model = lookahead.wrap(tiny_model("llama"), LookaheadConfig(compile_passes=True, budget=4))
+    model = lookahead.wrap(tiny_model("gemma"), LookaheadConfig(compile_passes=True, budget=4))
     with pytest.warns(UserWarning, match="without compiled passes"):
         model.generate(IDS, **GREEDY)
     report = model.lookahead.report()

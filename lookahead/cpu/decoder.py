@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ class Decoder:
 class _Pass(ctypes.Structure):
     """Pass in decoder.cpp."""
 
-    _fields_ = (
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = (
         [("layers", ctypes.c_void_p), ("head", ctypes.c_long * 4)]
         + [(name, ctypes.c_void_p) for name in ("ids", "embedding", "norm", "cos", "sin", "positions")]
         + [(name, ctypes.c_void_p) for name in ("x", "q", "attended", "mlp")]
@@ -108,9 +109,9 @@ class Program:
     """The passes of one decoder. It refers to the weights by their addresses: they must stay where they are."""
 
     def __init__(self, decoder: Decoder):
-        self.decoder = decoder
+        self.decoder, self.head_dim = decoder, decoder.head_dim
         first = decoder.layers[0]
-        self._key_heads = first.k.weight.shape[0] // decoder.head_dim
+        self.key_heads = first.k.weight.shape[0] // decoder.head_dim
         self._heads = first.q.weight.shape[0] // decoder.head_dim
         self._room = np.empty(0, np.uint8)
         self._table = np.zeros((len(decoder.layers), len(_LINEARS) * 4 + len(_NORMS) + len(_CACHE)), np.int64)
@@ -141,7 +142,7 @@ class Program:
         decoder, rows, table = self.decoder, len(ids), self._table
         heads, itemsize = self._heads, decoder.embedding.element_size()
         width, intermediate = decoder.hidden, decoder.layers[0].gate.weight.shape[0]
-        of_heads, of_keys = heads * decoder.head_dim, self._key_heads * decoder.head_dim
+        of_heads, of_keys = heads * decoder.head_dim, self.key_heads * decoder.head_dim
         threads = torch.get_num_threads()
         parts = rows * heads * threads
         for_each = rows * (itemsize * (width + _BLOCK) + 4 * max(width, of_heads, intermediate)) + 256
@@ -166,7 +167,7 @@ class Program:
                     table.ctypes.data, decoder.head.matrix(logits), ids.ctypes.data, decoder.embedding.data_ptr(),
                     decoder.norm.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.ctypes.data, x, q, attended, mlp,
                     _pointer(kept.get(0)), largest, total, sums, room, for_each, len(table), rows, width, heads,
-                    self._key_heads, decoder.head_dim, cos.shape[1], intermediate, threads, decoder.epsilon,
+                    self.key_heads, decoder.head_dim, cos.shape[1], intermediate, threads, decoder.epsilon,
                     decoder.scaling,
                 )
             )

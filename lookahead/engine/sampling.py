@@ -258,7 +258,9 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int]] | None:
     """Return the length at which a sequence ends, and the tokens that end it; None if other criteria have a say."""
     max_length, ends = 2**62, frozenset[int]()
     for criterion in criteria:
-        if type(criterion) is MaxLengthCriteria and criterion.max_length <= (criterion.max_position_embeddings or 2**62):
+        if type(criterion) is MaxLengthCriteria and criterion.max_length <= (
+            criterion.max_position_embeddings or 2**62
+        ):
             max_length = min(max_length, criterion.max_length)
         elif type(criterion) is EosTokenCriteria:
             ends |= set(criterion.eos_token_id.tolist())

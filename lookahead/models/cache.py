@@ -345,7 +345,9 @@ class LookaheadCache(Cache):
                 self._restore_states()
                 paths, replay = [[]], self.replay + step.ids[path].tolist()
         accepted = Accepted(paths)
-        layers = [layer for layer in self._in_place if layer.is_initialized]  # others use another layer's keys and values
+        layers = [
+            layer for layer in self._in_place if layer.is_initialized
+        ]  # others use another layer's keys and values
         moves = [layer.drop(accepted) for layer in layers]
         for index in {id(index): index for index in moves if index is not None}.values():
             _move([layer for layer, of_layer in zip(layers, moves, strict=True) if of_layer is index], index)

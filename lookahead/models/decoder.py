@@ -5,6 +5,7 @@ be exactly of its class, with no hook, no forward of its own and no adapter. The
 """
 
 import sys
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,7 +27,7 @@ def read_decoder(model: PreTrainedModel) -> Decoder:
 
     Raises UnknownDecoderError if the model, or a part of it, is not as transformers defines it.
     """
-    own = next((cls for cls in type(model).__mro__ if cls.__name__ in CLASSES and _is_transformers_own(cls)), None)
+    own: Any = next((cls for cls in type(model).__mro__ if cls.__name__ in CLASSES and _is_transformers_own(cls)), None)
     if own is None:
         raise UnknownDecoderError(f"{type(model).__name__} is none of {', '.join(CLASSES)}")
     if type(model).forward is not own.forward:
@@ -63,15 +64,11 @@ class _Reader:
         head = self._linear(model, "lm_head")
         if len(self._epsilons) > 1:
             raise UnknownDecoderError("its norms differ in their epsilon")
-        return Decoder(
-            found, embedding.weight, norm, head, attention.head_dim, attention.scaling, self._epsilons.pop()
-        )
+        return Decoder(found, embedding.weight, norm, head, attention.head_dim, attention.scaling, self._epsilons.pop())
 
     def _layer(self, layer: nn.Module) -> Layer:
         self._is(layer, "DecoderLayer")
         attention = self._module(layer, "self_attn", "Attention")
-        if attention.training and attention.attention_dropout:
-            raise UnknownDecoderError("it drops attention out while it trains")
         mlp = self._module(layer, "mlp", "MLP")
         activation = mlp.act_fn
         if type(activation).__name__ not in ("SiLU", "SiLUActivation"):
@@ -79,12 +76,17 @@ class _Reader:
         self._check(activation)
         has_norms = hasattr(attention, "q_norm")
         return Layer(
-            *(self._linear(attention, f"{name}_proj") for name in "qkvo"),
-            *(self._linear(mlp, f"{name}_proj") for name in ("gate", "up", "down")),
-            self._norm(layer, "input_layernorm"),
-            self._norm(layer, "post_attention_layernorm"),
-            self._norm(attention, "q_norm") if has_norms else None,
-            self._norm(attention, "k_norm") if has_norms else None,
+            q=self._linear(attention, "q_proj"),
+            k=self._linear(attention, "k_proj"),
+            v=self._linear(attention, "v_proj"),
+            o=self._linear(attention, "o_proj"),
+            gate=self._linear(mlp, "gate_proj"),
+            up=self._linear(mlp, "up_proj"),
+            down=self._linear(mlp, "down_proj"),
+            input_norm=self._norm(layer, "input_layernorm"),
+            post_norm=self._norm(layer, "post_attention_layernorm"),
+            q_norm=self._norm(attention, "q_norm") if has_norms else None,
+            k_norm=self._norm(attention, "k_norm") if has_norms else None,
         )
 
     def _norm(self, parent: nn.Module, name: str) -> nn.Parameter:
@@ -96,24 +98,24 @@ class _Reader:
         layer = self._child(parent, name, *_LINEARS)
         return Linear(layer.weight, layer.bias)
 
-    def _module(self, parent: nn.Module, name: str, suffix: str):  # noqa: ANN202  # nn.Module with unknown attributes
+    def _module(self, parent: nn.Module, name: str, suffix: str) -> Any:
         module = getattr(parent, name, None)
         self._is(module, suffix)
         return module
 
-    def _child(self, parent: nn.Module, name: str, *classes: type):  # noqa: ANN202
+    def _child(self, parent: nn.Module, name: str, *classes: type) -> Any:
         module = getattr(parent, name, None)
         if type(module) not in classes:
             raise UnknownDecoderError(f"{name} is a {type(module).__name__}, not a {classes[0].__name__}")
         self._check(module)
         return module
 
-    def _is(self, module: nn.Module | None, suffix: str) -> None:
+    def _is(self, module: Any, suffix: str) -> None:
         wanted = getattr(self._defined_in, self._prefix + suffix, None)
         if wanted is None or type(module) is not wanted:
             raise UnknownDecoderError(f"a {type(module).__name__} stands where {self._prefix}{suffix} is expected")
         self._check(module)
 
-    def _check(self, module: nn.Module) -> None:
+    def _check(self, module: Any) -> None:
         if has_own_call(module):
             raise UnknownDecoderError(f"a {type(module).__name__} has a hook or a forward of its own")

@@ -64,7 +64,7 @@ def choose_runner(
     adapter = find_adapter(model, config.cpu_kernels)
     reasons: dict[str, str] = {}
     if adapter.uses_kernels and device_of(model).type == "cpu":
-        fused = _fused_runner(model, adapter, hidden_states)
+        fused = fused_runner(model, adapter, hidden_states)
         if isinstance(fused, FusedRunner):
             return fused, reasons
         reasons["fused passes"] = fused
@@ -76,8 +76,8 @@ def choose_runner(
     return EagerRunner(model, adapter, hidden_states), reasons
 
 
-def _fused_runner(
-    model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...]
+def fused_runner(
+    model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()
 ) -> FusedRunner | str:
     """Return a runner of fused passes, probed once for each way of computing; or the reason why there is none."""
     try:

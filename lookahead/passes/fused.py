@@ -1,12 +1,14 @@
 """Passes over single sequences in one call, for models built like Llama on a CPU (`cpu.decoder`)."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from lookahead.cpu import decoder
 from lookahead.models.adapter import ModelAdapter
-from lookahead.models.cache import InPlaceLayer, LookaheadCache
+from lookahead.models.cache import LookaheadCache
 from lookahead.models.decoder import UnknownDecoderError, read_decoder
 from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, pad
@@ -35,18 +37,19 @@ class FusedRunner(EagerRunner):
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         serves = len(steps) == 1 and len(steps[0]) - steps[0].computed <= decoder.MAX_ROWS
-        if not serves or torch.is_autocast_enabled("cpu") or self.model.training:
+        if not serves or torch.is_autocast_enabled("cpu"):
             return super().run(steps, cache, last)
         ids, positions, ancestors = pad(steps, cache.lengths, last)
         rows = ids.shape[1]
         cache.begin(rows, steps[0].computed)
-        hidden = {v: np.ascontiguousarray(found[0]) for v, found in self.adapter.hidden(ancestors, positions, cache).items()}
+        hidden = self.adapter.hidden(ancestors, positions, cache)
+        of_one = {visibility: np.ascontiguousarray(found[0]) for visibility, found in hidden.items()}
         logits, outputs = self._program.run(
             ids[0],
             positions[0],
             self._rotary_until(int(positions.max())),
-            [_extended(layer, rows) for layer in cache.layers],
-            [hidden[visibility] for visibility in self.adapter.layers],
+            [self._extended(layer, rows) for layer in cache.layers],
+            [of_one[visibility] for visibility in self.adapter.layers if visibility is not None],
             self._requested,
         )
         return Output(logits, outputs)
@@ -60,10 +63,12 @@ class FusedRunner(EagerRunner):
             self._rotary = cos[0].contiguous(), sin[0].contiguous()
         return self._rotary
 
-
-def _extended(layer: InPlaceLayer, rows: int) -> tuple[int, int, int, int]:
-    """Append rows to a layer's cache, and describe it as `decoder.Program.run` wants it."""
-    first, seen = layer.extend(rows)
-    keys, values = layer.buffers
-    offset = first * keys.shape[3] * keys.element_size()
-    return keys.data_ptr() + offset, values.data_ptr() + offset, seen, keys.stride(1)
+    def _extended(self, layer: Any, rows: int) -> tuple[int, int, int, int]:
+        """Append rows to an `InPlaceLayer`, and describe it as `decoder.Program.run` wants it."""
+        if not layer.is_initialized:
+            empty = self._program.decoder.embedding.new_empty(1, self._program.key_heads, 0, self._program.head_dim)
+            layer.lazy_initialization(empty, empty)
+        first, seen = layer.extend(rows)
+        keys, values = layer.buffers
+        offset = first * keys.shape[3] * keys.element_size()
+        return keys.data_ptr() + offset, values.data_ptr() + offset, seen, keys.stride(1)

@@ -1,0 +1,247 @@
+"""Passes in one call: the logits, hidden states and caches of the model's own code, for as long as it is that code."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, note, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from zoo import tiny_model
+
+import lookahead
+from lookahead.cpu import decoder
+from lookahead.cpu import likeliest as fast
+from lookahead.models.decoder import UnknownDecoderError, read_decoder
+from lookahead.passes import capabilities
+from lookahead.passes.fused import FusedRunner
+from lookahead.passes.rounding import relative_error
+from lookahead.passes.runner import EagerRunner
+from lookahead.step import lay_out
+from ngram_pool import GuessTree, Source
+
+DTYPES = [torch.float32, torch.bfloat16]
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+IDS = torch.arange(3, 12)[None]
+
+
+def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
+    parents = [int(rng.integers(-1, i)) for i in range(rows)]
+    tokens = 3 + rng.permutation(vocabulary - 3)[:rows]  # all different, so siblings are; 2 has an embedding of zeros
+    return GuessTree.of(tokens.tolist(), parents, Source.TEXT) if rows else GuessTree.empty()
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
+    heads=st.sampled_from([(4, 4, 16), (6, 3, 32), (4, 1, 32), (3, 3, 64)]),
+    width=st.sampled_from([96, 192]),
+    intermediate=st.sampled_from([32, 64, 160]),
+    steps=st.lists(st.integers(0, 63), min_size=1, max_size=3),
+    held=st.integers(1, 150) | st.sampled_from([300, 500]),
+    threads=st.integers(1, 3),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_it_computes_what_the_model_computes(family, heads, width, intermediate, steps, held, threads, dtype, seed):
+    note(f"{family=} {heads=} {width=} {intermediate=} {steps=} {held=} {threads=} {dtype=} {seed=}")
+    many, few, size = heads
+    model = tiny_model(
+        family, seed, hidden_size=width, intermediate_size=intermediate, num_attention_heads=many,
+        num_key_value_heads=few, head_dim=size, num_hidden_layers=2, max_position_embeddings=1024,
+        attention_bias=bool(seed % 2),
+    ).to(dtype)  # fmt: skip
+    for parameter in model.parameters():  # norms and biases too
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    adapter = capabilities.find_adapter(model)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        layers = (0, 1, 2)
+        runners = EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers)
+        caches = [adapter.make_cache() for _ in runners]
+        rng = np.random.default_rng(seed)
+        prompt = torch.from_numpy(rng.integers(3, 97, (1, held)))
+        with torch.no_grad():
+            for cache in caches:
+                runners[0].read(prompt, cache)
+            for rows in steps:
+                step = lay_out(int(rng.integers(3, 97)), random_tree(rng, rows, 97))
+                eager, fused = (runner.run([step], cache) for runner, cache in zip(runners, caches, strict=True))
+                allowed = 1e-4 if dtype == torch.float32 else 8e-2
+                assert relative_error(fused.logits[0], eager.logits[0]) < allowed
+                for layer in layers:
+                    assert relative_error(fused.hidden_states[layer][0], eager.hidden_states[layer][0]) < allowed
+                path = [0]
+                while children := np.flatnonzero(step.parents == path[-1]).tolist():
+                    path.append(children[int(rng.integers(len(children)))])
+                for cache in caches:
+                    cache.commit([step], [path])
+        for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
+            assert mine.keys.shape == theirs.keys.shape
+            for ours, own in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                assert relative_error(ours.flatten(0, 2), own.flatten(0, 2)) < allowed
+    finally:
+        torch.set_num_threads(before)
+
+
+def with_hook(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def with_pre_hook(model):
+    model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def with_own_forward(model):
+    layer = model.model.layers[1]
+    layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs) * 0.5
+
+
+def with_adapter(model):
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    assert adapted.base_model.model is model
+
+
+def with_other_activation(model):
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+def with_other_layer(model):
+    class Halved(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 0.5
+
+    old = model.model.layers[0].mlp.down_proj
+    new = Halved(old.in_features, old.out_features, bias=False)
+    new.weight = old.weight
+    model.model.layers[0].mlp.down_proj = new
+
+
+CHANGES = [with_hook, with_pre_hook, with_own_forward, with_adapter, with_other_activation, with_other_layer]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_run_by_its_own_code(change):
+    model = tiny_model("llama")
+    lookahead.wrap(model)
+    model.generate(IDS, **GREEDY)
+    assert "passes: fused" in model.lookahead.report()
+    change(model)
+    text = model.generate(IDS, **GREEDY)
+    assert "passes: eager" in model.lookahead.report()
+    assert "given up: fused passes: " in model.lookahead.report()
+    assert text.tolist() == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist()
+
+
+def trained(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+
+
+def replaced(model):
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.flip(0).contiguous())
+
+
+def loaded(model):
+    model.load_state_dict(tiny_model("llama", seed=5).state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("change", [trained, replaced, loaded])
+def test_changed_weights_take_effect(change):
+    model = tiny_model("llama")
+    lookahead.wrap(model)
+    before = model.generate(IDS, **GREEDY)
+    change(model)
+    text = model.generate(IDS, **GREEDY)
+    assert "passes: fused" in model.lookahead.report()
+    assert text.tolist() != before.tolist()
+    assert text.tolist() == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("gemma", {}, "GemmaForCausalLM is none of"),
+        ("llama", {"hidden_act": "gelu"}, "not SiLU"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "changes with the"),
+    ],
+)
+def test_models_of_another_kind_are_refused_by_name(model_type, settings, reason):
+    with pytest.raises(UnknownDecoderError, match=reason):
+        read_decoder(tiny_model(model_type, **settings))
+
+
+def test_a_copy_has_its_own_weights():
+    model = lookahead.wrap(tiny_model("llama"))
+    copied = copy.deepcopy(model)
+    trained(copied)
+    expected = copied.generate(IDS, **GREEDY)
+    del model
+    assert copied.generate(IDS, **GREEDY).tolist() == expected.tolist()
+    assert lookahead.unwrap(copied).generate(IDS, **GREEDY).tolist() == expected.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    buffers=st.integers(1, 4),
+    heads=st.integers(1, 3),
+    columns=st.integers(1, 30),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 99),
+)
+def test_rows_are_moved_as_they_are(buffers, heads, columns, dtype, seed):
+    note(f"{buffers=} {heads=} {columns=} {dtype=} {seed=}")
+    rng = np.random.default_rng(seed)
+    held = [torch.randn(1, heads, columns + i, 8).to(dtype) for i in range(buffers)]
+    sources = np.sort(rng.permutation(columns)[: rng.integers(1, columns + 1)])
+    targets = np.sort(rng.permutation(columns)[: len(sources)])
+    targets = np.minimum.accumulate(np.minimum(sources, targets)[::-1])[::-1]
+    targets, kept = np.unique(targets, return_index=True)
+    sources = sources[kept]
+    expected = [buffer.clone() for buffer in held]
+    for buffer, old in zip(expected, held, strict=True):
+        buffer[:, :, targets] = old[:, :, sources]
+    assert decoder.can_move(held)
+    decoder.move_rows(held, sources, targets)
+    assert all(torch.equal(buffer, wanted) for buffer, wanted in zip(held, expected, strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=st.sampled_from([(), (1,), (5,), (2, 3)]),
+    vocabulary=st.integers(1, 700),
+    count=st.integers(1, 32),
+    temperature=st.floats(0.05, 3),
+    spread=st.sampled_from([0.0, 1.0, 30.0]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_the_likeliest_tokens(shape, vocabulary, count, temperature, spread, dtype, seed):
+    note(f"{shape=} {vocabulary=} {count=} {temperature=} {spread=} {dtype=} {seed=}")
+    torch.manual_seed(seed)
+    logits = (torch.randn(*shape, vocabulary) * spread).to(dtype)
+    count = min(count, vocabulary)
+    assert fast.serves(logits, count)
+    tokens, probabilities = map(torch.from_numpy, fast.likeliest(logits, temperature, count))
+    exact = (logits.double() / temperature).softmax(-1)
+    assert tokens.shape == probabilities.shape == (*shape, count)
+    assert all(len(set(row)) == count for row in tokens.reshape(-1, count).tolist())
+    assert torch.equal(logits.gather(-1, tokens), logits.topk(count)[0])  # equal logits may stand in any order
+    torch.testing.assert_close(probabilities.double(), exact.gather(-1, tokens), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_overflowed_row_counts_for_nothing(dtype):
+    logits = torch.randn(4, 50).to(dtype)
+    logits[1, 7], logits[2, 9], logits[3, :] = torch.nan, torch.inf, -torch.inf
+    tokens, probabilities = fast.likeliest(logits, 1.0, 5)
+    assert (probabilities[1:] == 0).all()
+    assert all(len(set(row)) == 5 for row in tokens.tolist())
+    assert (probabilities[0] > 0).all()
