@@ -93,6 +93,11 @@ def _own_method(model: PreTrainedModel, name: str) -> Callable:
     return getattr(cls.__mro__[2] if issubclass(cls, LookaheadMixin) else cls, name)
 
 
+def own_loop(model: PreTrainedModel) -> Callable:
+    """The model's own loop of greedy decoding and sampling, whether it is wrapped or not. For ``custom_generate``."""
+    return _own_method(model, "_sample")
+
+
 @cache
 def _wrapped_class(cls: type) -> type[LookaheadMixin]:
     """Subclass of ``cls`` with the same name, so that saving, pipelines and registries still know the model."""

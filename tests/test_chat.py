@@ -1,5 +1,6 @@
 """`lookahead chat`: answers are those of a model that reads the whole conversation anew, but it is not read anew."""
 
+import json
 import os
 import re
 import select
@@ -7,15 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-import unicodedata
-from itertools import cycle
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from zoo import tiny_model
 
 import lookahead
@@ -25,7 +21,7 @@ from lookahead.streaming import StopWhenAsked, render, without_half_character
 from lookahead.tools.chat import PLAIN_TEMPLATE, Conversation, TurnRefusedError, in_plain_words
 from lookahead.tools.cli import main
 from lookahead.tools.loading import load
-from lookahead.tools.terminal import AnswerStreamer, WordWrap
+from lookahead.tools.terminal import AnswerStreamer
 
 MARKED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
@@ -312,7 +308,10 @@ def test_commands():
     assert result.stdout != once * 2
     assert result.stderr.index("the model is instructed\n") < result.stderr.index("the model has no instructions\n")
     result = chat("/help\n/nonsense\nimport\n/usr/bin\n")
-    assert all(f"{command}  " in result.stderr for command in ("/system TEXT", "/reset", "/stats", "/help", "/exit"))
+    assert all(
+        f"{command}  " in result.stderr
+        for command in ("/system TEXT", "/reset", "/stats", "/trace FILE", "/help", "/exit")
+    )
     assert result.stderr.count("no such command: /nonsense; /help") == 1
     assert len(result.stdout) > len(once)
     assert chat("").stdout == ""
@@ -332,6 +331,22 @@ def test_statistics_in_plain_words():
     stats.chosen_budgets += 200, 1.0
     stats.fixed_budgets += 100, 1.25
     assert "2.5 times as fast as one token at a time" in in_plain_words(stats, 1, 2**62)
+
+
+def test_the_trace_of_the_last_answer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = "x" + " = x" * 1100  # which changes nothing
+    result = chat(f"/trace\nclass Stack:\nimport\n{refused}\n/trace\n/trace no/such/folder/x.html\n")
+    assert result.exit_code == 0, result.output
+    assert "no answer to show yet" in result.stderr
+    assert f"open {tmp_path / 'trace.html'} in a browser" in result.stderr
+    assert "cannot write no/such/folder/x.html: No such file or directory; name another file" in result.stderr
+    page = (tmp_path / "trace.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+    assert result.stdout.endswith("".join(data["pieces"]) + "\n")
+    assert data["prompt"]["text"].endswith("import\n")
+    assert len(data["tokens"]) == 1 + sum(len(step["emitted"]) for step in data["steps"])
+    assert "plain decoding has no steps to show" in chat("import\n/trace\n", "--strategy", "plain").stderr
 
 
 def test_an_answer_cut_by_the_limit_says_so():
@@ -383,68 +398,6 @@ def byte_token(tokenizer, byte: int) -> int:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return tokenizer.convert_tokens_to_ids(chr(byte if byte in printable else 256 + others.index(byte)))
-
-
-class Terminal:
-    """Shows text as a terminal of some columns does; its lines are what is on the screen."""
-
-    def __init__(self, columns: int):
-        self.columns = columns
-        self.lines = [""]
-        self.breaks = []  # lines that the terminal broke itself
-        self.width = 0
-
-    def write(self, text: str) -> None:
-        for character in re.sub(r"\x1b\[\d+m", "", text):
-            width = 2 if unicodedata.east_asian_width(character) in "WF" else unicodedata.combining(character) == 0
-            if character == "\n":
-                self.lines.append("")
-                self.width = 0
-                continue
-            if self.width + width > self.columns:
-                self.breaks.append(len(self.lines))
-                self.lines.append("")
-                self.width = 0
-            self.lines[-1] += character
-            self.width += width
-
-
-@given(
-    st.lists(st.text(st.sampled_from("aä日e\u0301 \n.-"), max_size=30), max_size=8),
-    st.integers(2, 30),
-)
-@settings(max_examples=300, deadline=None)
-def test_words_stay_whole_at_the_terminals_edge(pieces, columns):
-    """Whatever the pieces and the colours: the same words, and none broken that fits on a line."""
-    terminal = Terminal(columns)
-    words = WordWrap(terminal.write)
-    colours = cycle(["cyan", "yellow"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
-        for piece in pieces:
-            words.add(piece, lambda part: click.style(part, fg=next(colours)))
-        words.flush()
-    text = "".join(pieces)
-    assert "".join(terminal.lines).replace(" ", "") == re.sub(r"\s", "", text)
-    longest = max((cells(word) for word in re.split(r"[ \n]|(?<=日)|(?=日)", text)), default=0)
-    if longest <= columns:
-        assert not terminal.breaks
-    for line in text.split("\n"):  # a line that fits is as it was
-        if cells(line.rstrip()) <= columns:
-            assert line.rstrip() in [shown.rstrip() for shown in terminal.lines]
-
-
-def cells(text: str) -> int:
-    return sum(2 if c == "日" else 0 if unicodedata.combining(c) else 1 for c in text)
-
-
-def test_a_terminal_that_changes_its_size(monkeypatch):
-    shown = []
-    words = WordWrap(shown.append)
-    for columns in (12, 6, 12):
-        monkeypatch.setattr("shutil.get_terminal_size", lambda columns=columns: os.terminal_size((columns, 24)))
-        words.add("one two three ")
-    assert "".join(shown) == "one two\nthree\none\ntwo\nthree one\ntwo three"
 
 
 def test_templates(tmp_path):
@@ -536,13 +489,14 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="terminals")
-def test_on_a_terminal():
-    """A prompt, colours, Ctrl-C in an answer and at the prompt, and Ctrl-D."""
+def test_on_a_terminal(tmp_path):
+    """A prompt, colours, the live line, Ctrl-C in an answer and at the prompt, and Ctrl-D."""
     import pty
 
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "lookahead", "chat", "--max-new-tokens", "900", "--temperature", "1"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+                               env=os.environ | {"TERM": "xterm"})  # fmt: skip
     os.close(theirs)
     shown = ""
 
@@ -569,11 +523,15 @@ def test_on_a_terminal():
         wait_for("> ")
         os.write(ours, b"class Stack:\n")
         wait_for("\x1b[3")
+        wait_for("times plain\x1b[0m\x1b8")
         process.send_signal(signal.SIGINT)
         wait_for("interrupted")
         wait_for("> ")
         assert any(interrupt_prompt() for _ in range(10)), shown
         wait_for("> ")
+        os.write(ours, f"/trace {tmp_path / 'page.html'}\n".encode())
+        wait_for("in a browser")
+        assert (tmp_path / "page.html").exists()
         os.write(ours, b"/stats\n")
         wait_for("tokens of context in use")
         wait_for("> ")

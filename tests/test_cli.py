@@ -387,3 +387,15 @@ def test_pool_commands_name_bad_input(arguments, message):
     assert result.exit_code in (1, 2)
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("", "generate"), ("po", "pool"), ("pool m", "merge"), ("generate --stra", "--strategy"),
+     ("generate --strategy p", "plain")],
+)  # fmt: skip
+def test_the_shell_completes_commands_and_options(words, expected):
+    variables = {"_LOOKAHEAD_COMPLETE": "bash_complete", "COMP_WORDS": f"lookahead {words}",
+                 "COMP_CWORD": str(1 + words.count(" "))}  # fmt: skip
+    result = CliRunner(env=variables).invoke(main, [], prog_name="lookahead")
+    assert f"plain,{expected}" in result.output.splitlines()

@@ -22,6 +22,7 @@ from lookahead.cpu import native, toolchain
 from lookahead.engine import engine, fallback
 from lookahead.models import decoder
 from lookahead.passes import capabilities, compiled, fused, graphs, probe, runner
+from lookahead.tools.batch import READ_PADDING
 from lookahead.tools.cli import main as program
 
 ROOT = Path(__file__).parents[1]
@@ -294,3 +295,11 @@ def test_the_example_of_a_trace(tmp_path, monkeypatch, capsys):
     exec(example, names)
     assert capsys.readouterr().out == names["trace"].text + "\n"
     assert Path("trace.html").read_text(encoding="utf-8") == names["trace"].html()
+
+
+def test_the_page_of_commands_names_what_there_is():
+    page = (DOCS / "commands.md").read_text(encoding="utf-8")
+    options = {name for command in program.commands.values() for option in command.params for name in option.opts}
+    assert set(re.findall(r"--[a-z][a-z-]+", page)) - {"--help"} <= options
+    assert set(re.findall(r"lookahead ([a-z]+)", page)) <= {*program.commands}
+    assert all(name.replace("_", " ") in page.replace("_", " ") for name in READ_PADDING)

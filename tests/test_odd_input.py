@@ -68,6 +68,7 @@ def place(tmp_path_factory) -> Path:
     tokenizer.save_pretrained(folder / "model")
     NgramPool(0.1).save(folder / "a.pool")
     (folder / "text").write_text("def add(a, b):\n")
+    (folder / "lines.jsonl").write_text('{"prompt": "def"}\n')
     (folder / "not-text").write_bytes(b"\xff")
     # Permissions do not keep the administrator out, but what the kernel shows as files does.
     for name, mode, shown in (("unreadable", 0o000, "/proc/self/mem"), ("unwritable", 0o444, "/proc/version"),
@@ -84,8 +85,10 @@ def place(tmp_path_factory) -> Path:
 def arguments(words: tuple[str, ...], option: click.Parameter, value: str) -> list[str]:
     """A call that works and is soon done, but for the odd value."""
     model = [] if "merge" in words else ["--model", "model"]
+    of_a_batch = option.name in ("prompts_file", "out")
+    prompt = ["--prompts", "lines.jsonl", "--out", "out.jsonl"] if of_a_batch else ["def"]
     rest = {
-        "generate": ["--max-new-tokens", "2", *(["def"] if option.name not in ("prompt", "prompt_file") else [])],
+        "generate": ["--max-new-tokens", "2", *(prompt if option.name not in ("prompt", "prompt_file") else [])],
         "trace": ["--max-new-tokens", "2", "def"],
         "chat": ["--max-new-tokens", "2", *(["--chat-template", "text"] if option.name != "template_file" else [])],
         "audit": ["--max-new-tokens", "2", "--count", "1"],

@@ -82,11 +82,14 @@ def run(
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
     draft_model: PreTrainedModel | None = None,
+    seeds: Sequence[int] | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | ModelOutput:
     """Decode by lookahead; or by ``plain``, the model's own method of the same signature, with one warning.
 
     draft_model: one more source of guesses.
+    seeds: a seed for each sequence. It is then sampled as it would be alone after ``torch.manual_seed(seed)``, whatever
+        else is in the batch. No effect if the sequences go in step, or ``plain`` decodes.
     """
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token_id")
@@ -97,7 +100,7 @@ def run(
         if reason is None:
             return _run(
                 engine, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, draft_model,
-                model_kwargs,
+                seeds, model_kwargs,
             )  # fmt: skip
         engine.decode_plainly(model, reason)
         return plain(
@@ -115,12 +118,13 @@ def _run(
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None,
     draft_model: PreTrainedModel | None,
+    seeds: Sequence[int] | None,
     model_kwargs: dict,
 ) -> torch.Tensor | ModelOutput:
     """Decode by lookahead."""
     wants_dict = generation_config.return_dict_in_generate
     keep = wants_dict and generation_config.output_scores, wants_dict and generation_config.output_logits
-    rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, *keep, streamer)
+    rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, *keep, streamer, seeds)
     recorder = streamer if isinstance(streamer, Recorder) else None
     call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder)
     engine.last = call.stats
@@ -149,14 +153,16 @@ def _rules(
     keep_scores: bool,
     keep_logits: bool,
     streamer: BaseStreamer | None,
+    seeds: Sequence[int] | None,
 ) -> list[NextTokenRule]:
     """One rule for each sequence, so that each goes at its own pace; or one rule for all, so that they go in step.
 
     Plain decoding goes in step. Callbacks that may look at the whole batch at once need that.
+    seeds: as for `run`.
     """
     pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     at_own_pace = (
-        len(ids) > 1
+        (len(ids) > 1 or seeds is not None)
         and not (keep_scores or keep_logits or streamer is not None)
         and all(type(callback) in BY_SEQUENCE for callback in (*processors, *criteria))
         and (pads or all(type(criterion) is MaxLengthCriteria for criterion in criteria))
@@ -169,7 +175,7 @@ def _rules(
     # Each sequence has a generator, so that its draws do not depend on how far the others get in a step.
     generators: list[torch.Generator | None] = [None] * len(ids)
     if generation.do_sample:
-        seeds = torch.randint(2**62, (len(ids),)).tolist()
+        seeds = torch.randint(2**62, (len(ids),)).tolist() if seeds is None else seeds
         generators = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds]
     return [NextTokenRule(ids[b : b + 1], own[b], criteria, settings, generators[b]) for b in range(len(ids))]
 

@@ -5,25 +5,29 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import click
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import BaseStreamer
 
+from lookahead.engine.recording import Recorder
 from lookahead.models.adapter import context_length
 from lookahead.stats import Stats
 from lookahead.streaming import StopWhenAsked, render, without_half_character
 from lookahead.tools.audit import first_difference
+from lookahead.tools.terminal import StepStreamer
+from lookahead.tools.trace import trace_of
 
 COMMAND = re.compile(r"/[a-z]+")
 COMMANDS = """\
 /system TEXT  instructs the model; without TEXT, removes the instructions
 /reset        forgets the conversation, but not the instructions of /system
 /stats        shows how fast the model writes, and how much of its context is in use
+/trace FILE   writes a page that replays the last answer step by step; without FILE, trace.html
 /help         lists these commands
 /exit         leaves, as Ctrl-D does
 Ctrl-C        stops an answer and keeps what was written of it"""
@@ -140,7 +144,7 @@ class Conversation:
 
 def converse(
     conversation: Conversation,
-    make_streamer: Callable[[], BaseStreamer],
+    make_streamer: Callable[[], StepStreamer],
     statistics: Callable[[], Stats | None],
     max_new_tokens: int,
     **options: Any,
@@ -153,6 +157,7 @@ def converse(
     """
     if sys.stdin.isatty():
         click.echo("/help lists the commands, /exit or Ctrl-D leaves; Ctrl-C stops an answer", err=True)
+    record = None  # of the last answer
     for line in _lines():
         command, _, argument = line.strip().partition(" ")
         argument = argument.strip()
@@ -168,12 +173,15 @@ def converse(
             click.echo("the model is instructed" if argument else "the model has no instructions", err=True)
         elif command == "/stats":
             click.echo(in_plain_words(statistics(), len(conversation.tokens), context_length(conversation.model)))
+        elif command == "/trace":
+            click.echo(_save_trace(record, conversation, Path(argument or "trace.html")), err=True)
         elif command == "/help":
             click.echo(COMMANDS, err=True)
         elif COMMAND.fullmatch(command):
             click.echo(f"no such command: {command}; /help lists them", err=True)
         else:
-            _answer(conversation, line, make_streamer(), {"max_new_tokens": max_new_tokens, **options})
+            options_of_answer = {"max_new_tokens": max_new_tokens, **options}
+            record = _answer(conversation, line, make_streamer(), options_of_answer) or record
 
 
 def in_plain_words(stats: Stats | None, held: int, context: int) -> str:
@@ -198,11 +206,25 @@ def in_plain_words(stats: Stats | None, held: int, context: int) -> str:
     return "\n".join([*lines, f"tokens of context in use: {held:,}{room}"])
 
 
-def _answer(conversation: Conversation, line: str, streamer: BaseStreamer, options: dict) -> None:
-    stop = StopWhenAsked()
+def _save_trace(record: Recorder | None, conversation: Conversation, path: Path) -> str:
+    """Write the page of an answer; return what the user is told. record: of the answer; None: there is none."""
+    if record is None:
+        return "no answer to show yet: /trace shows the last one"
+    if record.stats is None:
+        return "plain decoding has no steps to show: start the chat without --strategy plain"
     try:
-        with _interrupted_by_ctrl_c(stop):
-            conversation.answer(line, streamer=streamer, stopping_criteria=[stop], **options)
+        trace_of(record, conversation.model, conversation.tokenizer).save(path)
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror or error}; name another file: /trace FILE"
+    return f"{len(record.tokens)} tokens in {1 + record.stats.steps} passes; open {path.resolve()} in a browser"
+
+
+def _answer(conversation: Conversation, line: str, streamer: StepStreamer, options: dict) -> Recorder | None:
+    """Answer a line; return the record of the answer, or None if there is none."""
+    stop, record = StopWhenAsked(), Recorder(streamer)
+    try:
+        with closing(streamer), _interrupted_by_ctrl_c(stop):
+            conversation.answer(line, streamer=record, stopping_criteria=[stop], **options)
     except TurnRefusedError as error:
         click.echo(str(error), err=True)
     except KeyboardInterrupt:
@@ -215,6 +237,8 @@ def _answer(conversation: Conversation, line: str, streamer: BaseStreamer, optio
         elif conversation.is_cut and not stop.asked:
             limit = options["max_new_tokens"]
             click.echo(f"the answer was cut off after {limit} tokens: --max-new-tokens raises the limit", err=True)
+        return record
+    return None
 
 
 @contextmanager

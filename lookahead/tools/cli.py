@@ -127,10 +127,10 @@ decoding_options = _options(
                  show_default=True, help="Length N of the window's n-grams."),
     click.option("--assistant", metavar="NAME_OR_PATH",
                  help="Draft model of the same vocabulary: one more source of guesses."),
-    click.option("--pool", "pool_path", type=FILE, metavar="FILE",
-                 help="Start from a saved pool; the file is not changed."),
     pass_options,
 )  # fmt: skip
+pool_option = click.option("--pool", "pool_path", type=FILE, metavar="FILE",
+                           help="Start from a saved pool; the file is not changed.")  # fmt: skip
 
 
 prompt_options = _options(
@@ -145,19 +145,53 @@ template_option = click.option("--chat-template", "template_file", type=click.Fi
 @main.command()
 @prompt_options
 @decoding_options
+@click.option(
+    "--pool",
+    "pool_path",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Start from a saved pool. With --prompts, the pool is saved there in the end; the file may be new.",
+)
 @length_option
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=FILE,
+    metavar="FILE.jsonl",
+    help='Continue many prompts, in batches: on each line {"prompt": "..."} or {"messages": [...]}.',
+)
+@click.option(
+    "--out",
+    type=FileToWrite(),
+    metavar="FILE.jsonl",
+    help="File of the texts for --prompts. If it has been begun, the rest is added.",
+)
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Write tokens as they are accepted.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--stats", "show_stats", is_flag=True, help="Print steps, acceptance and times to stderr.")
 @click.option("--compare", is_flag=True, help="Also decode plainly; print the speed-up and whether the texts agree.")
-def generate(**options: Any) -> None:
-    """Continue PROMPT (or - for standard input) by lookahead decoding."""
-    _run("commands", "generate", options)
+def generate(prompts_file: str | None, out: Path | None, **options: Any) -> None:
+    """Continue PROMPT (or - for standard input) by lookahead decoding. With --prompts and --out, continue many prompts.
+
+    What is interrupted, or killed, goes on where it stopped when the same command is given again.
+    """
+    if prompts_file is None and out is None:
+        _run("commands", "generate", options)
+        return
+    if prompts_file is None or out is None:
+        raise click.UsageError("--prompts and --out belong together: give both, or a PROMPT alone")
+    for name, value in (("PROMPT", options.pop("prompt")), ("--prompt-file", options.pop("prompt_file")),
+                        ("--json", options.pop("as_json")), ("--compare", options.pop("compare"))):  # fmt: skip
+        if value:
+            raise click.UsageError(f"{name} has no effect with --prompts: leave one of them out")
+    options.pop("stream")
+    _run("batch", "generate", {"prompts_file": prompts_file, "out": out, **options})
 
 
 @main.command()
 @prompt_options
 @decoding_options
+@pool_option
 @length_option
 @click.option("--compare", is_flag=True, help="Also decode plainly, and show the times of both.")
 @click.option("--out", type=FileToWrite(), default="trace.html", show_default=True, metavar="FILE.html",
@@ -172,6 +206,7 @@ def trace(**options: Any) -> None:
 
 @main.command()
 @decoding_options
+@pool_option
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of an answer.")
 @template_option
 def chat(**options: Any) -> None:

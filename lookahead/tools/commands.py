@@ -4,13 +4,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import click
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
 from lookahead import DEMO_MODEL
@@ -28,9 +29,10 @@ from lookahead.tools.audit import audit as audit_prompts
 from lookahead.tools.audit import first_difference, markdown
 from lookahead.tools.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
 from lookahead.tools.files import read_text, writing
+from lookahead.tools.live import Meter, measure_plain
 from lookahead.tools.loading import decoding, load, load_wrapped
 from lookahead.tools.prompts import given_prompt, read_prompts, source_prompts
-from lookahead.tools.terminal import AnswerStreamer, StepStreamer
+from lookahead.tools.terminal import AnswerStreamer, StepStreamer, can_show_live_line
 from lookahead.tools.trace import measured
 from lookahead.tools.trace import trace as trace_steps
 from lookahead.tools.tuning import time_steps
@@ -81,7 +83,11 @@ def generate(
     with decoding():
         if compare and engine:
             _prepare(engine, model)
-        ours = decode(StepStreamer(tokenizer, _step_of(engine)) if streaming else None)
+        if streaming:
+            with closing(_streamers(StepStreamer, model, tokenizer, engine)()) as streamer:
+                ours = decode(streamer)
+        else:
+            ours = decode()
         if compare:
             unwrap(model)
             options.pop("assistant_model", None)
@@ -126,8 +132,9 @@ def trace(
     with decoding():
         if compare:
             _prepare(engine, model)
-        torch.manual_seed(seed)
-        traced = trace_steps(model, tokenizer, inputs, **options, streamer=StepStreamer(tokenizer, _step_of(engine)))
+        with closing(_streamers(StepStreamer, model, tokenizer, engine)()) as streamer:
+            torch.manual_seed(seed)
+            traced = trace_steps(model, tokenizer, inputs, **options, streamer=streamer)
         if compare:
             unwrap(model)
             options.pop("assistant_model", None)
@@ -163,11 +170,12 @@ def chat(template_file: TextIO | None, max_new_tokens: int, seed: int, model_nam
         which = template_file.name if template_file else f"of {model_name!r}"
         raise click.ClickException(f"the chat template {which} cannot render a message: {error}") from error
 
-    torch.manual_seed(seed)
     with decoding():
+        make_streamer = _streamers(AnswerStreamer, model, tokenizer, engine)
+        torch.manual_seed(seed)
         converse(
             Conversation(model, tokenizer),
-            lambda: AnswerStreamer(tokenizer, _step_of(engine)),
+            make_streamer,
             lambda: engine.stats if engine else None,
             max_new_tokens=max_new_tokens,
             **options,
@@ -294,9 +302,16 @@ def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:
         click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
 
 
-def _step_of(engine: Lookahead | None) -> Callable[[], int]:
-    """Return a function that tells the number of the current step."""
-    return lambda: engine.last.steps if engine else 0
+def _streamers(
+    kind: type[StepStreamer], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: Lookahead | None
+) -> Callable[[], StepStreamer]:
+    """Return a function that makes streamers of a kind, each for one text. If they show a live line, plain decoding is
+    measured first, for it to compare with. engine: None if the model decodes plainly."""
+    step = lambda: engine.last.steps if engine else 0  # noqa: E731
+    if not can_show_live_line():
+        return lambda: kind(tokenizer, step)
+    plain_rate = measure_plain(model, (tokenizer("\n").input_ids or [0])[0]) if engine else None
+    return lambda: kind(tokenizer, step, Meter(lambda: engine.last if engine else None, plain_rate))
 
 
 def _fitting(max_new_tokens: int, length: int, model: PreTrainedModel) -> int:

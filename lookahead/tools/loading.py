@@ -56,8 +56,12 @@ def load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
     """Call `NgramPool.load`. Raises ClickException if it fails."""
     try:
         return NgramPool.load(path, vocabulary)
-    except (PoolFileError, OSError) as error:
+    except PoolFileError as error:
         raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(
+            f"cannot read the pool {path}: {error.strerror or error}. Give a file of `lookahead pool build`"
+        ) from error
 
 
 def load_wrapped(

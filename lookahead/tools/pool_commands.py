@@ -20,7 +20,7 @@ def build(
 ) -> None:
     if pool_path and memory_mb:
         raise click.UsageError("--memory-mb is for a new pool: the pool of --pool keeps its size")
-    _check_out(out)
+    check_out(out)
     tokenizer = load_tokenizer(model_name)
     if pool_path:
         learned = load_pool(pool_path, vocabulary_fingerprint(tokenizer))
@@ -47,7 +47,7 @@ def build(
 def merge(files: tuple[str, ...], out: Path, since_path: str | None) -> None:
     if len(files) < 2:
         raise click.UsageError("give at least two FILES to merge")
-    _check_out(out)
+    check_out(out)
     merged = load_pool(files[0])
     since = load_pool(since_path, merged.vocabulary) if since_path else None
     with click.progressbar(files[1:], label="merging", file=sys.stderr) as progress:
@@ -87,11 +87,11 @@ def _parts(path: str) -> Iterator[str]:
             yield "".join(lines)
 
 
-def _check_out(out: Path) -> None:
+def check_out(out: Path) -> None:
     """Raise UsageError if a pool written to ``out`` would replace another kind of file."""
     with reading(out):
         if out.exists() and not (out.is_file() and (out.stat().st_size == 0 or storage.is_pool_file(out))):
-            raise click.UsageError(f"--out {out} is not a pool file, and would be lost: name another file")
+            raise click.UsageError(f"{out} is not a pool file, and would be lost: name another file")
 
 
 def _size(held: NgramPool) -> str:

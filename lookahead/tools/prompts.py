@@ -3,6 +3,7 @@
 import json
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -12,6 +13,9 @@ from lookahead.tools.files import read_text, reading
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))  # of the Python that runs this
 PROMPT_LINES = 24  # lines of a source file in a prompt
+REMEDY = (
+    'Give each line an object such as {"prompt": "a text"} or {"messages": [{"role": "user", "content": "a text"}]}'
+)
 MIN_SOURCE = 10_000  # bytes; smaller source files give no prompts
 
 
@@ -90,3 +94,68 @@ def up_to_its_end(text: list[int], eos_token_id: int | list[int] | None) -> list
     """Return ``text`` up to its first end token, which is included. The rest is a batch's padding."""
     ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     return text[: next((i + 1 for i, token in enumerate(text) if token in ends), len(text))]
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """A line of a file of prompts."""
+
+    number: int
+    """Of the line, from 1."""
+    content: str | list[dict]
+    """A text, or messages for a chat template."""
+    id: dict
+    """The line's field that names the prompt, {"id": ...} or {"question_id": ...}; {} if it has none."""
+
+
+def read_prompt_lines(path: Path) -> list[PromptLine]:
+    """Read a file of prompts: on each line an object with a prompt (a text), messages, or, as in Spec-Bench, turns, of
+    which the first is taken. Empty lines are left out.
+
+    Raises ClickException, naming the line, if it is anything else.
+    """
+    with reading(path):
+        text = path.read_text(encoding="utf-8")
+    lines = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            content = _content(fields)
+        except (ValueError, RecursionError) as error:
+            raise click.ClickException(
+                f"{path}, line {number}: {error or 'it is nested too deeply'}. {REMEDY}"
+            ) from error
+        name = next((name for name in ("id", "question_id") if name in fields), None)
+        lines.append(PromptLine(number, content, {name: fields[name]} if name else {}))
+    if not lines:
+        raise click.ClickException(f"{path} holds no prompt. {REMEDY}")
+    return lines
+
+
+def _content(fields: object) -> str | list[dict]:
+    """Return the prompt of a line. Raises ValueError if there is none."""
+    if not isinstance(fields, dict):
+        raise ValueError("it is not an object")
+    given = [name for name in ("prompt", "messages", "turns") if name in fields]
+    if len(given) != 1:
+        raise ValueError(f"it has {' and '.join(given) or 'neither prompt nor messages'}, and must have one of them")
+    content = fields[given[0]]
+    if given == ["messages"]:
+        if not isinstance(content, list) or not content or not all(map(_is_message, content)):
+            raise ValueError("messages must be a list of objects with role and content, which are texts")
+        texts = [message["content"] for message in content]
+    else:
+        if given == ["turns"]:
+            content = content[0] if isinstance(content, list) and content else None
+        if not isinstance(content, str) or not content:
+            raise ValueError(f"{given[0]} must be a text that is not empty" + ", in a list" * (given == ["turns"]))
+        texts = [content]
+    for text in texts:
+        text.encode()  # JSON allows half of a surrogate pair
+    return content
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))

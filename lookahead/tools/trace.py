@@ -16,6 +16,7 @@ from lookahead.passes.environment import environment
 from lookahead.stats import STAGES
 from lookahead.streaming import BYTE_TOKEN, CONTEXT, UNDECODED, TextPieces, inputs_of
 from lookahead.tools.files import write_whole
+from lookahead.wrapping import engine_of
 
 PAGE = Path(__file__).with_name("trace.html")
 PLACE = "__TRACE__"  # in the page, where the data belong
@@ -137,8 +138,24 @@ def trace(
     model.generate(**inputs, streamer=record)  # type: ignore[operator]  # a method
     if record.stats is None:
         raise ValueError(f"there are no steps to trace: lookahead does not decode {engine.last.plain}")
-    record.stats.trace = made = _made(record, model, tokenizer, _by_step_costs(record, engine))
+    record.stats.trace = made = trace_of(record, model, tokenizer)
     return made
+
+
+def trace_of(record: Recorder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Trace:
+    """Return the trace of a recorded call that lookahead has decoded. model: the wrapped model that made it."""
+    known = {token for step in record.steps for token in step.ids.tolist()}.union(record.tokens)
+    pieces = TextPieces(tokenizer)
+    pieces.add(record.prompt[-2 * CONTEXT :])  # decoders look back
+    parts = [pieces.add([token]) for token in record.tokens]
+    parts[-1] += pieces.rest()
+    path = model.config.name_or_path
+    about = {"model": Path(path).name if path else type(model).__name__, **environment(model)}
+    prompt = tokenizer.decode(record.prompt)
+    text = tokenizer.decode(record.tokens, skip_special_tokens=True)
+    labels = {token: label(tokenizer, token) for token in sorted(known)}
+    plain = _by_step_costs(record, engine_of(model))
+    return Trace(record, prompt, text, parts, labels, about, plain)  # type: ignore[arg-type]  # decode gives one text
 
 
 def measured(plain: Recorder, ours: Recorder) -> PlainTimes:
@@ -154,22 +171,6 @@ def _by_step_costs(record: Recorder, engine: Lookahead) -> PlainTimes | None:
     lengths = len(record.prompt) + np.arange(len(record.tokens) - 1)  # positions before each pass over one row
     passes = costs(1, lengths).tolist() if len(lengths) else []  # type: ignore[arg-type]  # of many lengths at once
     return PlainTimes((record.stats.prefill_seconds + np.cumsum([0.0, *passes])).tolist(), is_measured=False)
-
-
-def _made(
-    record: Recorder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plain: PlainTimes | None
-) -> Trace:
-    known = {token for step in record.steps for token in step.ids.tolist()}.union(record.tokens)
-    pieces = TextPieces(tokenizer)
-    pieces.add(record.prompt[-2 * CONTEXT :])  # decoders look back
-    parts = [pieces.add([token]) for token in record.tokens]
-    parts[-1] += pieces.rest()
-    path = model.config.name_or_path
-    about = {"model": Path(path).name if path else type(model).__name__, **environment(model)}
-    prompt = tokenizer.decode(record.prompt)
-    text = tokenizer.decode(record.tokens, skip_special_tokens=True)
-    labels = {token: label(tokenizer, token) for token in sorted(known)}
-    return Trace(record, prompt, text, parts, labels, about, plain)  # type: ignore[arg-type]  # decode gives one text
 
 
 def label(tokenizer: PreTrainedTokenizerBase, token: int) -> str | list[str]:

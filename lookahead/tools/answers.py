@@ -1,0 +1,108 @@
+"""A file of answers that grows line by line, and of which nothing is lost or doubled when its writer is killed."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+
+from lookahead.tools.files import writing
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]  # not a module there
+
+
+def beginning(line: int, fingerprint: str) -> bytes:
+    """Return how the answer to a line of prompts begins in the file.
+
+    fingerprint: of all that the answer depends on.
+    """
+    return json.dumps({"line": line, "fingerprint": fingerprint}).encode()[:-1]  # without the brace
+
+
+class Answers:
+    """An open file of answers: a JSON object on each line, in the order of the prompts. `answers` opens one."""
+
+    def __init__(self, path: Path, file: BinaryIO, beginnings: Sequence[bytes], count: int):
+        self.count = count
+        """Number of answers in the file, which belong to the first so many prompts."""
+        self._path = path
+        self._file = file
+        self._beginnings = beginnings
+
+    def add(self, fields: dict) -> None:
+        """Write the next answer. Once this returns, a killed process has not lost it."""
+        line = self._beginnings[self.count] + b", " + json.dumps(fields).encode()[1:] + b"\n"
+        with writing(self._path):
+            while line:  # in one call, unless the disk is full
+                line = line[self._file.write(line) :]
+        self.count += 1
+
+    def keep(self) -> None:
+        """Wait until the disk has all answers, so that they survive a loss of power."""
+        if self._path.is_file():
+            with writing(self._path):
+                os.fsync(self._file.fileno())
+
+
+@contextmanager
+def answers(path: Path, beginnings: Sequence[bytes]) -> Iterator[Answers]:
+    """Open a file of answers, new or begun by a process that has ended.
+
+    A last line that was not written to its end is removed. No other process can open the file as well.
+    beginnings: of the answers to all prompts, as `beginning` returns them.
+
+    Raises ClickException, and leaves the file as it is, if it holds anything but answers that begin like this.
+    """
+    with writing(path):
+        # Unbuffered, so that each line is written at once.
+        file = open(path, "a+b" if path.is_file() or not path.exists() else "wb", buffering=0)  # noqa: SIM115
+    with file:
+        count = 0
+        if path.is_file():
+            _lock(file, path)
+            with writing(path):
+                file.seek(0)
+                held = file.read()
+                *lines, torn = held.split(b"\n")
+                count = len(lines)
+                _check(path, lines, torn, beginnings)
+                file.truncate(len(held) - len(torn))
+            if torn:
+                click.echo(f"note: the last line of {path} was torn; it is written anew", err=True)
+        yield Answers(path, file, beginnings, count)
+
+
+def _check(path: Path, lines: list[bytes], torn: bytes, beginnings: Sequence[bytes]) -> None:
+    """Raise ClickException unless the lines, and what there is of a torn one, are answers to the first prompts."""
+    begun = [line[: len(begin)] for line, begin in zip([*lines, torn], beginnings, strict=False)]
+    for number, (part, begin) in enumerate(zip(begun, beginnings, strict=False), 1):
+        is_whole = number <= len(lines)
+        if not (part == begin if is_whole else begin.startswith(part)):
+            raise click.ClickException(
+                f"{path}, line {number} is no answer to this prompt by these settings: the prompts, the model, its "
+                "dtype, the length, the sampling or the seed have changed, or the file is of another kind. Name "
+                "another --out, or remove the file"
+            )
+    if len(lines) > len(beginnings) or (torn and len(lines) == len(beginnings)):
+        raise click.ClickException(
+            f"{path} holds more lines than there are prompts, {len(beginnings)}: name another --out, or remove it"
+        )
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise click.ClickException(
+            f"another process is writing to {path}: wait until it has ended, or name another --out"
+        ) from error
+    except OSError:  # some network file systems have no locks
+        return

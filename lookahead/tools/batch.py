@@ -1,0 +1,273 @@
+"""``lookahead generate --prompts``: continue the prompts of a file, in batches, and go on where it was interrupted."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import xxhash
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.engine import loop
+from lookahead.engine.engine import Lookahead
+from lookahead.models.adapter import context_length
+from lookahead.passes.capabilities import can_batch
+from lookahead.passes.costs import step_costs
+from lookahead.stats import Stats
+from lookahead.streaming import render
+from lookahead.tools.answers import Answers, answers, beginning
+from lookahead.tools.files import writing
+from lookahead.tools.loading import decoding, load_wrapped
+from lookahead.tools.pool_commands import check_out
+from lookahead.tools.prompts import PromptLine, read_prompt_lines, up_to_its_end
+from lookahead.tools.sizes import best_size, fitting_size
+from lookahead.vocabulary import vocabulary_fingerprint
+from lookahead.wrapping import own_loop
+from ngram_pool import NgramPool
+
+SAVE_EVERY = 60.0  # seconds between two saves of the pool
+# Settings by which a text depends on the padding before its prompt, so that it may be in a batch of its length alone.
+READ_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt to continue."""
+
+    line: PromptLine
+    ids: list[int]
+    seed: int
+
+
+def generate(
+    prompts_file: str,
+    out: Path,
+    max_new_tokens: int,
+    seed: int,
+    strategy: str,
+    show_stats: bool,
+    pool_path: str | None,
+    **shared: Any,
+) -> None:
+    if out.exists() and out.samefile(prompts_file):
+        raise click.UsageError(f"--out {out} is the file of --prompts: name another file")
+    lines = read_prompt_lines(Path(prompts_file))
+    pool_file = None if pool_path is None else Path(pool_path)
+    if pool_file is not None:
+        check_out(pool_file)
+    known = pool_path if pool_file is not None and pool_file.exists() else None
+    model, tokenizer, engine, options = load_wrapped(strategy=strategy, pool_path=known, **shared)
+    if pool_file is not None and engine is None:
+        raise click.UsageError("--pool has no effect with --strategy plain: leave one of them out")
+    if engine is not None:
+        engine.pool.vocabulary = engine.pool.vocabulary or vocabulary_fingerprint(tokenizer)
+    tasks = _tasks(lines, prompts_file, model, tokenizer, seed)
+    settings = {name: value for name, value in options.items() if name != "assistant_model"}
+    settings |= {"model": model.config.name_or_path, "dtype": str(model.dtype), "max_new_tokens": max_new_tokens}
+    begins = [beginning(task.line.number, _fingerprint(task, settings)) for task in tasks]
+    texts = Texts(model, tokenizer, engine, options, max_new_tokens)
+    with answers(out, begins) as kept, _saved(engine.pool if engine else None, pool_file) as save:
+        if kept.count:
+            click.echo(f"{kept.count} of {len(tasks)} texts are in {out} already", err=True)
+        with decoding():
+            try:
+                _decode_all(texts, tasks, kept, save)
+            except KeyboardInterrupt:
+                click.echo(
+                    f"\ninterrupted: {kept.count} of {len(tasks)} texts are in {out}; the same command goes on there",
+                    err=True,
+                )
+                sys.exit(130)
+            finally:
+                kept.keep()
+    click.echo(f"{out}: {len(tasks)} texts{texts.summary()}", err=True)
+    if show_stats and engine:
+        click.echo(str(engine.stats), err=True)
+
+
+class Texts:
+    """Decodes batches of prompts. Each text is what the model writes after its prompt alone, from the prompt's seed."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: Lookahead | None,
+        options: dict,
+        max_new_tokens: int,
+    ):
+        """options: arguments of generate(). engine: None if the model decodes plainly, one text at a time."""
+        self.model, self._tokenizer, self._engine = model, tokenizer, engine
+        self._options = dict(options)
+        self._draft_model = self._options.pop("assistant_model", None)
+        self._max_new_tokens = max_new_tokens
+        settings = model.generation_config
+        ends = settings.eos_token_id
+        self._ends = ends if isinstance(ends, list) else [ends]
+        if settings.pad_token_id is None:  # any token will do: the mask hides it
+            self._options["pad_token_id"] = self._ends[0] or 0
+        self._pads = all(
+            self._options.get(name, getattr(settings, name, None)) in (None, off) for name, off in READ_PADDING.items()
+        )
+        self._most: int | None = None
+        self.tokens, self.seconds = 0, 0.0
+
+    def next_batch(self, tasks: list[Task]) -> list[Task]:
+        """Return the first of ``tasks`` that are best decoded together."""
+        context = context_length(self.model)
+        first, *others = tasks
+        batch = [first]
+        size = self._size(tasks)
+        for task in others[: size - 1]:
+            longest = max(len(one.ids) for one in (*batch, task))
+            if longest + self._max_new_tokens > context or not (self._pads or len(task.ids) == len(first.ids)):
+                break
+            batch.append(task)
+        return batch
+
+    def _size(self, tasks: list[Task]) -> int:
+        engine = self._engine
+        if engine is None:
+            return 1
+        if self._most is None:
+            adapter = engine.find_runner(self.model).adapter
+            serves = can_batch(self.model, adapter) and not adapter.has_state
+            longest = max(len(task.ids) for task in tasks) + self._max_new_tokens
+            self._most = fitting_size(self.model, longest) if serves else 1
+        coming = tasks[: self._most]
+        length = sum(len(task.ids) for task in coming) // len(coming) + self._max_new_tokens // 2
+        return best_size(step_costs(engine.find_runner(self.model)), engine.stats, length, min(self._most, len(tasks)))
+
+    def halve(self, batch: list[Task]) -> None:
+        """Make no batch that is larger than half of this one, which had no room in memory."""
+        self._most = max(len(batch) // 2, 1)
+
+    def decode(self, batch: list[Task]) -> list[dict]:
+        """Return the fields of the answers of a batch."""
+        began = time.perf_counter()
+        width = max(len(task.ids) for task in batch)
+        room = min(self._max_new_tokens, context_length(self.model) - width)
+        paddings = [width - len(task.ids) for task in batch]
+        ids = torch.tensor([[0] * padding + task.ids for padding, task in zip(paddings, batch, strict=True)])
+        mask = (torch.arange(width) >= torch.tensor(paddings)[:, None]).long()
+        torch.manual_seed(batch[0].seed)  # where the model's own loop decodes a single text
+        output = self.model.generate(  # type: ignore[operator]  # a method
+            ids.to(self.model.device), attention_mask=mask.to(self.model.device), max_new_tokens=room,
+            **self._loop([task.seed for task in batch]), **self._options,
+        )  # fmt: skip
+        answers = [self._answer(task, ids, room) for task, ids in zip(batch, output[:, width:].tolist(), strict=True)]
+        self.tokens += sum(answer["tokens"] for answer in answers)
+        self.seconds += time.perf_counter() - began
+        return answers
+
+    def _loop(self, seeds: list[int]) -> dict[str, Callable]:
+        if self._engine is None:
+            return {}
+        seeded = partial(loop.run, self._engine, own_loop(self.model), draft_model=self._draft_model, seeds=seeds)
+        return {"custom_generate": seeded}
+
+    def _answer(self, task: Task, ids: list[int], room: int) -> dict:
+        ids = up_to_its_end(ids, self._ends)  # type: ignore[arg-type]  # None is no token
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        is_cut = len(ids) == room and ids[-1] not in self._ends
+        return {**task.line.id, "text": text, "tokens": len(ids), "finish_reason": "length" if is_cut else "stop"}
+
+    def rate(self) -> str:
+        """How fast the texts come, in words."""
+        if not self.tokens:
+            return ""
+        stats = self._engine.stats if self._engine else Stats()
+        per_step = f", {stats.tokens_per_step:.2f} tokens a step" if stats.sequence_steps else ""
+        return f"{self.tokens / self.seconds:.0f} tokens/s{per_step}"
+
+    def summary(self) -> str:
+        return f"; {self.tokens:,} tokens in {self.seconds:.1f} s, {self.rate()}" if self.tokens else ""
+
+
+def _decode_all(texts: Texts, tasks: list[Task], kept: Answers, save: Callable[[], None]) -> None:
+    left = len(tasks) - kept.count
+    bar: Any = click.progressbar(
+        length=left, label="texts", file=sys.stderr, show_pos=True, item_show_func=lambda item: texts.rate()
+    )
+    with bar:
+        bar.render_progress()
+        while kept.count < len(tasks):
+            batch = texts.next_batch(tasks[kept.count :])
+            try:
+                decoded = texts.decode(batch)
+            except (torch.OutOfMemoryError, MemoryError):
+                if len(batch) == 1:
+                    raise
+                texts.halve(batch)
+                continue
+            except (FloatingPointError, RuntimeError, ValueError) as error:
+                numbers = " to ".join(dict.fromkeys(str(task.line.number) for task in (batch[0], batch[-1])))
+                raise RuntimeError(f"line {numbers} of the prompts: {error}") from error
+            for answer in decoded:
+                kept.add(answer)
+            bar.update(len(batch))
+            save()
+
+
+@contextmanager
+def _saved(pool: NgramPool | None, path: Path | None) -> Iterator[Callable[[], None]]:
+    """Save the pool at the end, also after an error or an interrupt. Yields a function that saves it now and then.
+
+    path: None: save nothing.
+    """
+    saved = time.monotonic()
+
+    def save(at_once: bool = False) -> None:
+        nonlocal saved
+        if pool is None or path is None or not (at_once or time.monotonic() - saved > SAVE_EVERY):
+            return
+        with writing(path):
+            pool.save(path)
+        saved = time.monotonic()
+
+    try:
+        yield save
+    finally:
+        save(at_once=True)
+
+
+def _tasks(
+    lines: list[PromptLine], path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> list[Task]:
+    """Tokenize the prompts. Raises ClickException, naming the line, for one that the model cannot continue."""
+    context, tasks = context_length(model), []
+    with click.progressbar(lines, label="reading", file=sys.stderr, hidden=len(lines) < 1000) as bar:
+        for line in bar:
+            where = f"{path}, line {line.number}"
+            if isinstance(line.content, str):
+                ids = tokenizer(line.content).input_ids
+            else:
+                try:
+                    ids = render(tokenizer, line.content)["input_ids"][0].tolist()
+                except Exception as error:  # templates raise any error
+                    raise click.ClickException(
+                        f"{where}: the tokenizer's chat template cannot render these messages: {error}. Give a text as "
+                        "prompt, or a --model that was made for chats"
+                    ) from error
+            if not ids:
+                raise click.ClickException(f"{where}: the prompt is empty: give at least one token of text")
+            if len(ids) >= context:
+                raise click.ClickException(
+                    f"{where}: the prompt has {len(ids)} tokens, the model's context is {context}: shorten it, or "
+                    "remove the line"
+                )
+            own = seed + line.number - 1
+            tasks.append(Task(line, ids, own if own < 2**64 else own - 2**64))
+    return tasks
+
+
+def _fingerprint(task: Task, settings: dict) -> str:
+    """Return a fingerprint of all that a text depends on."""
+    return xxhash.xxh3_64_hexdigest(json.dumps([task.ids, task.seed, settings], sort_keys=True, default=str).encode())

@@ -1,0 +1,70 @@
+"""How many sequences to decode in one batch."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.models.adapter import device_of
+from lookahead.passes.costs import StepCosts
+from lookahead.stats import FIXED_BUDGETS, Stats
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+WORTH = 1.05  # a larger batch has to be faster by this factor: whoever interrupts a batch has to decode it anew
+# Tokens that a step writes with each of FIXED_BUDGETS, before anything has been decoded: 1 + 1/2 + 1/4 + 1/6 + ...
+EXPECTED = 1 + np.array([sum(0.5 / guess for guess in range(1, budget + 1)) for budget in FIXED_BUDGETS])
+STEP_ROWS = 128  # positions that a cache allocates for guesses, at most
+
+
+def best_size(costs: StepCosts, stats: Stats, length: int, most: int) -> int:
+    """Return the smallest of SIZES, up to ``most``, that no larger one outdoes by much, according to step costs.
+
+    Each sequence brings its own guesses, so a larger batch has larger passes, in which a row of guesses saves less.
+    What guesses yield is known from ``stats``, of the calls before; EXPECTED without them. The best budget is taken for
+    each size. length: positions of a sequence in the cache, on average.
+    """
+    rates = {size: _rate(costs, stats, length, size) for size in SIZES if size <= most}
+    best = max(rates.values())
+    return next(size for size, rate in rates.items() if rate * WORTH >= best)
+
+
+def _rate(costs: StepCosts, stats: Stats, length: int, size: int) -> float:
+    """Return the tokens per second of a batch, with the best of FIXED_BUDGETS for each sequence."""
+    rows = 1 + np.array(FIXED_BUDGETS)
+    overhead = costs.overhead  # of a sequence: guesses are made, verified and learned for each by itself
+    if stats.sequence_steps:  # costs may have followed batches; and in the statistics, the first step compiles loops
+        overhead = min(overhead, (stats.seconds.total() - stats.seconds["forward"]) / stats.sequence_steps)
+    if stats.fixed_budgets[:, 1].all():
+        single = stats.fixed_budgets[:, 0] / stats.fixed_budgets[:, 1]  # tokens a second of a sequence alone
+        tokens = single * (costs(rows, length) + costs.overhead)
+    else:
+        tokens = EXPECTED
+    # A pass reads the cache of each sequence.
+    reads = (size - 1) * length * max(costs.per_position[0] - costs.per_position[1], 0.0)
+    together = costs(size * rows, length) + reads + size * overhead
+    return float((size * tokens / together).max())
+
+
+def fitting_size(model: PreTrainedModel, length: int) -> int:
+    """Return how many sequences of ``length`` positions have room in half of the free memory, at least 1."""
+    free = _free_memory(device_of(model))
+    if free is None:
+        return SIZES[-1]
+    with torch.no_grad():
+        cache = model(torch.zeros((1, 2), dtype=torch.long, device=device_of(model)), use_cache=True).past_key_values
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    of_position = sum(tensor.nbytes for tensor in tensors) // 2
+    # Each prompt is read into a cache of its own before the batch's is made of them.
+    return max(int(free / 2 / (2 * of_position * (length + STEP_ROWS))), 1)
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """Return the bytes that are free on a device; None if it does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
