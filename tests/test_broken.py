@@ -24,7 +24,7 @@ from lookahead.step import Step, Visibility
 
 def everyone_sees_everyone(monkeypatch):
     original = adapter.hidden
-    monkeypatch.setattr(adapter, "mask", lambda *args: torch.zeros_like(original(*args)))
+    monkeypatch.setattr(adapter, "hidden", lambda *args: np.zeros_like(original(*args)))
 
 
 def siblings_see_each_other(monkeypatch):
