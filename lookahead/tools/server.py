@@ -482,7 +482,7 @@ class Watched:
             if not message.get("more_body"):
                 break
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-        gone = asyncio.create_task(receive())  # comes when the client has gone, or the answer is complete
+        gone: asyncio.Future[Message] = asyncio.ensure_future(receive())  # comes when the client has gone, or the answer is complete
         status, is_complete = "cancelled", False
 
         async def replay() -> "Message":
