@@ -482,7 +482,8 @@ class Watched:
             if not message.get("more_body"):
                 break
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-        gone: asyncio.Future[Message] = asyncio.ensure_future(receive())  # comes when the client has gone, or the answer is complete
+        # Comes when the client has gone, or the answer is complete.
+        gone: asyncio.Future[Message] = asyncio.ensure_future(receive())
         status, is_complete = "cancelled", False
 
         async def replay() -> "Message":
@@ -497,9 +498,10 @@ class Watched:
                 is_complete = not message.get("more_body")
 
         self._requests["running"] += 1
-        serving = asyncio.ensure_future(self._app(scope, replay, answer))
+        serving: asyncio.Future[None] = asyncio.ensure_future(self._app(scope, replay, answer))
         try:
-            await asyncio.wait({serving, gone}, return_when=asyncio.FIRST_COMPLETED)
+            first: set[asyncio.Future[Any]] = {serving, gone}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if is_complete or serving.done():
                 await serving
             else:
