@@ -42,16 +42,17 @@ class LookaheadConfig:
     """Size in MiB of the pool that the wrap makes (`NgramPool`). No effect if a pool is given."""
 
     cpu_kernels: bool = True
-    """Whether passes on a CPU use this package's kernels for products and attention (`products`, `tree_attention`).
-    They round differently from torch's. No effect on other devices."""
+    """Whether passes on a CPU use this package's kernels: a whole pass in one call for models built like Llama
+    (`passes.fused`), products and attention for others. They round differently from torch's. No effect on other
+    devices."""
 
     allow_row_dependent: bool = False
     """Whether to decode models whose logits depend on the other rows of a pass by more than rounding, as they do where
     activations are quantized in each pass. The texts of such models differ from plain decoding's."""
 
     compile_passes: bool = False
-    """Whether the passes of single sequences are compiled (`passes.compiled`). This needs a C++ compiler, and the first
-    text of a process waits for it: 5 to 20 seconds for twelve layers on two cores."""
+    """Whether the passes of single sequences are compiled (`passes.compiled`), where they are not fused. This needs a
+    C++ compiler, and the first text of a process waits for it: 5 to 20 seconds for twelve layers on two cores."""
 
     cuda_graphs: bool = False
     """Whether steps are replayed as CUDA graphs (`passes.graphs`), so that a GPU need not launch each kernel anew. Only
