@@ -121,7 +121,23 @@ def with_other_layer(model):
     model.model.layers[0].mlp.down_proj = new
 
 
-CHANGES = [with_hook, with_pre_hook, with_own_forward, with_adapter, with_other_activation, with_other_layer]
+def with_a_layer_of_fewer_heads(model):
+    attention = model.model.layers[1].self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        layer = getattr(attention, name)
+        layer.weight = nn.Parameter(layer.weight[: layer.out_features // 2].contiguous())
+    attention.o_proj.weight = nn.Parameter(attention.o_proj.weight[:, :16].contiguous())
+
+
+CHANGES = [
+    with_a_layer_of_fewer_heads,
+    with_hook,
+    with_pre_hook,
+    with_own_forward,
+    with_adapter,
+    with_other_activation,
+    with_other_layer,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -176,6 +192,20 @@ def test_changed_weights_take_effect(change):
 def test_models_of_another_kind_are_refused_by_name(model_type, settings, reason):
     with pytest.raises(UnknownDecoderError, match=reason):
         read_decoder(tiny_model(model_type, **settings))
+
+
+def test_a_token_without_an_embedding_is_an_error_as_in_plain_decoding():
+    model = tiny_model("llama")
+    model.lm_head = nn.Linear(32, 120, bias=False)
+    with torch.no_grad():
+        model.lm_head.weight[:100] = 0  # what the model says has no embedding
+        model.lm_head.weight[100:] = 1
+    with pytest.raises(IndexError) as plain:
+        model.generate(IDS, **GREEDY)
+    lookahead.wrap(model)
+    with pytest.raises(IndexError) as ours:
+        model.generate(IDS, **GREEDY)
+    assert str(ours.value) == str(plain.value)
 
 
 def test_a_copy_has_its_own_weights():

@@ -98,10 +98,25 @@ def serves(decoder: Decoder) -> bool:
     dtype = decoder.embedding.dtype
     return (
         dtype in _kernels()
+        and _has_equal_layers(decoder)
         and decoder.head_dim <= MAX_HEAD_DIM
         and all(products.can_multiply(weight) for weight in weights)
         and all(t.is_cpu and t.dtype == dtype and t.is_contiguous() for t in tensors)
         and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    )
+
+
+def _has_equal_layers(decoder: Decoder) -> bool:
+    """Whether all layers have the same shapes, and these fit together. Those of a pruned model may not."""
+    q, k, v, o, gate, up, down = (tuple(getattr(decoder.layers[0], name).weight.shape) for name in _LINEARS)
+    shapes = {tuple(getattr(layer, name).weight.shape for name in _LINEARS) for layer in decoder.layers}
+    width, size = decoder.hidden, decoder.head_dim
+    return (
+        len(shapes) == 1
+        and q[1] == k[1] == gate[1] == o[0] == down[0] == decoder.head.weight.shape[1] == width
+        and (k, up) == (v, gate)
+        and (q[0], gate[0]) == (o[1], down[1])
+        and q[0] % size == k[0] % size == q[0] // size % (k[0] // size) == 0
     )
 
 

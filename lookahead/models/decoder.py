@@ -34,7 +34,10 @@ def read_decoder(model: PreTrainedModel) -> Decoder:
         raise UnknownDecoderError(f"{type(model).__name__} has a forward of its own")
     if global_hooks():
         raise UnknownDecoderError("hooks are set on all modules")
-    return _Reader(own.__name__.removesuffix("ForCausalLM"), sys.modules[own.__module__]).model(model)
+    try:
+        return _Reader(own.__name__.removesuffix("ForCausalLM"), sys.modules[own.__module__]).model(model)
+    except AttributeError as error:
+        raise UnknownDecoderError(f"a part is missing: {error}") from error
 
 
 def _is_transformers_own(cls: type) -> bool:

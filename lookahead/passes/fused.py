@@ -31,7 +31,7 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError("it does not take our attention or our kernels")
         found = read_decoder(model)
         if not decoder.serves(found):
-            raise UnknownDecoderError("its weights are not all plain tensors of float32 or bfloat16 on the CPU")
+            raise UnknownDecoderError("its weights are not all plain float32 or bfloat16 tensors of fitting shapes")
         self._program = decoder.Program(found)
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -40,6 +40,8 @@ class FusedRunner(EagerRunner):
         if not serves or torch.is_autocast_enabled("cpu"):
             return super().run(steps, cache, last)
         ids, positions, ancestors = pad(steps, cache.lengths, last)
+        if ids.max() >= len(self._program.decoder.embedding):  # the model's own code raises an error
+            return super().run(steps, cache, last)
         rows = ids.shape[1]
         cache.begin(rows, steps[0].computed)
         hidden = self.adapter.hidden(ancestors, positions, cache)
