@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+import uvicorn
 from click.testing import CliRunner
 from zoo import tiny_model
 
@@ -48,13 +49,13 @@ def odd_values(words: tuple[str, ...], option: click.Parameter) -> list[str]:
 
 
 def cases() -> list:
-    """What ``trace`` shares with ``generate`` is tested once."""
-    shared = {option.name for option in main.commands["generate"].params}
+    """What ``trace`` and ``serve`` share with ``generate`` and ``chat`` is tested once."""
+    shared = {option.name for command in ("generate", "chat") for option in main.commands[command].params}
     return [
         pytest.param(words, option, value, id=" ".join([*words, option.opts[-1], repr(value)[:40]]))
         for words, command in commands().items()
         for option in command.params
-        if not getattr(option, "is_flag", False) and not (words == ("trace",) and option.name in shared)
+        if not getattr(option, "is_flag", False) and not (words[0] in ("trace", "serve") and option.name in shared)
         for value in odd_values(words, option)
     ]
 
@@ -90,6 +91,7 @@ def arguments(words: tuple[str, ...], option: click.Parameter, value: str) -> li
     rest = {
         "generate": ["--max-new-tokens", "2", *(prompt if option.name not in ("prompt", "prompt_file") else [])],
         "trace": ["--max-new-tokens", "2", "def"],
+        "serve": [],
         "chat": ["--max-new-tokens", "2", *(["--chat-template", "text"] if option.name != "template_file" else [])],
         "audit": ["--max-new-tokens", "2", "--count", "1"],
         "tune": ["--seconds", "1", "--contexts", "8"],
@@ -104,6 +106,7 @@ def arguments(words: tuple[str, ...], option: click.Parameter, value: str) -> li
 @pytest.mark.parametrize(("words", "option", "value"), cases())
 def test_odd_values(words, option, value, place, monkeypatch):
     monkeypatch.chdir(place)
+    monkeypatch.setattr(uvicorn, "run", lambda *_, **__: None)  # serves no one
     result = CliRunner().invoke(main, arguments(words, option, value), input="import\n")
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code in (0, 1, 2)

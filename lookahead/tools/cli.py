@@ -216,6 +216,7 @@ def chat(**options: Any) -> None:
 
 @main.command()
 @decoding_options
+@pool_option
 @template_option
 @click.option("--host", default="localhost", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
