@@ -12,7 +12,7 @@ from zoo import SETTINGS, VOCABULARY, tiny_model
 
 import lookahead
 from lookahead.models.adapter import context_length
-from lookahead.passes import costs
+from lookahead.passes import capabilities, costs
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.costs import RUNGS, StepCosts, measure, step_costs
 from lookahead.passes.graphs import GraphRunner, StepGraphs
@@ -31,6 +31,7 @@ def clock(monkeypatch):
         return original(self, steps, cache, last)
 
     monkeypatch.setattr(EagerRunner, "run", run)
+    monkeypatch.setattr(capabilities, "fused_runner", lambda *_: "not here")
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
