@@ -22,7 +22,7 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
     result = tune("--contexts", "16,100,100000", "--threads", "1", "--picture", str(tmp_path / "times.png"))
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if "context" in line]
-    assert [line.split(",")[0].strip() for line in lines] == [SPLIT] * 2 + [DENSE] * 2
+    assert [line.split(",")[0].strip() for line in lines] == [FUSED] * 2 + [SPLIT] * 2 + [DENSE] * 2
     assert all(float(time) > 0 for line in lines for time in line.split()[4:])
     assert "100000" not in result.stdout  # the model has no such room
     (kept,) = tmp_path.glob("*.json")
