@@ -171,13 +171,6 @@ class InPlaceLayer(CacheLayerMixin):
         columns = np.arange(self.columns - self.seen(), end)
         return np.where(columns < end - self.gaps[:, None], self.starts[:, None] + columns, -1)
 
-    def commit(self, accepted: Accepted) -> None:
-        """Keep the accepted rows of the last update, in their order. Drop its other rows."""
-        moves = self.drop(accepted)
-        if moves is not None:
-            _move([self], moves)
-        self.clear_unused()
-
     def drop(self, accepted: Accepted) -> np.ndarray | None:
         """Let the accepted rows alone be in use. Return how they must move to their columns; None if they need not."""
         moves, self.columns, self.gaps = accepted.moves(self.base, self.gaps)
@@ -344,15 +337,8 @@ class LookaheadCache(Cache):
             else:
                 self._restore_states()
                 paths, replay = [[]], self.replay + step.ids[path].tolist()
-        accepted = Accepted(paths)
-        layers = [
-            layer for layer in self._in_place if layer.is_initialized
-        ]  # others use another layer's keys and values
-        moves = [layer.drop(accepted) for layer in layers]
-        for index in {id(index): index for index in moves if index is not None}.values():
-            _move([layer for layer, of_layer in zip(layers, moves, strict=True) if of_layer is index], index)
-        for layer in layers:
-            layer.clear_unused()
+        # Layers that are not initialized use another layer's keys and values.
+        keep([layer for layer in self._in_place if layer.is_initialized], Accepted(paths))
         self.lengths, self.replay, self._before = lengths, replay, []
 
     def _restore_states(self) -> None:
@@ -416,6 +402,15 @@ class LookaheadCache(Cache):
             if isinstance(layers[0], InPlaceLayer) and layers[1].is_initialized:
                 layers[0].stack(list(layers[1:]), offsets)
         self.lengths = [cache.lengths[0] for cache in caches]
+
+
+def keep(layers: list[InPlaceLayer], accepted: Accepted) -> None:
+    """Keep the accepted rows of the layers' last update, in their order. Drop its other rows."""
+    moves = [layer.drop(accepted) for layer in layers]
+    for index in {id(index): index for index in moves if index is not None}.values():
+        _move([layer for layer, of_layer in zip(layers, moves, strict=True) if of_layer is index], index)
+    for layer in layers:
+        layer.clear_unused()
 
 
 def _move(layers: list[InPlaceLayer], moves: np.ndarray) -> None:

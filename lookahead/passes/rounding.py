@@ -2,11 +2,11 @@
 
 import torch
 
-# Errors of a row, relative to its spread, that rounding can explain. In float32, 1e-6 is usual, and 1e-5 in a trained
-# model of 30 layers. A row that saw a wrong token, stood at a wrong position or lost a state is off by more. (In a
-# mixture of experts, rounding alone can send a row to another expert.)
+# Errors of a row, relative to its spread, that rounding can explain. In float32, 1e-6 is usual. A row that saw a wrong
+# token, stood at a wrong position or lost a state is off by more. (In a mixture of experts, rounding alone can send a
+# row to another expert.)
 _HALF_PRECISION = {torch.bfloat16: 8e-2, torch.float16: 2e-2}
-_FULL_PRECISION = 1e-4
+_FULL_PRECISION = 1e-5
 
 
 def is_half(dtype: torch.dtype) -> bool:
