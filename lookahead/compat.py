@@ -131,6 +131,22 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not is_traceable_wrapper_subclass(tensor)
 
 
+def int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The int8 numbers [outputs, inputs] and the scales [outputs] of a weight that torchao has quantized by output.
+
+    None for all other weights, and if activations are scaled or quantized, too.
+    """
+    if type(weight).__name__ != "Int8Tensor" or not type(weight).__module__.startswith("torchao."):
+        return None
+    numbers, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+    for name in ("act_quant_kwargs", "act_pre_scale"):
+        if getattr(weight, name, None) is not None:
+            return None
+    if numbers is None or scales is None or numbers.ndim != 2 or scales.shape != (len(numbers), 1):
+        return None
+    return numbers, scales[:, 0]
+
+
 def version_of(tensor: torch.Tensor) -> int | None:
     """How often a tensor was written to; None if it was made in inference mode, which does not count."""
     return None if tensor.is_inference() else tensor._version

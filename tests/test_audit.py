@@ -74,7 +74,6 @@ def test_nothing_parts_in_float32():
     ("kind", "count", "loudest", "runner"),
     [
         ("tiny", 30, 0.3, EagerRunner),
-        ("small", 12, 1.5, EagerRunner),
         ("small", 12, 1.5, CompiledRunner),
         ("small", 12, 1.5, FusedRunner),
     ],

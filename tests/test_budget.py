@@ -57,7 +57,7 @@ def test_a_row_that_costs_nothing_is_used_and_one_that_costs_a_step_is_not():
     assert Pace(costs_of(1.0, 0.3)).choose(guesses, 0, 0) == 2  # 0.3 of 1.3 a row, at a token a step
 
 
-@pytest.mark.parametrize("per_row", [0.0, 0.02, 0.1, 0.4])
+@pytest.mark.parametrize("per_row", [0.02, 0.4])
 def test_no_fixed_budget_does_better_in_the_long_run(per_row):
     """A text with easy and hopeless passages, whose tokens are guessed right just as often as the guesses say."""
     rng = np.random.default_rng(0)

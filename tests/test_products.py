@@ -21,7 +21,7 @@ from zoo import SETTINGS, tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cpu import native, products
-from lookahead.cpu.products import DecodingLinear, install, remove
+from lookahead.cpu.products import DecodingLinear, Linear, install, remove
 from lookahead.decoding_pass import current_pass, decoding_pass
 from lookahead.passes.graphs import StepGraphs
 
@@ -67,7 +67,7 @@ def multiplied(monkeypatch):
     monkeypatch.setattr(
         products,
         "multiply",
-        lambda input, weights, biases: calls.append(len(weights)) or multiply(input, weights, biases),
+        lambda input, linears: calls.append(len(linears)) or multiply(input, linears),
     )
     return calls
 
@@ -82,28 +82,37 @@ def test_there_is_a_kernel_for_each_dtype():
     strides=st.integers(1, 9),
     outputs=st.lists(st.integers(1, 150), min_size=1, max_size=3),
     with_bias=st.booleans(),
+    in_int8=st.booleans(),
     strided=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
-def test_products_are_what_the_formula_says(rows, strides, outputs, with_bias, strided, dtype, seed):
-    note(f"{rows=} {strides=} {outputs=} {with_bias=} {strided=} {dtype=} {seed=}")
+def test_products_are_what_the_formula_says(rows, strides, outputs, with_bias, in_int8, strided, dtype, seed):
+    note(f"{rows=} {strides=} {outputs=} {with_bias=} {in_int8=} {strided=} {dtype=} {seed=}")
     torch.manual_seed(seed)
     inputs = strides * products.STRIDE[dtype]
-    weights = [torch.randn(n, inputs).to(dtype) for n in outputs]
-    biases = [torch.randn(n).to(dtype) if with_bias else None for n in outputs]
+    linears = [random_linear(n, inputs, dtype, with_bias, in_int8) for n in outputs]
     input = (
         torch.randn(inputs, 1, rows).to(dtype).permute(1, 2, 0) if strided else torch.randn(1, rows, inputs).to(dtype)
     )
-    for got, weight, bias in zip(products.multiply(input, weights, biases), weights, biases, strict=True):
-        added = 0 if bias is None else bias.double()
-        expected = input.double() @ weight.double().T + added
-        assert got.shape == (1, rows, len(weight))
+    for got, linear in zip(products.multiply(input, linears), linears, strict=True):
+        scales = 1 if linear.scales is None else linear.scales.double()
+        added = 0 if linear.bias is None else linear.bias.double()
+        product = input.double() @ linear.weight.double().T * scales
+        assert got.shape == (1, rows, len(linear.weight))
         assert got.dtype == dtype
-        error = 1e-7 * (4 + inputs) * (input.double().abs() @ weight.double().abs().T + abs(added))
-        if dtype == torch.bfloat16:
-            error += 2**-8 * expected.abs()  # half of the last bit of what comes out
-        assert ((got.double() - expected).abs() <= error).all()
+        error = 1e-7 * (4 + inputs) * (input.double().abs() @ linear.weight.double().abs().T * scales + abs(added))
+        if dtype == torch.bfloat16:  # half of the last bit of what comes out; of an int8 weight, of each result
+            error += 2**-8 * ((product + added).abs() + (2 * product.abs() if in_int8 else 0))
+        assert ((got.double() - product - added).abs() <= error).all()
+
+
+def random_linear(outputs, inputs, dtype, with_bias, in_int8):
+    bias = torch.randn(outputs).to(dtype) if with_bias else None
+    if not in_int8:
+        return Linear(torch.randn(outputs, inputs).to(dtype), None, bias)
+    weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    return Linear(weight, (torch.rand(outputs) / 128).to(dtype), bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +120,7 @@ def test_not_a_number_stays_in_its_row(dtype):
     input, weight = torch.randn(14, 64).to(dtype), torch.randn(70, 64).to(dtype)
     input[3, 5] = torch.nan
     input[9, 0] = torch.inf
-    (got,) = products.multiply(input, [weight], [None])
+    (got,) = products.multiply(input, [Linear(weight)])
     assert got[3].isnan().all()
     assert not got[9].isfinite().any()
     assert got[[*range(3), *range(4, 9), *range(10, 14)]].isfinite().all()
@@ -404,8 +413,8 @@ def test_the_setting_turns_them_on_and_off(dtype, multiplied):
 
 
 def test_a_kernel_that_computes_something_else_is_found_by_the_probe(monkeypatch):
-    def wrong(input, weights, biases, multiply=products.multiply):
-        return [product * 1.01 for product in multiply(input, weights, biases)]
+    def wrong(input, linears, multiply=products.multiply):
+        return [product * 1.01 for product in multiply(input, linears)]
 
     monkeypatch.setattr(products, "multiply", wrong)
     model, ids = small_llama(), torch.arange(9)[None]

@@ -14,7 +14,14 @@
 
 namespace attention {
 
-constexpr int KEYS = 64, TILE = 8, MAX_SIZE = 256, LANES = 32;
+constexpr int KEYS = 64, MAX_SIZE = 256, LANES = 32;
+#ifdef __AVX512F__
+constexpr int WIDEST = 16, REGISTERS = 16;  // lanes of a vector (a wider one would stay in memory), and vectors for sums
+#elif defined(__AVX2__)
+constexpr int WIDEST = 8, REGISTERS = 8;
+#else
+constexpr int WIDEST = 4, REGISTERS = 8;
+#endif
 constexpr float HIDDEN = std::numeric_limits<float>::lowest();
 
 // A product takes its numbers one by one, in float32.
@@ -129,6 +136,7 @@ struct ByPairs : Pairs {
 template <class By, int W, class Floats, class Factors>
 static inline void multiply(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b, long m,
                             long k, const void* next, long bytes) {
+    constexpr int TILE = std::min(8, REGISTERS / W);
     long i = 0;
     for (; i + TILE <= m; i += TILE) {
         for (long byte = bytes * i / m; byte < bytes * (i + TILE) / m; byte += 64)
@@ -188,11 +196,11 @@ struct Attention {
     void block_by(long head, long first, long begin, long end, const Part* part) const {
         const long left = queries() - first;
         if (left <= 8)
-            run<By, 8, 1>(head, first, begin, end, part);
+            run<By, std::min(8, WIDEST), 8 / std::min(8, WIDEST)>(head, first, begin, end, part);
         else if (left <= 16)
-            run<By, 16, 1>(head, first, begin, end, part);
+            run<By, WIDEST, 16 / WIDEST>(head, first, begin, end, part);
         else
-            run<By, 16, 2>(head, first, begin, end, part);
+            run<By, WIDEST, LANES / WIDEST>(head, first, begin, end, part);
     }
 
     template <class By, int L, int W>

@@ -157,11 +157,8 @@ struct Thread {
 
     // Outputs begin..end-1 of all rows.
     void multiply(const Prepared* x, const Matrix<T>& matrix, long inputs, long begin, long end) {
-        const long tiles = (pass.rows + TILE - 1) / TILE, rows_of_tile = (pass.rows + tiles - 1) / tiles;
         for (long first = begin; first < end; first += BLOCK)
-            for (long row = 0; row < pass.rows; row += rows_of_tile)
-                multiply_some<By>(std::min(rows_of_tile, pass.rows - row), x + row * inputs, matrix, row, inputs,
-                                  first, std::min(end, first + BLOCK));
+            products::multiply<By>(pass.rows, x, matrix, inputs, first, std::min(end, first + BLOCK));
     }
 
     // This thread's share of n outputs, in whole groups of 16.
@@ -177,8 +174,7 @@ struct Thread {
         const long begin = share(matrix.outputs, index), end = share(matrix.outputs, index + 1);
         for (long first = begin; first < end; first += BLOCK) {
             const long last = std::min(end, first + BLOCK), n = last - first;
-            Matrix<T> part = {matrix.weights + first * inputs, matrix.bias ? matrix.bias + first : nullptr, scratch, n};
-            multiply(taken, part, inputs, 0, n);
+            multiply(taken, matrix.part(first, n, inputs, scratch), inputs, 0, n);
             for (long row = 0; row < pass.rows; row++) {
                 T* to = pass.x + row * pass.hidden + first;
                 for (long i = 0; i < n; i++) store(number(to[i]) + number(scratch[row * n + i]), to + i);
@@ -252,9 +248,7 @@ struct Thread {
         const long begin = share(n, index), end = share(n, index + 1);
         for (long first = begin; first < end; first += BLOCK) {
             const long last = std::min(end, first + BLOCK), width = last - first;
-            const Matrix<T>& gate = layer.gate;
-            Matrix<T> part = {gate.weights + first * inputs, gate.bias ? gate.bias + first : nullptr, scratch, width};
-            multiply(taken, part, inputs, 0, width);
+            multiply(taken, layer.gate.part(first, width, inputs, scratch), inputs, 0, width);
             multiply(taken, layer.up, inputs, first, last);
             for (long row = 0; row < pass.rows; row++)
                 gate_with_silu(scratch + row * width, pass.mlp + row * n + first, width);

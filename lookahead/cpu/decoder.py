@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from lookahead.cpu import native, products
+from lookahead.cpu.products import Linear
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
 MAX_ROWS = 64  # Rows of a pass, at most. Beyond this, torch's products are faster.
@@ -21,26 +22,14 @@ _BLOCK = 48  # BLOCK in decoder.cpp
 _LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 _NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")
 _CACHE = ("keys", "values", "held", "key_stride", "hidden", "masked", "output")
-# Place of each field of a Layer in decoder.cpp, all of 8 bytes. A linear layer is a Matrix of four.
-_PLACES = {name: 4 * i for i, name in enumerate(_LINEARS)}
-_PLACES |= {name: 4 * len(_LINEARS) + i for i, name in enumerate(_NORMS + _CACHE)}
-
-
-@dataclass(frozen=True)
-class Linear:
-    """weight: [outputs, inputs], contiguous. bias: [outputs], or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    def matrix(self, out: torch.Tensor | None = None) -> tuple[int, int, int, int]:
-        """The fields of a Matrix in products.h."""
-        return self.weight.data_ptr(), _pointer(self.bias), _pointer(out), self.weight.shape[0]
+# Place of each field of a Layer in decoder.cpp, all of 8 bytes. A linear layer is a Matrix.
+_PLACES = {name: products.FIELDS * i for i, name in enumerate(_LINEARS)}
+_PLACES |= {name: products.FIELDS * len(_LINEARS) + i for i, name in enumerate(_NORMS + _CACHE)}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. All tensors have one dtype. q_norm and k_norm, [head_dim], are norms of single heads."""
+    """One layer. All tensors have one dtype, except weights in int8. q_norm and k_norm, [head_dim], are norms of single heads."""
 
     q: Linear
     k: Linear
@@ -76,7 +65,7 @@ class _Pass(ctypes.Structure):
     """Pass in decoder.cpp."""
 
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = (
-        [("layers", ctypes.c_void_p), ("head", ctypes.c_long * 4)]
+        [("layers", ctypes.c_void_p), ("head", ctypes.c_long * products.FIELDS)]
         + [(name, ctypes.c_void_p) for name in ("ids", "embedding", "norm", "cos", "sin", "positions")]
         + [(name, ctypes.c_void_p) for name in ("x", "q", "attended", "mlp")]
         + [(name, ctypes.c_void_p) for name in ("first_hidden", "largest", "total", "sums", "room")]
@@ -88,19 +77,16 @@ class _Pass(ctypes.Structure):
 
 def serves(decoder: Decoder) -> bool:
     """Whether `Program` takes this decoder."""
-    tensors = [decoder.embedding, decoder.norm, *_of_linear(decoder.head)]
-    weights = [decoder.head.weight]
+    tensors = [decoder.embedding, decoder.norm]
+    linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in _LINEARS)]
     for layer in decoder.layers:
-        linears = [getattr(layer, name) for name in _LINEARS]
-        weights += [linear.weight for linear in linears]
-        tensors += [tensor for linear in linears for tensor in _of_linear(linear)]
         tensors += [norm for name in _NORMS if (norm := getattr(layer, name)) is not None]
     dtype = decoder.embedding.dtype
     return (
         dtype in _kernels()
         and _has_equal_layers(decoder)
         and decoder.head_dim <= MAX_HEAD_DIM
-        and all(products.can_multiply(weight) for weight in weights)
+        and all(linear.is_served(dtype) for linear in linears)
         and all(t.is_cpu and t.dtype == dtype and t.is_contiguous() for t in tensors)
         and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
     )
@@ -129,12 +115,12 @@ class Program:
         self.key_heads = first.k.weight.shape[0] // decoder.head_dim
         self._heads = first.q.weight.shape[0] // decoder.head_dim
         self._room = np.empty(0, np.uint8)
-        self._table = np.zeros((len(decoder.layers), len(_LINEARS) * 4 + len(_NORMS) + len(_CACHE)), np.int64)
+        self._table = np.zeros((len(decoder.layers), products.FIELDS * len(_LINEARS) + len(_NORMS) + len(_CACHE)), np.int64)
         for row, layer in zip(self._table, decoder.layers, strict=True):
             for name in _LINEARS:
-                row[_PLACES[name] : _PLACES[name] + 4] = getattr(layer, name).matrix()
+                row[_PLACES[name] : _PLACES[name] + products.FIELDS] = getattr(layer, name).matrix()
             for name in _NORMS:
-                row[_PLACES[name]] = _pointer(getattr(layer, name))
+                row[_PLACES[name]] = products.pointer(getattr(layer, name))
 
     def run(
         self,
@@ -170,18 +156,18 @@ class Program:
         logits = decoder.embedding.new_empty(1, rows, decoder.head.weight.shape[0])
         kept = {i: decoder.embedding.new_empty(1, rows, width) for i in outputs}
         for name, out in (("q", q), ("k", k), ("v", v), ("up", mlp)):
-            table[:, _PLACES[name] + 2] = out
+            table[:, _PLACES[name] + products.OUT] = out
         table[:, _PLACES["keys"] : _PLACES["hidden"]] = caches
         places_of = {id(array): (array.ctypes.data, array.shape[1]) for array in hidden}
         table[:, _PLACES["hidden"] : _PLACES["output"]] = [places_of[id(array)] for array in hidden]
-        table[:, _PLACES["output"]] = [_pointer(kept.get(i)) for i in range(1, len(table) + 1)] if kept else 0
+        table[:, _PLACES["output"]] = [products.pointer(kept.get(i)) for i in range(1, len(table) + 1)] if kept else 0
         cos, sin = rotary
         _kernels()[logits.dtype](
             ctypes.byref(
                 _Pass(
                     table.ctypes.data, decoder.head.matrix(logits), ids.ctypes.data, decoder.embedding.data_ptr(),
                     decoder.norm.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.ctypes.data, x, q, attended, mlp,
-                    _pointer(kept.get(0)), largest, total, sums, room, for_each, len(table), rows, width, heads,
+                    products.pointer(kept.get(0)), largest, total, sums, room, for_each, len(table), rows, width, heads,
                     self.key_heads, decoder.head_dim, cos.shape[1], intermediate, threads, decoder.epsilon,
                     decoder.scaling,
                 )
@@ -216,14 +202,6 @@ def move_rows(buffers: Sequence[torch.Tensor], sources: np.ndarray, targets: np.
         addresses[0].ctypes.data, addresses[1].ctypes.data, len(buffers), first.shape[1], itemsize * first.shape[3],
         sources.ctypes.data, targets.ctypes.data, len(sources),
     )  # fmt: skip
-
-
-def _of_linear(linear: Linear) -> list[torch.Tensor]:
-    return [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
-
-
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 @cache

@@ -9,12 +9,11 @@ constexpr long SMALL_BLOCK = 24;  // the same for several tiles, so that the wei
 
 // Multiply x [rows][inputs] with each matrix. inputs is a multiple of STRIDE. room: as many floats as x has numbers.
 template <class By>
-static void multiply(const typename By::Number* x, const Matrix<typename By::Number>* matrices, long count, long rows,
-                     long inputs, float* room, long threads) {
+static void multiply_all(const typename By::Number* x, const Matrix<typename By::Number>* matrices, long count,
+                         long rows, long inputs, float* room, long threads) {
     typedef typename By::Prepared Prepared;
     if (rows == 0) return;
-    const long tiles = (rows + TILE - 1) / TILE, rows_of_tile = (rows + tiles - 1) / tiles;
-    const long size = tiles > 1 ? SMALL_BLOCK : BLOCK;
+    const long size = rows > TILE ? SMALL_BLOCK : BLOCK;
     long blocks = 0;
     for (long i = 0; i < count; i++) blocks += (matrices[i].outputs + size - 1) / size;
 #pragma omp parallel num_threads(threads)
@@ -33,9 +32,7 @@ static void multiply(const typename By::Number* x, const Matrix<typename By::Num
             for (long its; before >= (its = (matrices[which].outputs + size - 1) / size); which++) before -= its;
             const Matrix<typename By::Number>& matrix = matrices[which];
             const long begin = before * size, end = std::min(matrix.outputs, begin + size);
-            for (long row = 0; row < rows; row += rows_of_tile)
-                multiply_some<By>(std::min(rows_of_tile, rows - row), prepared + row * inputs, matrix, row, inputs,
-                                  begin, end);
+            multiply<By>(rows, prepared, matrix, inputs, begin, end);
         }
     }
 }
@@ -43,7 +40,7 @@ static void multiply(const typename By::Number* x, const Matrix<typename By::Num
 #define FOR(NAME, T, BY)                                                                                         \
     extern "C" void NAME(const T* x, const Matrix<T>* matrices, long count, long rows, long inputs, float* room, \
                          long threads) {                                                                         \
-        multiply<BY>(x, matrices, count, rows, inputs, room, threads);                                           \
+        multiply_all<BY>(x, matrices, count, rows, inputs, room, threads);                                           \
     }
 
 FOR(multiply_float32, float, ByFloats)

@@ -2,7 +2,8 @@
 //
 // A tile of M rows of the input by O outputs keeps a vector of partial sums for each pair of row and output. It runs
 // along the inputs, and adds up the lanes of each vector at the end. So each weight is read once, in memory order, for
-// up to TILE rows of the input, and no weights are reordered.
+// up to TILE rows of the input, and no weights are reordered. Weights may be of the input's type, or bytes that are
+// scaled by output, which are read as bytes and converted on the way.
 
 #pragma once
 
@@ -29,14 +30,26 @@ using Unaligned __attribute__((aligned(1), may_alias)) = T;
 #define UNROLL _Pragma("GCC unroll 64")
 #define INLINE inline __attribute__((always_inline))
 
+// L bytes as integers. GCC's own conversion takes them one by one.
+static INLINE Ints widened(const int8_t* x) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x));
+#else
+    return __builtin_convertvector(*(const Unaligned<Lanes<L>::Bytes>*)x, Ints);
+#endif
+}
+
 // How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
-// after `prepare`, if the kernel does not take it as it is.
+// after `prepare`, if the kernel does not take it as it is. A byte is exactly a number of either type.
 struct ByFloats {
     typedef float Number;
     typedef float Prepared;
     typedef Floats Factors;
     static constexpr int STRIDE = L;
     static INLINE Floats factors(const float* x) { return *(const Unaligned<Floats>*)x; }
+    static INLINE Floats factors(const int8_t* x) { return __builtin_convertvector(widened(x), Floats); }
     static INLINE void add(Floats& sum, const float* x, Floats w) { sum += factors(x) * w; }
 };
 
@@ -47,6 +60,9 @@ struct ByPairs {
     typedef Ints Factors;
     static constexpr int STRIDE = 2 * L;
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+    static INLINE Ints factors(const int8_t* x) {
+        return (Ints)_mm512_cvtne2ps_pbh((__m512)ByFloats::factors(x + L), (__m512)ByFloats::factors(x));
+    }
     static INLINE void add(Floats& sum, const BFloat16* x, Ints w) {
         sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors(x), (__m512bh)w);
     }
@@ -63,6 +79,12 @@ struct ByPairs {
         for (int i = 0; i < STRIDE; i++) to[i % 2 * L + i / 2] = number(x[i]);
     }
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+    static INLINE Ints factors(const int8_t* x) {
+        const Ints pairs = __builtin_convertvector(*(const Unaligned<Lanes<L>::Shorts>*)x, Ints);
+        const Ints even = (Ints)__builtin_convertvector(pairs << 24 >> 24, Floats);
+        const Ints odd = (Ints)__builtin_convertvector(pairs >> 8, Floats);
+        return (even >> 16 & 0xffff) | odd;
+    }
     static INLINE void add(Floats& sum, const float* x, Ints w) {
         sum += *(const Unaligned<Floats>*)x * (Floats)(w << 16);
         sum += *(const Unaligned<Floats>*)(x + L) * (Floats)(w & ~0xffff);
@@ -95,9 +117,8 @@ static INLINE Floats lanes_added(const Floats* v) {
 }
 
 // sums[m][o] = product of row m of x with the weights of output o. Rows of x are `inputs` numbers apart.
-template <class By, int M, int O>
-static INLINE void multiply_tile(const typename By::Prepared* x, const typename By::Number* weights, long inputs,
-                                 float* sums) {
+template <class By, int M, int O, class Weight>
+static INLINE void multiply_tile(const typename By::Prepared* x, const Weight* weights, long inputs, float* sums) {
     Floats partial[M * O] = {};
     for (long i = 0; i < inputs; i += By::STRIDE) {
         typename By::Factors w[O];
@@ -115,47 +136,76 @@ static INLINE void multiply_tile(const typename By::Prepared* x, const typename 
 
 template <class T>
 struct Matrix {
-    const T* weights;  // [outputs][inputs]
-    const T* bias;     // [outputs], or null
-    T* out;            // [rows][outputs]
+    const void* weights;  // [outputs][inputs]: of type T, or int8_t if there are scales
+    const T* scales;      // [outputs], or null: what the sum of each output is multiplied by
+    const T* bias;        // [outputs], or null
+    T* out;               // [rows][outputs]
     long outputs;
+
+    // Outputs first..first+count-1 alone, which go elsewhere.
+    Matrix part(long first, long count, long inputs, T* to) const {
+        const long size = scales ? 1 : sizeof(T);
+        return {(const char*)weights + first * inputs * size, scales ? scales + first : nullptr,
+                bias ? bias + first : nullptr, to, count};
+    }
 
     // Store outputs first..first+O-1 of M rows from sums[m][o], an array of 32 numbers.
     template <int M, int O>
     INLINE void put(float* sums, long row, long first) const {
         T numbers[32];
-        if (bias)
+        if (bias && !scales)
             UNROLL for (int i = 0; i < M * O; i++) sums[i] += number(bias[first + i % O]);
         UNROLL for (int i = 0; i < M * O; i += 16) store(*(const Unaligned<Lanes<16>::Floats>*)(sums + i), numbers + i);
         UNROLL for (int m = 0; m < M; m++) memcpy(out + (row + m) * outputs + first, numbers + m * O, O * sizeof(T));
     }
+
+    // Multiply stored sums by the scales, and add the bias. Rounds twice, as torchao does.
+    void scale(long row, long rows, long begin, long end) const {
+        for (; rows > 0; rows--, row++) {
+            T* to = out + row * outputs;
+            for (long i = begin; i < end; i++) store(number(to[i]) * number(scales[i]), to + i);
+            if (bias)
+                for (long i = begin; i < end; i++) store(number(to[i]) + number(bias[i]), to + i);
+        }
+    }
 };
 
 // Compute outputs begin..end-1 of M rows.
-template <class By, int M, int O>
+template <class By, class Weight, int M, int O>
 static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
                                  long inputs, long begin, long end) {
     float sums[32];
     long first = begin;
     for (; first + O <= end; first += O) {
-        multiply_tile<By, M, O>(x, matrix.weights + first * inputs, inputs, sums);
+        multiply_tile<By, M, O>(x, (const Weight*)matrix.weights + first * inputs, inputs, sums);
         matrix.template put<M, O>(sums, row, first);
     }
     if constexpr (O > 1)
-        if (first < end) multiply_rows<By, M, 1>(x, matrix, row, inputs, first, end);
+        if (first < end) multiply_rows<By, Weight, M, 1>(x, matrix, row, inputs, first, end);
 }
 
 // The same for a number of rows that is known only at run time. A tile has as many outputs as the registers can hold.
-template <class By, int M = TILE>
+template <class By, class Weight, int M = TILE>
 static void multiply_some(int rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
                           long inputs, long begin, long end) {
     if constexpr (M > 0) {
-        constexpr int fitting = (REGISTERS - 2) / (M + 1);
+        constexpr int fitting = (REGISTERS - 2) / (M + 1), O = fitting < MAX_OUTPUTS ? fitting : MAX_OUTPUTS;
         if (rows == M)
-            multiply_rows<By, M, fitting < MAX_OUTPUTS ? fitting : MAX_OUTPUTS>(x, matrix, row, inputs, begin, end);
+            multiply_rows<By, Weight, M, O>(x, matrix, row, inputs, begin, end);
         else
-            multiply_some<By, M - 1>(rows, x, matrix, row, inputs, begin, end);
+            multiply_some<By, Weight, M - 1>(rows, x, matrix, row, inputs, begin, end);
     }
+}
+
+// The same for any number of rows, in tiles of about equal size, and for weights of either type.
+template <class By>
+static void multiply(long rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long inputs,
+                     long begin, long end) {
+    const long tiles = (rows + TILE - 1) / TILE, rows_of_tile = (rows + tiles - 1) / tiles;
+    const auto some = matrix.scales ? multiply_some<By, int8_t> : multiply_some<By, typename By::Number>;
+    for (long row = 0; row < rows; row += rows_of_tile)
+        some(std::min(rows_of_tile, rows - row), x + row * inputs, matrix, row, inputs, begin, end);
+    if (matrix.scales) matrix.scale(0, rows, begin, end);
 }
 
 }  // namespace products

@@ -2,26 +2,70 @@
 
 torch reorders the weights of a linear layer in each call. For the few rows of a step, this takes longer than the
 product itself. Our kernel reads the weights as they are. So nothing is copied, and every change of a weight takes
-effect. Layers with the same input, such as query, key and value, are computed in one call.
+effect. Layers with the same input, such as query, key and value, are computed in one call. Weights that torchao holds
+in int8 are read in int8.
 """
 
 import ctypes
 import math
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import nn
 
-from lookahead.compat import pre_hooks
+from lookahead.compat import int8_weight, pre_hooks
 from lookahead.cpu import native
 from lookahead.decoding_pass import DecodingPass, current_pass
 
 MIN_WEIGHTS = 2**16  # Weights in one call, at least. Below this, torch is faster.
 MAX_ROWS = 64  # Rows of an input, at most. Beyond this, torch is faster.
 STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads at a time
+_PLAIN = nn.Parameter, torch.Tensor
 # Names of layers in a module that usually have the same input. If they do not, only time is lost.
 SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+FIELDS, OUT = 5, 3  # of a Matrix in products.h: how many there are, and the place of its output
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The tensors of a linear layer.
+
+    weight: [outputs, inputs], contiguous, of the input's dtype, or int8. scales: [outputs], of the input's dtype: what
+    the sums are multiplied by if the weight is in int8. bias: [outputs], of the input's dtype, or None.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> "Linear":
+        """The tensors of a layer, as they are at this moment."""
+        weight = layer.weight
+        if type(weight) in _PLAIN or (quantized := int8_weight(weight)) is None:
+            return cls(weight, None, layer.bias)
+        data, scales = quantized
+        return cls(data, scales.to(weight.dtype), layer.bias)  # the scales are rounded when torchao uses them, too
+
+    def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
+        """The fields of a Matrix in products.h."""
+        return self.weight.data_ptr(), pointer(self.scales), pointer(self.bias), pointer(out), self.weight.shape[0]
+
+    def is_served(self, dtype: torch.dtype) -> bool:
+        """Whether our kernel takes this layer, if its input has this dtype."""
+        beside = [tensor for tensor in (self.scales, self.bias) if tensor is not None]
+        return (
+            self.weight.dtype == (dtype if self.scales is None else torch.int8)
+            and type(self.weight) in _PLAIN
+            and can_multiply(self.weight, dtype)
+            and all(type(t) in _PLAIN and t.dtype == dtype and t.is_cpu and t.is_contiguous() for t in beside)
+        )
+
+
+def pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class DecodingLinear(nn.Linear):
@@ -34,23 +78,20 @@ class DecodingLinear(nn.Linear):
                 product = decoding.product(id(self), input)
                 if product is not None:
                     return product
-                weight, bias = self.weight, self.bias
-                if _serves(input, weight, bias):
-                    return self._multiply(input, weight, bias, decoding)
+                linear = Linear.of(self)
+                if _serves(input, linear):
+                    return self._multiply(input, linear, decoding)
         return nn.functional.linear(input, self.weight, self.bias)
 
-    def _multiply(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, decoding: DecodingPass
-    ) -> torch.Tensor:
+    def _multiply(self, input: torch.Tensor, linear: Linear, decoding: DecodingPass) -> torch.Tensor:
         """Return this layer's product. The products of its siblings are kept until they are called."""
-        siblings = decoding.siblings.get(id(self), ())
-        if not siblings:
-            return multiply(input, [weight], [bias])[0]
-        layers = [layer for layer in siblings if layer is self or _can_be_early(layer, input)]
-        products = multiply(input, [layer.weight for layer in layers], [layer.bias for layer in layers])
-        of_layers = {id(layer): product for layer, product in zip(layers, products, strict=True)}
-        own = of_layers.pop(id(self))
-        decoding.keep(input, of_layers)
+        linears: dict[int, Linear] = {}
+        for layer in decoding.siblings.get(id(self), ()):
+            if layer is not self and (of_layer := _taken_early(layer, input)) is not None:
+                linears[id(layer)] = of_layer
+        own, *others = multiply(input, [linear, *linears.values()])
+        if others:
+            decoding.keep(input, dict(zip(linears, others, strict=True)))
         return own
 
 
@@ -92,37 +133,35 @@ def remove(model: nn.Module) -> None:
             module.__class__ = nn.Linear  # type: ignore[assignment]  # it was made as an nn.Linear
 
 
-def can_multiply(weight: torch.Tensor) -> bool:
-    """Whether our kernel takes this weight, [outputs, inputs]."""
+def can_multiply(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether our kernel takes this weight, [outputs, inputs], with an input of this dtype."""
     return (
         weight.is_cpu
-        and weight.dtype in STRIDE
-        and weight.shape[1] % STRIDE[weight.dtype] == 0
+        and dtype in STRIDE
+        and weight.shape[1] % STRIDE[dtype] == 0
         and weight.is_contiguous()
-        and weight.dtype in kernels()
+        and dtype in kernels()
     )
 
 
-def multiply(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the product [..., outputs] of the input [..., inputs] with each weight [outputs, inputs], plus its bias.
+def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
+    """Return what each layer makes of the input [..., inputs]: [..., outputs].
 
-    All tensors are on the CPU and have one dtype. Weights and biases are contiguous. Sums are in float32. Nothing is
-    checked.
+    All tensors are on the CPU. Sums are in float32. Nothing is checked.
     """
     input = input.contiguous()
     *shape, inputs = input.shape
     rows = math.prod(shape)
-    matrices: list[int] = []  # the fields of a Matrix in products.cpp, for each weight
+    matrices: list[int] = []
     outs: list[torch.Tensor] = []
-    for weight, bias in zip(weights, biases, strict=True):
-        out = input.new_empty((*shape, weight.shape[0]))
-        matrices += weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), weight.shape[0]
-        outs.append(out)
+    for linear in linears:
+        outs.append(input.new_empty((*shape, linear.weight.shape[0])))
+        matrices += linear.matrix(outs[-1])
     is_prepared = input.dtype == torch.bfloat16 and not native.HAS_BF16  # the kernel first converts the input to floats
     room = input.new_empty(rows * inputs, dtype=torch.float32) if is_prepared else None
     kernels()[input.dtype](
-        input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(weights), rows, inputs,
-        None if room is None else room.data_ptr(), torch.get_num_threads(),
+        input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(linears), rows, inputs, pointer(room),
+        torch.get_num_threads(),
     )  # fmt: skip
     return outs
 
@@ -133,38 +172,36 @@ def kernels() -> native.Kernels:
     return native.kernels("products", "multiply", tuple(STRIDE), _ARGUMENTS)
 
 
-def _can_be_early(layer: nn.Linear, input: torch.Tensor) -> bool:
-    """Whether the product can be computed before the layer is called. A hook or another forward could change it."""
-    has_hooks = pre_hooks(layer) or "forward" in vars(layer)
-    return type(layer) is DecodingLinear and not has_hooks and _serves(input, layer.weight, layer.bias)
+def _taken_early(layer: nn.Linear, input: torch.Tensor) -> Linear | None:
+    """The tensors of a layer whose product can be computed before it is called; None if that may not be."""
+    if type(layer) is not DecodingLinear or pre_hooks(layer) or "forward" in vars(layer):  # these could change it
+        return None
+    linear = Linear.of(layer)
+    return linear if _serves(input, linear) else None
 
 
-def _serves(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _serves(input: torch.Tensor, linear: Linear) -> bool:
     """Whether `multiply` takes these tensors. torch takes all others."""
     return (
         type(input) is torch.Tensor
-        and type(weight) in (nn.Parameter, torch.Tensor)
-        and (bias is None or _is_plain_bias(bias, weight))
-        and input.dtype == weight.dtype
         and input.is_cpu
-        and input.shape[-1] == weight.shape[1]
+        and input.shape[-1] == linear.weight.shape[1]
         and 0 < input.numel() <= MAX_ROWS * input.shape[-1]
-        and can_multiply(weight)
+        and linear.is_served(input.dtype)
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-def _is_plain_bias(bias: torch.Tensor, weight: torch.Tensor) -> bool:
-    is_plain = type(bias) in (nn.Parameter, torch.Tensor)
-    return is_plain and bias.dtype == weight.dtype and bias.is_cpu and bias.is_contiguous()
 
 
 def _empty_products(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:
     return [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
 
 
+def _products(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:
+    return multiply(input, [Linear(weight, None, bias) for weight, bias in zip(weights, biases, strict=True)])
+
+
 # For compiled passes. Defined by hand, because the wrapper of torch.library.custom_op takes as long as a small layer.
 _library = torch.library.Library("lookahead", "FRAGMENT")
 _library.define("products(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
-_library.impl("products", multiply, "CPU")
+_library.impl("products", _products, "CPU")
 _library.impl("products", _empty_products, "Meta")

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -15,6 +15,8 @@ struct Lanes {
     typedef float Floats __attribute__((vector_size(4 * L)));
     typedef int32_t Ints __attribute__((vector_size(4 * L)));
     typedef BFloat16 BFloat16s __attribute__((vector_size(2 * L)));
+    typedef int16_t Shorts __attribute__((vector_size(2 * L)));
+    typedef int8_t Bytes __attribute__((vector_size(L)));
 };
 
 static inline float number(float x) { return x; }

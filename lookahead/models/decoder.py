@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.compat import global_hooks, has_own_call
-from lookahead.cpu.decoder import Decoder, Layer, Linear
-from lookahead.cpu.products import DecodingLinear
+from lookahead.cpu.decoder import Decoder, Layer
+from lookahead.cpu.products import DecodingLinear, Linear
 
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _LINEARS = (nn.Linear, DecodingLinear)
@@ -98,8 +98,7 @@ class _Reader:
         return norm.weight
 
     def _linear(self, parent: nn.Module, name: str) -> Linear:
-        layer = self._child(parent, name, *_LINEARS)
-        return Linear(layer.weight, layer.bias)
+        return Linear.of(self._child(parent, name, *_LINEARS))
 
     def _module(self, parent: nn.Module, name: str, suffix: str) -> Any:
         module = getattr(parent, name, None)

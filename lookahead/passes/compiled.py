@@ -105,7 +105,7 @@ def _is_ours(node: torch.fx.Node) -> bool:
         bool(modules)
         and modules[-1][1] is products.DecodingLinear
         and len({value.dtype for value in values}) == 1
-        and products.can_multiply(values[1])
+        and products.can_multiply(values[1], values[1].dtype)
         and values[-1].is_contiguous()
     )
 

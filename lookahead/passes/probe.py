@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from lookahead.compat import is_plain
 from lookahead.models.adapter import ModelAdapter, device_of, vocabulary_of
 from lookahead.models.cache import InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import is_half, relative_error, row_errors, tolerance
@@ -69,7 +70,7 @@ def row_dependence(model: PreTrainedModel, adapter: ModelAdapter) -> float:
         except Exception:  # a model that takes no batches, or that the probe will refuse
             return 0.0
         found.append((errors.median() if is_half(model.dtype) else errors.max()).item())
-        if not found[-1] > max(tolerance(model.dtype), _LARGEST_ROUNDING):
+        if not found[-1] > max(_tolerance(model), _LARGEST_ROUNDING):
             return 0.0
     return max(found)
 
@@ -86,7 +87,7 @@ def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
         return True
     if logits.isnan().any():
         return True
-    return relative_error(other[0, :6], logits[0, :6]) <= tolerance(model.dtype)
+    return relative_error(other[0, :6], logits[0, :6]) <= _tolerance(model)
 
 
 def is_same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
@@ -98,7 +99,7 @@ def is_same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool
         cached += [_plain_logits(model, adapter, tokens[:, i : i + 1], cache, i)[0] for i in range(8, 12)]
         at_once = [_plain_logits(model, adapter, tokens[:, : i + 1])[0, -1:] for i in range(7, 12)]
         noise = _batch_errors(model, adapter, tokens.repeat(2, 1)).max().item()
-    rounding = tolerance(model.dtype, max(noise, adapter.row_dependence))
+    rounding = _tolerance(model, max(noise, adapter.row_dependence))
     return relative_error(torch.cat(at_once), torch.cat(cached)) <= rounding
 
 
@@ -158,14 +159,23 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
     longest = max(map(len, lines))
     same_length = torch.tensor([[*line, *[0] * (longest - len(line))] for line in lines])
     noise = _batch_errors(model, adapter, same_length)
+    of_prefill = _prefill_errors(model, adapter, same_length[-1:])
     if adapter.has_state:  # scans and steps sum in another order
-        noise = torch.cat([noise, _unless_gross(_prefill_errors(model, adapter, same_length[-1:]))])
+        noise = torch.cat([noise, _unless_gross(of_prefill)])
+    elif not is_half(model.dtype) and of_prefill.max() < _LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
+        noise = torch.cat([noise, of_prefill])
     if halves:  # `tolerance` allows 4 times the noise, but a token at a wrong position is off by only 3 times as much
         noise = torch.cat([noise, _unless_gross(torch.cat(halves)) / 2])
-    if worst <= tolerance(model.dtype, max(noise.max().item(), adapter.row_dependence)):
+    if worst <= _tolerance(model, max(noise.max().item(), adapter.row_dependence)):
         return None
     what = "custom masks, position_ids or cache are" if adapter.can_branch else "the cache is"
     return f"{what} not honoured, its logits differ from plain decoding's by {worst:.1e} of their spread"
+
+
+def _tolerance(model: PreTrainedModel, noise: float = 0.0) -> float:
+    """`tolerance`, doubled for quantized weights: their products are rounded twice, before and after the scaling."""
+    is_quantized = not all(map(is_plain, model.parameters()))
+    return (1 + is_quantized) * tolerance(model.dtype, noise)
 
 
 def _unless_gross(errors: torch.Tensor) -> torch.Tensor:
