@@ -155,6 +155,20 @@ def test_plain_tensors():
     assert not compat.is_plain(layer.weight), moved("is_traceable_wrapper_subclass", "torch")
 
 
+def test_weights_in_int8():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = nn.Linear(32, 8)
+    weight = layer.weight.detach().clone()
+    assert compat.int8_weight(layer.weight) is None
+    quantize_(layer, Int8WeightOnlyConfig())
+    found = compat.int8_weight(layer.weight)
+    assert found is not None, moved("Int8Tensor.qdata and .scale", "torchao")
+    numbers, scales = found
+    assert numbers.dtype == torch.int8
+    assert ((numbers * scales[:, None] - weight).abs() <= 0.51 * scales[:, None]).all()
+
+
 def test_versions_of_tensors():
     tensor = torch.zeros(2)
     before = compat.version_of(tensor)

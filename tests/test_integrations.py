@@ -171,6 +171,7 @@ def test_torchao_weights_in_int8(model, options):
     expected = generate(model, **options)
     lookahead.wrap(model)
     check_same(model, expected, **options)
+    assert model.lookahead.passes == "fused", "int8 weights are read as they are"
 
 
 def test_torchao_activations_in_int8(model):

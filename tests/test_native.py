@@ -518,13 +518,15 @@ LOWER = {"AVX512_BF16": ["avx2", "default"], "AVX512": ["avx2", "default"], "AVX
 
 
 @pytest.mark.parametrize("capability", LOWER.get(native.CAPABILITY, []))
-def test_attention_is_right_on_lesser_processors(capability, tmp_path):
+def test_kernels_are_right_on_lesser_processors(capability, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_tree_attention.py"]
+    command += ["tests/test_products.py::test_products_are_what_the_formula_says"]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "XDG_CACHE_HOME": str(tmp_path)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
-    (built,) = (tmp_path / "lookahead" / "kernels").iterdir()
-    assert built.name.startswith(f"tree_attention-{capability.upper()}-")
+    built = sorted(file.name for file in (tmp_path / "lookahead" / "kernels").iterdir())
+    for library, name in zip(built, ["products", "tree_attention"], strict=True):
+        assert library.startswith(f"{name}-{capability.upper()}-")
 
 
 def test_one_openmp_serves_torch_and_what_is_built():

@@ -14,7 +14,8 @@ from ngram_pool import GuessTree
 from ngram_pool.forks import Lock
 
 MAX_GUESSES = 127  # with the root, the most rows for which costs are measured
-FADE = 0.98  # factor by which each step fades the sums that make up the rate
+FADE = 0.98  # factor by which each step fades the sums that make up the rate and the trust
+FIRST_CLAIMS = 4.0  # accepted guesses that claims and experience begin with
 WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the next is tried only if this one pays
 FIRST_PAUSE = 128  # steps before the first trial of a window, and in the first pause
 PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by this factor
@@ -29,12 +30,20 @@ class Pace:
         self.costs = costs
         self._lock = Lock()
         self._tokens, self._seconds = 1.0, float(self._cost(1, 0))  # the rate of plain decoding
+        self._claimed = self._accepted = FIRST_CLAIMS
         self.reach = 16
         """Number of guesses to look for: about twice as many as were worth verifying lately."""
 
     def rate(self) -> float:
         """Return the recent tokens per second."""
         return self._tokens / self._seconds
+
+    def trust(self) -> float:
+        """Return how many guesses were accepted lately, for each that the probabilities of the guesses promised.
+
+        Sources calibrate themselves, but on a new text they err in the same direction for dozens of steps.
+        """
+        return self._accepted / self._claimed
 
     def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> int:
         """Return the number of guesses to verify for each sequence of a batch.
@@ -45,7 +54,7 @@ class Pace:
         for tree in trees:
             gains[1 : len(tree) + 1] += tree.probabilities[tree.ranking]
         rows = len(trees) * (1 + window_rows + np.arange(len(gains)))
-        return int(np.argmax(np.cumsum(gains) - self.rate() * self.costs(rows, length)))
+        return int(np.argmax(self.trust() * np.cumsum(gains) - self.rate() * self.costs(rows, length)))
 
     def price(self, rows: int, fewer: int, length: int) -> float:
         """Return the tokens that could be written in the time by which a step of ``rows`` outlasts one of ``fewer``."""
@@ -62,9 +71,12 @@ class Pace:
             self._tokens = FADE * self._tokens + tokens
             self._seconds = FADE * self._seconds + float(self._cost(rows, length)) + seconds
 
-    def count_guesses(self, verified: int) -> None:
-        """Let `reach` follow the number of guesses that a step verified for each sequence."""
-        self.reach = min(max(self.reach - 1, 2 * verified + 8), MAX_GUESSES)
+    def count_guesses(self, chosen: list[GuessTree], paths: list[list[int]]) -> None:
+        """Let `reach` and `trust` follow the guesses that a step verified, and the rows that it accepted."""
+        self.reach = min(max(self.reach - 1, 2 * max(map(len, chosen)) + 8), MAX_GUESSES)
+        with self._lock:
+            self._claimed = FADE * self._claimed + sum(float(tree.probabilities.sum()) for tree in chosen)
+            self._accepted = FADE * self._accepted + sum(len(path) - 1 for path in paths)
 
     def count_regret(self, stats: Stats, tree: GuessTree, chosen: GuessTree, path: list[int], length: int) -> None:
         """Add to ``stats`` what a sequence's step yielded, and what each fixed budget would have yielded.
@@ -81,7 +93,8 @@ class Pace:
         guesses = np.minimum(FIXED_BUDGETS, len(tree))
         *costs, cost_of_chosen = self._cost(1 + np.append(guesses, len(chosen)), length)
         steps = len(path) / (1.0 + (ranks[accepted][:, None] < guesses).sum(0))
-        stats.fixed_budgets[:, 0] += len(path) + np.maximum(expected[guesses] - expected[len(chosen)], 0)
+        more = self.trust() * np.maximum(expected[guesses] - expected[len(chosen)], 0)
+        stats.fixed_budgets[:, 0] += len(path) + more
         stats.fixed_budgets[:, 1] += steps * costs
         stats.chosen_budgets += len(path), cost_of_chosen
 
@@ -122,7 +135,7 @@ class Budget:
         if self.pace is None:
             return
         if self._chooser:
-            self._chooser.count_guesses(max(map(len, chosen)))
+            self._chooser.count_guesses(chosen, outcome.paths)
             for tree, part, path in zip(trees, chosen, outcome.paths, strict=True):
                 self._chooser.count_regret(self._stats, tree, part, path, length)
         self.pace.count(sum(map(len, outcome.paths)), outcome.rows, length, seconds)
