@@ -29,6 +29,7 @@ from pathlib import Path
 
 import click
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import BatchEncoding, PreTrainedModel
 
 import lookahead
@@ -58,12 +59,18 @@ def margin_at(
     return (best[0] - best[1]).item()
 
 
+def bytes_of(weight: torch.Tensor) -> int:
+    """Bytes of a weight, or of the tensors that a quantized one wraps."""
+    names = weight.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(weight) else []
+    return sum(bytes_of(getattr(weight, name)) for name in names) or weight.nbytes
+
+
 def reading(model: PreTrainedModel) -> dict:
     """Return the bytes of all weights, and the seconds that memory takes to read them in sequence: no pass takes less.
 
     The time is the best of ten sums over up to 1 GiB of numbers.
     """
-    size = sum(weight.nbytes for weight in model.parameters())
+    size = sum(map(bytes_of, model.parameters()))
     numbers = torch.ones(min(size, 2**30) // 4, device=model.device)
     times = []
     for _ in range(10):
@@ -139,12 +146,21 @@ def median(values: list[float | None]) -> float | None:
     return None if None in values else statistics.median(values)
 
 
+def hold_in_int8(model) -> None:
+    """Quantise the linear layers, the output layer too, as llama.cpp's Q8_0 does."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig())
+
+
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--model", "models", multiple=True, default=[str(lookahead.DEMO_MODEL)], metavar="NAME_OR_PATH",
               help="May be repeated. Default: the packaged model.")  # fmt: skip
 @click.option("--prompts", "prompts_file", type=cli.FILE, help="In Spec-Bench's JSONL format.")
 @click.option("--dtype", "dtypes", type=cli.ListOf(click.Choice(["float32", "bfloat16"])), default="float32",
               show_default=True, help="float32, bfloat16 or both.")  # fmt: skip
+@click.option("--int8", is_flag=True,
+              help="Hold the weights of linear layers in int8, by torchao. Peers read the model as it is.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
 @click.option("--temperature", "temperatures", type=cli.ListOf(click.FloatRange(min=0)),
               help="One or several; 0: greedy, no sampling.  [default: 0.6,0]")  # fmt: skip
@@ -167,8 +183,8 @@ def median(values: list[float | None]) -> float | None:
 @click.option("--threads", type=cli.COUNT, help="CPU threads; default: torch's.")
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md, OUT.json and OUT-*.png.")
 def main(
-    models, prompts_file, dtypes, device, temperatures, methods, contexts, never_slower, max_new_tokens, repeats, limit,
-    per_category, raw, assistant, peers, timeout, threads, out,
+    models, prompts_file, dtypes, int8, device, temperatures, methods, contexts, never_slower, max_new_tokens, repeats,
+    limit, per_category, raw, assistant, peers, timeout, threads, out,
 ) -> None:  # fmt: skip
     methods = methods or DEFAULT["cpu" if device == "cpu" else "cuda"]
     methods = ["plain", *(method for method in methods if method != "plain")]
@@ -180,6 +196,7 @@ def main(
          "the page has pictures, which need matplotlib: pip install 'lookahead-decoding[bench]'"),
         (foreign and device != "cpu",
          f"these methods run on the CPU only: {', '.join(foreign)}; leave out --device, or these of --methods"),
+        (int8 and importlib.util.find_spec("torchao") is None, "--int8 needs torchao: pip install torchao"),
         (foreign and peers is None, "methods of other libraries need --peers, the folder of their environments"),
         (set(WITH_DRAFT_MODEL) & set(methods) and assistant is None, f"{', '.join(WITH_DRAFT_MODEL)} need --assistant"),
         (never_slower and (prompts_file or temperatures or contexts != [None] or per_category or raw),
@@ -209,9 +226,12 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     for (model, name), dtype in itertools.product(zip(models, names, strict=True), dtypes):
         with closing(Subject(model, dtype, device, methods, assistant, peers, timeout)) as subject:
+            if int8:
+                hold_in_int8(subject.plain)
             for temperature, (context, ids) in itertools.product(temperatures, prompts[model].items()):
                 options = decoding_options(max_new_tokens, temperature)
-                cell = {"model": name, "dtype": dtype, "temperature": temperature, "context": context}
+                kind = f"{dtype}, weights in int8" if int8 else dtype
+                cell = {"model": name, "dtype": kind, "temperature": temperature, "context": context}
                 rows, failures = measure(subject, ids, categories, methods, options, repeats, f"{name}, {title(cell)}")
                 cell["reading"] = reading(subject.plain)
                 report["cells"].append({**cell, "table": summarise(rows, methods, failures), "prompts": rows})

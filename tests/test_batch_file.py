@@ -373,7 +373,9 @@ def test_an_error_names_the_lines_and_keeps_what_was_written(prompts, tmp_path, 
 
 
 def costs_of(seconds) -> StepCosts:
-    return StepCosts(np.array([seconds(rows) for rows in RUNGS], float), np.zeros(2), overhead=0.0)
+    return StepCosts(
+        np.array([seconds(rows) for rows in RUNGS], float), np.zeros(2), overhead=0.0, overhead_per_row=0.0
+    )
 
 
 def test_the_size_follows_the_costs():
@@ -384,7 +386,7 @@ def test_the_size_follows_the_costs():
     sizes = [best_size(costs_of(lambda rows, a=a: a + rows), Stats(), 100, 1000) for a in (0.5, 4, 32, 256)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
-    slow_reads = StepCosts(flat.seconds, np.array([1.0, 0.0]), overhead=0.0)
+    slow_reads = StepCosts(flat.seconds, np.array([1.0, 0.0]), overhead=0.0, overhead_per_row=0.0)
     assert best_size(slow_reads, Stats(), 1000, 1000) < SIZES[-1]
     flat.overhead = 100.0  # each sequence takes long outside of the pass
     assert best_size(flat, Stats(), 100, 1000) == 1

@@ -15,7 +15,7 @@ from ngram_pool import GuessTree
 
 def costs_of(base: float, per_row: float, per_position: float = 0.0, overhead: float = 1e-9) -> StepCosts:
     """c(T, L) = base + per_row T + per_position L."""
-    return StepCosts(base + per_row * np.array(RUNGS, float), np.array([per_position, 0.0]), overhead)
+    return StepCosts(base + per_row * np.array(RUNGS, float), np.array([per_position, 0.0]), overhead, 0.0)
 
 
 def tree_of(probabilities: list[float]) -> GuessTree:
@@ -42,7 +42,7 @@ def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, toke
 
     def worth(n: int) -> float:
         gained = sum(sum(sorted(tree, reverse=True)[:n]) for tree in trees)
-        return gained - pace.rate() * float(pace.costs(len(trees) * (1 + n + window_rows), length))
+        return gained - pace.rate() * float(pace.costs.of_step(len(trees) * (1 + n + window_rows), length))
 
     chosen = pace.choose([tree_of(tree) for tree in trees], length, window_rows)
     best = max(range(max(map(len, trees)) + 1), key=worth)

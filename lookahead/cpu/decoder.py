@@ -29,7 +29,7 @@ _PLACES |= {name: products.FIELDS * len(_LINEARS) + i for i, name in enumerate(_
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. All tensors have one dtype, except weights in int8. q_norm and k_norm, [head_dim], are norms of single heads."""
+    """One layer. All tensors but weights in int8 have one dtype. q_norm and k_norm, [head_dim], are of single heads."""
 
     q: Linear
     k: Linear
@@ -115,7 +115,9 @@ class Program:
         self.key_heads = first.k.weight.shape[0] // decoder.head_dim
         self._heads = first.q.weight.shape[0] // decoder.head_dim
         self._room = np.empty(0, np.uint8)
-        self._table = np.zeros((len(decoder.layers), products.FIELDS * len(_LINEARS) + len(_NORMS) + len(_CACHE)), np.int64)
+        self._table = np.zeros(
+            (len(decoder.layers), products.FIELDS * len(_LINEARS) + len(_NORMS) + len(_CACHE)), np.int64
+        )
         for row, layer in zip(self._table, decoder.layers, strict=True):
             for name in _LINEARS:
                 row[_PLACES[name] : _PLACES[name] + products.FIELDS] = getattr(layer, name).matrix()

@@ -29,7 +29,7 @@ class Pace:
     def __init__(self, costs: StepCosts):
         self.costs = costs
         self._lock = Lock()
-        self._tokens, self._seconds = 1.0, float(self._cost(1, 0))  # the rate of plain decoding
+        self._tokens, self._seconds = 1.0, float(costs.of_step(1, 0))  # the rate of plain decoding
         self._claimed = self._accepted = FIRST_CLAIMS
         self.reach = 16
         """Number of guesses to look for: about twice as many as were worth verifying lately."""
@@ -54,13 +54,13 @@ class Pace:
         for tree in trees:
             gains[1 : len(tree) + 1] += tree.probabilities[tree.ranking]
         rows = len(trees) * (1 + window_rows + np.arange(len(gains)))
-        return int(np.argmax(self.trust() * np.cumsum(gains) - self.rate() * self.costs(rows, length)))
+        return int(np.argmax(self.trust() * np.cumsum(gains) - self.rate() * self.costs.of_step(rows, length)))
 
     def price(self, rows: int, fewer: int, length: int) -> float:
         """Return the tokens that could be written in the time by which a step of ``rows`` outlasts one of ``fewer``."""
         if rows == fewer:
             return 0.0
-        return self.rate() * float(self.costs(rows, length) - self.costs(fewer, length))
+        return self.rate() * float(self.costs.of_step(rows, length) - self.costs.of_step(fewer, length))
 
     def count(self, tokens: int, rows: int, length: int, seconds: float = 0.0) -> None:
         """Add a step to the rate: the tokens that it wrote and the rows that it had, over all sequences.
@@ -69,7 +69,7 @@ class Pace:
         """
         with self._lock:
             self._tokens = FADE * self._tokens + tokens
-            self._seconds = FADE * self._seconds + float(self._cost(rows, length)) + seconds
+            self._seconds = FADE * self._seconds + float(self.costs.of_step(rows, length)) + seconds
 
     def count_guesses(self, chosen: list[GuessTree], paths: list[list[int]]) -> None:
         """Let `reach` and `trust` follow the guesses that a step verified, and the rows that it accepted."""
@@ -91,15 +91,12 @@ class Pace:
         expected = np.zeros(len(tree) + 1)
         np.cumsum(tree.probabilities[tree.ranking], out=expected[1:])
         guesses = np.minimum(FIXED_BUDGETS, len(tree))
-        *costs, cost_of_chosen = self._cost(1 + np.append(guesses, len(chosen)), length)
+        *costs, cost_of_chosen = self.costs.of_step(1 + np.append(guesses, len(chosen)), length)
         steps = len(path) / (1.0 + (ranks[accepted][:, None] < guesses).sum(0))
         more = self.trust() * np.maximum(expected[guesses] - expected[len(chosen)], 0)
         stats.fixed_budgets[:, 0] += len(path) + more
         stats.fixed_budgets[:, 1] += steps * costs
         stats.chosen_budgets += len(path), cost_of_chosen
-
-    def _cost(self, rows: np.ndarray | int, length: int) -> np.ndarray:
-        return self.costs(rows, length) + self.costs.overhead
 
 
 class Budget:

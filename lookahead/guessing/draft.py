@@ -493,7 +493,7 @@ class DraftModelSource(GuessSource):
         synchronize(logits.device)
         rows, length = logits.shape[0] * logits.shape[1], max(self._cached.lengths)
         if self._costs:
-            self._costs.follow(rows, length, time.perf_counter() - began, self._costs.overhead)
+            self._costs.follow(rows, length, time.perf_counter() - began)
         logits = logits[:, computed - len(self._drafts[0].ids) :, : self._vocabulary]
         draws = draws_at(limits.draws, [draft.depths[computed:] for draft in self._drafts], logits.shape[-1])
         tokens, probabilities = likeliest(logits, self._temperature, TOP_K, draws)

@@ -44,6 +44,8 @@ LONG_CONTEXT = 1024  # positions in the long cache
 ASSUMED_COSTS = 1 + _RUNGS / 32, np.array([1e-4, 1e-5])
 SECONDS = 1.5  # time for measuring; long passes take more
 FOLLOW_RATES = 0.02, 0.01  # how far the time of a step moves the nearest rungs, and all of them
+MANY_ROWS = 16  # scale of the rows when overheads are fitted
+LEAST_OVERHEAD = 1e-6
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "step-costs"
 REWRITE_RATIO = 1.25  # the file is rewritten when the costs differ from it by this ratio
 
@@ -57,7 +59,9 @@ class StepCosts:
     per_position: np.ndarray
     """Seconds that each committed position adds to the first row of a pass, and to each further row, float64 [2]."""
     overhead: float = 1e-3
-    """Seconds of a step outside of its pass."""
+    """Seconds of a step of one row outside of its pass."""
+    overhead_per_row: float = 3e-5
+    """Seconds that each further row adds to them."""
     path: Path | None = None
     """The file that keeps the costs for other processes; None if they were not measured."""
     _kept: np.ndarray | None = None  # `_summary` of the costs in the file
@@ -72,8 +76,12 @@ class StepCosts:
             base = base + slope * np.maximum(rows - RUNGS[-1], 0)
         return base + length * (self.per_position[0] + self.per_position[1] * (rows - 1))
 
-    def follow(self, rows: int, length: int, seconds: float, overhead: float) -> None:
-        """Correct the costs by a step whose pass took ``seconds``, with ``overhead`` seconds outside of it.
+    def of_step(self, rows: np.ndarray | int, length: int) -> np.ndarray:
+        """Return the seconds of whole steps: their passes, and what is done between them."""
+        return self(rows, length) + self.overhead + self.overhead_per_row * (np.asarray(rows) - 1)
+
+    def follow(self, rows: int, length: int, seconds: float, overhead: float | None = None) -> None:
+        """Correct the costs by a step whose pass took ``seconds``, with ``overhead`` seconds outside of it, if known.
 
         The correction is divided between rows and positions in proportion to the seconds expected of each.
         """
@@ -85,7 +93,16 @@ class StepCosts:
         with self._lock:  # other threads may be reading the old arrays, so make new ones
             self.seconds = self.seconds * ratio ** (share * (everywhere + local * nearness))
             self.per_position = self.per_position * ratio ** ((1 - share) * (everywhere + local))
-            self.overhead += local * (min(overhead, 3 * self.overhead) - self.overhead)
+            if overhead is not None:
+                self._follow_overhead(rows, overhead, local)
+
+    def _follow_overhead(self, rows: int, seconds: float, rate: float) -> None:
+        """Fit a line by normalised least mean squares (Nagumo & Noda 1967)."""
+        expected = self.overhead + self.overhead_per_row * (rows - 1)
+        further = (rows - 1) / MANY_ROWS
+        error = rate * (min(seconds, 3 * expected) - expected) / (1 + further**2)
+        self.overhead = max(self.overhead + error, LEAST_OVERHEAD)
+        self.overhead_per_row = max(self.overhead_per_row + error * further / MANY_ROWS, 0.0)
 
     def keep(self) -> None:
         """Replace the file if the costs have drifted from it. If that fails, the next process measures them again."""
@@ -97,7 +114,7 @@ class StepCosts:
                 return
             self._kept = now
         data = {"rungs": RUNGS, "seconds": self.seconds.tolist(), "per_position": self.per_position.tolist(),
-                "overhead": self.overhead}  # fmt: skip
+                "overhead": self.overhead, "overhead_per_row": self.overhead_per_row}  # fmt: skip
         try:
             write_json(self.path, data)
         except OSError as error:
@@ -263,12 +280,13 @@ def _read(path: Path) -> StepCosts | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         seconds, per_position = np.array(data["seconds"], float), np.array(data["per_position"], float)
-        costs = StepCosts(seconds, per_position, float(data["overhead"]), path)
+        overhead, per_row = float(data["overhead"]), float(data["overhead_per_row"])
+        costs = StepCosts(seconds, per_position, overhead, per_row, path)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     is_valid = data.get("rungs") == list(RUNGS) and seconds.shape == (len(RUNGS),) and per_position.shape == (2,)
-    is_valid = is_valid and (seconds > 0).all() and (per_position >= 0).all() and costs.overhead > 0
-    if not (is_valid and np.isfinite(seconds).all() and np.isfinite(per_position).all()):
+    is_valid = is_valid and (seconds > 0).all() and (per_position >= 0).all() and overhead > 0 and per_row >= 0
+    if not (is_valid and all(np.isfinite(x).all() for x in (seconds, per_position, overhead, per_row))):
         return None
     costs._kept = costs._summary()
     return costs

@@ -32,12 +32,13 @@ def best_size(costs: StepCosts, stats: Stats, length: int, most: int) -> int:
 def _rate(costs: StepCosts, stats: Stats, length: int, size: int) -> float:
     """Return the tokens per second of a batch, with the best of FIXED_BUDGETS for each sequence."""
     rows = 1 + np.array(FIXED_BUDGETS)
-    overhead = costs.overhead  # of a sequence: guesses are made, verified and learned for each by itself
+    # Overhead of a sequence: guesses are made, verified and learned for each by itself.
+    overhead = costs.of_step(rows, length) - costs(rows, length)
     if stats.sequence_steps:  # costs may have followed batches; and in the statistics, the first step compiles loops
-        overhead = min(overhead, (stats.seconds.total() - stats.seconds["forward"]) / stats.sequence_steps)
+        overhead = np.minimum(overhead, (stats.seconds.total() - stats.seconds["forward"]) / stats.sequence_steps)
     if stats.fixed_budgets[:, 1].all():
         single = stats.fixed_budgets[:, 0] / stats.fixed_budgets[:, 1]  # tokens a second of a sequence alone
-        tokens = single * (costs(rows, length) + costs.overhead)
+        tokens = single * costs.of_step(rows, length)
     else:
         tokens = EXPECTED
     # A pass reads the cache of each sequence.
