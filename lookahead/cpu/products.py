@@ -8,8 +8,8 @@ in int8 are read in int8.
 
 import ctypes
 import math
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +28,7 @@ FIELDS, OUT = 5, 3  # of a Matrix in products.h: how many there are, and the pla
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     """The tensors of a linear layer.
 
     weight: [outputs, inputs], contiguous, of the input's dtype, or int8. scales: [outputs], of the input's dtype: what
@@ -55,13 +54,18 @@ class Linear:
 
     def is_served(self, dtype: torch.dtype) -> bool:
         """Whether our kernel takes this layer, if its input has this dtype."""
-        beside = [tensor for tensor in (self.scales, self.bias) if tensor is not None]
+        weight, scales, bias = self
         return (
-            self.weight.dtype == (dtype if self.scales is None else torch.int8)
-            and type(self.weight) in _PLAIN
-            and can_multiply(self.weight, dtype)
-            and all(type(t) in _PLAIN and t.dtype == dtype and t.is_cpu and t.is_contiguous() for t in beside)
+            type(weight) in _PLAIN
+            and weight.dtype == (dtype if scales is None else torch.int8)
+            and can_multiply(weight, dtype)
+            and (scales is None or _is_plain_vector(scales, dtype))
+            and (bias is None or _is_plain_vector(bias, dtype))
         )
+
+
+def _is_plain_vector(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
 
 
 def pointer(tensor: torch.Tensor | None) -> int:

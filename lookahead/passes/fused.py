@@ -31,7 +31,9 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError("it does not take our attention or our kernels")
         found = read_decoder(model)
         if not decoder.serves(found):
-            raise UnknownDecoderError("its weights are not all plain float32 or bfloat16 tensors of fitting shapes")
+            raise UnknownDecoderError(
+                "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
+            )
         self._program = decoder.Program(found)
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
