@@ -14,10 +14,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, cache_with_kernels):
+    cache = cache_with_kernels(tmp_path / "cache")
+
     def run(*arguments: str) -> tuple[int, str]:
         command = [sys.executable, "scripts/gpu.py", "--device", "cpu", "--small", "--out", tmp_path, *arguments]
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache)}
         done = subprocess.run(list(map(str, command)), cwd=ROOT, env=variables, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
 

@@ -13,14 +13,15 @@ TESTS = Path(__file__).parent
 SECONDS = 600  # processes that disagree about a pass wait for each other for ever
 
 
-def run(model: Path, folder: Path, processes: int) -> list[dict]:
-    """Run the processes of tensor_parallel.py; return what each of them has found."""
+def run(model: Path, folder: Path, caches: list[Path]) -> list[dict]:
+    """Run the processes of tensor_parallel.py, each with its cache; return what each of them has found."""
+    processes = len(caches)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     variables |= {"WORLD_SIZE": str(processes), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
             [sys.executable, TESTS / "tensor_parallel.py", model, folder, str(rank), str(processes)],
-            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank), "XDG_CACHE_HOME": str(folder / str(rank))},
+            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank), "XDG_CACHE_HOME": str(caches[rank])},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(processes)
@@ -36,11 +37,12 @@ def run(model: Path, folder: Path, processes: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3"])
-def test_two_processes_are_as_one(model_type, tmp_path):
+def test_two_processes_are_as_one(model_type, tmp_path, cache_with_kernels):
     sizes = {"num_key_value_heads": 2, "tie_word_embeddings": False}
     tiny_model(model_type, **sizes).save_pretrained(tmp_path / "model")
-    (whole,) = run(tmp_path / "model", tmp_path, 1)
-    found = run(tmp_path / "model", tmp_path, 2)
+    caches = [cache_with_kernels(tmp_path / str(rank)) for rank in range(2)]
+    (whole,) = run(tmp_path / "model", tmp_path, caches[:1])
+    found = run(tmp_path / "model", tmp_path, caches)
     for name in ("fixed", "auto", "draft model"):
         for one in found:
             assert one[name] == whole["plain"] * 2
