@@ -29,7 +29,6 @@ from pathlib import Path
 
 import click
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import BatchEncoding, PreTrainedModel
 
 import lookahead
@@ -41,6 +40,7 @@ from bench.pages import command_line, write_results
 from bench.peer_process import PeerError
 from bench.speedups import summarise, title
 from bench.timing import decoding_options, in_turn
+from lookahead.compat import is_plain
 from lookahead.passes.costs import synchronize
 from lookahead.passes.environment import environment
 from lookahead.tools.audit import choice_scores, first_difference, next_logits
@@ -61,7 +61,7 @@ def margin_at(
 
 def bytes_of(weight: torch.Tensor) -> int:
     """Bytes of a weight, or of the tensors that a quantized one wraps."""
-    names = weight.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(weight) else []
+    names = [] if is_plain(weight) else weight.__tensor_flatten__()[0]
     return sum(bytes_of(getattr(weight, name)) for name in names) or weight.nbytes
 
 

@@ -151,7 +151,7 @@ def test_a_session_that_finds_other_times_is_followed(tmp_path):
         found.follow(rows, length, float(truth(rows, length)) * noise, 2e-3 + 1e-4 * (rows - 1))
     assert found(np.array([1, 8]), 100) == pytest.approx(truth(np.array([1, 8]), 100), rel=0.15)
     for rows in (1, 8, 12):
-        assert found.of_step(rows, 0) - found(rows, 0) == pytest.approx(2e-3 + 1e-4 * (rows - 1), rel=0.15)
+        assert found.between(rows) == pytest.approx(2e-3 + 1e-4 * (rows - 1), rel=0.15)
     assert found(64, 100) > 1.4 * (10e-3 + 64e-3)  # what was not run has followed, too
     found.keep()
     assert json.loads(path.read_text())["seconds"] == found.seconds.tolist()

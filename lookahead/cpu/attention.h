@@ -15,8 +15,9 @@
 namespace attention {
 
 constexpr int KEYS = 64, MAX_SIZE = 256, LANES = 32;
+// Lanes of a vector, at most: a wider one than the processor's would stay in memory. And vectors for sums.
 #ifdef __AVX512F__
-constexpr int WIDEST = 16, REGISTERS = 16;  // lanes of a vector (a wider one would stay in memory), and vectors for sums
+constexpr int WIDEST = 16, REGISTERS = 16;
 #elif defined(__AVX2__)
 constexpr int WIDEST = 8, REGISTERS = 8;
 #else
@@ -195,8 +196,9 @@ struct Attention {
     template <class By>
     void block_by(long head, long first, long begin, long end, const Part* part) const {
         const long left = queries() - first;
+        constexpr int NARROW = std::min(8, WIDEST);
         if (left <= 8)
-            run<By, std::min(8, WIDEST), 8 / std::min(8, WIDEST)>(head, first, begin, end, part);
+            run<By, NARROW, 8 / NARROW>(head, first, begin, end, part);
         else if (left <= 16)
             run<By, WIDEST, 16 / WIDEST>(head, first, begin, end, part);
         else

@@ -87,8 +87,7 @@ def serves(decoder: Decoder) -> bool:
         and _has_equal_layers(decoder)
         and decoder.head_dim <= MAX_HEAD_DIM
         and all(linear.is_served(dtype) for linear in linears)
-        and all(t.is_cpu and t.dtype == dtype and t.is_contiguous() for t in tensors)
-        and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+        and all(products.is_plain_of(tensor, dtype) for tensor in tensors)
     )
 
 

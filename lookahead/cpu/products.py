@@ -59,12 +59,13 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
             type(weight) in _PLAIN
             and weight.dtype == (dtype if scales is None else torch.int8)
             and can_multiply(weight, dtype)
-            and (scales is None or _is_plain_vector(scales, dtype))
-            and (bias is None or _is_plain_vector(bias, dtype))
+            and (scales is None or is_plain_of(scales, dtype))
+            and (bias is None or is_plain_of(bias, dtype))
         )
 
 
-def _is_plain_vector(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_plain_of(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether C++ can read this tensor where it is, as numbers of this dtype."""
     return type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
 
 

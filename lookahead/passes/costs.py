@@ -78,7 +78,11 @@ class StepCosts:
 
     def of_step(self, rows: np.ndarray | int, length: int) -> np.ndarray:
         """Return the seconds of whole steps: their passes, and what is done between them."""
-        return self(rows, length) + self.overhead + self.overhead_per_row * (np.asarray(rows) - 1)
+        return self(rows, length) + self.between(rows)
+
+    def between(self, rows: np.ndarray | int) -> np.ndarray:
+        """Return the seconds of steps outside of their passes."""
+        return self.overhead + self.overhead_per_row * (np.asarray(rows) - 1)
 
     def follow(self, rows: int, length: int, seconds: float, overhead: float | None = None) -> None:
         """Correct the costs by a step whose pass took ``seconds``, with ``overhead`` seconds outside of it, if known.
@@ -98,7 +102,7 @@ class StepCosts:
 
     def _follow_overhead(self, rows: int, seconds: float, rate: float) -> None:
         """Fit a line by normalised least mean squares (Nagumo & Noda 1967)."""
-        expected = self.overhead + self.overhead_per_row * (rows - 1)
+        expected = float(self.between(rows))
         further = (rows - 1) / MANY_ROWS
         error = rate * (min(seconds, 3 * expected) - expected) / (1 + further**2)
         self.overhead = max(self.overhead + error, LEAST_OVERHEAD)

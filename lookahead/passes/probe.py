@@ -159,11 +159,12 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
     longest = max(map(len, lines))
     same_length = torch.tensor([[*line, *[0] * (longest - len(line))] for line in lines])
     noise = _batch_errors(model, adapter, same_length)
-    of_prefill = _prefill_errors(model, adapter, same_length[-1:])
-    if adapter.has_state:  # scans and steps sum in another order
-        noise = torch.cat([noise, _unless_gross(of_prefill)])
-    elif not is_half(model.dtype) and of_prefill.max() < _LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
-        noise = torch.cat([noise, of_prefill])
+    if adapter.has_state or not is_half(model.dtype):
+        of_prefill = _prefill_errors(model, adapter, same_length[-1:])
+        if adapter.has_state:  # scans and steps sum in another order
+            noise = torch.cat([noise, _unless_gross(of_prefill)])
+        elif of_prefill.max() < _LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
+            noise = torch.cat([noise, of_prefill])
     if halves:  # `tolerance` allows 4 times the noise, but a token at a wrong position is off by only 3 times as much
         noise = torch.cat([noise, _unless_gross(torch.cat(halves)) / 2])
     if worst <= _tolerance(model, max(noise.max().item(), adapter.row_dependence)):

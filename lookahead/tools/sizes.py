@@ -33,7 +33,7 @@ def _rate(costs: StepCosts, stats: Stats, length: int, size: int) -> float:
     """Return the tokens per second of a batch, with the best of FIXED_BUDGETS for each sequence."""
     rows = 1 + np.array(FIXED_BUDGETS)
     # Overhead of a sequence: guesses are made, verified and learned for each by itself.
-    overhead = costs.of_step(rows, length) - costs(rows, length)
+    overhead = costs.between(rows)
     if stats.sequence_steps:  # costs may have followed batches; and in the statistics, the first step compiles loops
         overhead = np.minimum(overhead, (stats.seconds.total() - stats.seconds["forward"]) / stats.sequence_steps)
     if stats.fixed_budgets[:, 1].all():
