@@ -1,6 +1,6 @@
-"""Marks the passes of the decoding loop.
+"""Marks the passes of the decoding loop, and the time in which sources of guesses compute.
 
-Only these passes use our own attention and products. Any other call of the model or its layers, in any thread, gets
+Only then are our own attention and products used. Any other call of the model or its layers, in any thread, gets
 torch's.
 """
 

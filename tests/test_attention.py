@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from zoo import SETTINGS, tiny_model
 
@@ -180,3 +181,17 @@ def test_an_interrupt_leaves_no_pass_behind():
     with pytest.raises(KeyboardInterrupt), decoding_pass(splits_attention=True, uses_kernels=True):
         interrupted()
     assert current_pass() is None
+
+
+@pytest.mark.parametrize("size", [60, 64])
+def test_on_a_gpu_torch_says_whether_its_flash_kernel_serves(monkeypatch, size):
+    """So no limit of a GPU, dtype or head size is written down here, but that the kernel itself does not pad."""
+    asked = []
+    monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: asked.append(params.query.shape) or True)
+    with FakeTensorMode():
+        query = torch.empty(1, 4, 3, size, dtype=torch.bfloat16, device="cuda")
+        key = torch.empty(1, 2, 9, size, dtype=torch.bfloat16, device="cuda")
+        assert attention._has_kernel(query, key, key) == (size == 64)
+        assert asked == [query.shape] * (size == 64)
+        monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: False)
+        assert not attention._has_kernel(query, key, key)

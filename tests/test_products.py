@@ -24,6 +24,7 @@ from lookahead.cpu import native, products
 from lookahead.cpu.products import DecodingLinear, Linear, install, remove
 from lookahead.decoding_pass import current_pass, decoding_pass
 from lookahead.passes.graphs import StepGraphs
+from ngram_pool import GuessTree
 
 DTYPES = [torch.float32, torch.bfloat16]
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -441,3 +442,41 @@ def test_a_wrapped_model_is_freed_as_soon_as_nobody_holds_it(graphs):
             assert number == 0 or not any(reference() is not None for reference in held)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_no_module_use_the_kernel_in_the_decoding_loop(multiplied, dtype, with_bias):
+    torch.manual_seed(0)
+    input, weight = torch.randn(3, 256, dtype=dtype), torch.randn(300, 256, dtype=dtype)
+    bias = torch.randn(300, dtype=dtype) if with_bias else None
+    expected = functional.linear(input, weight, bias)
+    assert torch.equal(products.linear(input, weight, bias), expected)
+    with decoding_pass(splits_attention=False, uses_kernels=False):
+        assert torch.equal(products.linear(input, weight, bias), expected)
+    assert not multiplied
+    with torch.no_grad(), decoding_pass(splits_attention=False, uses_kernels=True):
+        assert_near(products.linear(input, weight, bias), expected)
+        assert multiplied == [1]
+        assert torch.equal(products.linear(input, weight[:9], None), functional.linear(input, weight[:9]))
+        assert torch.equal(products.linear(input.double(), weight.double()), input.double() @ weight.double().T)
+    assert multiplied == [1]
+
+
+@pytest.mark.parametrize("uses_kernels", [False, True])
+def test_sources_compute_with_the_kernel_if_the_model_does(multiplied, uses_kernels):
+    """The source multiplies in each step with a weight that is nobody's layer."""
+    seen = []
+
+    class Multiplies(lookahead.GuessSource):
+        def propose(self, texts, limits):
+            before = len(multiplied)
+            products.linear(torch.ones(1, 512), torch.ones(128, 512))
+            seen.append(len(multiplied) - before)
+            return [GuessTree.empty() for _ in texts]
+
+    model = small_llama()
+    lookahead.wrap(model, LookaheadConfig(cpu_kernels=uses_kernels), source=Multiplies())
+    model.generate(torch.arange(4, 12)[None], max_new_tokens=6, do_sample=False)
+    assert seen == [int(uses_kernels)] * len(seen)
+    assert seen

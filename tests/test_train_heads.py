@@ -6,7 +6,8 @@ import math
 import random
 from pathlib import Path
 
-import compare_heads
+import click
+import compare_sources
 import pytest
 import torch
 import train_heads
@@ -229,26 +230,44 @@ def test_the_command(tmp_path, few, demo, kind, vocabulary):
     source_of(kind, demo[0], tmp_path / "heads")
 
 
-def test_heads_are_compared_with_the_pool(tmp_path, demo):
+def test_sources_are_compared(tmp_path, demo):
     write_heads(tmp_path / "heads", demo[0], new_heads(demo[0], "eagle", torch.arange(4096)), torch.arange(4096))
-    prompts = tmp_path / "prompts.jsonl"
+    prompts, files = tmp_path / "prompts.jsonl", tmp_path / "files"
     prompts.write_text('{"question_id": 1, "category": "code", "turns": ["import os\\nimport "]}\n')
-    command = ["--model", str(DEMO), "--heads", str(tmp_path / "heads"), "--prompts", str(prompts)]
-    command += ["--max-new-tokens", "8", "--guesses", "4", "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(compare_heads.main, command, catch_exceptions=False)
+    files.mkdir()
+    (files / "code.txt").write_text("import os\nimport sys\n")
+    command = [
+        "--model",
+        str(DEMO),
+        "--prompts",
+        str(prompts),
+        "--heads",
+        str(tmp_path / "heads"),
+        "--draft",
+        str(DEMO),
+    ]
+    command += ["--files", str(files), "--max-new-tokens", "8", "--guesses", "4,auto", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(compare_sources.main, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert [(row["temperature"], row["sources"]) for row in rows] == [
-        (temperature, name) for temperature in (0.0, 0.7) for name in ("heads", "pool", "both")
+    names = ["pool", "pool, kept"]
+    names += [prefix + name for name in ("Eagle", "draft model", "files") for prefix in ("", "pool + ")]
+    assert [(row["temperature"], row["guesses"], row["sources"]) for row in rows] == [
+        (temperature, guesses, name) for temperature in (0, 0.7) for guesses in (4, "auto") for name in (*names, "all")
     ]
     for row in rows:
-        assert row["equal"] == 1
+        assert row["equal"] == row["prompts"] == len(row["milliseconds"]) == 1
         assert row["tokens_per_step"] >= 1
-        assert (row["asked"] is None) == (row["sources"] == "pool")
-    assert (tmp_path / "out.md").read_text().count("| both |") == 2
-    write_heads(tmp_path / "other", deep_model(), new_heads(deep_model(), "eagle", torch.arange(97)), torch.arange(97))
-    command[3] = str(tmp_path / "other")
-    result = CliRunner().invoke(compare_heads.main, command)
-    assert result.exit_code == 1
-    assert "EagleSource: " in result.output
-    assert "MedusaSource: " in result.output
+        assert (row["asked"] is None) == (row["sources"] in names[:2])
+        assert {"Eagle": "EagleSource", "files": "RetrievalSource"}.get(row["sources"], "PoolSource") in row["stats"][
+            "sources"
+        ] or row["sources"] == "draft model"
+    text = (tmp_path / "out.md").read_text()
+    assert text.count("\n| all |") == 4
+    assert text.count("\n## Temperature ") == 4
+
+
+def test_heads_of_another_model_are_refused_with_both_reasons(tmp_path, demo):
+    write_heads(tmp_path, deep_model(), new_heads(deep_model(), "eagle", torch.arange(97)), torch.arange(97))
+    with pytest.raises(click.ClickException, match=r"EagleSource: (.|\n)*MedusaSource: "):
+        compare_sources.heads_of(demo[0], tmp_path)

@@ -100,6 +100,16 @@ class DecodingLinear(nn.Linear):
         return own
 
 
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.nn.functional.linear`, by our kernel in the decoding loop, for layers that are no modules of a model."""
+    decoding = current_pass()
+    if decoding is not None and decoding.uses_kernels and weight.numel() >= MIN_WEIGHTS:
+        layer = Linear(weight, None, bias)
+        if _serves(input, layer):
+            return multiply(input, [layer])[0]
+    return nn.functional.linear(input, weight, bias)
+
+
 def install(model: nn.Module) -> None:
     """Make the larger plain linear layers `DecodingLinear`. Parameters and hooks stay as they are."""
     for module in model.modules():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lookahead.decoding_pass import decoding_pass
 from lookahead.guessing.budget import Budget
 from lookahead.guessing.combine import Combined
 from lookahead.guessing.jacobi import WindowSource
@@ -30,6 +31,7 @@ class StepPlanner:
         self.max_rows = 1 + budget.max_guesses + (windows.max_rows if windows else 0)
         """Rows of one sequence in a step, at most."""
         self._is_chain = not adapter.can_branch
+        self._uses_kernels = adapter.uses_kernels
         self._least = MIN_PROBABILITY_WITH_STATE if adapter.has_state else MIN_PROBABILITY
         self._guessed: list[GuessTree] = []  # all guesses for the step under way
         self._chosen: list[GuessTree] = []  # the likeliest part of them, which the step verifies
@@ -44,7 +46,8 @@ class StepPlanner:
         pace = self._budget.pace
         rate = pace.rate() if pace else None
         limits = Limits(depths, self._budget.limit(len(texts)), self._least, self._is_chain, rate, draws)
-        self._guessed = self._source.propose(texts, limits)
+        with decoding_pass(splits_attention=False, uses_kernels=self._uses_kernels):
+            self._guessed = self._source.propose(texts, limits)
         windows = self._source.look_ahead(limits)
         window_rows = max(sum(map(len, rows)) for rows in windows)
         self._chosen = self._budget.choose(self._guessed, max(map(len, texts)), window_rows)

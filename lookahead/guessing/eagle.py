@@ -26,6 +26,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from lookahead.cpu.products import linear
 from lookahead.guessing.checkpoint import Checkpoint, projection_of
 from lookahead.guessing.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpness
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
@@ -85,7 +86,7 @@ class _Linear:
         return cls(read.take(name + ".weight", outputs, inputs), read.take_if_there(name + ".bias", outputs))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return functional.linear(states, self._weight, self._bias)
+        return linear(states, self._weight, self._bias)
 
 
 class _Head:
@@ -191,8 +192,8 @@ class _Head:
         else:
             stream = entering = self._fuse(torch.cat([said, features], -1))
         queries, keys, values = (
-            linear(entering).view(len(tokens), heads, self._size).transpose(0, 1)
-            for linear, heads in zip(self._qkv, self._split, strict=True)
+            project(entering).view(len(tokens), heads, self._size).transpose(0, 1)
+            for project, heads in zip(self._qkv, self._split, strict=True)
         )
         cos, sin = self._rotary(said, positions[None])
         queries, keys = apply_rotary_pos_emb(queries[None], keys[None], cos, sin)

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from lookahead.cpu.products import linear
 from lookahead.guessing.checkpoint import Checkpoint, projection_of
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
 from ngram_pool import GuessTree
@@ -29,8 +30,8 @@ class _Head:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [batch, vocabulary] from hidden states [batch, hidden]."""
         for weight, bias in self._layers:
-            states = states + functional.silu(functional.linear(states, weight, bias))
-        return functional.linear(states, self._projection)
+            states = states + functional.silu(linear(states, weight, bias))
+        return linear(states, self._projection)
 
 
 class MedusaSource(GuessSource):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from transformers import AttentionInterface
 
 from lookahead.compat import flash_attention, registered_attention
@@ -52,7 +53,7 @@ def attend(
     unusual = dropout or torch.is_autocast_enabled(query.device.type)
     unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # each head has its own bias
-    unusual = unusual or key.shape[-1] != value.shape[-1] or not _has_kernel(query)
+    unusual = unusual or key.shape[-1] != value.shape[-1] or not _has_kernel(query, key, value)
     if is_compiling:
         if unusual:
             raise NotImplementedError("compiled passes do not support this kind of attention")
@@ -120,11 +121,14 @@ def _is_causal(module: nn.Module, kwargs: dict) -> bool:
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
-def _has_kernel(query: torch.Tensor) -> bool:
-    """Whether `_part` has a kernel for such queries that also returns the log-sum-exp."""
-    if query.is_cuda:
-        return query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return query.device.type == "cpu"
+def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `_part` has a kernel for such tensors that also returns the log-sum-exp."""
+    if not query.is_cuda:
+        return query.device.type == "cpu"
+    # torch knows which dtypes, head sizes and GPUs its flash kernel serves. A head size that is no multiple of 8 is
+    # padded by torch's own attention, not by the kernel.
+    is_aligned = query.shape[-1] % 8 == 0
+    return is_aligned and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 
 
 def _part(

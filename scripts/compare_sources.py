@@ -1,0 +1,209 @@
+"""Compare sources of guesses, alone and together, by tokens per step and by time.
+
+The n-gram pool runs alone, with a fresh pool for each prompt and with one pool kept over all of them; each other source
+runs alone and beside a fresh pool; several run all together, too. For each prompt they run in turn, in an order that
+rotates from prompt to prompt. Chat models get prompts in their chat template. The seed is the prompt's number.
+
+    python scripts/compare_sources.py --model M --prompts FILE.jsonl --heads FOLDER --heads FOLDER --out OUT
+    python scripts/compare_sources.py --model M --prompts FILE.jsonl --draft SMALL --temperature 0,0.7,1 --out OUT
+    python scripts/compare_sources.py --model M --prompts FILE.jsonl --files NOTES --layer-skip --guesses 16,64 --out OUT
+"""
+
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+import click
+from transformers import GenerationConfig, PreTrainedModel
+
+import lookahead
+from bench import cli
+from bench.corpora import first_of_each, prompt_ids
+from bench.methods import as_inputs
+from bench.pages import command_line, heading, table, write_results
+from bench.timing import decoding_options, in_turn, timed
+from lookahead import (
+    DraftModelSource,
+    EagleSource,
+    GuessSource,
+    LayerSkipSource,
+    Lookahead,
+    LookaheadConfig,
+    MedusaSource,
+    NgramPool,
+    PoolSource,
+    RetrievalSource,
+)
+from lookahead.passes.environment import environment
+from lookahead.tools.loading import load
+from lookahead.tools.prompts import read_prompts
+
+PLAIN, POOL, KEPT = "plain", "pool", "pool, kept"
+COLUMNS = (
+    "sources", "tokens/step", "guesses/step", "accepted", "asked", "ms/token", "x plain", "x pool", "equal texts",
+)  # fmt: skip
+
+
+def heads_of(model: PreTrainedModel, folder: Path) -> GuessSource:
+    """Raises ClickException if the folder holds heads of neither kind, or of another model."""
+    errors = []
+    for kind in (EagleSource, MedusaSource):
+        try:
+            return kind(model, folder)
+        except (ValueError, FileNotFoundError) as error:
+            errors.append(f"{kind.__name__}: {error}")
+    raise click.ClickException("\n".join(errors))
+
+
+class Row:
+    """Some sources of guesses, and what they did.
+
+    As with a model that stays wrapped, what is known of the sources' worth is kept from prompt to prompt.
+    """
+
+    def __init__(self, sources: list[GuessSource], guesses: int | str, keeps_pool: bool = False):
+        self.config, self.sources, self._keeps_pool = LookaheadConfig(budget=guesses), sources, keeps_pool
+        self.engine = Lookahead(self.config, NgramPool(self.config.pool_memory_mb), sources)
+        self.total, self.seconds, self.equal = lookahead.Stats(), [], 0
+
+    def decode(self, model: PreTrainedModel, ids: list[int], options: dict, seed: int) -> tuple[list[int], float]:
+        """Return the text of a prompt, and the seconds for it."""
+        if not self._keeps_pool:
+            self.engine.pool = NgramPool(self.config.pool_memory_mb)
+        lookahead.wrap(model, self.config, self.engine.pool, self.sources).lookahead = self.engine
+        try:
+            (text,), took = timed(model, as_inputs(ids, model.device), options, seed)
+        finally:
+            lookahead.unwrap(model)
+        return text, took
+
+
+def rows_of(others: dict[str, GuessSource], guesses: int | str) -> dict[str, Row]:
+    pool = PoolSource()
+    rows = {POOL: Row([pool], guesses), KEPT: Row([pool], guesses, keeps_pool=True)}
+    for name, source in others.items():
+        rows[name] = Row([source], guesses)
+        rows[f"pool + {name}"] = Row([pool, source], guesses)
+    if len(others) > 1:
+        rows["all"] = Row([pool, *others.values()], guesses)
+    return rows
+
+
+def measure(
+    model: PreTrainedModel, prompts: list[list[int]], options: dict, others: dict[str, GuessSource], guesses: list
+) -> list[dict]:
+    """Decode all prompts with each row of sources and each number of guesses; return a result for each of them."""
+    rows = {(budget, name): row for budget in guesses for name, row in rows_of(others, budget).items()}
+    plain_seconds: list[float] = []
+
+    def call(ids: list[int], seed: int, key: tuple, _: int) -> tuple[list[int], float]:
+        if key == PLAIN:
+            (text,), took = timed(model, as_inputs(ids, model.device), options, seed)
+            return text, took
+        row = rows[key]
+        text, took = row.decode(model, ids, options, seed)
+        if seed >= 0:
+            row.total += row.engine.last
+        return text, took
+
+    keys = [PLAIN, *rows]
+    for key in keys:  # builds kernels, measures step costs
+        call(prompts[0], -1, key, 0)
+    label = f"temperature {options.get('temperature', 0)}"
+    with click.progressbar(list(enumerate(prompts)), label=label, file=sys.stderr) as progress:
+        for seed, ids in progress:
+            calls = in_turn(keys, 1, seed % len(keys), partial(call, ids, seed))
+            ((expected, took),) = calls[PLAIN]
+            plain_seconds.append(took / len(expected))
+            for key, row in rows.items():
+                ((text, took),) = calls[key]
+                row.seconds.append(took / len(text))
+                row.equal += text == expected
+    results = []
+    for (budget, name), row in rows.items():
+        of_pool = rows[budget, POOL].seconds
+        others_asked = [stats.asked for of, stats in row.total.sources.items() if of != "PoolSource"]
+        results.append({
+            "temperature": options.get("temperature", 0), "guesses": budget, "sources": name,
+            "tokens_per_step": row.total.tokens_per_step, "guesses_per_step": row.total.draft_length,
+            "acceptance": row.total.acceptance_rate,
+            "asked": max(others_asked) / row.total.steps if others_asked else None,
+            "milliseconds": [1000 * each for each in row.seconds],
+            "x_plain": sum(plain_seconds) / sum(row.seconds), "x_pool": sum(of_pool) / sum(row.seconds),
+            "plain_milliseconds": [1000 * each for each in plain_seconds],
+            "equal": row.equal, "prompts": len(prompts), "stats": row.total.as_dict(),
+        })  # fmt: skip
+    return results
+
+
+def page(where: dict, results: list[dict]) -> str:
+    """A table for each temperature and number of guesses."""
+    parts = [heading(where).rstrip()]
+    for temperature, guesses in dict.fromkeys((one["temperature"], one["guesses"]) for one in results):
+        rows = [one for one in results if (one["temperature"], one["guesses"]) == (temperature, guesses)]
+        parts.append(f"## Temperature {temperature:g}, {guesses} guesses")
+        parts.append(f"Plain decoding takes {statistics.mean(rows[0]['plain_milliseconds']):.1f} ms a token.")
+        cells = [
+            [
+                one["sources"], one["tokens_per_step"], one["guesses_per_step"], f"{one['acceptance']:.0%}",
+                None if one["asked"] is None else f"{one['asked']:.0%}", statistics.mean(one["milliseconds"]),
+                one["x_plain"], one["x_pool"], f"{one['equal']} of {one['prompts']}",
+            ]
+            for one in rows
+        ]  # fmt: skip
+        parts.append(table(list(COLUMNS), cells, "lrrrrrrrr"))
+    parts.append(
+        "Times contain the prompt. x plain and x pool: the sum of the times per token of plain decoding, or of the "
+        "fresh pool,\nby that row's. asked: share of the steps in which the sources other than the pool were asked."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+@click.command(help=__doc__.split("\n")[0])
+@cli.model
+@click.option("--heads", type=cli.FOLDER, multiple=True, help="Folder of trained heads. May be repeated.")
+@click.option("--draft", metavar="NAME_OR_PATH", help="Draft model.")
+@click.option("--files", type=cli.FOLDER, help="Folder of .txt files to look up what follows.")
+@click.option("--layer-skip", is_flag=True, help="Draft with the layers that `lookahead tune --layer-skip` found.")
+@cli.prompts
+@cli.limit
+@click.option("--per-category", type=cli.COUNT, help="Use only the first prompts of each category.")
+@cli.dtype
+@click.option("--temperature", "temperatures", type=cli.ListOf(click.FloatRange(min=0)), default="0,0.7",
+              show_default=True, help="One or several; 0: greedy, no sampling.")  # fmt: skip
+@cli.new_tokens
+@click.option("--guesses", default="16", type=cli.ListOf(cli.WholeOr("auto", least=1)), show_default=True,
+              help="In each step. One or several numbers, or auto.")  # fmt: skip
+@click.option("--out", type=cli.OUT, required=True, help="Write OUT.md and OUT.json.")
+def main(
+    model_name, heads, draft, files, layer_skip, prompts_file, limit, per_category, dtype, temperatures,
+    max_new_tokens, guesses, out,
+) -> None:  # fmt: skip
+    model, tokenizer = load(model_name, dtype, "cpu")
+    ends = model.generation_config.eos_token_id
+    model.generation_config = GenerationConfig(
+        eos_token_id=ends, pad_token_id=ends[0] if isinstance(ends, list) else ends
+    )
+    others: dict[str, GuessSource] = {}
+    for folder in heads:
+        source = heads_of(model, folder)
+        others[type(source).__name__.removesuffix("Source")] = source
+    if draft:
+        others["draft model"] = DraftModelSource(load(draft, dtype, "cpu")[0])
+    if files:
+        others["files"] = RetrievalSource.of_files(sorted(files.rglob("*.txt")), tokenizer)
+    if layer_skip:
+        others["layer skip"] = LayerSkipSource(model)
+    chosen = read_prompts(prompts_file, limit)
+    chosen = first_of_each(chosen, per_category) if per_category else chosen
+    prompts = [prompt_ids(tokenizer, prompt["turns"][0], raw=False) for prompt in chosen]
+    where = {"command": command_line(__file__), **environment(model), "prompts": len(prompts)}
+    results: list[dict] = []
+    for temperature in temperatures:
+        results += measure(model, prompts, decoding_options(max_new_tokens, temperature), others, guesses)
+        write_results(out, page(where, results), {"where": where, "results": results})
+
+
+if __name__ == "__main__":
+    main()
