@@ -6,7 +6,7 @@ rotates from prompt to prompt. Chat models get prompts in their chat template. T
 
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --heads FOLDER --heads FOLDER --out OUT
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --draft SMALL --temperature 0,0.7,1 --out OUT
-    python scripts/compare_sources.py --model M --prompts FILE.jsonl --files NOTES --layer-skip --guesses 16,64 --out OUT
+    python scripts/compare_sources.py --model M --prompts FILE.jsonl --files NOTES --guesses 16,64 --out OUT
 """
 
 import statistics
