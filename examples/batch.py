@@ -17,6 +17,8 @@ import lookahead
 
 SIZE = 4  # prompts in a batch: scripts/compare_batches.py measures what pays
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 prompts, answers, path = (*sys.argv[1:], lookahead.DEMO_MODEL)[:3]
 tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

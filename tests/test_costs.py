@@ -7,6 +7,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import WhisperConfig, WhisperForCausalLM
 from zoo import SETTINGS, VOCABULARY, tiny_model
 
@@ -242,3 +244,14 @@ def test_costs_that_cannot_be_measured_are_assumed(works, clock, tmp_path, monke
     assert not list(tmp_path.iterdir())  # the next process tries again
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         step_costs(runner_of(model), anew=0.1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 8, 40, 128]), st.floats(1e-4, 1.0)), max_size=60))
+def test_fewer_rows_never_cost_more_however_noisy_the_passes_are(passes):
+    """A number of rows that is seldom used would keep what a busy minute made of it."""
+    costs = StepCosts(np.linspace(1e-3, 1e-2, len(RUNGS)), np.zeros(2))
+    for rows, seconds in passes:
+        costs.follow(rows, 10, seconds)
+        assert (np.diff(costs.seconds) >= 0).all()
+        assert (costs.seconds > 0).all()

@@ -299,7 +299,7 @@ class _Call:
             output = self._runner.run(steps, cache, last)
             logits = output.logits
             # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
-            self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and bool(logits.amax().isnan())
+            self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and bool(logits.max().isnan())
             synchronize(logits.device)  # where the line above has not waited already
         if self._is_spoiled:
             cache.commit(steps, [[] for _ in steps])

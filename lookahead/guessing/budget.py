@@ -119,6 +119,8 @@ class Budget:
 
     def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> list[GuessTree]:
         """Return the part of each tree that is verified. Arguments as for `Pace.choose`."""
+        if not any(map(len, trees)):
+            return trees
         count = self._chooser.choose(trees, length, window_rows) if self._chooser else self.limit(len(trees))
         return [tree.likeliest(count) for tree in trees]
 

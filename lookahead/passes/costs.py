@@ -95,7 +95,7 @@ class StepCosts:
         ratio = min(max(seconds / expected, 1 / 3), 3.0)  # a larger error has another cause
         nearness = np.maximum(1 - np.abs(np.log2(_RUNGS / min(rows, RUNGS[-1]))), 0)
         with self._lock:  # other threads may be reading the old arrays, so make new ones
-            self.seconds = self.seconds * ratio ** (share * (everywhere + local * nearness))
+            self.seconds = _ascending(self.seconds * ratio ** (share * (everywhere + local * nearness)))
             self.per_position = self.per_position * ratio ** ((1 - share) * (everywhere + local))
             if overhead is not None:
                 self._follow_overhead(rows, overhead, local)
@@ -145,10 +145,15 @@ def measure(
     base = np.array([times[rows, 0] for rows in known])
     slope = max((base[-1] - base[-2]) / (known[-1] - known[-2]), 0.0)
     base = np.interp(_RUNGS, known, base) + slope * np.maximum(_RUNGS - known[-1], 0)
-    base = np.minimum.accumulate(base[::-1])[::-1]  # fewer rows cost no more; the machine was busy if it seems so
+    base = _ascending(base)
     first, second = (max(times[rows, long] - times[rows, 0], 0.0) / long for rows in ROWS_AT_LENGTH)
     further = max(second - first, 0.0) / (ROWS_AT_LENGTH[1] - ROWS_AT_LENGTH[0])
     return StepCosts(base, np.array([first, further]))
+
+
+def _ascending(seconds: np.ndarray) -> np.ndarray:
+    """Fewer rows cost no more. If it seems so, the machine was busy, and rows that are seldom used would keep that."""
+    return np.minimum.accumulate(seconds[::-1])[::-1]
 
 
 def time_passes(
