@@ -1,11 +1,11 @@
 """Two published ways to guess without a draft model, as sources of guesses in our own loop, to compare the pool with.
 
-Both recycle logits: what the model said after a token, where it stood last, is guessed wherever it stands again.
+Both recycle logits: wherever a token stands again, they guess what the model said after it the last time.
 `TokenRecyclingSource` is Token Recycling (Luo et al. 2024, arXiv 2408.08696, section 3). `RacerSource` is RACER (Zhang
 et al. 2026, arXiv 2604.14885, section 3), which adds what followed the last two tokens in the text. Neither paper gives
-its guesses probabilities. Here a guess's is how often guesses of its rank came true so far, or, in RACER, the share of
-the places that went on with it. So a fixed budget verifies whole trees, as published, and an automatic one what pays. A
-call begins with nothing learned.
+its guesses probabilities. Here they are the share of the guesses of that rank that came true so far, or, in RACER, the
+share of the places that went on with the guess. So a fixed budget verifies whole trees, as published, and an automatic
+one what pays. A call begins with nothing learned.
 """
 
 import heapq
@@ -30,8 +30,8 @@ ROOT = 0  # of a tree that grows
 def static_tree() -> list[tuple[int, int]]:
     """Return Token Recycling's places: the index of each one's parent (-1: the root), and its rank among the siblings.
 
-    The paper shows its tree in a picture. This one has as many places, and the same depth and width, and the earlier a
-    rank, the larger what is below it: its places are the likeliest, if each rank is half as likely as the one before.
+    The paper shows its tree in a picture. This one has as many places, and the same depth and width. It holds the
+    likeliest places, if each rank is half as likely as the one before. So an earlier rank has more below it.
     """
     places: list[tuple[int, int]] = []
     waiting = [(1 + rank, 1, -1, rank) for rank in range(TOP_K)]  # the more halvings, the less likely
@@ -54,8 +54,7 @@ class Recycled(GuessSource):
 
     def start(self, batch: Batch) -> None:
         self._said: dict[int, list[int]] = {}
-        ranks = np.arange(TOP_K)
-        self._right, self._seen = PRIOR * 0.5 ** (1 + ranks), np.full(TOP_K, PRIOR)
+        self._right, self._seen = PRIOR * 0.5 ** np.arange(1, TOP_K + 1), np.full(TOP_K, PRIOR)
 
     def _chances(self) -> list[float]:
         """Return the chance of each rank."""
@@ -66,41 +65,31 @@ class Recycled(GuessSource):
         likeliest = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1).indices
         self._said.update(zip(tokens, likeliest.tolist(), strict=True))
 
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        return [self._after(text).finished() for text in texts]
+
     def observe(self, outcome: Outcome) -> None:
         for b, (step, path, emitted) in enumerate(zip(outcome.steps, outcome.paths, outcome.emitted, strict=True)):
             tokens = step.ids[: 1 + step.guesses].tolist()
             for row, new in zip(path, emitted, strict=True):
-                said = self._said.get(tokens[row])
-                if said is not None:
-                    self._seen[: len(said)] += 1
-                    if new in said:
-                        self._right[said.index(new)] += 1
+                said = self._said.get(tokens[row], [])
+                self._seen[: len(said)] += 1
+                if new in said:
+                    self._right[said.index(new)] += 1
             self._learn(tokens, outcome.logits[b, : len(tokens)])
 
 
 class TokenRecyclingSource(Recycled):
     """A tree of one shape, filled with what the model said after the token of each place's parent."""
 
-    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
-        return [self._after(text[-1]) for text in texts]
-
-    def _after(self, root: int) -> GuessTree:
-        by_rank = self._chances()
-        node_of: dict[int, int] = {}  # place: node, for those places that have a token
-        tokens: list[int] = []
-        parents: list[int] = []
-        chances: list[float] = []
+    def _after(self, text: list[int]) -> "Growing":
+        tree, chances = Growing(text[-1]), self._chances()
+        nodes = {-1: ROOT}  # by place; a place that has no token has no node
         for place, (above, rank) in enumerate(STATIC_TREE):
-            if above >= 0 and above not in node_of:
-                continue
-            parent = node_of.get(above, -1)
-            said = self._said.get(tokens[parent] if parent >= 0 else root, [])
+            said = self._said.get(tree.tokens[nodes[above]], []) if above in nodes else []
             if rank < len(said):
-                node_of[place] = len(tokens)
-                tokens.append(said[rank])
-                parents.append(parent)
-                chances.append((chances[parent] if parent >= 0 else 1.0) * by_rank[rank])
-        return GuessTree.of(tokens, parents, probabilities=chances)
+                nodes[place] = tree.add(nodes[above], said[rank], chances[rank])
+        return tree
 
 
 class Followed:
@@ -109,13 +98,6 @@ class Followed:
     def __init__(self) -> None:
         self.times = 0
         self.next: dict[int, Followed] = {}
-
-    def at(self, tokens: list[int]) -> "Followed | None":
-        """Return the node that ``tokens`` lead to, None if they have not been seen."""
-        node: Followed | None = self
-        for token in tokens:
-            node = node.next.get(token) if node else None
-        return node
 
 
 class RacerSource(Recycled):
@@ -137,33 +119,27 @@ class RacerSource(Recycled):
         if text:  # a prompt of embeddings has no text
             logits = logits[-len(text) :]
             self._learn(text[-len(logits) :], logits)
-            for end in range(NGRAM, len(text) + 1):
-                self._insert(text[end - NGRAM : end])
+            self._insert_grams(text)
 
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)
         for text, emitted in zip(outcome.texts, outcome.emitted, strict=True):
-            recent = text[-NGRAM:] + emitted
-            for end in range(NGRAM, len(recent)):
-                self._insert(recent[end - NGRAM : end])
+            self._insert_grams((text[-NGRAM:] + emitted)[:-1])
 
-    def _insert(self, tokens: list[int]) -> None:
-        node = self._grams
-        for token in tokens:
-            node = node.next.setdefault(token, Followed())
-            node.times += 1
+    def _insert_grams(self, tokens: list[int]) -> None:
+        for begin in range(len(tokens) - NGRAM + 1):
+            node = self._grams
+            for token in tokens[begin : begin + NGRAM]:
+                node = node.next.setdefault(token, Followed())
+                node.times += 1
 
-    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
-        return [self._after(text) for text in texts]
-
-    def _after(self, text: list[int]) -> GuessTree:
+    def _after(self, text: list[int]) -> "Growing":
         tree = Growing(text[-1])
         self._add_followed(tree, text)
         self._add_recycled(tree)
-        return tree.finished()
+        return tree
 
     def _add_followed(self, tree: "Growing", text: list[int]) -> None:
-        border = self._grams.at(text[-2:]) if len(text) > 1 else None
         waiting: list[tuple[int, int, int, int, int, Followed]] = []  # the most frequent first, then the shallowest
         numbers = itertools.count()
 
@@ -171,7 +147,7 @@ class RacerSource(Recycled):
             for token, below in above.next.items():
                 heapq.heappush(waiting, (-below.times, depth, next(numbers), node, token, above))
 
-        if border:
+        if len(text) > 1 and (border := self._grams.next.get(text[-2], Followed()).next.get(text[-1])):
             wait(ROOT, 1, border)
         while waiting and len(tree) < RACER_NODES:
             _, depth, _, parent, token, above = heapq.heappop(waiting)
