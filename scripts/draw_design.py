@@ -17,7 +17,7 @@ import numpy as np
 
 from lookahead.guessing.budget import Pace
 from lookahead.passes.costs import StepCosts
-from lookahead.step import Step, lay_out
+from lookahead.step import lay_out
 from ngram_pool import GuessTree, NgramPool
 from ngram_pool.kernels import KINDS, find_entries
 
@@ -46,8 +46,8 @@ def purpose(room: str) -> str:
     """Return the first sentence of the room's docstring."""
     if room in PURPOSES:
         return PURPOSES[room]
-    folder = ROOT / (room if room == "ngram_pool" else f"lookahead/{room}")
-    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    package = room if room == "ngram_pool" else f"lookahead/{room}"
+    docstring = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8")))
     return docstring.split(".")[0] + "."
 
 
@@ -83,10 +83,6 @@ WORDS = ["return", "x", "+", "y", "*", "y", "n", "-"]  # of the root and of the 
 COLORS = {"root": "#f4c95d", "guess": "#9ccc9c", "window": "#a9c4e4"}
 
 
-def kind(step: Step, row: int) -> str:
-    return "root" if row == 0 else "guess" if row <= step.guesses else "window"
-
-
 def step() -> str:
     """Return an SVG with the tokens of a step, each connected to its parent, and the tokens that each of them sees.
 
@@ -94,27 +90,21 @@ def step() -> str:
     """
     tree = GuessTree.of(range(1, 8), [-1, 0, 1, 0, 3, -1, 5])
     step = lay_out(0, tree, window=[np.arange(8, 11), np.arange(11, 14)])
-    names = [WORDS[i] if i <= step.guesses else f"w{i - step.guesses - 1}" for i in range(len(step))]
+    window = len(step) - 1 - step.guesses
+    names = WORDS + [f"w{i}" for i in range(window)]
+    colors = [COLORS[kind] for kind in ("root", *["guess"] * step.guesses, *["window"] * window)]
     parts = [text(20, 24, "The tokens of a step, by position", 14), text(420, 24, "What each of them sees", 14)]
-    lane: dict[int, int] = {}
-    parents = step.parents.tolist()
-    for row, parent in enumerate(parents):  # a first child stays in its parent's lane
-        is_first = parent >= 0 and parent not in parents[:row]
-        lane[row] = 0 if parent < 0 else lane[parent] if is_first else max(lane.values()) + 1
-    place = {row: (30 + 74 * int(step.depths[row]), 70 + 40 * lane[row]) for row in range(len(step))}
-    for row, parent in enumerate(parents):
-        if parent >= 0:
-            (x, y), (to_x, to_y) = place[parent], place[row]
-            parts.append(f'<path d="M{x + 56} {y} L{to_x} {to_y}" stroke="#7f8c8d" marker-end="url(#head)"/>')
-    for row, (x, y) in place.items():
-        box = rectangle(x, y - 13, 56, 26, f'rx="5" fill="{COLORS[kind(step, row)]}"')
+    lanes = lanes_of(step.parents.tolist())
+    places = [(30 + 74 * depth, 70 + 40 * lane) for depth, lane in zip(step.depths.tolist(), lanes, strict=True)]
+    parts += edges(step.parents.tolist(), places, 56)
+    for row, (x, y) in enumerate(places):
+        box = rectangle(x, y - 13, 56, 26, f'rx="5" fill="{colors[row]}"')
         parts.append(box + text(x + 28, y + 5, names[row], 13, "middle"))
     left, top = 480, 60
     for row in range(len(step)):
         parts.append(text(left - 8, top + CELL * row + 17, names[row], 12, "end"))
-        for column in range(len(step) + 1):
-            seen = column == 0 or step.ancestors[row, column - 1]
-            fill = "#d9d9d9" if column == 0 else COLORS[kind(step, column - 1)] if seen else "#f7f7f7"
+        seen = [color if sees else "#f7f7f7" for color, sees in zip(colors, step.ancestors[row], strict=True)]
+        for column, fill in enumerate(["#d9d9d9", *seen]):  # the cache first
             parts.append(rectangle(left + CELL * column, top + CELL * row, CELL - 2, CELL - 2, f'fill="{fill}"'))
     parts.append(text(left, top - 8, "cache | root | guesses | window", 12))
     legend = [("root", "root: the last accepted token"), ("guess", "guess tree"), ("window", "Jacobi window")]
@@ -133,16 +123,12 @@ RECENT = 5, 10  # tokens and rows of the steps before
 IDS = {word: i for i, word in enumerate(dict.fromkeys(TEXT))}
 
 
-def learned() -> tuple[NgramPool, list[int]]:
-    """Return a pool that has learned TEXT, and the ids of TEXT."""
-    known, ids = NgramPool(memory_mb=0.1), [IDS[word] for word in TEXT]
+def guessed(count: int) -> tuple[NgramPool, list[int], GuessTree, list[str]]:
+    """Return a pool that has learned TEXT, the ids of TEXT, the pool's ``count`` guesses and their words."""
+    known, ids, words = NgramPool(memory_mb=0.1), [IDS[word] for word in TEXT], list(IDS)
     known.follow(ids)
-    return known, ids
-
-
-def tree_of(known: NgramPool, ids: list[int], budget: int) -> tuple[GuessTree, list[str]]:
-    tree, words = known.guess(ids, budget), list(IDS)
-    return tree, [words[token] for token in tree.tokens.tolist()]
+    tree = known.guess(ids, count)
+    return known, ids, tree, [words[token] for token in tree.tokens]
 
 
 def said(known: NgramPool, ids: list[int], kind: int) -> list[tuple[str, float]]:
@@ -157,8 +143,7 @@ def said(known: NgramPool, ids: list[int], kind: int) -> list[tuple[str, float]]
 
 def pool() -> str:
     """Return an SVG with the contexts of a text's end, what the pool knows after each, and the tree that it guesses."""
-    known, ids = learned()
-    tree, names = tree_of(known, ids, 8)
+    known, ids, tree, names = guessed(8)
     shown, cell = TEXT[-9:], 46
     parts = [text(20, 24, "The end of the text, and what each kind of context knows of it", 14)]
     for i, word in enumerate(shown):
@@ -174,26 +159,21 @@ def pool() -> str:
         y += 24
     y += 34
     parts.append(text(20, y, "The tree that it guesses: all kinds mixed, the surest branches first", 14))
-    place: dict[int, tuple[int, int]] = {-1: (20, y + 32)}
-    lanes = 0
-    for node, (parent, depth) in enumerate(zip(tree.parents.tolist(), tree.depths.tolist(), strict=True)):
-        is_first = parent not in tree.parents[:node]
-        lanes += not is_first
-        place[node] = 20 + 96 * depth, place[parent][1] if is_first else y + 32 + 38 * lanes
-    for node in range(len(tree)):
-        (x, begin), (to_x, to_y) = place[int(tree.parents[node])], place[node]
-        parts.append(f'<path d="M{x + 76} {begin} L{to_x} {to_y}" stroke="#7f8c8d" marker-end="url(#head)"/>')
-    labels = {-1: TEXT[-1], **{i: f"{names[i]}  {tree.probabilities[i]:.0%}" for i in range(len(tree))}}
-    for node, (x, y_node) in place.items():
-        fill = COLORS["root" if node < 0 else "guess"]
+    parents, depths = [-1, *(1 + tree.parents)], [0, *tree.depths]  # with the root
+    lanes = lanes_of(parents)
+    places = [(20 + 96 * depth, y + 32 + 38 * lane) for depth, lane in zip(depths, lanes, strict=True)]
+    parts += edges(parents, places, 76)
+    labels = [TEXT[-1], *(f"{name}  {p:.0%}" for name, p in zip(names, tree.probabilities, strict=True))]
+    for (x, y_node), label in zip(places, labels, strict=True):
+        fill = COLORS["guess" if x > 20 else "root"]
         parts.append(rectangle(x, y_node - 13, 76, 26, f'rx="5" fill="{fill}"'))
-        parts.append(text(x + 38, y_node + 5, labels[node], 12, "middle"))
-    return picture(900, y + 32 + 38 * lanes + 30, parts)
+        parts.append(text(x + 38, y_node + 5, label, 12, "middle"))
+    return picture(900, y + 32 + 38 * max(lanes) + 30, parts)
 
 
 def budget() -> str:
     """Return an SVG with the tokens that a step yields and costs, by its number of guesses, and the one chosen."""
-    tree, names = tree_of(*learned(), 16)
+    *_, tree, names = guessed(16)
     pace = Pace(StepCosts(COSTS, np.zeros(2)))
     for _ in range(500):
         pace.count(*RECENT, length=0)
@@ -226,6 +206,21 @@ def budget() -> str:
     for value in range(1, 8):
         parts.append(text(left - 16, int(y(value)) + 4, str(value), 11, "end"))
     return picture(left + wide * len(counts) + 20, bottom + 64, parts)
+
+
+def lanes_of(parents: list[int]) -> list[int]:
+    """Return the lane of each node of a tree: a first child stays in its parent's, another begins one of its own."""
+    lanes = [0]
+    for node, parent in enumerate(parents[1:], 1):
+        lanes.append(max(lanes) + 1 if parent in parents[:node] else lanes[parent])
+    return lanes
+
+
+def edges(parents: list[int], places: list[tuple[int, int]], width: int) -> list[str]:
+    """Return an arrow to each node but the root, from the right side of its parent, which has ``width``."""
+    pairs = [(places[parent], place) for parent, place in zip(parents[1:], places[1:], strict=True)]
+    line = '<path d="M{} {} L{} {}" stroke="#7f8c8d" marker-end="url(#head)"/>'
+    return [line.format(x + width, y, *place) for (x, y), place in pairs]
 
 
 def rectangle(x: int, y: int, width: int, height: int, style: str) -> str:

@@ -33,12 +33,9 @@ PLAIN_COLOUR = "#c8ccd4"
 class Run:
     """A text as it was written."""
 
-    pieces: list[str]
-    """The text that each token completes."""
-    times: list[float]
-    """Seconds from the beginning until each token was written."""
-    steps: list[int]
-    """The number of the pass that each token came from."""
+    pieces: list[str]  # the text that each token completes
+    times: list[float]  # seconds from the beginning until each token was written
+    steps: list[int]  # the number of the pass that each token came from
 
     @property
     def sentence(self) -> str:
@@ -77,14 +74,14 @@ def text_at(x: float, y: float, words: str, more: str, inside: str = "") -> str:
 
 def written(run: Run, x: int, colours: tuple[str, ...]) -> list[str]:
     """Draw a text. Each part is hidden from the beginning of the round until it was written."""
+    hide = '<set attributeName="visibility" to="hidden" begin="r.begin" dur="{:.2f}s"/>'
     parts = []
     for line, column, words, token in chunks(run):
-        hide = f'<set attributeName="visibility" to="hidden" begin="r.begin" dur="{run.times[token]:.2f}s"/>'
         style = f'textLength="{CELL * len(words)}" fill="{colours[run.steps[token] % len(colours)]}"'
-        parts.append(text_at(x + CELL * column, TOP + LINE * line, words, style, hide))
-    hide = f'<set attributeName="visibility" to="hidden" begin="r.begin" dur="{run.times[-1]:.2f}s"/>'
-    end = TOP + LINE * (chunks(run)[-1][0] + 1) + 10
-    return [*parts, text_at(x, end, run.sentence, 'fill="#ffffff" font-weight="bold"', hide)]
+        hidden = hide.format(run.times[token])
+        parts.append(text_at(x + CELL * column, TOP + LINE * line, words, style, hidden))
+    end, style = TOP + LINE * (line + 1) + 10, 'fill="#ffffff" font-weight="bold"'
+    return [*parts, text_at(x, end, run.sentence, style, hide.format(run.times[-1]))]
 
 
 def draw(prompt: str, model: str, plain: Run, by_lookahead: Run) -> str:
