@@ -11,6 +11,7 @@ are complete: remove STAGE.json to have one again. FOLDER/all.md holds all pages
 --small is the rehearsal: the same stages with a few tokens of small models, on any device.
 """
 
+import importlib
 import json
 import multiprocessing
 import shlex
@@ -39,8 +40,7 @@ SMALL_STAGES = tuple(stage for stage in STAGES if not stage.startswith("costs-")
 class Plan:
     """What the stages measure."""
 
-    model: str | None
-    """Folder or name; None: the packaged model."""
+    model: str | None  # folder or name; None: the packaged model
     prompts: Path
     device: str
     is_small: bool
@@ -52,10 +52,8 @@ class Plan:
 class Report:
     """Where a stage writes its results, and until when it may take."""
 
-    path: Path
-    """Without a suffix."""
-    until: float
-    """The time (`time.time`) from which on it should begin nothing more."""
+    path: Path  # without a suffix
+    until: float  # the time (`time.time`) from which on it should begin nothing more
 
     def write(self, text: str, results: dict, is_complete: bool = False) -> None:
         """Replace the page and the results by these."""
@@ -74,10 +72,10 @@ class Report:
 
 def run_stage(name: str, plan: Plan, limit: float) -> None:
     """Run a stage in this process, which is its own. limit: seconds until the process is ended."""
-    from bench import gpu_stages
-
     report = Report(plan.out / name, time.time() + limit - STOPPING)
-    text, results = getattr(gpu_stages, name.split("-")[0])(plan, report, *name.split("-")[1:])
+    stage, *kind = name.split("-")
+    module = importlib.import_module("bench.gpu_environment" if stage == "environment" else "bench.gpu_stages")
+    text, results = getattr(module, stage)(plan, report, *kind)
     report.write(text, results, is_complete=report.has_time and not results.get("status"))
 
 
@@ -163,16 +161,14 @@ def main(out, model, prompts, device, minutes, stages, is_small) -> None:
         left = min(end - time.time(), MOST)
         if is_complete(out / name):
             became[name] = what_became(out / name)
-            continue
-        if left < LEAST:
+        elif left < LEAST:
             became[name] = "not begun: run the command again"
-            continue
-        began = time.time()
-        click.echo(f"[{number}/{len(chosen)}] {name}: at most {left:.0f} s", err=True)
-        became[name] = in_own_process(name, plan, left)
-        became[name] += f" ({time.time() - began:.0f} s)"
-        click.echo(f"[{number}/{len(chosen)}] {name}: {became[name]}", err=True)
-        join_pages(out, became)
+        else:
+            began = time.time()
+            click.echo(f"[{number}/{len(chosen)}] {name}: at most {left:.0f} s", err=True)
+            became[name] = f"{in_own_process(name, plan, left)} ({time.time() - began:.0f} s)"
+            click.echo(f"[{number}/{len(chosen)}] {name}: {became[name]}", err=True)
+            join_pages(out, became)
     click.echo(join_pages(out, became))
     if any("complete" not in what for what in became.values()):
         sys.exit(1)

@@ -1,112 +1,47 @@
-"""The stages of scripts/gpu.py. Each takes a plan and a report, and returns its page and its results."""
+"""The stages of scripts/gpu.py but the first. Each takes a plan and a report, and returns its page and its results."""
 
-import re
+import json
 import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from importlib import metadata
+from dataclasses import replace
 from pathlib import Path
-from shutil import which
+
+import ballast
+import benchmark
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
+
+import lookahead
+from bench.benchmark_page import markdown
+from bench.corpora import tokenized_prompts
+from bench.methods import LOOKAHEAD, Subject, as_inputs
+from bench.pages import table
+from bench.speedups import summarise, title
+from bench.timing import decoding_options, waited
+from lookahead.models.adapter import vocabulary_of
+from lookahead.passes.capabilities import find_adapter, why_not_compiled
+from lookahead.passes.compiled import CompiledRunner
+from lookahead.passes.environment import environment
+from lookahead.passes.graphs import GraphRunner, StepGraphs, capture_cuda
+from lookahead.passes.runner import EagerRunner
+from lookahead.step import lay_out
+from lookahead.tools.loading import load, load_tokenizer
+from lookahead.tools.prompts import read_prompts
+from ngram_pool import GuessTree, Source
 
 ROOT = Path(__file__).parents[2]
 
 Result = tuple[str, dict]
 
 
-def environment(plan, report) -> Result:
-    """What is installed, what is missing, and what the device can do. Imports nothing of lookahead."""
-    asked = re.findall(r'^    "([\w-]+)([<>=][^"]*)",', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
-    rows = []
-    for name, wanted in [*asked, ("triton", ""), ("safetensors", ""), ("tokenizers", ""), ("huggingface-hub", "")]:
-        try:
-            rows.append([name, wanted, metadata.version(name)])
-        except metadata.PackageNotFoundError:
-            rows.append([name, wanted, "missing"])
-    results: dict = {"command": plan.command, "python": sys.version, "packages": rows}
-    results["programs"] = {name: which(name) for name in ("nvcc", "g++", "clang++", "nvidia-smi")}
-    for name, arguments in (
-        ("nvidia-smi", ["nvidia-smi"]),
-        ("memory", ["free", "-g"]),
-        ("disk", ["df", "-h", "/tmp", "."]),
-    ):
-        if which(arguments[0]):
-            results[name] = subprocess.run(arguments, capture_output=True, text=True, timeout=60).stdout
-    report.write(_environment_page(results), results)  # before anything can fail
-    import torch
-
-    device = torch.device(plan.device)
-    results["torch"] = {
-        "version": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available(),
-        "threads": torch.get_num_threads(), "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "flash": torch.backends.cuda.flash_sdp_enabled(), "cudnn": torch.backends.cudnn.version(),
-    }  # fmt: skip
-    if device.type == "cuda":
-        results["torch"]["properties"] = str(torch.cuda.get_device_properties(device))
-        results["torch"]["free and total bytes"] = torch.cuda.mem_get_info(device)
-    results["measured"] = _speeds(device, plan.is_small)
-    results["imports"] = _imports()
-    return _environment_page(results), results
-
-
-def _speeds(device, is_small: bool) -> dict:
-    """The rates that bound a pass: bytes copied and products made in a second."""
-    import torch
-
-    from bench.timing import waited
-
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    numbers = torch.ones(2**22 if is_small else 2**31, dtype=torch.uint8, device=device)
-    size = 256 if is_small else 8192
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    target = torch.empty_like(numbers)
-    copying = min(waited(lambda: target.copy_(numbers), device) for _ in range(6))
-    product = min(waited(lambda: a @ b, device) for _ in range(6))
-    small = torch.zeros(1, device=device)
-    launch = statistics.median(waited(lambda: small.add_(1), device) for _ in range(50))
-    number = statistics.median(waited(lambda: small.item(), device) for _ in range(50))
-    return {
-        "GB/s copied, read and written": 2 * numbers.nbytes / copying / 1e9,
-        f"TFLOP/s of a product of {size} x {size}, {dtype}": 2 * size**3 / product / 1e12,
-        "us to launch a kernel and wait for it": 1e6 * launch,
-        "us to read a number": 1e6 * number,
-    }
-
-
-def _imports() -> dict[str, str]:
-    """For each module that later stages need, "" or the error of its import."""
-    found = {}
-    for name in (
-        "lookahead",
-        "lookahead.tools.audit",
-        "lookahead.passes.graphs",
-        "benchmark",
-        "ballast",
-        "compare_batches",
-    ):
-        try:
-            __import__(name)
-            found[name] = ""
-        except Exception as error:
-            found[name] = repr(error)
-    return found
-
-
-def _environment_page(results: dict) -> str:
-    from bench.pages import table
-
-    parts = [f"`{results['command']}`", f"Python {results['python']}"]
-    parts.append(table(["package", "asked for", "found"], results["packages"]))
-    for name in ("programs", "torch", "measured", "imports"):
-        if name in results:
-            parts.append(table([name, ""], [[key, str(value)] for key, value in results[name].items()]))
-    parts += [f"```\n{results[name].rstrip()}\n```" for name in ("nvidia-smi", "memory", "disk") if name in results]
-    return "\n\n".join(parts)
-
-
-def _run(arguments: list[str], report, note: str = "") -> Result:
+def _run(arguments: list[str], report) -> Result:
     """Run a command of the repository as a stage of its own."""
     seconds = report.until - time.time()
     try:
@@ -117,7 +52,7 @@ def _run(arguments: list[str], report, note: str = "") -> Result:
     except subprocess.TimeoutExpired as error:
         output, status = _text(error.stdout) + _text(error.stderr), None
     end = "its time was over" if status is None else f"exit status {status}"
-    text = f"`python {' '.join(arguments)}`: {end}\n\n{note}```\n{output[-6000:].rstrip()}\n```"
+    text = f"`python {' '.join(arguments)}`: {end}\n\n```\n{output[-6000:].rstrip()}\n```"
     return text, {"arguments": arguments, "status": status, "output": output}
 
 
@@ -137,23 +72,24 @@ def tests(plan, report) -> Result:
 
 def audit(plan, report) -> Result:
     """Where texts part in half precision, and whether rounding explains it."""
-    model = ["--model", plan.model] if plan.model else []
     dtype = "float32" if plan.is_small else "bfloat16"
     sizes = ["--count", "1", "--max-new-tokens", "4"] if plan.is_small else ["--count", "16", "--max-new-tokens", "96"]
-    options = ["--dtype", dtype, "--device", plan.device, "--temperature", "0.7", *sizes]
-    return _run(
-        ["-m", "lookahead", "audit", *model, *options, "--json", str(report.path.with_suffix(".all.json"))], report
-    )
+    options = ["--dtype", dtype, "--temperature", "0.7", *sizes, "--json", str(report.path.with_suffix(".all.json"))]
+    return _run(["-m", "lookahead", "audit", *_on(plan), *options], report)
 
 
 def batches(plan, report) -> Result:
     """Batches of several sizes against plain decoding of the same batches."""
-    model = ["--model", plan.model] if plan.model else []
     sizes = ["--sizes", "1,2", "--limit", "2", "--max-new-tokens", "4"]
     if not plan.is_small:
         sizes = ["--sizes", "1,2,4,8,16,32", "--limit", "32", "--max-new-tokens", "64"]
-    options = ["--prompts", str(_prompts_for(plan)), "--device", plan.device, "--dtype", _dtype(plan), "--repeats", "1"]
-    return _run(["scripts/compare_batches.py", *model, *options, *sizes, "--out", str(report.path) + "-table"], report)
+    options = ["--prompts", str(_prompts_for(plan)), "--dtype", _dtype(plan), "--repeats", "1", *sizes]
+    return _run(["scripts/compare_batches.py", *_on(plan), *options, "--out", f"{report.path}-table"], report)
+
+
+def _on(plan) -> list[str]:
+    """Return the options that name the model and the device."""
+    return [*(["--model", plan.model] if plan.model else []), "--device", plan.device]
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -181,33 +117,21 @@ def _dtype(plan) -> str:
 
 
 def _random_llama(size: str, plan):
-    """A Llama of random weights, made on the device."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
+    """Return a Llama of random weights, made on the device."""
     config = LlamaConfig(**SHAPES[size], max_position_embeddings=2**17)
     with torch.device(plan.device):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, _dtype(plan))).eval()
 
 
 def _ballasted(plan):
-    """The plan's model with the size of 8B, which writes its texts; in a rehearsal, only a little larger."""
-    from ballast import SHAPES as SIZES
-    from ballast import ballast
-
-    from lookahead.tools.loading import load
-
+    """Return a model that has the size of 8B, or in a rehearsal a little more, and writes the texts of the plan's."""
     model = load(plan.model, _dtype(plan), plan.device)[0]
-    return ballast(model, **(SMALL_BALLAST if plan.is_small else SIZES["8B"]), max_position_embeddings=2**17)
+    size = SMALL_BALLAST if plan.is_small else ballast.SHAPES["8B"]
+    return ballast.ballast(model, **size, max_position_embeddings=2**17)
 
 
 def _prompts_for(plan) -> Path:
-    """The file of prompts; in the chat template, if the model has one."""
-    import json
-
-    from lookahead.tools.loading import load_tokenizer
-    from lookahead.tools.prompts import read_prompts
-
+    """Return the file of prompts; they are in the chat template if the model has one."""
     tokenizer = load_tokenizer(plan.model)
     if tokenizer.chat_template is None:
         return plan.prompts
@@ -235,20 +159,15 @@ TIMED, SECONDS = 15, 0.4  # passes of a cell, at least 3, and seconds
 
 def costs(plan, report, size: str) -> Result:
     """c(T, L): the time of a pass over T rows behind L positions, by every way to run it."""
-    import torch
-
-    from bench.pages import table
-    from lookahead.passes.environment import environment as where
-
     shape = "small" if plan.is_small else size
     rows, lengths = ((1, 4, 16), (256,)) if plan.is_small else (ROWS, LENGTHS)
     model = _random_llama(shape, plan)
-    results = {"environment": where(model), "shape": SHAPES[shape], "seconds": {}, "errors": {}}
+    results = {"environment": environment(model), "shape": SHAPES[shape], "seconds": {}, "errors": {}}
     weights = sum(weight.nbytes for weight in model.parameters())
 
     def page() -> str:
         parts = [
-            f"`{plan.command}`; " + ", ".join(f"{name} {value}" for name, value in results["environment"].items()),
+            _head(plan, results),
             f"{shape}: {weights / 1e9:.2f} GB of weights. Milliseconds of a pass over T rows, its host time and the "
             "wait for the device included: the median of several, one after another.",
         ]
@@ -256,14 +175,10 @@ def costs(plan, report, size: str) -> Result:
             found = {way: cells[length] for way, cells in results["seconds"].items() if length in cells}
             shown = [count for count in rows if any(count in cells for cells in found.values())]
             if shown:
-                lines = [[way, *(_ms(cells.get(count)) for count in shown)] for way, cells in found.items()]
-                relative = [
-                    [f"{way}, times T = 1", *(_ratio(cells.get(count), cells.get(1)) for count in shown)]
-                    for way, cells in found.items()
-                ]
-                parts += [f"## L = {length}", table(["T", *map(str, shown)], lines + relative, "l" + "r" * len(shown))]
-        parts += [f"- {way}: {error}" for way, error in results["errors"].items()]
-        return "\n\n".join(parts)
+                lines = [[way, *_in_units(0.001, cells, shown)] for way, cells in found.items()]
+                lines += [[f"{way}, times T = 1", *_in_units(cells[1], cells, shown)] for way, cells in found.items()]
+                parts += [f"## L = {length}", table(["T", *map(str, shown)], lines, "l" + "r" * len(shown))]
+        return "\n\n".join([*parts, *_errors(results)])
 
     with torch.no_grad():
         for way, length, cells in _all_costs(model, plan, rows, lengths):
@@ -280,23 +195,20 @@ def costs(plan, report, size: str) -> Result:
     return page(), results
 
 
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1000 * seconds:.2f}"
+def _in_units(unit: float, seconds: dict[int, float], rows: list[int]) -> list[float | None]:
+    return [seconds[count] / unit if count in seconds else None for count in rows]
 
 
-def _ratio(seconds: float | None, base: float | None) -> str:
-    return "" if seconds is None or base is None else f"{seconds / base:.2f}"
+def _head(plan, results: dict) -> str:
+    return f"`{plan.command}`; " + ", ".join(f"{name} {value}" for name, value in results["environment"].items())
+
+
+def _errors(results: dict) -> list[str]:
+    return [f"- {what}: {error}" for what, error in results["errors"].items()]
 
 
 def _all_costs(model, plan, rows, lengths) -> Iterator[tuple[str, int, Callable[[], Iterator[tuple[int, float]]]]]:
-    """Every way to run passes with every length, the quick ones first."""
-    from dataclasses import replace
-
-    from lookahead.passes.capabilities import find_adapter, why_not_compiled
-    from lookahead.passes.compiled import CompiledRunner
-    from lookahead.passes.graphs import GraphRunner, StepGraphs, capture_cuda
-    from lookahead.passes.runner import EagerRunner
-
+    """Yield every way to run passes with every length, the quick ones first."""
     adapter = find_adapter(model)
     split, dense = EagerRunner(model, adapter), EagerRunner(model, replace(adapter, splits_attention=False))
     # Without a GPU nothing can be captured, but the same steps of fixed shape run.
@@ -316,13 +228,7 @@ def _all_costs(model, plan, rows, lengths) -> Iterator[tuple[str, int, Callable[
 
 
 def _times(runner, rows, length: int) -> Iterator[tuple[int, float]]:
-    """The number of rows and the seconds of a pass, for each of ``rows``."""
-    import numpy as np
-
-    from lookahead.models.adapter import vocabulary_of
-    from lookahead.step import lay_out
-    from ngram_pool import GuessTree, Source
-
+    """Yield the number of rows and the seconds of a pass, for each of ``rows``."""
     tokens = np.random.default_rng(0).integers(0, vocabulary_of(runner.model), max(rows) + 1)
 
     def run(count: int) -> None:
@@ -342,9 +248,7 @@ def _times(runner, rows, length: int) -> Iterator[tuple[int, float]]:
 
 
 def _inductor_times(model, rows, length: int) -> Iterator[tuple[int, float]]:
-    """The same for torch.compile(mode="reduce-overhead") on a static cache, which makes CUDA graphs by itself."""
-    import torch
-    from transformers import StaticCache
+    """Do the same with torch.compile(mode="reduce-overhead") on a static cache, which makes CUDA graphs by itself."""
 
     torch.compiler.reset()
     compiled = torch.compile(model.__call__, mode="reduce-overhead", dynamic=False)
@@ -366,9 +270,7 @@ def _inductor_times(model, rows, length: int) -> Iterator[tuple[int, float]]:
 
 
 def _median(call: Callable[[], object], device) -> float:
-    """The median time of a call, with the wait for the device."""
-    from bench.timing import waited
-
+    """Return the median time of a call, with the wait for the device."""
     for _ in range(WARM_UPS):
         waited(call, device)
     times: list[float] = []
@@ -388,17 +290,6 @@ SMALL_TEXT_METHODS = ("plain", "prompt-lookup", "auto", "auto-graphs", "graphs-1
 
 def texts(plan, report, *kind: str) -> Result:
     """Texts by every method, from the model or its ballasted self, greedy or sampled: scripts/benchmark.py's table."""
-    import benchmark
-
-    from bench.benchmark_page import markdown
-    from bench.corpora import tokenized_prompts
-    from bench.methods import Subject
-    from bench.speedups import summarise, title
-    from bench.timing import decoding_options
-    from lookahead import DEMO_MODEL
-    from lookahead.passes.environment import environment as where
-    from lookahead.tools.prompts import read_prompts
-
     temperature = 0.7 if "sampled" in kind else 0.0
     methods = list(SMALL_TEXT_METHODS if plan.is_small else TEXT_METHODS)
     limit, new_tokens = (1, 8) if plan.is_small else (12, 128)
@@ -408,7 +299,7 @@ def texts(plan, report, *kind: str) -> Result:
         by_turn.append((seen[prompt["category"]], prompt))
         seen[prompt["category"]] += 1
     prompts = [prompt for _, prompt in sorted(by_turn, key=lambda pair: pair[0])][:limit]
-    name = plan.model or str(DEMO_MODEL)
+    name = plan.model or str(lookahead.DEMO_MODEL)
     turns = [prompt["turns"][0] for prompt in prompts]  # in the chat template already
     ids = tokenized_prompts(name, turns, [None], len(prompts), new_tokens, raw=True)[None]
     model = _ballasted(plan) if "ballasted" in kind else name
@@ -423,8 +314,8 @@ def texts(plan, report, *kind: str) -> Result:
     measured = len({row["prompt"] for row in rows})
     results = {
         "environment": {
-            "command": plan.command, **where(subject.plain), "peers": {}, "max_new_tokens": new_tokens, "repeats": 1,
-            "prompts": f"{measured} of {len(ids)} prompts of {plan.prompts.name}: {title(cell)}",
+            "command": plan.command, **environment(subject.plain), "peers": {}, "max_new_tokens": new_tokens,
+            "repeats": 1, "prompts": f"{measured} of {len(ids)} prompts of {plan.prompts.name}: {title(cell)}",
         },
         "cells": [cell],
     }  # fmt: skip
@@ -442,9 +333,6 @@ SHOWN = 15  # kernels
 
 def _generate(model, method: str, inputs, new_tokens: int):
     """Write a text by a method; return the engine, None if plain."""
-    import lookahead
-    from bench.methods import LOOKAHEAD
-
     if method != "plain":
         lookahead.wrap(model, lookahead.LookaheadConfig(**LOOKAHEAD[method]))
     model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
@@ -452,45 +340,31 @@ def _generate(model, method: str, inputs, new_tokens: int):
 
 
 def _inputs(plan, device, length: int | None = None):
-    """The first prompt; repeated or cut to ``length`` tokens."""
-    import numpy as np
-
-    from bench.methods import as_inputs
-    from lookahead.tools.loading import load_tokenizer
-    from lookahead.tools.prompts import read_prompts
-
+    """Return the first prompt, repeated or cut to ``length`` tokens."""
     ids = load_tokenizer(plan.model)(read_prompts(_prompts_for(plan), 1)[0]["turns"][0]).input_ids
     return as_inputs(ids if length is None else np.resize(ids, length).tolist(), device)
 
 
 def profile(plan, report) -> Result:
     """What a step does, of the ballasted model: kernels, launches, copies, waits, and what the device idles."""
-    import torch
-    from torch.profiler import ProfilerActivity
-
-    import lookahead
-    from bench.pages import table
-    from lookahead.passes.environment import environment as where
-
     model = _ballasted(plan)
     is_cuda = plan.device.startswith("cuda")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     inputs, new_tokens = _inputs(plan, model.device), 6 if plan.is_small else 48
-    results: dict = {"environment": where(model), "steps": {}, "errors": {}}
+    results: dict = {"environment": environment(model), "steps": {}, "errors": {}}
 
     def page() -> str:
         found = results["steps"]
         names = list(dict.fromkeys(name for row in found.values() for name in row["per step"]))
         lines = [[name, *(f"{row['per step'].get(name, 0):.3g}" for row in found.values())] for name in names]
         parts = [
-            f"`{plan.command}`; " + ", ".join(f"{name} {value}" for name, value in results["environment"].items()),
+            _head(plan, results),
             "By step. Times with the profiler are longer than those without.",
             table(["", *found], lines, "l" + "r" * len(found)),
         ]
         for method, row in found.items():
             parts += [f"## {method}", table(["kernel", "ms a step", "calls a step"], row["kernels"], "lrr")]
-        parts += [f"- {method}: {error}" for method, error in results["errors"].items()]
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, *_errors(results)])
 
     for method in PROFILED[:3] if plan.is_small else PROFILED:
         if not report.has_time:
@@ -521,11 +395,7 @@ def profile(plan, report) -> Result:
 
 def _by_step(profiler, per_step: dict, steps: int, seconds: float, is_cuda: bool) -> dict:
     """Sum the events of a profile, prefill included, and divide by the steps."""
-    from torch.autograd import DeviceType
-
-    busy: Counter = Counter()
-    calls: Counter = Counter()
-    api: Counter = Counter()
+    busy, calls, api = Counter(), Counter(), Counter()
     for event in profiler.events():
         on_device = event.device_type == DeviceType.CUDA
         if on_device or not is_cuda:
@@ -550,17 +420,11 @@ def _by_step(profiler, per_step: dict, steps: int, seconds: float, is_cuda: bool
 
 def memory(plan, report) -> Result:
     """Most memory beyond the weights by context and method, against the bytes of keys and values; and too little."""
-    import torch
-
-    import lookahead
-    from bench.pages import table
-    from lookahead.passes.environment import environment as where
-
     model = _ballasted(plan)
     new_tokens, is_cuda = 4 if plan.is_small else 32, plan.device.startswith("cuda")
     config = model.config
     per_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    results: dict = {"environment": where(model), "bytes of a position": per_position, "rows": []}
+    results: dict = {"environment": environment(model), "bytes of a position": per_position, "rows": []}
 
     def measured(method: str, length: int) -> list:
         if is_cuda:
@@ -593,8 +457,7 @@ def memory(plan, report) -> Result:
         room = torch.cuda.memory_reserved() + 3 * per_position * lengths[-1]
         torch.cuda.set_per_process_memory_fraction(min(room / total, 1.0), model.device)
         for method in ("budget-16", "graphs-16"):
-            results["rows"].append(
-                [*measured(method, lengths[-1])[:-1], "with three times the keys and values allowed"]
-            )
+            became = "with three times the keys and values allowed"
+            results["rows"].append([*measured(method, lengths[-1])[:-1], became])
             report.write(page(), results)
     return page(), results
