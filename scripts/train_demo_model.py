@@ -12,13 +12,14 @@ import math
 import platform
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lookahead.tools.prompts import STANDARD_LIBRARY
@@ -67,10 +68,8 @@ def sequences(tokens: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarr
             yield pieces[index]
 
 
-def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layers, and AdamW for the tied embedding and the norms."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim == 1 or p is model.model.embed_tokens.weight]
+def optimizers(matrices: list, others: list, rate: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for matrices of layers, and AdamW for other parameters, or for groups with rates of their own."""
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
@@ -80,6 +79,30 @@ def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimiz
 def schedule(step: int, steps: int) -> float:
     """Return the factor on the learning rate: 2% linear warm-up, constant, then linear to zero over the last 60%."""
     return min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.6 * steps))
+
+
+def descend(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int, next_loss: Callable[[], torch.Tensor]
+) -> Iterator[tuple[int, float, float]]:
+    """Train a model; yield, after each step, its number from 1, its loss and the minutes left.
+
+    optimizers: with their peak rates. Raises ClickException if a loss is not finite.
+    """
+    peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    start = time.perf_counter()
+    for step in range(steps):
+        for group, peak in peaks:
+            group["lr"] = peak * schedule(step, steps)
+        loss = next_loss()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if not math.isfinite(loss.item()):
+            rate = peaks[0][1]
+            raise click.ClickException(f"the loss is {loss.item()} at step {step}: lower --rate, which is {rate}")
+        yield step + 1, loss.item(), (time.perf_counter() - start) / (step + 1) * (steps - step - 1) / 60
 
 
 @torch.no_grad()
@@ -138,32 +161,24 @@ def main(out: Path, steps: int, batch: int, rate: float, seed: int) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
 
+    source = sequences(tokens, rng)
+
     @torch.compile
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
-    chosen = optimizers(model, rate)
-    source = sequences(tokens, rng)
+    def next_loss() -> torch.Tensor:
+        return loss_of(torch.from_numpy(np.stack([next(source) for _ in range(batch)])).long())
+
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim == 1 or p is model.model.embed_tokens.weight]
     start = time.perf_counter()
-    for step in range(steps):
-        for optimizer in chosen:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * schedule(step, steps)
-        ids = torch.from_numpy(np.stack([next(source) for _ in range(batch)])).long()
-        loss = loss_of(ids)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in chosen:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(loss.item()):
-            raise click.ClickException(f"the loss is {loss.item()} at step {step}: lower --rate, which is {rate}")
-        if step % 20 == 19 or step == steps - 1:
-            left = (time.perf_counter() - start) / (step + 1) * (steps - step - 1)
-            held = f", held out {held_out_loss(model, held_tokens, 32):.3f}" if step % 200 == 199 else ""
-            click.echo(f"step {step + 1}/{steps}: loss {loss.item():.3f}{held}, {left / 60:.0f} minutes left")
+    for step, loss, left in descend(model, optimizers(matrices, others, rate), steps, next_loss):
+        if step % 20 == 0 or step == steps:
+            held = f", held out {held_out_loss(model, held_tokens, 32):.3f}" if step % 200 == 0 else ""
+            click.echo(f"step {step}/{steps}: loss {loss:.3f}{held}, {left:.0f} minutes left")
 
     minutes = (time.perf_counter() - start) / 60
     model.to(torch.bfloat16).eval().save_pretrained(out)

@@ -20,28 +20,25 @@ have most often, and medusa and eagle3 know no others.
 OUT can be read by `lookahead.MedusaSource` or `lookahead.EagleSource`. Its model card has the figures of the run.
 """
 
+import itertools
 import json
 import math
+import operator
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import click
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
-from train_demo_model import schedule, standard_library
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from train_demo_model import descend, optimizers, standard_library
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from lookahead.tools.prompts import read_prompts, up_to_its_end
@@ -64,12 +61,11 @@ DEEPER = 0.8  # weight of the loss at each depth relative to the one above it (M
 @dataclass
 class Text:
     ids: list[int]
-    begin: int
-    """Where the model's own writing begins."""
+    begin: int  # where the model's own writing begins
 
 
 def read_texts(path: Path) -> list[Text]:
-    """Raises ClickException, naming the line, if the file is not one of `add_texts`."""
+    """Read a file of `add_texts`. Raises ClickException, naming the line, if it is none."""
     if not path.exists():
         return []
     texts = []
@@ -81,8 +77,12 @@ def read_texts(path: Path) -> list[Text]:
     return texts
 
 
+def tokens_written(texts: list[Text]) -> int:
+    return sum(len(text.ids) - text.begin for text in texts)
+
+
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """What the chat template puts before the user's turn, and between it and the answer; None without a template."""
+    """Return what the chat template puts before the user's turn, and between it and the answer; None without one."""
     if not tokenizer.chat_template:
         return None
     mark = "<user's turn>"
@@ -93,7 +93,7 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
 
 @torch.inference_mode()
 def written(model: PreTrainedModel, prompts: list[list[int]], most: int, temperature: float, top_k: int = 0) -> list:
-    """What the model writes after each prompt, up to an end token, which is included."""
+    """Return what the model writes after each prompt, up to and with an end token."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -109,7 +109,10 @@ def written(model: PreTrainedModel, prompts: list[list[int]], most: int, tempera
 def some_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: list[str], rng: random.Random
 ) -> list[Text]:
-    """WRITTEN_AT_ONCE texts. given: prompts to choose from; without any, a chat model writes the user's turns."""
+    """Let the model write WRITTEN_AT_ONCE texts.
+
+    given: prompts to choose from; without any, a chat model writes the user's turns too.
+    """
 
     def encoded(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -127,7 +130,7 @@ def some_texts(
     else:
         ends = model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
-        before, between = encoded(frame[0]), encoded(frame[1])
+        before, between = map(encoded, frame)
         turns = written(model, [before] * WRITTEN_AT_ONCE, USER_TOKENS, 1.0, 50)
         turns = [turn[:-1] if turn[-1] in ends else turn for turn in turns]
         prompts = [before + turn + between for turn in turns if turn]
@@ -145,15 +148,14 @@ def add_texts(
     texts = read_texts(path)
     if any(token >= model.get_input_embeddings().num_embeddings for text in texts for token in text.ids):
         raise click.ClickException(f"{path} has tokens that the model lacks: give each model a file of its own")
-    start, before = time.perf_counter(), sum(len(text.ids) - text.begin for text in texts)
-    have = before
-    while have < tokens:
+    start, before = time.perf_counter(), tokens_written(texts)
+    while tokens_written(texts) < tokens:
         torch.manual_seed(seed + len(texts))
         new = some_texts(model, tokenizer, given, random.Random(seed + len(texts)))
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(vars(text)) + "\n" for text in new)
         texts += new
-        have += sum(len(text.ids) - text.begin for text in new)
+        have = tokens_written(texts)
         rate = (have - before) / (time.perf_counter() - start)
         left = max(tokens - have, 0) / rate
         click.echo(f"{have:,} tokens written, {rate:.0f} a second, {left / 60:.0f} minutes left")
@@ -167,15 +169,11 @@ def add_texts(
 class Example:
     """A text as the model has read it."""
 
-    ids: torch.Tensor
-    """[n], int64"""
+    ids: torch.Tensor  # [n], int64
     begin: int
-    states: torch.Tensor
-    """[n, layers * hidden], bfloat16: what the heads read at each token."""
-    likely: torch.Tensor
-    """[n, TOP_K], int64: the likeliest tokens after each token."""
-    chances: torch.Tensor
-    """[n, TOP_K], float32: their probabilities."""
+    states: torch.Tensor  # [n, layers * hidden], bfloat16: what the heads read at each token
+    likely: torch.Tensor  # [n, TOP_K], int64: the likeliest tokens after each token
+    chances: torch.Tensor  # [n, TOP_K], float32: their probabilities
 
 
 def grouped(lengths: list[int], rows: int) -> list[list[int]]:
@@ -211,14 +209,11 @@ def read_by(model: PreTrainedModel, texts: list[Text], layers: tuple[int, ...]) 
 
 @dataclass
 class Batch:
-    ids: torch.Tensor
-    """[batch, n]"""
+    ids: torch.Tensor  # [batch, n]
     states: torch.Tensor
-    likely: torch.Tensor
-    """In the heads' vocabulary; tokens that it lacks have chance 0."""
+    likely: torch.Tensor  # in the heads' vocabulary; tokens that it lacks have chance 0
     chances: torch.Tensor
-    is_written: torch.Tensor
-    """[batch, n], bool: whether the model has written the token."""
+    is_written: torch.Tensor  # [batch, n], bool: whether the model has written the token
 
     def behind(self, places: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For each token so many places ahead of another: whether it counts, and the target behind it.
@@ -285,8 +280,8 @@ class Layer(nn.Module):
         outputs = {"q_proj": self.heads, "k_proj": self.key_heads, "v_proj": self.key_heads}
         self.self_attn = nn.ModuleDict({n: nn.Linear(entering, h * size, bias=False) for n, h in outputs.items()})
         self.self_attn["o_proj"] = nn.Linear(self.heads * size, hidden, bias=False)
-        sides = {"gate_proj": (hidden, config.intermediate_size), "up_proj": (hidden, config.intermediate_size)}
-        sides["down_proj"] = (config.intermediate_size, hidden)
+        wide = config.intermediate_size
+        sides = {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
         self.mlp = nn.ModuleDict({name: nn.Linear(*side, bias=False) for name, side in sides.items()})
         self.post_attention_layernorm = nn.RMSNorm(hidden, config.rms_norm_eps)
         if is_third:
@@ -343,8 +338,10 @@ class EagleHead(nn.Module):
         self._projection, self._rotary = [projection], [LlamaRotaryEmbedding(config)]
 
     def features(self, batch: Batch, passes: int) -> Iterator[torch.Tensor]:
-        """What each pair (feature of a token, next token) leads to, [batch, n - 1, hidden], from ever more features of
-        the head's own: pass 0 takes the model's alone."""
+        """Yield, for each pass, what each pair (feature of a token, next token) leads to, [batch, n - 1, hidden].
+
+        Pass 0 takes the model's features; each later one takes those that the pass before it has made.
+        """
         with torch.no_grad():
             said = self._embed[0](batch.ids[:, 1:]).float()
             rotary = self._rotary[0](said, torch.arange(said.shape[1])[None])
@@ -354,9 +351,8 @@ class EagleHead(nn.Module):
         (layer,) = self._layer
         for _ in range(passes):
             if self.is_third:
-                normed = rms_norm(features, layer.hidden_norm)
-                entering = torch.cat([rms_norm(said, layer.input_layernorm), normed], -1)
-                made = layer(entering, features, rotary, earlier)
+                parts = rms_norm(said, layer.input_layernorm), rms_norm(features, layer.hidden_norm)
+                made = layer(torch.cat(parts, -1), features, rotary, earlier)
             else:
                 entering = self.fc(torch.cat([said, features], -1))
                 made = layer(entering, entering, rotary, earlier)
@@ -376,7 +372,7 @@ Heads = MedusaHeads | EagleHead
 
 
 def layers_read(model: PreTrainedModel, kind: str) -> tuple[int, ...]:
-    """The layers whose outputs the heads read; 0 is the embedding, 1 the first layer."""
+    """Return the layers whose outputs the heads read; 0 is the embedding, 1 the first layer."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     if kind != "eagle3":
         return (count,)
@@ -384,7 +380,7 @@ def layers_read(model: PreTrainedModel, kind: str) -> tuple[int, ...]:
 
 
 def layer_config(model: PreTrainedModel) -> LlamaConfig:
-    """A layer of the model's sizes."""
+    """Return the configuration of a layer with the model's sizes."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     return LlamaConfig(
@@ -398,7 +394,7 @@ def layer_config(model: PreTrainedModel) -> LlamaConfig:
 
 
 def tokens_of_heads(texts: list[Text], vocabulary: int, most: int) -> torch.Tensor:
-    """The model's tokens that the heads know, int64, ascending: all, or those that the texts have most often."""
+    """Return the model's tokens that the heads know, int64, ascending: all, or those that the texts have most often."""
     if vocabulary <= most:
         return torch.arange(vocabulary)
     seen = Counter(token for text in texts for token in text.ids[text.begin :])
@@ -408,7 +404,7 @@ def tokens_of_heads(texts: list[Text], vocabulary: int, most: int) -> torch.Tens
 
 
 def new_heads(model: PreTrainedModel, kind: str, tokens: torch.Tensor) -> Heads:
-    """Heads for these of the model's tokens, not yet trained."""
+    """Return untrained heads for these of the model's tokens."""
     projection = model.get_output_embeddings().weight.detach()[tokens].float()
     if kind == "medusa":
         return MedusaHeads(projection, MEDUSA_HEADS)
@@ -419,7 +415,7 @@ def new_heads(model: PreTrainedModel, kind: str, tokens: torch.Tensor) -> Heads:
 
 
 def loss_of(heads: Heads, batch: Batch) -> torch.Tensor:
-    """Cross-entropy with what the model holds likely, over all depths."""
+    """Return the cross-entropy with what the model holds likely, over all depths."""
     total, weights = torch.zeros(()), 0.0
     for depth, (_, logits, likely, chances) in enumerate(heads.said(batch)):
         logits = logits.float()
@@ -431,7 +427,7 @@ def loss_of(heads: Heads, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def agreement(heads: Heads, examples: list[Example], place_of: torch.Tensor) -> list[float]:
-    """For each depth, how often the likeliest token is the model's where all tokens above it are right."""
+    """Return, for each depth, how often the likeliest token is the model's where all tokens above it are right."""
     right, places = Counter(), Counter()
     for group in grouped([len(example.ids) for example in examples], 2048):
         batch = batch_of([examples[i] for i in group], place_of)
@@ -444,21 +440,17 @@ def agreement(heads: Heads, examples: list[Example], place_of: torch.Tensor) -> 
 
 
 def tokens_of_chain(shares: list[float]) -> float:
-    """Tokens of a step whose guesses are one branch, each depth's likeliest, if depths agree independently."""
-    return 1 + sum(math.prod(shares[: n + 1]) for n in range(len(shares)))
+    """Return the tokens of a step whose guesses are one branch, each depth's likeliest, if depths are independent."""
+    return 1 + sum(itertools.accumulate(shares, operator.mul))
 
 
-def optimizers(heads: Heads, rate: float) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for the matrices of layers; AdamW for projections, which begin as the model's, and for the rest."""
+def optimizers_of(heads: Heads, rate: float) -> list[torch.optim.Optimizer]:
+    """Return `optimizers` for heads. Projections begin as the model's, so they get a lower rate than other matrices."""
     projections = [p for p in heads.parameters() if p.ndim == 2 and p.shape[0] > 4 * p.shape[1]]
-    known = {id(p) for p in projections}
-    matrices = [p for p in heads.parameters() if p.ndim == 2 and id(p) not in known]
+    matrices = [p for p in heads.parameters() if p.ndim == 2 and p.shape[0] <= 4 * p.shape[1]]
     vectors = [p for p in heads.parameters() if p.ndim == 1]
     groups = {"params": projections, "lr": rate / 8}, {"params": vectors, "lr": rate}
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    return optimizers(matrices, [group for group in groups if group["params"]], rate)
 
 
 def train(
@@ -466,41 +458,30 @@ def train(
     rate: float, seed: int,
 ) -> None:  # fmt: skip
     """rows: the most tokens of a step."""
-    rng = random.Random(seed)
-    chosen = optimizers(heads, rate)
-    peaks = [(group, group["lr"]) for optimizer in chosen for group in optimizer.param_groups]
-    start, waiting, recent = time.perf_counter(), [], []
-    for step in range(steps):
-        for group, peak in peaks:
-            group["lr"] = peak * schedule(step, steps)
+    rng, waiting, recent = random.Random(seed), [], deque(maxlen=20)
+
+    def next_loss() -> torch.Tensor:
         if not waiting:
             lengths = [len(example.ids) + rng.randrange(16) for example in examples]  # other groups in each round
-            waiting = grouped(lengths, rows)
+            waiting.extend(grouped(lengths, rows))
             rng.shuffle(waiting)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(heads, batch_of([examples[i] for i in waiting.pop()], place_of))
-        loss.backward()
-        nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
-        for optimizer in chosen:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        recent = [*recent[-19:], loss.item()]
-        if not math.isfinite(recent[-1]):
-            raise click.ClickException(f"the loss is {recent[-1]} at step {step}: lower --rate, which is {rate}")
-        if step % 20 == 19 or step == steps - 1:
-            left = (time.perf_counter() - start) / (step + 1) * (steps - step - 1)
+            return loss_of(heads, batch_of([examples[i] for i in waiting.pop()], place_of))
+
+    for step, loss, left in descend(heads, optimizers_of(heads, rate), steps, next_loss):
+        recent.append(loss)
+        if step % 20 == 0 or step == steps:
             held = ""
-            if step % 200 == 199:
+            if step % 200 == 0:
                 held = ", held out " + " ".join(f"{share:.1%}" for share in agreement(heads, held_out, place_of))
-            loss_now = sum(recent) / len(recent)
-            click.echo(f"step {step + 1}/{steps}: loss {loss_now:.3f}{held}, {left / 60:.1f} minutes left")
+            click.echo(f"step {step}/{steps}: loss {fmean(recent):.3f}{held}, {left:.1f} minutes left")
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
 def medusa_files(heads: MedusaHeads, tokens: torch.Tensor, vocabulary: int) -> tuple[str, dict, dict]:
-    """The original layout; vLLM's where the vocabulary is reduced. File name, config.json and tensors."""
+    """Return the file's name, config.json and tensors: in the original layout, or vLLM's for a reduced vocabulary."""
     tensors = dict(heads.state_dict())
     if len(tokens) == vocabulary:
         return "medusa_lm_head.safetensors", {"medusa_num_heads": len(heads), "medusa_num_layers": 1}, tensors
@@ -518,7 +499,7 @@ def medusa_files(heads: MedusaHeads, tokens: torch.Tensor, vocabulary: int) -> t
 
 
 def eagle_files(model: PreTrainedModel, heads: EagleHead, tokens: torch.Tensor, vocabulary: int) -> tuple:
-    """The original layout. Without an embedding, and EAGLE's without a projection: the model's serve."""
+    """Do the same, in the original layout. The model's embedding serves, and for EAGLE the model's projection."""
     tensors = dict(heads.state_dict())
     layer = layer_config(model)
     names = (
@@ -618,7 +599,7 @@ def main(
         model=Path(name).name, source="MedusaSource" if kind == "medusa" else "EagleSource",
         shares=", ".join(f"{share:.1%}" for share in shares), chain=tokens_of_chain(shares),
         parameters=sum(p.numel() for p in heads.parameters()) / 1e6, tokens=len(chosen), vocabulary=size,
-        texts=len(known), written=sum(len(text.ids) - text.begin for text in known), temperature=TEMPERATURE,
+        texts=len(known), written=tokens_written(known), temperature=TEMPERATURE,
         held=len(held_out), steps=steps, rows=batch, rate=rate, seed=seed, reading=reading, minutes=minutes,
         threads=torch.get_num_threads(), torch=torch.__version__,
     )  # fmt: skip
