@@ -21,7 +21,6 @@ import itertools
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -39,9 +38,8 @@ from bench.methods import DEFAULT, KEEP_DRAWS, METHODS, PEERS, WITH_DRAFT_MODEL,
 from bench.pages import command_line, write_results
 from bench.peer_process import PeerError
 from bench.speedups import summarise, title
-from bench.timing import decoding_options, in_turn
+from bench.timing import decoding_options, in_turn, waited
 from lookahead.compat import is_plain
-from lookahead.passes.costs import synchronize
 from lookahead.passes.environment import environment
 from lookahead.tools.audit import choice_scores, first_difference, next_logits
 from lookahead.tools.prompts import read_prompts
@@ -72,13 +70,8 @@ def reading(model: PreTrainedModel) -> dict:
     """
     size = sum(map(bytes_of, model.parameters()))
     numbers = torch.ones(min(size, 2**30) // 4, device=model.device)
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        numbers.sum()
-        synchronize(model.device)
-        times.append(time.perf_counter() - start)
-    return {"bytes": size, "seconds": min(times) * size / numbers.nbytes}
+    seconds = min(waited(numbers.sum, model.device) for _ in range(10))
+    return {"bytes": size, "seconds": seconds * size / numbers.nbytes}
 
 
 def measure(
@@ -144,13 +137,6 @@ def measure(
 
 def median(values: list[float | None]) -> float | None:
     return None if None in values else statistics.median(values)
-
-
-def hold_in_int8(model) -> None:
-    """Quantise the linear layers, the output layer too, as llama.cpp's Q8_0 does."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    quantize_(model, Int8WeightOnlyConfig())
 
 
 @click.command(help=__doc__.split("\n")[0])
@@ -226,8 +212,10 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     for (model, name), dtype in itertools.product(zip(models, names, strict=True), dtypes):
         with closing(Subject(model, dtype, device, methods, assistant, peers, timeout)) as subject:
-            if int8:
-                hold_in_int8(subject.plain)
+            if int8:  # linear layers, the output layer too, as in llama.cpp's Q8_0
+                from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+                quantize_(subject.plain, Int8WeightOnlyConfig())
             for temperature, (context, ids) in itertools.product(temperatures, prompts[model].items()):
                 options = decoding_options(max_new_tokens, temperature)
                 kind = f"{dtype}, weights in int8" if int8 else dtype

@@ -11,7 +11,6 @@ import signal
 import statistics
 import sys
 from functools import partial
-from pathlib import Path
 
 import click
 import torch
@@ -35,11 +34,6 @@ METHODS = {  # (the worker's name for the method, whether it remembers earlier p
     "lookahead": ("lookahead", True),
     BUILT: ("lookahead", True),
 }
-
-
-def start(method: str, model: Path, dtype: str, threads: int, peers: Path, pool: Path | None, timeout: int) -> Peer:
-    command = worker_command(peers, "vllm", str(model), dtype, threads, METHODS[method][0], MAX_REQUESTS)
-    return Peer(["env", f"LOOKAHEAD_VLLM_POOL={pool.resolve()}", *command] if method == BUILT else command, timeout)
 
 
 def summarize(runs: dict[tuple, list[dict]], greedy: bool) -> list[dict]:
@@ -95,7 +89,7 @@ def markdown(rows: list[dict], where: dict, failures: dict[str, str]) -> str:
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
 @click.option("--threads", default=2, show_default=True, type=cli.COUNT)
 @cli.new_tokens
-@cli.temperature(0.0)
+@cli.temperature
 @cli.repeats
 @cli.limit
 @click.option("--timeout", default=1200, show_default=True, help="Most seconds for an engine's start or answer.")
@@ -104,14 +98,17 @@ def main(
     model, prompts_file, peers, pool, methods, concurrencies, dtype, threads, max_new_tokens, temperature, repeats,
     limit, timeout, out,
 ) -> None:  # fmt: skip
-    chosen = [
-        method for method in METHODS if method == "plain" or (method in methods and (pool or method != BUILT))
-    ]  # fmt: skip
+    methods = [method for method in methods if pool or method != BUILT]
+    chosen = [method for method in METHODS if method in ("plain", *methods)]
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [tokenizer(prompt["turns"][0]).input_ids for prompt in read_prompts(prompts_file, limit)]
     options = decoding_options(max_new_tokens, temperature)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit through the code that ends the engines
-    engines = {method: start(method, model, dtype, threads, peers, pool, timeout) for method in chosen}
+    engines = {}
+    for method in chosen:
+        command = worker_command(peers, "vllm", str(model), dtype, threads, METHODS[method][0], MAX_REQUESTS)
+        variables = ["env", f"LOOKAHEAD_VLLM_POOL={pool.resolve()}"] if method == BUILT else []
+        engines[method] = Peer([*variables, *command], timeout)
     failures: dict[str, str] = {}
     runs: dict[tuple[int, str], list[dict]] = {}
 
@@ -121,9 +118,8 @@ def main(
         if method in failures:
             return None
         try:
-            forgets = (True, False) if METHODS[method][1] else (True,)
-            batch = {"concurrency": concurrency}
-            return [engines[method].ask(prompts, options, repeat, **batch, forget=forget) for forget in forgets]
+            call = partial(engines[method].ask, prompts, options, repeat, concurrency=concurrency)
+            return [call(forget=forget) for forget in ((True, False) if METHODS[method][1] else (True,))]
         except PeerError as error:
             failures[method] = str(error)
 

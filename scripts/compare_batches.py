@@ -65,7 +65,7 @@ def markdown(rows: list[dict], where: dict) -> str:
 @cli.dtype
 @cli.device
 @cli.new_tokens
-@cli.temperature(0.0)
+@cli.temperature
 @cli.repeats
 @cli.limit
 @click.option("--budget", default=LookaheadConfig.budget, show_default=True, type=cli.WholeOr("auto", least=0))
@@ -103,8 +103,7 @@ def main(
     for size in sizes:
         batches = [texts[begin : begin + size] for begin in range(0, len(texts), size)]
         shared = [NgramPool() for _ in range(repeats)]  # in each repeat, it has seen the earlier batches once
-        totals = {method: {"seconds": 0.0, "tokens": 0, "identical": 0} for method in METHODS}
-        stats = {method: lookahead.Stats() for method in METHODS}
+        totals = {m: {"seconds": 0.0, "tokens": 0, "identical": 0, "stats": lookahead.Stats()} for m in METHODS}
         for method in METHODS:  # warm up, and look at the memory, because that takes time
             with watch_caches(model) as caches:
                 run(encode(batches[0]), 0, [None], method)
@@ -123,7 +122,7 @@ def main(
                         same = zip(first["texts"], plain, written, expected, strict=True)
                         total["identical"] += sum(a == b and c == d for a, b, c, d in same)
                     if first["stats"]:
-                        stats[method] += first["stats"]
+                        total["stats"] += first["stats"]
         for method, total in totals.items():
             rate = total["tokens"] / total["seconds"]
             rows.append({
@@ -131,7 +130,7 @@ def main(
                 "method": method,
                 "tokens_per_second": rate,
                 "speedup": rate * totals["plain"]["seconds"] / totals["plain"]["tokens"],
-                "tokens_per_step": stats[method].tokens_per_step if method != "plain" else 1.0,
+                "tokens_per_step": total["stats"].tokens_per_step if method != "plain" else 1.0,
                 "cache_mib": total["cache"] / 2**20,
                 "identical": total["identical"] if alone else None,
                 "prompts": len(texts),

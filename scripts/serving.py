@@ -7,6 +7,7 @@ answer is whole. Answers are chats, streamed. One prompt goes ahead and is not c
     python scripts/serving.py --model M --prompts FILE.jsonl --clients 1,4 --dtype bfloat16 --out OUT
 """
 
+import itertools
 import json
 import re
 import statistics
@@ -18,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -35,12 +37,10 @@ COLUMNS = ["temperature", "server", "clients", "ms per token", "times the first"
            "tokens", "tokens per step"]  # fmt: skip
 TRANSFORMERS = "from transformers.cli.transformers import main; main()"  # what the command `transformers` runs
 SERVERS = {
-    "transformers": ["-c", TRANSFORMERS, "serve", "{model}", "--dtype", "{dtype}", "--device", "{device}"],
-    "transformers, continuous batching": [
-        "-c", TRANSFORMERS, "serve", "{model}", "--dtype", "{dtype}", "--device", "{device}", "--continuous-batching",
-    ],
-    "lookahead": ["-m", "lookahead", "serve", "--model", "{model}", "--dtype", "{dtype}", "--device", "{device}"],
-}  # fmt: skip
+    "transformers": ["-c", TRANSFORMERS, "serve"],
+    "transformers, continuous batching": ["-c", TRANSFORMERS, "serve", "--continuous-batching"],
+    "lookahead": ["-m", "lookahead", "serve", "--model"],
+}  # each of them followed by the model
 
 
 class Answer(NamedTuple):
@@ -50,9 +50,9 @@ class Answer(NamedTuple):
 
 
 @contextmanager
-def running(server: str, **settings: str) -> Iterator[str]:
+def running(server: str, model: str, dtype: str, device: str) -> Iterator[str]:
     """Run a server in a process of its own; yield its address."""
-    command = [part.format(**settings) for part in SERVERS[server]] + ["--port", "0"]
+    command = [*SERVERS[server], model, "--dtype", dtype, "--device", device, "--port", "0"]
     with (
         tempfile.NamedTemporaryFile("w") as said,
         subprocess.Popen([sys.executable, *command], stdout=said, stderr=said) as process,
@@ -102,35 +102,36 @@ def tokens_per_step(address: str) -> float:
 def main(model_name, prompts_file, limit, dtype, device, max_new_tokens, temperatures, clients, servers, out) -> None:
     prompts = [prompt["turns"][0] for prompt in read_prompts(prompts_file, limit + 1 if limit else None)]
     rows: list[dict] = []
-    with click.progressbar(length=len(temperatures) * len(clients) * len(servers), file=sys.stderr) as progress:
-        for temperature in temperatures:
-            for count in clients:
-                for server in servers:
-                    rows.append({"temperature": temperature, "server": server, "clients": count})
-                    with (
-                        running(server, model=model_name, dtype=dtype, device=device) as address,
-                        openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=600) as client,
-                        ThreadPoolExecutor(count) as threads,
-                    ):
-                        ask(client, model_name, prompts[0], max_new_tokens, temperature, 0)
-                        begin = time.perf_counter()
-                        answers = list(threads.map(
-                            lambda seed: ask(client, model_name, prompts[seed], max_new_tokens, temperature, seed),  # noqa: B023
-                            range(1, len(prompts)),
-                        ))  # fmt: skip
-                        seconds = time.perf_counter() - begin
-                        steps = tokens_per_step(address) if server == "lookahead" else None
-                    tokens = sum(answer.tokens for answer in answers)
-                    first = next(row for row in rows if (row["temperature"], row["clients"]) == (temperature, count))
-                    rows[-1] |= {"ms_per_token": 1000 * seconds / tokens}
-                    rows[-1] |= {
-                        "times_the_first": first["ms_per_token"] / rows[-1]["ms_per_token"],
-                        "first_token": statistics.median(answer.first for answer in answers),
-                        "answer": statistics.median(answer.seconds for answer in answers),
-                        "tokens": tokens,
-                        "tokens_per_step": steps,
-                    }
-                    progress.update(1)
+    cells = list(itertools.product(temperatures, clients, servers))
+    with click.progressbar(cells, file=sys.stderr) as progress:
+        for temperature, count, server in progress:
+            with (
+                running(server, model=model_name, dtype=dtype, device=device) as address,
+                openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=600) as client,
+                ThreadPoolExecutor(count) as threads,
+            ):
+                answer = partial(ask, client, model_name, most=max_new_tokens, temperature=temperature)
+                answer(prompts[0], seed=0)
+                begin = time.perf_counter()
+                futures = [threads.submit(answer, prompts[seed], seed=seed) for seed in range(1, len(prompts))]
+                answers = [future.result() for future in futures]
+                seconds = time.perf_counter() - begin
+                steps = tokens_per_step(address) if server == "lookahead" else None
+            tokens = sum(answer.tokens for answer in answers)
+            ms_per_token = 1000 * seconds / tokens
+            if server == servers[0]:
+                first = ms_per_token
+            rows.append({
+                "temperature": temperature,
+                "server": server,
+                "clients": count,
+                "ms_per_token": ms_per_token,
+                "times_the_first": first / ms_per_token,
+                "first_token": statistics.median(answer.first for answer in answers),
+                "answer": statistics.median(answer.seconds for answer in answers),
+                "tokens": tokens,
+                "tokens_per_step": steps,
+            })  # fmt: skip
     where = {"command": command_line(__file__), "prompts": len(prompts) - 1, "new tokens": max_new_tokens}
     where |= {"processor": processor(torch.device(device)), "threads": torch.get_num_threads(), "dtype": dtype}
     where |= {name: version(name) for name in ("torch", "transformers", "openai")}

@@ -1,6 +1,5 @@
 """Options that several commands share, and types of option values."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -18,8 +17,7 @@ class ListOf(click.ParamType):
     name = "list"
 
     def __init__(self, kind: click.ParamType, separator: str = ","):
-        self._kind = kind
-        self._separator = separator
+        self._kind, self._separator = kind, separator
 
     def convert(self, value: str, param, ctx) -> list:
         parts = [part.strip() for part in value.split(self._separator)]
@@ -46,8 +44,6 @@ prompts = click.option("--prompts", "prompts_file", required=True, type=FILE, he
 limit = click.option("--limit", type=COUNT, help="Use only the first prompts.")
 new_tokens = click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=2))
 repeats = click.option("--repeats", default=3, show_default=True, type=COUNT)
-
-
-def temperature(default: float) -> Callable[[Callable], Callable]:
-    kind = click.FloatRange(min=0)
-    return click.option("--temperature", default=default, show_default=True, type=kind, help="0: greedy, no sampling.")
+temperature = click.option(
+    "--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0: greedy, no sampling."
+)

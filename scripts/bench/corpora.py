@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from lookahead.streaming import render
 
 RANDOM_LENGTH = 64  # tokens of a random prompt
-# Spec-Bench's first part are the questions of MT-bench, by their numbers and categories there.
+# The first part of Spec-Bench is MT-bench, with the numbers and categories that questions have there.
 MT_BENCH = range(81, 161), ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 MARK = "9f1c"  # stands for a text in a chat template
 
@@ -78,7 +78,7 @@ def with_context(texts: list[list[int]], begin: list[int], length: int, end: Seq
         others = [token for other in texts[number + 1 :] + texts[:number] for token in other]
         if missing and not others:
             raise click.ClickException("the other prompts' texts make up a context, but they are empty")
-        prompts.append([*begin, *(np.resize(others, missing).tolist() if missing else []), *text, *end])
+        prompts.append([*begin, *np.resize(others, missing).tolist(), *text, *end])
     return prompts
 
 
@@ -96,16 +96,15 @@ def tokenized_prompts(
     except Exception as error:  # the type depends on the hub's client and on the format
         raise click.ClickException(f"cannot read the model {name}: {error}") from error
     prompts: dict[int | None, list[list[int]]] = {}
-    if texts is None:
-        prompts[None] = random_prompts(count, config.vocab_size)
-    else:
-        for length in contexts:
-            if length is None:
-                prompts[None] = [prompt_ids(tokenizer, text, raw) for text in texts]
-            else:
-                bare = tokenizer(texts, add_special_tokens=False).input_ids
-                begin, end = around(tokenizer, raw)
-                prompts[length] = with_context(bare, begin, length, end)
+    for length in contexts:
+        if texts is None:
+            prompts[None] = random_prompts(count, config.vocab_size)
+        elif length is None:
+            prompts[None] = [prompt_ids(tokenizer, text, raw) for text in texts]
+        else:
+            bare = tokenizer(texts, add_special_tokens=False).input_ids
+            begin, end = around(tokenizer, raw)
+            prompts[length] = with_context(bare, begin, length, end)
     room = getattr(config, "max_position_embeddings", None)
     for context, ids in prompts.items():
         longest = max(map(len, ids)) + new_tokens

@@ -31,22 +31,20 @@ def seconds_per_later_token(rows: list[dict]) -> float | None:
     return sum(row["seconds"] - row["first_seconds"] for row in rows) / later
 
 
-def _paces(row: dict) -> tuple[float, float | None]:
-    """Return a prompt's seconds per token, of the whole call, and of the tokens after the first if that is known."""
-    is_known = row["first_seconds"] is not None and row["tokens"] > 1
-    return row["seconds"] / row["tokens"], (
-        (row["seconds"] - row["first_seconds"]) / (row["tokens"] - 1) if is_known else None
-    )
-
-
 def median_ratios(mine: list[dict], others: list[dict]) -> tuple[float, float | None]:
     """Return the time per token of ``mine`` as a share of ``others``': the median over the prompts, which are the same.
 
     The second is that of the tokens after the first, of the prompts where both are known; None if there are none.
     """
-    pairs = [(_paces(a), _paces(b)) for a, b in zip(mine, others, strict=True)]
-    later = [a[1] / b[1] for a, b in pairs if a[1] is not None and b[1]]
-    return statistics.median(a[0] / b[0] for a, b in pairs), statistics.median(later) if later else None
+    pairs = [([a], [b]) for a, b in zip(mine, others, strict=True)]
+    whole = statistics.median(seconds_per_token(a) / seconds_per_token(b) for a, b in pairs)
+    paces = [(seconds_per_later_token(a), seconds_per_later_token(b)) for a, b in pairs]
+    later = [a / b for a, b in paces if a is not None and b]
+    return whole, statistics.median(later) if later else None
+
+
+def _by_method(rows: list[dict]) -> dict[str, list[dict]]:
+    return {method: [row for row in rows if row["method"] == method] for method in {row["method"] for row in rows}}
 
 
 def gains(rows: list[dict]) -> list[dict]:
@@ -54,9 +52,7 @@ def gains(rows: list[dict]) -> list[dict]:
 
     rows: as for `summarise`.
     """
-    by_method: dict[str, list[dict]] = {}
-    for row in rows:
-        by_method.setdefault(row["method"], []).append(row)
+    by_method = _by_method(rows)
     found = []
     for what, before, after in STAGES:
         if {before, after} <= by_method.keys():
@@ -93,7 +89,7 @@ def step_seconds(rows: list[dict]) -> float | None:
 
 def summarise(rows: list[dict], methods: list[str], failures: dict[str, str]) -> list[dict]:
     """Return an entry for each method. rows: one for each prompt and method, from `benchmark.measure`, with plain's."""
-    by_method = {m: [row for row in rows if row["method"] == m] for m in methods if m not in failures}
+    by_method = _by_method(rows)
 
     def quotient(figure, base: str, method: str) -> float | None:
         values = [figure(by_method[name]) if name in by_method else None for name in (base, method)]
