@@ -56,7 +56,7 @@ def texts(model: PreTrainedModel, tokens: int = 24) -> list[list[list[int]]]:
 
 
 def in_thread(call: Callable[[], object]) -> object:
-    """Return what ``call`` returns in its own thread, so that a lock that this thread still holds would block it."""
+    """Return what ``call`` returns in a thread of its own. It hangs there if this thread still holds a lock."""
     future = Future()
 
     def run() -> None:

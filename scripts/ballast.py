@@ -2,7 +2,7 @@
 
 The speed-up of a way of decoding depends on how often its guesses are accepted, which takes a trained model, and on
 what a pass costs, which takes a big one. A small trained model with ballast is both: it writes the small model's texts
-at the big model's cost. The added weights are computed with like any others, and their results are multiplied by zero.
+at the big model's cost. A pass computes with the added weights as with others, and multiplies the results by zero.
 
     python scripts/ballast.py --model M --size 80M --out FOLDER
     python scripts/ballast.py --model M --hidden-size 512 --layers 12 --intermediate-size 1408 --out FOLDER

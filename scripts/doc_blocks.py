@@ -22,10 +22,8 @@ CLIENTS = "run by `make test-clients`"
 @dataclass(frozen=True)
 class Block:
     code: str
-    note: str
-    """The line in italics above it, "" if there is none: what it needs, and who runs it."""
-    line: int
-    """Where its code begins in the page."""
+    note: str  # the line in italics above it, "" if there is none: what it needs, and who runs it
+    line: int  # where its code begins in the page
 
     def run(self, page: Path, names: dict) -> None:
         """Run it with ``names``. Errors name the page and the line."""

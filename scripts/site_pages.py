@@ -27,7 +27,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between places on the disk into links between pages. One to what is no page keeps its words alone."""
+    """Turn links between places on the disk into links between pages. A link to no page becomes plain words."""
     source = Path(page.file.abs_src_path)
     begin = PurePosixPath(page.file.src_uri).parent
 
