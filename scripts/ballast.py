@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 import torch
-from torch import nn
 from transformers import LlamaForCausalLM
 
 from bench import cli
@@ -131,28 +130,26 @@ def ballast(
     columns = {"o_proj": queries, "down_proj": units}
     scale = (trained.hidden_size / hidden_size) ** 0.5
 
-    def fill_norm(norm: nn.Module, source: nn.Module | None) -> None:
-        norm.weight.fill_(1)
-        if source is not None:
-            norm.weight[hidden] = source.weight * scale
+    def fill_norm(weight: torch.Tensor, trained_weight: torch.Tensor | None) -> None:
+        weight.fill_(1)
+        if trained_weight is not None:
+            weight[hidden] = trained_weight * scale
 
     big.model.embed_tokens.weight.zero_()[:, hidden] = model.model.embed_tokens.weight
     if not config.tie_word_embeddings:
         _random(big.lm_head.weight, generator, config)[:, hidden] = model.lm_head.weight
-    fill_norm(big.model.norm, model.model.norm)
+    fill_norm(big.model.norm.weight, model.model.norm.weight)
     source_of = {(i + 1) * layers // trained.num_hidden_layers - 1: layer for i, layer in enumerate(model.model.layers)}
     for index, layer in enumerate(big.model.layers):
         source = source_of.get(index)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            fill_norm(getattr(layer, name), source and getattr(source, name))
         for name, parameter in layer.named_parameters():
+            kind, value = name.split(".")[-2], source and source.get_parameter(name)
             if "norm" in name:
+                fill_norm(parameter, value)
                 continue
-            kind = name.split(".")[-2]
             parameter.zero_() if kind in WRITERS else _random(parameter, generator, config)
-            if source is None:
+            if value is None:
                 continue
-            value = source.get_parameter(name)
             if kind in ("k_proj", "v_proj"):
                 value = value.unflatten(0, (trained_kv, head_dim)).repeat_interleave(copies, dim=0).flatten(0, 1)
             if name.endswith("bias"):
