@@ -14,7 +14,6 @@ are complete: remove STAGE.json to have one again. FOLDER/all.md holds all pages
 import importlib
 import json
 import multiprocessing
-import shlex
 import sys
 import time
 import traceback
@@ -22,6 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click  # Nothing else from outside is imported here, so that `environment` can say what is missing.
+
+from bench import cli
+from bench.pages import command_line, write_results
 
 PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts.jsonl"
 LEAST = 20  # seconds; with less time left, no stage begins
@@ -57,13 +59,8 @@ class Report:
 
     def write(self, text: str, results: dict, is_complete: bool = False) -> None:
         """Replace the page and the results by these."""
-        for suffix, content in (
-            (".md", f"# {self.path.name}\n\n{text.strip()}\n"),
-            (".json", json.dumps({"is_complete": is_complete, **results}, indent=1, default=str) + "\n"),
-        ):
-            new = self.path.with_suffix(f"{suffix}.new")
-            new.write_text(content, encoding="utf-8")
-            new.replace(self.path.with_suffix(suffix))
+        page = f"# {self.path.name}\n\n{text.strip()}\n"
+        write_results(self.path, page, {"is_complete": is_complete, **results})
 
     @property
     def has_time(self) -> bool:
@@ -122,22 +119,20 @@ def in_own_process(name: str, plan: Plan, limit: float) -> str:
 
 def join_pages(out: Path, became: dict[str, str]) -> str:
     """Write all.md: what became of the stages, and their pages."""
-    lines = [f"- {name}: {what}" for name, what in became.items()]
-    pages = [path.read_text(encoding="utf-8") for name in STAGES if (path := out / f"{name}.md").exists()]
-    failures = [
-        f"# {name} failed\n\n```\n{path.read_text()[-3000:]}```\n"
-        for name in became
-        if (path := out / f"{name}.failed.txt").exists()
-    ]
-    text = "\n".join(["# Stages", "", *lines, "", *pages, *failures])
-    (out / "all.md").write_text(text, encoding="utf-8")
-    return "\n".join(lines)
+    lines = "\n".join(f"- {name}: {what}" for name, what in became.items())
+    parts = [f"# Stages\n\n{lines}\n"]
+    parts += [path.read_text(encoding="utf-8") for name in STAGES if (path := out / f"{name}.md").exists()]
+    for name in became:
+        if (path := out / f"{name}.failed.txt").exists():
+            parts.append(f"# {name} failed\n\n```\n{path.read_text()[-3000:]}```\n")
+    (out / "all.md").write_text("\n".join(parts), encoding="utf-8")
+    return lines
 
 
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the results.")
 @click.option("--model", metavar="NAME_OR_PATH", help="A Llama, which writes the texts. Default: the packaged model.")
-@click.option("--prompts", default=PROMPTS, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+@click.option("--prompts", default=PROMPTS, type=cli.FILE,
               help="In Spec-Bench's JSONL format. A model with a chat template gets them in it.")  # fmt: skip
 @click.option("--device", default="cuda", show_default=True, help="cpu, cuda, cuda:1, ...")
 @click.option("--minutes", default=9.0, show_default=True, type=click.FloatRange(min=0.5),
@@ -153,8 +148,7 @@ def main(out, model, prompts, device, minutes, stages, is_small) -> None:
         )
     end = time.time() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "scripts/gpu.py", *sys.argv[1:]])
-    plan = Plan(model, prompts, device, is_small, out, command)
+    plan = Plan(model, prompts, device, is_small, out, command_line(__file__))
     chosen.sort(key=lambda name: (out / f"{name}.json").exists())  # what has run already, but not to its end, is last
     became: dict[str, str] = {}
     for number, name in enumerate(chosen, 1):

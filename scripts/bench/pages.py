@@ -35,7 +35,9 @@ def heading(where: dict) -> str:
 
 
 def write_results(out: Path, text: str, results: dict) -> None:
-    """Write OUT.md and OUT.json, and create their folder."""
+    """Write OUT.md and then OUT.json, each of them whole or not at all, and create their folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    for suffix, content in ((".md", text), (".json", json.dumps(results, indent=1, default=str) + "\n")):
+        new = out.with_suffix(f"{suffix}.new")
+        new.write_text(content, encoding="utf-8")
+        new.replace(out.with_suffix(suffix))
