@@ -52,10 +52,9 @@ def layer_kinds(model: PreTrainedModel) -> str:
     config = model.config.get_text_config(decoder=True)
     names = ("layer_types", "layers_block_type", "attention_layers", "attn_layers")
     kinds = next((kinds for name in names if isinstance(kinds := getattr(config, name, None), list)), None)
-    if kinds is None and getattr(model, "_is_stateful", False):
-        kinds = ["recurrent"]
-    elif kinds is None:
-        kinds = ["full" if getattr(config, "sliding_window", None) is None else "sliding"]
+    if kinds is None:
+        attention = "full" if getattr(config, "sliding_window", None) is None else "sliding"
+        kinds = ["recurrent" if getattr(model, "_is_stateful", False) else attention]
     kinds = kinds + (getattr(config, "mlp_layer_types", None) or [])
     kinds = list(dict.fromkeys(kind.removesuffix("_attention") for kind in kinds))
     if any("experts" in name for name, _ in model.named_modules()):
@@ -165,14 +164,12 @@ def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config:
             return {"result": "wrong", "reason": f"the {name} text differs from its token {different} on"}
         steps[name] = model.lookahead.last
         if not steps[name].steps:
-            said = [str(warning.message) for warning in caught if "lookahead" in str(warning.message)]
-            reason = " ".join(said) or "the model's own decoding took over"
-            return {"result": "refused", "guesses": "", "reason": reason}
+            said = " ".join(str(warning.message) for warning in caught if "lookahead" in str(warning.message))
+            return {"result": "refused", "guesses": "", "reason": said or "the model's own decoding took over"}
     accepted = sum(stats.accepted.total() for stats in steps.values())
-    return {
-        "result": "identical", "tokens_per_step": {name: stats.tokens_per_step for name, stats in steps.items()},
-        "accepted": accepted, "reason": "" if accepted else "no guess was accepted",
-    }  # fmt: skip
+    rates = {name: stats.tokens_per_step for name, stats in steps.items()}
+    reason = "" if accepted else "no guess was accepted"
+    return {"result": "identical", "tokens_per_step": rates, "accepted": accepted, "reason": reason}
 
 
 def described(error: Exception) -> str:

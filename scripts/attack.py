@@ -96,11 +96,8 @@ def cases(number: int, processes: int, seed: int) -> None:
     environment = os.environ | {"LOOKAHEAD_CASES": str(-(-number // processes)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "tests/test_lossless.py", "-k", "test_any_case", "-p",
                "no:cacheprovider", "--hypothesis-show-statistics"]  # fmt: skip
-    running = [
-        subprocess.Popen([*command, f"--hypothesis-seed={seed + i}"], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
-                         text=True)
-        for i in range(processes)
-    ]  # fmt: skip
+    start = partial(subprocess.Popen, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    running = [start([*command, f"--hypothesis-seed={seed + i}"]) for i in range(processes)]
     outputs = [process.communicate()[0] for process in running]
     failed = [output for process, output in zip(running, outputs, strict=True) if process.returncode]
     click.echo("".join(failed), nl=False)

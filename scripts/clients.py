@@ -443,9 +443,8 @@ def smolagents_model(wrap: Wrap) -> object:
     engine = TransformersModel(str(lookahead.DEMO_MODEL), device_map="cpu", torch_dtype="float32", max_new_tokens=30)
     engine.model, engine.tokenizer = wrap(engine.model), tokenizer()
     asked = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
-    options = {"do_sample": False}
-    found = [engine.generate(asked, **options).content, engine.generate(asked, ["return"], **options).content]
-    return [*found, [piece.content for piece in engine.generate_stream(asked, **options)]]
+    found = [engine.generate(asked, stop, do_sample=False).content for stop in (None, ["return"])]
+    return [*found, [piece.content for piece in engine.generate_stream(asked, do_sample=False)]]
 
 
 def differences(plain: object, wrapped: object, place: str = "") -> Iterator[str]:
