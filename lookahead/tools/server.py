@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ try:
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
     from starlette.exceptions import HTTPException as AnyHTTPException
+    from starlette.requests import ClientDisconnect
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from transformers.cli.serving import ModelManager, build_server
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -261,8 +262,8 @@ BYTES = 4  # tokens that a character may take
 class Stop(StopWhenAsked):
     """Ends a text when it is asked to, or when a stop string is written.
 
-    transformers' own criterion also finds a stop string that begins in the prompt: an answer of which the first token
-    is a line break would end there if the prompt ends with another and the stop string is both.
+    transformers' own criterion also finds a stop string that begins in the prompt. If the prompt ends with a line break
+    and two of them are the stop string, it would end an answer that begins with one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: tuple[str, ...]):
@@ -345,6 +346,12 @@ def _texts(value: Any) -> bool:
     return all(isinstance(text, str) and text for text in (value if isinstance(value, list) else [value]))
 
 
+def _is_text_parts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in value
+    )
+
+
 # What a field must be. transformers would fail on other values, or leave them out without a word.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stream": (lambda value: isinstance(value, bool), "true or false"),
@@ -375,24 +382,6 @@ def check(body: dict) -> None:
         value = body.get(name)
         if value is not None and not is_right(value):
             raise HTTPException(400, f"{name} must be {what}; it is {json.dumps(value):.80}")
-
-
-def check_messages(messages: Any) -> None:
-    """Raise HTTPException unless these are messages of text."""
-    if not isinstance(messages, list) or not messages:
-        raise HTTPException(400, "messages must be a list of at least one message")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise HTTPException(400, f"a message must be an object with a role; one is {json.dumps(message):.80}")
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        if not (content is None or isinstance(content, (str, list))) or not all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in parts
-        ):
-            raise HTTPException(
-                400, f"a message's content must be a text, or parts of type text; one is {json.dumps(content):.80}"
-            )
 
 
 class Checked:
@@ -437,7 +426,17 @@ class Checked:
 
 class CheckedChat(Checked, ChatCompletionHandler):
     def check_prompt(self, body: dict) -> None:
-        check_messages(body.get("messages"))
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise HTTPException(400, "messages must be a list of at least one message")
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise HTTPException(400, f"a message must be an object with a role; one is {json.dumps(message):.80}")
+            content = message.get("content")
+            if content is not None and not isinstance(content, str) and not _is_text_parts(content):
+                raise HTTPException(
+                    400, f"a message's content must be a text, or parts of type text; one is {json.dumps(content):.80}"
+                )
 
 
 class CheckedCompletion(Checked, CompletionHandler):
@@ -473,15 +472,11 @@ class Watched:
         if scope["type"] != "http" or scope["path"] not in ENDPOINTS:
             await self._app(scope, receive, send)
             return
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         # Comes when the client has gone, or the answer is complete.
         gone: asyncio.Future[Message] = asyncio.ensure_future(receive())
         status, is_complete = "cancelled", False
@@ -525,36 +520,32 @@ def exposition(engine: Lookahead | None, requests: Counter) -> str:
     """
     lines: list[str] = []
 
-    def family(name: str, kind: str, says: str, samples: dict[tuple[tuple[str, str], ...], float]) -> None:
+    def family(name: str, kind: str, says: str, samples: Mapping[str, float]) -> None:
         lines.extend([f"# HELP lookahead_{name} {says}", f"# TYPE lookahead_{name} {kind}"])
-        for labels, value in samples.items():
-            braces = ",".join(f'{label}="{text}"' for label, text in labels)
-            lines.append(f"lookahead_{name}{{{braces}}} {value:.12g}" if braces else f"lookahead_{name} {value:.12g}")
+        lines.extend(f"lookahead_{name}{labels} {value:.12g}" for labels, value in samples.items())
 
-    counted = [(key, count) for key, count in requests.items() if key != "running"]
-    family("requests_total", "counter", "Requests that have ended.",
-           {(("path", path), ("status", status)): count for (path, status), count in counted})  # fmt: skip
-    family("requests_running", "gauge", "Requests under way; all but one of them wait.", {(): requests["running"]})
+    def labelled(label: str, counts: Mapping[str, float]) -> dict[str, float]:
+        return {f'{{{label}="{text}"}}': count for text, count in counts.items()}
+
+    ended = {f'{{path="{key[0]}",status="{key[1]}"}}': count for key, count in requests.items() if key != "running"}
+    family("requests_total", "counter", "Requests that have ended.", ended)
+    family("requests_running", "gauge", "Requests under way; all but one of them wait.", {"": requests["running"]})
     if engine is not None:
         with engine.lock:
             stats = engine.stats.as_dict()
-        for name, key, says in (
-            ("tokens_total", "tokens", "Tokens written."),
-            ("steps_total", "steps", "Passes after the prompts."),
-            ("guesses_total", "guesses", "Guesses verified."),
-            ("prefill_seconds_total", "prefill_seconds", "Time spent on prompts."),
-        ):
-            family(name, "counter", says, {(): stats[key]})
+        family("tokens_total", "counter", "Tokens written.", {"": stats["tokens"]})
+        family("steps_total", "counter", "Passes after the prompts.", {"": stats["steps"]})
+        family("guesses_total", "counter", "Guesses verified.", {"": stats["guesses"]})
+        family("prefill_seconds_total", "counter", "Time spent on prompts.", {"": stats["prefill_seconds"]})
         family("tokens_per_step", "gauge", "Mean number of tokens that a step has written.",
-               {(): stats["tokens_per_step"]})  # fmt: skip
-        family("step_seconds_total", "counter", "Time spent in steps.",
-               {(("stage", stage),): seconds for stage, seconds in stats["seconds"].items()})  # fmt: skip
+               {"": stats["tokens_per_step"]})  # fmt: skip
+        family("step_seconds_total", "counter", "Time spent in steps.", labelled("stage", stats["seconds"]))
         family("accepted_guesses_total", "counter", "Accepted guesses by the origin of their evidence.",
-               {(("source", source),): count for source, count in stats["accepted"].items()})  # fmt: skip
-        for name, key, says in (
-            ("source_proposed_guesses_total", "proposed", "Guesses that a source proposed."),
-            ("source_accepted_guesses_total", "accepted", "Accepted guesses that a source had proposed."),
-        ):
-            family(name, "counter", says,
-                   {(("source", source),): counts[key] for source, counts in stats["sources"].items()})  # fmt: skip
+               labelled("source", stats["accepted"]))  # fmt: skip
+        proposed = {name: counts["proposed"] for name, counts in stats["sources"].items()}
+        family("source_proposed_guesses_total", "counter", "Guesses that a source proposed.",
+               labelled("source", proposed))  # fmt: skip
+        accepted = {name: counts["accepted"] for name, counts in stats["sources"].items()}
+        family("source_accepted_guesses_total", "counter", "Accepted guesses that a source had proposed.",
+               labelled("source", accepted))  # fmt: skip
     return "\n".join(lines) + "\n"
