@@ -160,7 +160,7 @@ def test_the_best_score_is_the_token_that_generate_takes(temperature):
 
 def test_a_text_that_just_ends_is_unexplained():
     tally = Tally("greedy", "lookahead", 1, 2)
-    tally.divergences.append(_judge(0, 1, [5, None], torch.zeros(2, 9), [torch.zeros(2, 9)], torch.float32, 0.0, 0))
+    tally.divergences.append(_judge(0, 1, [5, None], torch.zeros(2, 9), [torch.zeros(2, 9)], torch.float32, 0.0))
     assert tally.unexplained
     (row,) = tally.as_dict()["divergences"]
     assert (row["position"], row["other_token"], row["margin"]) == (1, None, None)
@@ -171,8 +171,8 @@ def test_both_tokens_have_to_be_nearly_the_best():
     """Two tokens tied with each other, far below the best one, are no near tie."""
     row = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
     noisy = row + torch.tensor([0.0, 0.01, -0.01, 0.0])
-    assert not _judge(0, 0, [1, 2], row, [noisy], torch.bfloat16, 0.0, 0).near_tie
-    assert _judge(0, 0, [0, 1], row * 0.001, [noisy - row], torch.bfloat16, 0.0, 0).near_tie
+    assert not _judge(0, 0, [1, 2], row, [noisy], torch.bfloat16, 0.0).near_tie
+    assert _judge(0, 0, [0, 1], row * 0.001, [noisy - row], torch.bfloat16, 0.0).near_tie
 
 
 def test_nan_is_no_near_tie():

@@ -19,12 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TemperatureLogitsWarper,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TemperatureLogitsWarper
 
 from lookahead.config import LookaheadConfig
 from lookahead.tools.prompts import up_to_its_end
@@ -46,7 +41,7 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
 
 
 def choice_scores(logits: torch.Tensor, temperature: float = 0.0, seed: int = 0, index: int = 0) -> torch.Tensor:
-    """Return the scores [vocabulary], in the unit of logits, whose largest generate() takes as new token ``index``.
+    """Return scores [vocabulary], in the unit of logits. generate() takes the largest of them as new token ``index``.
 
     logits: float32 [vocabulary]. For greedy decoding (temperature 0), they are the scores. For sampling,
     `torch.multinomial` draws an exponential variate q for each token and takes the largest p / q. So the scores are
@@ -148,13 +143,12 @@ def audit(
     prompts: Iterable[torch.Tensor],
     max_new_tokens: int = 128,
     temperature: float = 0.0,
-    seed: int = 0,
     assistant: PreTrainedModel | None = None,
 ) -> list[Tally]:
     """Decode each prompt plainly and by lookahead, and judge each divergence of the texts.
 
     prompts: int64 [1, n] each, on the model's device. They are decoded greedily, and with a temperature also sampled,
-    prompt k from seed + k. Greedy decoding also audits transformers' prompt lookup, plain decoding of a batch and, if
+    prompt k from seed k. Greedy decoding also audits transformers' prompt lookup, plain decoding of a batch and, if
     given, an assistant model. One pool serves all prompts. Meanwhile the checkpoint's generation settings (penalties,
     top-k, ...) are set aside, because the audit is about logits.
 
@@ -181,7 +175,7 @@ def audit(
         for number, prompt in enumerate(prompts):
             for decoding, (settings, ways) in decodings.items():
                 settings = {"max_new_tokens": max_new_tokens, **settings}
-                plain, rows = _decode(model, prompt, settings, seed + number)
+                plain, rows = _decode(model, prompt, settings, number)
                 exact, at_once = next_logits(reference, prompt, plain), next_logits(model, prompt, plain)
                 for way, logits in (("plain", rows), ("plain, whole text at once", at_once)):
                     tallies.setdefault((decoding, way), Tally(decoding, way)).count(logits, exact)
@@ -189,15 +183,14 @@ def audit(
                     if way == "lookahead":
                         wrap(model, GUESSING, pool)
                     try:
-                        text, logits = _decode(model, prompt.expand(copies, -1), settings | extra, seed + number)
+                        text, logits = _decode(model, prompt.expand(copies, -1), settings | extra, number)
                     finally:
                         unwrap(model)
-                    index, divergence = first_difference(text, plain), None
-                    if index is not None:
+                    divergence = None
+                    if (index := first_difference(text, plain)) is not None:
                         tokens = [ids[index] if index < len(ids) else None for ids in (plain, text)]
                         heat = settings.get("temperature", 0.0)
-                        passes = [rows, at_once]
-                        divergence = _judge(number, index, tokens, exact, passes, model.dtype, heat, seed + number)
+                        divergence = _judge(number, index, tokens, exact, [rows, at_once], model.dtype, heat)
                     tallies.setdefault((decoding, way), Tally(decoding, way)).count(logits, exact, divergence)
     return list(tallies.values())
 
@@ -239,18 +232,18 @@ def _judge(
     passes: list[torch.Tensor],
     dtype: torch.dtype,
     temperature: float,
-    seed: int,
 ) -> Divergence:
-    """Judge a divergence at new token ``index``. tokens: plain decoding's and the other's.
+    """Judge a divergence at new token ``index``.
 
-    exact: logits [n, vocabulary] of the reference. passes: those of plain passes in ``dtype``, generate()'s first.
+    number: the prompt's, and the seed. tokens: plain decoding's and the other's. exact: logits [n, vocabulary] of the
+    reference. passes: those of plain passes in ``dtype``, generate()'s first.
     """
     plain, other = tokens
     if plain is None or other is None:  # one text stopped after a common prefix, which no margin could explain
         return Divergence(number, index, plain, other, margin=math.inf, margin_in_dtype=math.inf, noise=0.0)
 
     def margin(row: torch.Tensor) -> float:
-        scores = choice_scores(row, temperature, seed, index)
+        scores = choice_scores(row, temperature, number, index)
         return (scores.max() - scores[tokens].min()).item()
 
     errors = [_errors(rows[: index + 1], exact[: index + 1]) for rows in passes]
