@@ -138,10 +138,9 @@ def int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Non
     """
     if type(weight).__name__ != "Int8Tensor" or not type(weight).__module__.startswith("torchao."):
         return None
+    if any(getattr(weight, name, None) is not None for name in ("act_quant_kwargs", "act_pre_scale")):
+        return None
     numbers, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
-    for name in ("act_quant_kwargs", "act_pre_scale"):
-        if getattr(weight, name, None) is not None:
-            return None
     if numbers is None or scales is None or numbers.ndim != 2 or scales.shape != (len(numbers), 1):
         return None
     return numbers, scales[:, 0]

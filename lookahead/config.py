@@ -27,8 +27,7 @@ class LookaheadConfig:
 
     budget: int | Literal["auto"] = AUTO
     """Most guesses verified in a step, below MAX_ROWS; 0 guesses nothing. ``auto``: in each step, the number that gains
-    the most tokens per second (`budget.Pace`). With ``jacobi``, the number of positions in the block; ``auto`` is
-    16."""
+    the most tokens per second (`budget.Pace`). With ``jacobi``, the positions of the block; ``auto`` is 16."""
 
     window_size: int | Literal["auto"] = AUTO
     """W, the columns of the Jacobi window, below MAX_ROWS; 0 turns it off. ``auto``: the window is tried now and then,
@@ -67,7 +66,9 @@ class LookaheadConfig:
             value = getattr(self, name)
             if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most):
                 raise ValueError(f"{name}={value!r} must be a whole number in {least}..{most}, or {AUTO!r}")
-        rows = self._given_rows()
+        rows = 1 if self.budget == AUTO else 1 + self.budget  # the root's, and those of the settings that are not auto
+        if self.strategy == "lookahead" and self.window_size != AUTO:
+            rows += self.window_size * (self.given_ngram_size - 1)
         if rows > MAX_ROWS:
             raise ValueError(
                 f"budget={self.budget!r}, window_size={self.window_size!r} and ngram_size={self.ngram_size!r} make "
@@ -77,13 +78,6 @@ class LookaheadConfig:
         from ngram_pool.pool import check_memory  # not above: it imports numba, for which --help would have to wait
 
         check_memory("pool_memory_mb", self.pool_memory_mb)
-
-    def _given_rows(self) -> int:
-        """Return the rows of one sequence in a pass: the root, and the settings that are not ``auto``."""
-        rows = 1 if self.budget == AUTO else 1 + self.budget
-        if self.strategy == "lookahead" and self.window_size != AUTO:
-            rows += self.window_size * (self.given_ngram_size - 1)
-        return rows
 
     @property
     def given_ngram_size(self) -> int:

@@ -36,7 +36,7 @@ def stream(
         raise ValueError("stream() uses its own streamer: call model.generate to use another")
     if options.get("custom_generate") is not None:
         raise ValueError("transformers passes custom_generate no streamer: give stream() a wrapped model instead")
-    return _run(model, tokenizer, {**inputs_of(tokenizer, prompt, model.device), **options})
+    return _run(model, tokenizer, {"tokenizer": tokenizer, **inputs_of(tokenizer, prompt, model.device), **options})
 
 
 def inputs_of(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict] | Mapping, device: torch.device) -> dict:
@@ -82,7 +82,6 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: di
     queue: SimpleQueue[str | BaseException | None] = SimpleQueue()
     stop = StopWhenAsked()
     criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), stop])
-    options = {"tokenizer": tokenizer, **options}
     kind = model.device.type
     # Each thread has its own autocast, so this thread's is carried over.
     autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))

@@ -3,7 +3,7 @@
     LLM(model, speculative_config={"method": "custom_class", "model": "lookahead.vllm.PoolProposer",
                                    "num_speculative_tokens": 16})
 
-This class proposes a chain of guesses for each request, and vLLM verifies it. One pool serves all requests of an
+`PoolProposer` proposes a chain of guesses for each request, and vLLM verifies it. One pool serves all requests of an
 engine, and learns from their prompts and texts. Environment variables configure it (`Settings`).
 
 This module imports neither vLLM nor its dependencies.

@@ -6,14 +6,7 @@ from functools import cache, partial
 from typing import Any, SupportsIndex
 
 import torch
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
-from transformers.generation import BaseStreamer
+from transformers import GenerationMixin, PreTrainedModel
 
 from lookahead.compat import is_compiled_wrapper
 from lookahead.config import LookaheadConfig
@@ -48,28 +41,19 @@ class LookaheadMixin:
         return _own_method(self, "_beam_search")(self, *args, **kwargs)
 
     def _assisted_decoding(
-        self: Any,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
-        assistant_model: PreTrainedModel | None = None,
-        **kwargs: Any,
+        self: Any, input_ids: torch.Tensor, *, assistant_model: PreTrainedModel | None = None, **kwargs: Any
     ) -> Any:
         """Decode by lookahead, with the assistant model as one more source of guesses."""
         own = {name: kwargs.pop(name) for name in ASSISTED_ARGUMENTS if name in kwargs}
         plain = partial(_own_method(self, "_assisted_decoding"), assistant_model=assistant_model, **own)
-        inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
         engine = _engine(self)
         if engine is None:
-            return plain(self, *inputs, **kwargs)
-        reason = why_no_draft_model(assistant_model, generation_config, own, engine.config)
+            return plain(self, input_ids, **kwargs)
+        reason = why_no_draft_model(assistant_model, kwargs["generation_config"], own, engine.config)
         if reason is not None:
             engine.decode_plainly(self, reason)
-            return plain(self, *inputs, **kwargs)
-        return loop.run(engine, plain, self, *inputs, assistant_model, **kwargs)
+            return plain(self, input_ids, **kwargs)
+        return loop.run(engine, plain, self, input_ids, draft_model=assistant_model, **kwargs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         reduced: tuple = super().__reduce_ex__(protocol)  # type: ignore[assignment]  # no name
