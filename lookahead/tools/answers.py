@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,15 +26,15 @@ def beginning(line: int, fingerprint: str) -> bytes:
     return json.dumps({"line": line, "fingerprint": fingerprint}).encode()[:-1]  # without the brace
 
 
+@dataclass
 class Answers:
     """An open file of answers: a JSON object on each line, in the order of the prompts. `answers` opens one."""
 
-    def __init__(self, path: Path, file: BinaryIO, beginnings: Sequence[bytes], count: int):
-        self.count = count
-        """Number of answers in the file, which belong to the first so many prompts."""
-        self._path = path
-        self._file = file
-        self._beginnings = beginnings
+    _path: Path
+    _file: BinaryIO
+    _beginnings: Sequence[bytes]
+    count: int = 0
+    """Number of answers in the file. They belong to the first prompts."""
 
     def add(self, fields: dict) -> None:
         """Write the next answer. Once this returns, a killed process has not lost it."""
@@ -63,27 +64,25 @@ def answers(path: Path, beginnings: Sequence[bytes]) -> Iterator[Answers]:
         # Unbuffered, so that each line is written at once.
         file = open(path, "a+b" if path.is_file() or not path.exists() else "wb", buffering=0)  # noqa: SIM115
     with file:
-        count = 0
+        kept = Answers(path, file, beginnings)
         if path.is_file():
             _lock(file, path)
             with writing(path):
                 file.seek(0)
                 held = file.read()
                 *lines, torn = held.split(b"\n")
-                count = len(lines)
+                kept.count = len(lines)
                 _check(path, lines, torn, beginnings)
                 file.truncate(len(held) - len(torn))
             if torn:
                 click.echo(f"note: the last line of {path} was torn; it is written anew", err=True)
-        yield Answers(path, file, beginnings, count)
+        yield kept
 
 
 def _check(path: Path, lines: list[bytes], torn: bytes, beginnings: Sequence[bytes]) -> None:
     """Raise ClickException unless the lines, and what there is of a torn one, are answers to the first prompts."""
-    begun = [line[: len(begin)] for line, begin in zip([*lines, torn], beginnings, strict=False)]
-    for number, (part, begin) in enumerate(zip(begun, beginnings, strict=False), 1):
-        is_whole = number <= len(lines)
-        if not (part == begin if is_whole else begin.startswith(part)):
+    for number, (line, begin) in enumerate(zip([*lines, torn], beginnings, strict=False), 1):
+        if not (line.startswith(begin) if number <= len(lines) else begin.startswith(line[: len(begin)])):
             raise click.ClickException(
                 f"{path}, line {number} is no answer to this prompt by these settings: the prompts, the model, its "
                 "dtype, the length, the sampling or the seed have changed, or the file is of another kind. Name "
@@ -96,13 +95,11 @@ def _check(path: Path, lines: list[bytes], torn: bytes, beginnings: Sequence[byt
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    if fcntl is None:
-        return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise click.ClickException(
             f"another process is writing to {path}: wait until it has ended, or name another --out"
         ) from error
-    except OSError:  # some network file systems have no locks
+    except (AttributeError, OSError):  # Windows and some network file systems have no locks
         return

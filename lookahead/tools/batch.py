@@ -33,7 +33,7 @@ from lookahead.wrapping import own_loop
 from ngram_pool import NgramPool
 
 SAVE_EVERY = 60.0  # seconds between two saves of the pool
-# Settings by which a text depends on the padding before its prompt, so that it may be in a batch of its length alone.
+# With other values, a text depends on the padding before its prompt. Then a batch holds prompts of one length alone.
 READ_PADDING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
 
 
@@ -47,14 +47,7 @@ class Task:
 
 
 def generate(
-    prompts_file: str,
-    out: Path,
-    max_new_tokens: int,
-    seed: int,
-    strategy: str,
-    show_stats: bool,
-    pool_path: str | None,
-    **shared: Any,
+    prompts_file: str, out: Path, seed: int, strategy: str, show_stats: bool, pool_path: str | None, **shared: Any
 ) -> None:
     if out.exists() and out.samefile(prompts_file):
         raise click.UsageError(f"--out {out} is the file of --prompts: name another file")
@@ -70,9 +63,9 @@ def generate(
         engine.pool.vocabulary = engine.pool.vocabulary or vocabulary_fingerprint(tokenizer)
     tasks = _tasks(lines, prompts_file, model, tokenizer, seed)
     settings = {name: value for name, value in options.items() if name != "assistant_model"}
-    settings |= {"model": model.config.name_or_path, "dtype": str(model.dtype), "max_new_tokens": max_new_tokens}
+    settings |= {"model": model.config.name_or_path, "dtype": str(model.dtype)}
     begins = [beginning(task.line.number, _fingerprint(task, settings)) for task in tasks]
-    texts = Texts(model, tokenizer, engine, options, max_new_tokens)
+    texts = Texts(model, tokenizer, engine, options)
     with answers(out, begins) as kept, _saved(engine.pool if engine else None, pool_file) as save:
         if kept.count:
             click.echo(f"{kept.count} of {len(tasks)} texts are in {out} already", err=True)
@@ -96,18 +89,13 @@ class Texts:
     """Decodes batches of prompts. Each text is what the model writes after its prompt alone, from the prompt's seed."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        engine: Lookahead | None,
-        options: dict,
-        max_new_tokens: int,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: Lookahead | None, options: dict
     ):
         """options: arguments of generate(). engine: None if the model decodes plainly, one text at a time."""
         self.model, self._tokenizer, self._engine = model, tokenizer, engine
         self._options = dict(options)
         self._draft_model = self._options.pop("assistant_model", None)
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens = self._options.pop("max_new_tokens")
         settings = model.generation_config
         ends = settings.eos_token_id
         self._ends = ends if isinstance(ends, list) else [ends]
@@ -122,10 +110,9 @@ class Texts:
     def next_batch(self, tasks: list[Task]) -> list[Task]:
         """Return the first of ``tasks`` that are best decoded together."""
         context = context_length(self.model)
-        first, *others = tasks
+        first, *others = tasks[: self._size(tasks)]
         batch = [first]
-        size = self._size(tasks)
-        for task in others[: size - 1]:
+        for task in others:
             longest = max(len(one.ids) for one in (*batch, task))
             if longest + self._max_new_tokens > context or not (self._pads or len(task.ids) == len(first.ids)):
                 break
@@ -197,7 +184,6 @@ def _decode_all(texts: Texts, tasks: list[Task], kept: Answers, save: Callable[[
         length=left, label="texts", file=sys.stderr, show_pos=True, item_show_func=lambda item: texts.rate()
     )
     with bar:
-        bar.render_progress()
         while kept.count < len(tasks):
             batch = texts.next_batch(tasks[kept.count :])
             try:

@@ -143,17 +143,13 @@ class Conversation:
 
 
 def converse(
-    conversation: Conversation,
-    make_streamer: Callable[[], StepStreamer],
-    statistics: Callable[[], Stats | None],
-    max_new_tokens: int,
-    **options: Any,
+    conversation: Conversation, make_streamer: Callable[[], StepStreamer], stats: Stats | None, **options: Any
 ) -> None:
     """Answer each line of standard input. Ctrl-C stops an answer and keeps what was written of it.
 
     make_streamer: returns the streamer that writes an answer.
-    statistics: returns the conversation's `Stats` for /stats, or None if the model decodes plainly.
-    max_new_tokens, options: as for `Conversation.answer`.
+    stats: the conversation's, which grow with it; None if the model decodes plainly.
+    options: arguments of `Conversation.answer`.
     """
     if sys.stdin.isatty():
         click.echo("/help lists the commands, /exit or Ctrl-D leaves; Ctrl-C stops an answer", err=True)
@@ -172,7 +168,7 @@ def converse(
             conversation.instruct(argument)
             click.echo("the model is instructed" if argument else "the model has no instructions", err=True)
         elif command == "/stats":
-            click.echo(in_plain_words(statistics(), len(conversation.tokens), context_length(conversation.model)))
+            click.echo(in_plain_words(stats, len(conversation.tokens), context_length(conversation.model)))
         elif command == "/trace":
             click.echo(_save_trace(record, conversation, Path(argument or "trace.html")), err=True)
         elif command == "/help":
@@ -180,8 +176,7 @@ def converse(
         elif COMMAND.fullmatch(command):
             click.echo(f"no such command: {command}; /help lists them", err=True)
         else:
-            options_of_answer = {"max_new_tokens": max_new_tokens, **options}
-            record = _answer(conversation, line, make_streamer(), options_of_answer) or record
+            record = _answer(conversation, line, make_streamer(), options) or record
 
 
 def in_plain_words(stats: Stats | None, held: int, context: int) -> str:

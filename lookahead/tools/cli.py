@@ -160,12 +160,8 @@ template_option = click.option("--chat-template", "template_file", type=click.Fi
     metavar="FILE.jsonl",
     help='Continue many prompts, in batches: on each line {"prompt": "..."} or {"messages": [...]}.',
 )
-@click.option(
-    "--out",
-    type=FileToWrite(),
-    metavar="FILE.jsonl",
-    help="File of the texts for --prompts. If it has been begun, the rest is added.",
-)
+@click.option("--out", type=FileToWrite(), metavar="FILE.jsonl",
+              help="File of the texts for --prompts. If it has been begun, the rest is added.")  # fmt: skip
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Write tokens as they are accepted.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--stats", "show_stats", is_flag=True, help="Print steps, acceptance and times to stderr.")
@@ -230,7 +226,7 @@ def serve(**options: Any) -> None:
 
 @main.command()
 @model_options
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@length_option
 @click.option("--prompts", "prompts_file", type=FILE, metavar="FILE.jsonl",
               help="Prompts in Spec-Bench's format; passages of Python's standard library by default.")  # fmt: skip
 @click.option("--count", type=click.IntRange(1, MAX_PROMPTS),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 
 import click
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
 from lookahead import DEMO_MODEL
@@ -28,12 +28,12 @@ from lookahead.streaming import render
 from lookahead.tools.audit import audit as audit_prompts
 from lookahead.tools.audit import first_difference, markdown
 from lookahead.tools.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
-from lookahead.tools.files import read_text, writing
+from lookahead.tools.files import explained, read_text, writing
 from lookahead.tools.live import Meter, measure_plain
 from lookahead.tools.loading import decoding, load, load_wrapped
 from lookahead.tools.prompts import given_prompt, read_prompts, source_prompts
 from lookahead.tools.terminal import AnswerStreamer, StepStreamer, can_show_live_line
-from lookahead.tools.trace import measured
+from lookahead.tools.trace import PlainTimes
 from lookahead.tools.trace import trace as trace_steps
 from lookahead.tools.tuning import time_steps
 from lookahead.wrapping import engine_of, unwrap, wrap
@@ -54,28 +54,15 @@ class Decoded(NamedTuple):
 
 
 def generate(
-    prompt: str | None,
-    prompt_file: TextIO | None,
-    max_new_tokens: int,
-    seed: int,
-    strategy: str,
-    stream: bool,
-    as_json: bool,
-    show_stats: bool,
-    compare: bool,
-    **shared: Any,
+    seed: int, strategy: str, stream: bool, as_json: bool, show_stats: bool, compare: bool, **shared: Any
 ) -> None:
-    prompt = given_prompt(prompt, prompt_file)
-    model, tokenizer, engine, options = load_wrapped(strategy=strategy, **shared)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    length = inputs.input_ids.shape[1]
-    options["max_new_tokens"] = _fitting(max_new_tokens, length, model)
+    prompt, inputs, model, tokenizer, engine, options = _load_for_a_prompt(strategy=strategy, **shared)
 
     def decode(streamer: BaseStreamer | None = None) -> Decoded:
         torch.manual_seed(seed)
         start = time.perf_counter()
         output = model.generate(**inputs, **options, streamer=streamer)  # type: ignore[operator]  # a method
-        ids = output[0, length:].tolist()
+        ids = output[0, inputs.input_ids.shape[1] :].tolist()
         return Decoded(ids, time.perf_counter() - start)
 
     streaming = stream and not as_json
@@ -89,16 +76,14 @@ def generate(
         else:
             ours = decode()
         if compare:
-            unwrap(model)
-            options.pop("assistant_model", None)
-            click.echo("decoding plainly for comparison ...", err=True)
+            _unwrap(model, options)
             plain = decode()
 
     stats = engine.last if engine else None
     text, count = tokenizer.decode(ours.ids, skip_special_tokens=True), len(ours.ids)
     if as_json:
         result: dict[str, Any] = {"prompt": prompt, "text": text, "tokens": count, "seconds": ours.seconds}
-        result |= {"strategy": strategy, "stats": stats.as_dict() if stats else None}
+        result |= {"strategy": strategy, "stats": stats and stats.as_dict()}
         if plain:
             verdict = {"speedup": ours.rate / plain.rate, "identical": ours.ids == plain.ids}
             result["plain"] = {"seconds": plain.seconds, **verdict}
@@ -112,23 +97,11 @@ def generate(
         click.echo(_comparison(strategy, ours, plain, stats))
 
 
-def trace(
-    prompt: str | None,
-    prompt_file: TextIO | None,
-    max_new_tokens: int,
-    seed: int,
-    strategy: str,
-    compare: bool,
-    out: Path,
-    **shared: Any,
-) -> None:
-    prompt = given_prompt(prompt, prompt_file)
+def trace(seed: int, strategy: str, compare: bool, out: Path, **shared: Any) -> None:
     if strategy == "plain":
         raise click.UsageError("--strategy plain has no steps to trace: leave it out, and give --compare")
-    model, tokenizer, engine, options = load_wrapped(strategy=strategy, **shared)
+    _, inputs, model, tokenizer, engine, options = _load_for_a_prompt(strategy=strategy, **shared)
     assert engine is not None  # the strategy is not plain
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    options["max_new_tokens"] = _fitting(max_new_tokens, inputs.input_ids.shape[1], model)
     with decoding():
         if compare:
             _prepare(engine, model)
@@ -136,13 +109,11 @@ def trace(
             torch.manual_seed(seed)
             traced = trace_steps(model, tokenizer, inputs, **options, streamer=streamer)
         if compare:
-            unwrap(model)
-            options.pop("assistant_model", None)
-            click.echo("decoding plainly for comparison ...", err=True)
+            _unwrap(model, options)
             torch.manual_seed(seed)
             plain = Recorder()
             model.generate(**inputs, **options, streamer=plain)  # type: ignore[operator]  # a method
-            traced = replace(traced, plain=measured(plain, traced.record))
+            traced = replace(traced, plain=PlainTimes(plain.times, True, plain.tokens == traced.record.tokens))
     with writing(out):
         traced.save(out)
     count, stats = len(traced.record.tokens), traced.record.stats
@@ -150,7 +121,7 @@ def trace(
     click.echo(f"{count} tokens in {1 + stats.steps} passes; open {out} in a browser", err=True)
 
 
-def chat(template_file: TextIO | None, max_new_tokens: int, seed: int, model_name: str | None, **shared: Any) -> None:
+def chat(template_file: TextIO | None, seed: int, model_name: str | None, **shared: Any) -> None:
     model, tokenizer, engine, options = load_wrapped(model_name, **shared)
     if template_file is not None:
         tokenizer.chat_template = read_text(template_file)
@@ -163,23 +134,15 @@ def chat(template_file: TextIO | None, max_new_tokens: int, seed: int, model_nam
         click.echo("note: the packaged model only continues Python code, up to two blank lines; give it some", err=True)
         tokenizer.chat_template = PLAIN_TEMPLATE
         options["stop_strings"] = [PLAIN_STOP]
-    try:
+    which = template_file.name if template_file else f"of {model_name!r}"
+    with explained(f"the chat template {which} cannot render a message", Exception):  # templates raise any error
         if not render(tokenizer, [{"role": "user", "content": "Hello"}])["input_ids"].numel():
             raise ValueError("it renders nothing")
-    except Exception as error:  # templates raise any error
-        which = template_file.name if template_file else f"of {model_name!r}"
-        raise click.ClickException(f"the chat template {which} cannot render a message: {error}") from error
 
     with decoding():
         make_streamer = _streamers(AnswerStreamer, model, tokenizer, engine)
         torch.manual_seed(seed)
-        converse(
-            Conversation(model, tokenizer),
-            make_streamer,
-            lambda: engine.stats if engine else None,
-            max_new_tokens=max_new_tokens,
-            **options,
-        )
+        converse(Conversation(model, tokenizer), make_streamer, engine.stats if engine else None, **options)
 
 
 def audit(
@@ -214,8 +177,7 @@ def audit(
         with writing(out):
             out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     ours = [tally for tally in tallies if tally.way == "lookahead"]
-    unexplained = sum(len(tally.unexplained) for tally in ours)
-    if unexplained:
+    if unexplained := sum(len(tally.unexplained) for tally in ours):
         raise click.ClickException(f"{unexplained} of lookahead's texts part where rounding does not explain it")
     parted = sum(len(tally.divergences) for tally in ours)
     click.echo(
@@ -276,22 +238,34 @@ def tune(
     click.echo(f"kept for decoding: {costs.path}")
     if layer_skip:
         click.echo(found)
-        try:
+        with explained("cannot keep the layers", OSError):
             click.echo(f"kept for LayerSkipSource: {found.keep(model)}")
-        except OSError as error:
-            raise click.ClickException(f"cannot keep the layers: {error}") from error
     if bigrams:
         kept = bigrams_file(model)
-        try:
+        with explained("cannot keep the bigrams", OSError):
             learned.save(kept)
-        except OSError as error:
-            raise click.ClickException(f"cannot keep the bigrams: {error}") from error
         click.echo(f"{len(learned)} contexts kept for new pools: {kept}")
     if picture is not None:
-        try:
+        with explained(f"cannot draw {picture}", OSError, ValueError):  # ValueError: no such format of pictures
             times.picture(picture, f"{where['processor']}, {where['threads']} threads, {where['dtype']}")
-        except (OSError, ValueError) as error:  # ValueError: the suffix names no format of pictures
-            raise click.ClickException(f"cannot draw {picture}: {error}") from error
+
+
+def _load_for_a_prompt(
+    prompt: str | None, prompt_file: TextIO | None, **shared: Any
+) -> tuple[str, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:
+    """Return the prompt and its tokens, then what `load_wrapped` returns."""
+    text = given_prompt(prompt, prompt_file)
+    model, tokenizer, engine, options = load_wrapped(**shared)
+    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    options["max_new_tokens"] = _fitting(options["max_new_tokens"], inputs.input_ids.shape[1], model)
+    return text, inputs, model, tokenizer, engine, options
+
+
+def _unwrap(model: PreTrainedModel, options: dict) -> None:
+    """Let the model decode plainly from now on. options: arguments of generate()."""
+    unwrap(model)
+    options.pop("assistant_model", None)
+    click.echo("decoding plainly for comparison ...", err=True)
 
 
 def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -22,12 +22,17 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise ClickException, naming ``path``, if it cannot be written."""
+def explained(words: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raise ClickException, which begins with ``words``, for these errors."""
     try:
         yield
-    except OSError as error:
-        raise click.ClickException(f"cannot write {path}: {error}") from error
+    except errors as error:
+        raise click.ClickException(f"{words}: {error}") from error
+
+
+def writing(path: Path) -> AbstractContextManager[None]:
+    """Raise ClickException, naming ``path``, if it cannot be written."""
+    return explained(f"cannot write {path}", OSError)
 
 
 def read_text(file: TextIO) -> str:
@@ -54,7 +59,5 @@ def write_whole(path: Path, text: str) -> None:
         if path.exists():
             os.chmod(beside, path.stat().st_mode & 0o777)
         os.replace(beside, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(beside)
-        raise
+    finally:
+        Path(beside).unlink(missing_ok=True)  # there is none if it was renamed

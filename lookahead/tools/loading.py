@@ -35,21 +35,19 @@ def load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if name is None:  # the packaged model loads at once: a progress bar would only flicker
         transformers.utils.logging.disable_progress_bar()
-    with _loading(name, f"model on {device}"):
-        if dtype == "auto":
-            chosen = torch.float32 if torch.device(device).type == "cpu" else "auto"
-        else:
-            chosen = getattr(torch, dtype)
-        tokenizer = AutoTokenizer.from_pretrained(_place(name))
-        model = AutoModelForCausalLM.from_pretrained(_place(name), dtype=chosen)
+    with _loading(name, f"model on {device}") as place:
+        if dtype == "auto" and torch.device(device).type == "cpu":
+            dtype = "float32"
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
         model = model.to(device).eval()  # type: ignore[arg-type]  # a decorator hides that it is a method
     return model, tokenizer
 
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer; None: the packaged model's. Raises ClickException if it cannot be loaded."""
-    with _loading(name, "tokenizer"):
-        return AutoTokenizer.from_pretrained(_place(name))
+    with _loading(name, "tokenizer") as place:
+        return AutoTokenizer.from_pretrained(place)
 
 
 def load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
@@ -73,7 +71,7 @@ def load_wrapped(
     assistant: str | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:
-    """Load and wrap a model as the options of `generate` and `chat` say; with the strategy "plain", do not wrap it.
+    """Load and wrap a model as the options of a command say; with the strategy "plain", do not wrap it.
 
     options: those named like a field of LookaheadConfig configure the wrap; the others are for model.generate(), and
     None if not given.
@@ -124,20 +122,17 @@ def decoding() -> Iterator[None]:
         sys.exit(130)
 
 
-def _place(name: str | None) -> str:
-    if name == "":
-        raise ValueError("the name is empty")
-    return str(DEMO_MODEL) if name is None else name
-
-
 @contextmanager
-def _loading(name: str | None, what: str) -> Iterator[None]:
-    """Raise ClickException, naming the model, for any error."""
+def _loading(name: str | None, what: str) -> Iterator[str]:
+    """Yield the folder or hub name of a model. Raises ClickException, naming it, for any error in the block."""
+    place = str(DEMO_MODEL) if name is None else name
     try:
-        yield
+        if not place:
+            raise ValueError("the name is empty")
+        yield place
     except Exception as error:  # its class depends on the hub's client, the format and the device
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise click.ClickException(
-            f"cannot load the {what} of {str(DEMO_MODEL if name is None else name)!r}: {reason}. Give --model a folder "
-            "in Hugging Face format or the name of a causal LM on the hub, and --device a device of this machine."
+            f"cannot load the {what} of {place!r}: {reason}. Give --model a folder in Hugging Face format or the name "
+            "of a causal LM on the hub, and --device a device of this machine."
         ) from error

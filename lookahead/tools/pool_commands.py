@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lookahead.tools.files import reading, writing
+from lookahead.tools.files import explained, reading, writing
 from lookahead.tools.loading import load_pool, load_tokenizer
 from lookahead.vocabulary import vocabulary_fingerprint
 from ngram_pool import NgramPool, Source, storage
@@ -53,10 +53,8 @@ def merge(files: tuple[str, ...], out: Path, since_path: str | None) -> None:
     with click.progressbar(files[1:], label="merging", file=sys.stderr) as progress:
         for path in progress:
             other = load_pool(path, merged.vocabulary)
-            try:
+            with explained(path, ValueError):
                 merged.merge(other, since)
-            except ValueError as error:
-                raise click.ClickException(f"{path}: {error}") from error
     with writing(out):
         merged.save(out)
     click.echo(f"{out}: {len(files)} pools; {_size(merged)}")

@@ -3,6 +3,7 @@
 import json
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -42,12 +43,8 @@ def read_prompts(path: Path, limit: int | None) -> list[dict]:
 
     Raises ClickException, naming the line, if it has another format.
     """
-    with reading(path):
-        text = path.read_text(encoding="utf-8")
     prompts = []
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would split at characters that JSON may contain
-        if not line.strip():
-            continue
+    for number, line in _lines(path):
         try:
             prompt = json.loads(line)
             _check_prompt(prompt)
@@ -59,6 +56,15 @@ def read_prompts(path: Path, limit: int | None) -> list[dict]:
     if not prompts:
         raise click.ClickException(f"{path} holds no prompt")
     return prompts[:limit]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file that are not empty, with their numbers. Raises ClickException if it cannot be read."""
+    with reading(path):
+        text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would split at characters that JSON may contain
+        if line.strip():
+            yield number, line
 
 
 def _check_prompt(prompt: dict) -> None:
@@ -76,8 +82,7 @@ def source_prompts(count: int) -> list[dict]:
 
     Raises ClickException if this Python has no sources.
     """
-    paths = sorted(STANDARD_LIBRARY.glob("*.py"))
-    paths = [path for path in paths if path.stat().st_size >= MIN_SOURCE]
+    paths = sorted(path for path in STANDARD_LIBRARY.glob("*.py") if path.stat().st_size >= MIN_SOURCE)
     if not paths:
         raise click.ClickException("this Python has no sources of its standard library to prompt with: give --prompts")
     prompts = []
@@ -101,7 +106,7 @@ class PromptLine:
     """A line of a file of prompts."""
 
     number: int
-    """Of the line, from 1."""
+    """The line's, from 1."""
     content: str | list[dict]
     """A text, or messages for a chat template."""
     id: dict
@@ -109,17 +114,13 @@ class PromptLine:
 
 
 def read_prompt_lines(path: Path) -> list[PromptLine]:
-    """Read a file of prompts: on each line an object with a prompt (a text), messages, or, as in Spec-Bench, turns, of
-    which the first is taken. Empty lines are left out.
+    """Read a file of prompts. Each line holds an object with a prompt (a text), messages, or turns as in Spec-Bench.
+    Of turns, the first is taken. Empty lines are left out.
 
     Raises ClickException, naming the line, if it is anything else.
     """
-    with reading(path):
-        text = path.read_text(encoding="utf-8")
     lines = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in _lines(path):
         try:
             fields = json.loads(line)
             content = _content(fields)

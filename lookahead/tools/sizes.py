@@ -34,7 +34,7 @@ def _rate(costs: StepCosts, stats: Stats, length: int, size: int) -> float:
     rows = 1 + np.array(FIXED_BUDGETS)
     # Overhead of a sequence: guesses are made, verified and learned for each by itself.
     overhead = costs.between(rows)
-    if stats.sequence_steps:  # costs may have followed batches; and in the statistics, the first step compiles loops
+    if stats.sequence_steps:  # both may be too high: costs may have followed batches, and the first step compiles loops
         overhead = np.minimum(overhead, (stats.seconds.total() - stats.seconds["forward"]) / stats.sequence_steps)
     if stats.fixed_budgets[:, 1].all():
         single = stats.fixed_budgets[:, 0] / stats.fixed_budgets[:, 1]  # tokens a second of a sequence alone

@@ -101,14 +101,14 @@ class Trace:
         return PAGE.read_text(encoding="utf-8").replace(PLACE, data)
 
     def save(self, path: str | Path) -> None:
-        """Write the page to a file, at once. A new file is readable by its owner alone, because it holds the prompt.
+        """Write the page to a file, as a whole. A new file is readable by its owner alone, because it holds the prompt.
 
         Raises OSError.
         """
         write_whole(Path(path), self.html())
 
     def _repr_html_(self) -> str:
-        # A frame of its own, so that neither the notebook's styles nor its keys and those of the page meet.
+        # A frame keeps the notebook's styles and keys apart from those of the page.
         return (
             '<iframe title="Trace of lookahead decoding" sandbox="allow-scripts" '
             f'style="width:100%;height:900px;border:0" srcdoc="{html.escape(self.html())}"></iframe>'
@@ -156,11 +156,6 @@ def trace_of(record: Recorder, model: PreTrainedModel, tokenizer: PreTrainedToke
     labels = {token: label(tokenizer, token) for token in sorted(known)}
     plain = _by_step_costs(record, engine_of(model))
     return Trace(record, prompt, text, parts, labels, about, plain)  # type: ignore[arg-type]  # decode gives one text
-
-
-def measured(plain: Recorder, ours: Recorder) -> PlainTimes:
-    """Return the times of a run of plain decoding. plain, ours: what recorded it, and the traced run."""
-    return PlainTimes(plain.times, True, plain.tokens == ours.tokens)
 
 
 def _by_step_costs(record: Recorder, engine: Lookahead) -> PlainTimes | None:

@@ -67,11 +67,6 @@ class StepTimes:
         figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")  # without a format, it would add a suffix
 
 
-def _part(progress: Callable[[float], None], done: float, share: float) -> Callable[[float], None]:
-    """Return the progress function of a part of the work. done, share: the whole's progress before it, and its size."""
-    return lambda x: progress(done + x * share)
-
-
 def time_steps(
     model: PreTrainedModel,
     contexts: list[int],
@@ -96,7 +91,10 @@ def time_steps(
     plan = [(rows, context) for context in contexts for rows in RUNGS]
     found: dict[str, dict[int, dict[int, float]]] = {}
     for number, (way, runner) in enumerate(ways.items()):
-        done, share = number / len(ways), 1 / len(ways)
-        times = time_passes(runner, plan, seconds * share, _part(progress, done, share))
+
+        def part(share: float, done: int = number) -> None:
+            progress((done + share) / len(ways))
+
+        times = time_passes(runner, plan, seconds / len(ways), part)
         found[way] = {c: {n: times[n, c] for n in RUNGS if (n, c) in times} for c in contexts}
     return StepTimes(found)

@@ -15,11 +15,8 @@ NO_CELL = ("Mn", "Me", "Cf")  # categories of characters that share the terminal
 TAB = 8  # cells between a terminal's tab stops
 # A terminal obeys control characters, so it is shown pictures of them instead.
 SHOWN = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\N{SYMBOL FOR DELETE}"}
-SHOWN |= dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}") | {
-    ord("\n"): "\n",
-    ord("\t"): "\t",
-    ord("\r"): "",
-}
+SHOWN |= dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")
+SHOWN |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 
 # Words that begin a block where they begin a line: markers of lists, headings and quotes, rules, underlines,
 # fences, tables, HTML.
