@@ -164,7 +164,7 @@ def mask(hidden: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to a device without waiting for the work that the device still has to do.
 
-    CUDA has read memory that is not pinned when the copy returns. Of MPS this is not known.
+    When the copy returns, CUDA has read all memory that is not pinned. Of MPS this is not known.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type != "mps")
 

@@ -23,8 +23,8 @@ def stream(
 
     Joined, the pieces are ``tokenizer.decode(new_ids, skip_special_tokens=True)``. A wrapped model decodes by
     lookahead, any other model as usual. generate() runs in its own thread, which starts when the first piece is asked
-    for. If the iterator is closed, its loop is left or Ctrl-C is pressed, generate() and its thread end at the next
-    token. Errors of generate() are raised here.
+    for. Both end at the next token once the iterator is closed, its loop is left or Ctrl-C is pressed. Errors of
+    generate() are raised here.
 
     prompt: a text; or messages (dicts with ``role`` and ``content``) for the tokenizer's chat template, where a last
         message of the assistant is continued; or a tokenizer's output, with ``input_ids``, int64 [1, n].
