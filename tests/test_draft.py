@@ -131,14 +131,14 @@ def test_what_is_drafted_is_what_plain_passes_say(monkeypatch, draft_type, batch
     can_draft = batch == 1 or find_adapter(small).can_branch
     assert bool(seen) == can_draft
     for text, one in random.Random(0).sample(seen, min(len(seen), 12)):
-        for row in range(one.root, len(one.ids)):
-            if row > one.root and one.parents[row] < 0:
+        for node in one.rows[one.root.row :]:
+            if node is not one.root and node.parent is None:
                 continue  # fills up a batch
             with torch.no_grad():
-                logits = small(torch.tensor([text + one.text_to(row)])).logits[0, -1]
+                logits = small(torch.tensor([text + node.path()])).logits[0, -1]
             expected = (logits / 0.5).softmax(-1)
-            for token, probability in zip(one.following[row], one.said[row], strict=True):
-                assert abs(expected[token] - probability) < 1e-4, (text, row)
+            for token, probability in zip(node.following, node.said, strict=True):
+                assert abs(expected[token] - probability) < 1e-4, (text, node.row)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3_moe"])

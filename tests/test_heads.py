@@ -234,7 +234,7 @@ def spied(monkeypatch, source, seen: list):
     def keep(self, texts, limits):
         trees = propose(self, texts, limits)
         seen.extend(
-            (list(text), tree, self._temperature)
+            (list(text), tree, self._batch.temperature)
             for text, tree, depth in zip(texts, trees, limits.depths, strict=True)
             if depth
         )

@@ -139,12 +139,9 @@ def test_with_nothing_skipped_all_that_is_likeliest_is_accepted():
         def observe(self, outcome):
             super().observe(outcome)
             for draft, emitted in zip(self._drafts, outcome.emitted, strict=True):
-                row = draft.root
-                for token in emitted:
-                    followed.append(max(draft.following[row], key=draft.following[row].get) == token)
-                    row = draft.rows.get((row, token))
-                    if row is None:
-                        break
+                path = draft.accepted(emitted)[draft.root.row :]
+                for node, token in zip(path, emitted, strict=False):
+                    followed.append(max(node.following, key=node.following.get) == token)
 
     model = deep_model()
     lookahead.wrap(model, LookaheadConfig(budget=12), source=Spied(model, ()))
@@ -199,13 +196,13 @@ def test_what_is_drafted_is_what_the_kept_layers_say(model_type, skipped, batch)
     lookahead.unwrap(model)
     compared = 0
     for text, one in random.Random(0).sample(source.seen, min(len(source.seen), 12)):
-        for row in range(one.root, len(one.ids)):
-            if row > one.root and one.parents[row] < 0:
+        for node in one.rows[one.root.row :]:
+            if node is not one.root and node.parent is None:
                 continue  # fills up a batch
-            logits = said_after(model, skipped, text[:-1], [text[-1], *one.text_to(row)])[-1]
+            logits = said_after(model, skipped, text[:-1], [text[-1], *node.path()])[-1]
             expected = (logits / 0.5).softmax(-1)
-            for token, probability in zip(one.following[row], one.said[row], strict=True):
-                assert abs(expected[token] - probability) < 1e-4, (text, row)
+            for token, probability in zip(node.following, node.said, strict=True):
+                assert abs(expected[token] - probability) < 1e-4, (text, node.row)
                 compared += 1
     assert compared > 50
 

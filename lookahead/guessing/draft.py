@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
@@ -77,170 +78,152 @@ _sharpness: WeakKeyDictionary[PreTrainedModel, dict[bool, Sharpness]] = WeakKeyD
 
 
 def sharpness_of(model: PreTrainedModel, has_draws: bool) -> Sharpness:
-    """The sharpness that is kept for a draft model or the model of a head, with known draws and without."""
+    """The sharpness that is kept for a draft model, with known draws and without."""
     return _sharpness.setdefault(model, {}).setdefault(has_draws, Sharpness())
 
 
 @dataclass(eq=False)
-class Guess:
-    """A guess that no pass has computed yet."""
+class Node:
+    """A token that passes compute, or may compute: one of the text, or a guess."""
 
-    chance: float
-    """That the text goes on to it."""
     token: int
-    after: "int | Guess"
-    """What it follows: a row, or another such guess."""
+    parent: "Node | None" = None
+    chance: float = 1.0
+    """That the text goes on to it."""
+    depth: int = 0
+    """Below the text's last token, the root; 0 in the text itself."""
     row: int = -1
-    """Its row, once the next pass is to compute it."""
+    """Its row in the passes, once it has one."""
+    following: dict[int, float] = field(default_factory=dict)
+    """The likeliest next tokens and their probabilities, once it is computed."""
+    said: np.ndarray | None = None
+    """The same probabilities before they were sharpened."""
+
+    def path(self) -> list[int]:
+        """The tokens from behind the root to this one."""
+        return [*self.parent.path(), self.token] if self.parent and self.depth else []
 
 
-@dataclass
 class Draft:
-    """What the draft model says may follow one text.
+    """What a draft model says may follow one text."""
 
-    Rows are the tokens that its passes compute: those of the text that its cache lacks, whose last is the root, then
-    guesses, parents first.
-    """
-
-    ids: list[int]
-    parents: list[int]
-    root: int
-    """The row of the text's last token."""
-    depths: list[int]
-    """Of each row below the root."""
-    chances: list[float] = field(default_factory=list)
-    """That the text goes on to each computed row."""
-    following: list[dict[int, float]] = field(default_factory=list)
-    """For each computed row, the likeliest next tokens and their probabilities."""
-    said: list[np.ndarray] = field(default_factory=list)
-    """For each computed row, the same probabilities before they were sharpened."""
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)
-    """{(row, next token): row of that token}."""
-
-    @classmethod
-    def after(cls, lacking: list[int]) -> "Draft":
+    def __init__(self, lacking: list[int]):
         """lacking: the tokens of the text that the cache lacks; at least its last."""
-        count = len(lacking)
-        return cls(list(lacking), list(range(-1, count - 1)), count - 1, [0] * count)
+        self.rows: list[Node] = []
+        """What the passes compute: the tokens that the cache lacks, whose last is the root, then guesses, parents
+        first."""
+        self.computed = 0
+        """How many of them have been computed."""
+        self._below: dict[tuple[Node | None, int], Node] = {}  # {(row, next token): row of that token}
+        for token in lacking:
+            self.add(Node(token, self.rows[-1] if self.rows else None))
+        self.root = self.rows[-1]
 
-    def add(self, guess: Guess) -> None:
-        """Plan a row for a guess."""
-        parent = guess.after.row if isinstance(guess.after, Guess) else guess.after
-        guess.row = self.rows[parent, guess.token] = len(self.ids)
-        self.ids.append(guess.token)
-        self.parents.append(parent)
-        self.depths.append(self.depths[parent] + 1)
+    def add(self, node: Node) -> None:
+        """Plan a row for a node."""
+        node.row = len(self.rows)
+        self.rows.append(node)
+        self._below[node.parent, node.token] = node
 
     def fill_up(self, count: int) -> None:
         """Bring the number of rows to ``count``, by copies of the root that no other row sees."""
-        for _ in range(count - len(self.ids)):
-            self.ids.append(self.ids[self.root])
-            self.parents.append(-1)
-            self.depths.append(0)
+        self.rows += [Node(self.root.token, chance=0.0, row=row) for row in range(len(self.rows), count)]
+
+    def step(self, computed: int) -> Step:
+        """The rows as a step, of which the first ``computed`` stay computed."""
+        parents = [-1 if node.parent is None else node.parent.row for node in self.rows]
+        return grow([node.token for node in self.rows], parents, computed)
 
     def take(self, tokens: np.ndarray, probabilities: np.ndarray, sharpness: Sharpness) -> None:
         """Take in what a pass says after its rows, [T, k] each."""
-        self.said += list(probabilities.astype(float))
-        for said, chances in zip(tokens.tolist(), sharpness(probabilities.astype(float)).tolist(), strict=True):
-            row = len(self.chances)
-            parent = self.parents[row]
-            chance = 1.0
-            if row > self.root:
-                chance = self.chances[parent] * self.following[parent].get(self.ids[row], 0.0) if parent >= 0 else 0.0
-            self.chances.append(chance)
-            self.following.append(dict(zip(said, chances, strict=True)))
+        probabilities = probabilities.astype(float)
+        chances, new = sharpness(probabilities).tolist(), self.rows[self.computed :]
+        for node, next_tokens, shares, said in zip(new, tokens.tolist(), chances, probabilities, strict=True):
+            node.following, node.said = dict(zip(next_tokens, shares, strict=True)), said
+            if node.parent and node.depth:
+                node.chance = node.parent.chance * node.parent.following.get(node.token, 0.0)
+        self.computed = len(self.rows)
 
-    def candidates(self, depth: int) -> list[Guess]:
+    def candidates(self, depth: int) -> list[Node]:
         """What may follow the computed rows and is no row itself, down to this depth, likeliest first."""
         found = [
-            Guess(chance * probability, token, row)
-            for row, (chance, following) in enumerate(zip(self.chances, self.following, strict=True))
-            if row >= self.root and chance > 0 and self.depths[row] < depth
-            for token, probability in following.items()
-            if (row, token) not in self.rows
+            Node(token, node, node.chance * probability, node.depth + 1)
+            for node in self.rows[self.root.row : self.computed]
+            if node.chance > 0 and node.depth < depth
+            for token, probability in node.following.items()
+            if (node, token) not in self._below
         ]
-        return sorted(found, key=lambda guess: -guess.chance)
+        return sorted(found, key=lambda node: -node.chance)
 
-    def worth_a_row(self, guesses: list[Guess], limits: Limits, can_branch: bool = True) -> list[Guess]:
+    def worth_a_row(self, guesses: list[Node], limits: Limits, can_branch: bool = True) -> list[Node]:
         """Those guesses after which others may be among the likeliest that are asked for.
 
         guesses: likeliest first. can_branch: whether a pass can compute more than a single branch.
         """
-        chances = sorted([*self.chances[self.root + 1 :], *(guess.chance for guess in guesses)], reverse=True)
+        computed = self.rows[self.root.row + 1 : self.computed]
+        chances = sorted((node.chance for node in (*computed, *guesses)), reverse=True)
         least = chances[limits.guesses - 1] if len(chances) >= limits.guesses else 0.0
         kept = [guess for guess in guesses if guess.chance > max(least, limits.min_probability)]
         if can_branch and not limits.is_chain:
             return kept
-        chain: list[Guess] = []
-        last: int | Guess = len(self.ids) - 1
+        chain = [self.rows[-1]]
         for guess in kept:
-            if guess.after == last:
+            if guess.parent is chain[-1]:
                 chain.append(guess)
-                last = guess
-        return chain
-
-    def text_to(self, row: int) -> list[int]:
-        """The tokens from behind the root to this row."""
-        tokens: list[int] = []
-        while row != self.root:
-            tokens.insert(0, self.ids[row])
-            row = self.parents[row]
-        return tokens
+        return chain[1:]
 
     def tree(self, depth: int, min_probability: float) -> GuessTree:
         """All guesses down to this depth that are likely enough."""
-        nodes = {self.root: -1}
-        found: list[tuple[int, int, float]] = []  # token, parent, chance
-        for row in range(self.root + 1, len(self.chances)):
-            if self.chances[row] >= min_probability and self.parents[row] in nodes and self.depths[row] <= depth:
-                nodes[row] = len(found)
-                found.append((self.ids[row], nodes[self.parents[row]], self.chances[row]))
-        for guess in self.candidates(depth):
-            if guess.chance >= min_probability and guess.after in nodes:
-                found.append((guess.token, nodes[guess.after], guess.chance))
-        if not found:
-            return GuessTree.empty()
-        tokens, parents, chances = zip(*found, strict=True)
-        return GuessTree.of(tokens, parents, probabilities=chances)
+        numbers: dict[Node | None, int] = {self.root: -1}
+        found: list[tuple[int, int, int, float]] = []  # token, parent, source, chance
+        for node in (*self.rows[self.root.row + 1 : self.computed], *self.candidates(depth)):
+            if node.chance >= min_probability and node.depth <= depth and node.parent in numbers:
+                numbers[node] = len(found)
+                found.append((node.token, numbers[node.parent], -1, node.chance))
+        return GuessTree.of(*zip(*found, strict=True)) if found else GuessTree.empty()
 
-    def teach(self, sharpness: Sharpness, path: list[int], emitted: list[int]) -> None:
-        """Count the emitted tokens. path: their rows, as `accepted` returns them."""
-        for row, token in zip(path[self.root :], emitted, strict=False):
-            tokens = list(self.following[row])
-            sharpness.count(self.said[row], tokens.index(token) if token in tokens else None)
-
-    def accepted(self, emitted: list[int]) -> list[int]:
+    def accepted(self, emitted: list[int]) -> list[Node]:
         """Rows of the text and of those emitted tokens that were computed, less the last one: the next root."""
-        path = list(range(self.root + 1))
+        path = self.rows[: self.root.row + 1]
         for token in emitted[:-1]:
-            row = self.rows.get((path[-1], token))
-            if row is None:
+            if (path[-1], token) not in self._below:
                 break
-            path.append(row)
+            path.append(self._below[path[-1], token])
         return path
 
+    def teach(self, sharpness: Sharpness, path: list[Node], emitted: list[int]) -> int:
+        """Count the emitted tokens, and return how many of them were among the guesses after the row before.
 
-@dataclass
-class _Asked:
-    """What the draft model's own sources guess after one row."""
+        path: their rows, as `accepted` returns them.
+        """
+        hits = 0
+        for node, token in zip(path[self.root.row :], emitted, strict=False):
+            assert node.said is not None
+            hits += token in node.following
+            sharpness.count(node.said, list(node.following).index(token) if token in node.following else None)
+        return hits
+
+
+class _Asked(NamedTuple):
+    """What the draft model's own sources guess after one node."""
 
     text: list[int]
-    """Up to the row's token."""
-    row: "int | Guess"
+    """Up to the node's token."""
+    node: Node
     tree: GuessTree
-    nodes: list[Guess]
+    nodes: list[Node]
     """Those of the tree."""
 
 
-class _Inner(NamedTuple):
-    """What guesses what a draft model will say."""
+class _Inner:
+    """What guesses what a draft model will say that is not wrapped; like the parts of an engine."""
 
-    sources: list[GuessSource]
-    ledger: Ledger
-    pool: NgramPool
+    def __init__(self, memory_mb: float):
+        self.sources: list[GuessSource] = [PoolSource()]
+        self.ledger, self.pool = Ledger(self.sources), NgramPool(memory_mb)
 
 
-_inner: WeakKeyDictionary[PreTrainedModel, _Inner] = WeakKeyDictionary()  # of draft models that are not wrapped
+_inner: WeakKeyDictionary[PreTrainedModel, _Inner] = WeakKeyDictionary()
 
 
 class DraftModelSource(GuessSource):
@@ -302,17 +285,17 @@ class DraftModelSource(GuessSource):
         self._serves = len(batch.texts) == 1 or can_batch(self.model, self._runner.adapter)
         self._hits, self._rows = PRIOR_HITS, PRIOR_ROWS
 
-    def _own_sources(self) -> _Inner:
+    def _own_sources(self) -> Any:
+        """The `Lookahead` of a wrapped draft model, or the `_Inner` of another."""
         if (engine := self._engine) is None:
             if self.model not in _inner:
-                sources: list[GuessSource] = [PoolSource()]
-                _inner.setdefault(self.model, _Inner(sources, Ledger(sources), NgramPool(self._config.pool_memory_mb)))
+                _inner.setdefault(self.model, _Inner(self._config.pool_memory_mb))
             return _inner[self.model]
         if engine.needs.hidden_states:
             raise ValueError(
                 "a draft model's own sources cannot have hidden states: wrap the draft model without its heads"
             )
-        return _Inner(engine.sources, engine.ledger, engine.pool)
+        return engine
 
     def end(self) -> None:
         if self._costs:
@@ -331,7 +314,7 @@ class DraftModelSource(GuessSource):
         if not (self._serves and max(limits.depths) > 0 and self._catch_up(texts)):
             self._drafts = []
             return [GuessTree.empty() for _ in texts]
-        self._drafts = [Draft.after(text[len(held) :]) for text, held in zip(texts, self._held, strict=True)]
+        self._drafts = [Draft(text[len(held) :]) for text, held in zip(texts, self._held, strict=True)]
         self._sharpness = sharpness_of(self.model, any(known is not None for known in limits.draws))
         while (asked := self._plan(texts, limits)) is not None:
             self._compute(asked, limits)
@@ -343,19 +326,17 @@ class DraftModelSource(GuessSource):
         if not self._drafts:
             return
         paths = self._settle(outcome)
-        for draft, path, held in zip(self._drafts, paths, self._held, strict=True):
-            held += [draft.ids[row] for row in path]
-        self._cached.commit(self._steps, paths)
+        for path, held in zip(paths, self._held, strict=True):
+            held += [node.token for node in path]
+        self._cached.commit(self._steps, [[node.row for node in path] for path in paths])
         self._steps = []
 
-    def _settle(self, outcome: Outcome) -> list[list[int]]:
+    def _settle(self, outcome: Outcome) -> list[list[Node]]:
         """Return the accepted rows of each draft, and count how often they had the next token among their guesses."""
         paths = [draft.accepted(emitted) for draft, emitted in zip(self._drafts, outcome.emitted, strict=True)]
         for draft, path, emitted in zip(self._drafts, paths, outcome.emitted, strict=True):
-            for row, token in zip(path[draft.root :], emitted, strict=False):
-                self._hits += token in draft.following[row]
-                self._rows += 1
-            draft.teach(self._sharpness, path, emitted)
+            self._hits += draft.teach(self._sharpness, path, emitted)
+            self._rows += len(path) - draft.root.row
         return paths
 
     @property
@@ -389,14 +370,11 @@ class DraftModelSource(GuessSource):
         for b, text in enumerate(texts):
             one, held = self._cache.sequence(b) if self._cache else None, self._held[b]
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, text[:-1], strict=False)))
-            if one is not None and shared < len(held):
-                if one.can_rewind:
-                    one.rewind(shared)
-                    one.lengths = [shared]
-                else:
-                    one = None
-            if one is None:
+            if one is None or (shared < len(held) and not one.can_rewind):
                 one, shared = self._runner.adapter.make_cache(len(text) + ROOM), 0
+            elif shared < len(held):
+                one.rewind(shared)
+                one.lengths = [shared]
             self._runner.settle(one)
             if new := text[shared:-1]:
                 count = max(self._inner.needs.prompt_logits, 1)
@@ -415,10 +393,9 @@ class DraftModelSource(GuessSource):
         Returns what the model's own sources guess.
         """
         likeliest_first = [
-            draft.candidates(depth)[:MAX_ROWS] if draft.chances else []
-            for draft, depth in zip(self._drafts, limits.depths, strict=True)
+            draft.candidates(depth)[:MAX_ROWS] for draft, depth in zip(self._drafts, limits.depths, strict=True)
         ]
-        waiting = max(len(draft.ids) - len(draft.chances) for draft in self._drafts)  # rows of the text itself
+        waiting = max(len(draft.rows) - draft.computed for draft in self._drafts)  # rows of the text itself
         asked: list[_Asked] = []
         if waiting or all(likeliest_first):
             asked = self._ask(texts, limits, likeliest_first)
@@ -435,40 +412,32 @@ class DraftModelSource(GuessSource):
         for draft, guesses in zip(self._drafts, wanted, strict=True):
             for guess in guesses[:count]:
                 draft.add(guess)
-        most = max(len(draft.ids) for draft in self._drafts)
+        most = max(len(draft.rows) for draft in self._drafts)
         for draft in self._drafts:
             draft.fill_up(most)
         return asked
 
-    def _ask(self, texts: list[list[int]], limits: Limits, candidates: list[list[Guess]]) -> list[_Asked]:
+    def _ask(self, texts: list[list[int]], limits: Limits, candidates: list[list[Node]]) -> list[_Asked]:
         """What the model's own sources guess after the likeliest guess of each draft, or after the text itself."""
-        asked: list[_Asked] = []
-        depths, draws = [], []
+        after = [guesses[0] if guesses else draft.root for draft, guesses in zip(self._drafts, candidates, strict=True)]
+        texts = [text + node.path() for text, node in zip(texts, after, strict=True)]
+        depths = [max(depth - node.depth, 0) for depth, node in zip(limits.depths, after, strict=True)]
         known = limits.draws or [None] * len(texts)
-        planned = zip(self._drafts, candidates, texts, limits.depths, known, strict=True)
-        for draft, guesses, text, depth, drawn in planned:
-            row: int | Guess = draft.root
-            beyond: list[int] = []  # tokens from behind the text to the row
-            if guesses:
-                row = guesses[0]
-                assert isinstance(row.after, int)
-                beyond = [*draft.text_to(row.after), row.token]
-            asked.append(_Asked(text + beyond, row, GuessTree.empty(), []))
-            depths.append(max(depth - len(beyond), 0))
-            draws.append(None if drawn is None else drawn[len(beyond) :])
+        draws = [None if drawn is None else drawn[node.depth :] for drawn, node in zip(known, after, strict=True)]
         is_chain = not self._runner.adapter.can_branch
         rate = self._inner_pace.rate() if self._inner_pace else None
         own = Limits(depths, MAX_ROWS, limits.min_probability, is_chain, rate, draws)
-        for one, tree in zip(asked, self._inner.propose([one.text for one in asked], own), strict=True):
-            one.tree = tree
-            chance = one.row.chance if isinstance(one.row, Guess) else 1.0
-            for token, parent, share in zip(
-                tree.tokens.tolist(), tree.parents.tolist(), tree.probabilities.tolist(), strict=True
-            ):
-                one.nodes.append(Guess(chance * share, token, one.nodes[parent] if parent >= 0 else one.row))
+        asked: list[_Asked] = []
+        for text, node, tree in zip(texts, after, self._inner.propose(texts, own), strict=True):
+            nodes: list[Node] = []
+            guesses = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.probabilities.tolist(), strict=True)
+            for token, parent, share in guesses:
+                above = nodes[parent] if parent >= 0 else node
+                nodes.append(Node(token, above, node.chance * share, above.depth + 1))
+            asked.append(_Asked(text, node, tree, nodes))
         return asked
 
-    def _choose(self, wanted: list[list[Guess]], waiting: int, texts: list[list[int]], limits: Limits) -> int:
+    def _choose(self, wanted: list[list[Node]], waiting: int, texts: list[list[int]], limits: Limits) -> int:
         """How many guesses of each draft the next pass computes, beside the rows that wait for it."""
         count = max(map(len, wanted))
         gains = np.zeros(count + 1)
@@ -483,48 +452,44 @@ class DraftModelSource(GuessSource):
 
     def _compute(self, asked: list[_Asked], limits: Limits) -> None:
         """Run the planned rows, and take in what the model says after them."""
-        computed = len(self._drafts[0].chances)
+        computed = self._drafts[0].computed
         can_grow = self._runner.adapter.can_grow
         if computed and not can_grow:
             self._forget()
         began = time.perf_counter()
-        self._steps = [grow(draft.ids, draft.parents, computed if can_grow else 0) for draft in self._drafts]
+        self._steps = [draft.step(computed if can_grow else 0) for draft in self._drafts]
         logits = self._runner.run(self._steps, self._cached).logits
         synchronize(logits.device)
         rows, length = logits.shape[0] * logits.shape[1], max(self._cached.lengths)
         if self._costs:
             self._costs.follow(rows, length, time.perf_counter() - began)
-        logits = logits[:, computed - len(self._drafts[0].ids) :, : self._vocabulary]
-        draws = draws_at(limits.draws, [draft.depths[computed:] for draft in self._drafts], logits.shape[-1])
-        tokens, probabilities = likeliest(logits, self._temperature, TOP_K, draws)
-        for draft, *said in zip(self._drafts, tokens, probabilities, strict=True):
-            draft.take(said[0], said[1], self._sharpness)
+        depths = [[node.depth for node in draft.rows[computed:]] for draft in self._drafts]
+        logits = logits[:, -len(depths[0]) :, : self._vocabulary]
+        draws = draws_at(limits.draws, depths, logits.shape[-1])
+        said = likeliest(logits, self._temperature, TOP_K, draws)
+        for draft, tokens, probabilities in zip(self._drafts, *said, strict=True):
+            draft.take(tokens, probabilities, self._sharpness)
         if asked:
-            self._show(asked, logits, tokens[..., 0], computed)
+            self._show(asked, logits, said[0][..., 0], computed)
 
     def _show(self, asked: list[_Asked], logits: torch.Tensor, best: np.ndarray, computed: int) -> None:
         """Show the model's own sources what it says after their guesses, as if it wrote the likeliest tokens.
 
-        best: [batch, T], those tokens.
+        best: [batch, T], those tokens. computed: rows before those of the pass.
         """
-        steps, rows, paths, emitted = [], [], [], []
-        for one in asked:
-            first = one.row.row if isinstance(one.row, Guess) else one.row
-            if first < 0:  # a text of the batch did not get its row
-                return
-            kept = [node for node, guess in enumerate(one.nodes) if guess.row >= 0]
+        if any(one.node.row < 0 for one in asked):  # a text of the batch did not get its row
+            return
+        steps, shown, paths, emitted = [], [], [], []
+        for one, row_logits, tokens in zip(asked, logits, best, strict=True):
+            kept = [number for number, node in enumerate(one.nodes) if node.row >= 0]
             step = lay_out(one.text[-1], one.tree.part(np.array(kept, np.int64)))
-            steps.append(step)
-            rows.append([first - computed, *(one.nodes[node].row - computed for node in kept)])
-        most = max(map(len, rows))
-        shown = torch.stack(
-            [said[[*places, *[places[0]] * (most - len(places))]] for said, places in zip(logits, rows, strict=True)]
-        )
-        for step, places, said in zip(steps, rows, best.tolist(), strict=True):
-            said = [said[place] for place in places]
-            children, path = step.children(), [0]
+            rows = [node.row - computed for node in (one.node, *(one.nodes[number] for number in kept))]
+            said, children, path = tokens[rows].tolist(), step.children(), [0]
             while (row := children.get((path[-1], said[path[-1]]))) is not None:
                 path.append(row)
+            steps.append(step)
+            shown.append(row_logits[rows])
             paths.append(path)
             emitted.append([said[row] for row in path])
-        self._inner.observe(Outcome([one.text for one in asked], steps, shown, paths, emitted))
+        texts = [one.text for one in asked]
+        self._inner.observe(Outcome(texts, steps, pad_sequence(shown, batch_first=True), paths, emitted))

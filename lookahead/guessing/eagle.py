@@ -32,7 +32,6 @@ from lookahead.guessing.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpne
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
 from lookahead.models.adapter import vocabulary_of
 from lookahead.passes.costs import synchronize
-from lookahead.step import grow
 from ngram_pool import GuessTree
 
 CHUNK = 512  # pairs of a text that one pass computes
@@ -115,13 +114,14 @@ class _Head:
         entering = len(self.layers) * self._width if self._is_third else 2 * self._hidden
         self._fuse = _Linear.of(read, "fc", self._hidden, entering)
         self._read_layer(read, layer, config)
-        self._tokens: torch.Tensor | None = None
+        self.tokens: np.ndarray | None = None
+        """Int64, the model's token for each of the head's; None if they are the same."""
         if self._is_third:
             self._norm_tokens = read.take(layer + "input_layernorm.weight", self._hidden)
             self._norm_features = read.take(layer + "hidden_norm.weight", self._hidden)
             self._norm_last = read.take("norm.weight", self._hidden)
             self._goes_on_normed = bool(_eagle_setting(settings, "norm_before_residual"))
-            self._tokens = self._read_vocabulary(read)
+            self.tokens = self._read_vocabulary(read)
         fits = self._hidden == self._width  # so that the model's own may serve
         self._embed: Callable[[torch.Tensor], torch.Tensor] = model.get_input_embeddings()
         if "embed_tokens.weight" in read or not fits:
@@ -133,8 +133,8 @@ class _Head:
                 )
             self._embed = partial(functional.embedding, weight=embedding)
         self._project: Callable[[torch.Tensor], torch.Tensor] = output
-        if "lm_head.weight" in read or not fits or self.is_reduced:
-            rows = self._vocabulary if self._tokens is None else len(self._tokens)
+        if "lm_head.weight" in read or not fits or self.tokens is not None:
+            rows = self._vocabulary if self.tokens is None else len(self.tokens)
             self._project = _Linear.of(read, "lm_head", rows, self._hidden)
         read.tensors = {name: each for name, each in read.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
         read.finish()
@@ -156,13 +156,12 @@ class _Head:
         self._activation = ACT2FN[config.hidden_act]
         self._norm_behind = read.take(layer + "post_attention_layernorm.weight", hidden)
 
-    def _read_vocabulary(self, read: Checkpoint) -> torch.Tensor | None:
-        """The model's token for each of the head's, int64; None if they are the same."""
+    def _read_vocabulary(self, read: Checkpoint) -> np.ndarray | None:
         read.take_if_there("t2d", None)  # says the same as d2t
         offsets = read.take_if_there("d2t", None)
         if offsets is None:
             return None
-        tokens = torch.arange(len(offsets), device=self.device) + offsets
+        tokens = np.arange(len(offsets)) + offsets.cpu().numpy()
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._vocabulary:
             raise ValueError(f"the tensor 'd2t' of {read.folder} leads to ids outside 0..{self._vocabulary - 1}")
         return tokens
@@ -208,15 +207,6 @@ class _Head:
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """[n, vocabulary of the head]"""
         return self._project(self._normed(features, self._norm_last) if self._is_third else features)
-
-    def token_of(self, ids: Any) -> Any:
-        """The model's tokens for ids of the head's vocabulary, an int64 array."""
-        return ids if self._tokens is None else self._tokens.cpu().numpy()[ids]
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether the head has a vocabulary of its own."""
-        return self._tokens is not None
 
     def _normed(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(states.float(), weight.shape, eps=self._epsilon).to(states.dtype) * weight
@@ -275,14 +265,13 @@ class EagleSource(GuessSource):
         self._sharpness = {has_draws: Sharpness() for has_draws in (False, True)}
 
     def start(self, batch: Batch) -> None:
-        self._temperature, self._vocabulary = batch.temperature, batch.vocabulary
-        self._prompts = batch.texts
+        self._batch = batch
         self._texts = [self._head.begin() for _ in batch.texts]
         self._drafts: list[tuple[Draft, Sharpness] | None] = []
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
-        if not text and len(self._prompts) > 1:
-            return  # embeddings do not tell which prompt of the batch they are
+        if not (sequences := self._batch.sequences_of(text)):
+            return
         one = self._head.begin()
         with torch.inference_mode():
             features = self._head.features(hidden_states, slice(None))
@@ -293,9 +282,8 @@ class EagleSource(GuessSource):
                 one.waiting.append((first, features[:-1]))
                 self._catch_up(one, text)
             one.waiting.append((len(text) - 1, features[-1:].clone()))  # not the whole prompt's
-        for b, prompt in enumerate(self._prompts):
-            if prompt == text:
-                self._texts[b] = one.fork()
+        for b in sequences:
+            self._texts[b] = one.fork()
 
     def observe(self, outcome: Outcome) -> None:
         with torch.inference_mode():
@@ -324,7 +312,7 @@ class EagleSource(GuessSource):
             self._drafts.append(None)
             return GuessTree.empty()
         features = self._catch_up(one, text)[-1:]
-        draft, sharpness = Draft.after(text[-1:]), self._sharpness[draws is not None]
+        draft, sharpness = Draft(text[-1:]), self._sharpness[draws is not None]
         self._drafts.append((draft, sharpness))
         draft.take(*self._likeliest(features, [0], draws), sharpness)
         while True:
@@ -336,17 +324,16 @@ class EagleSource(GuessSource):
                 self._pace.seconds *= FADE
                 return draft.tree(depth, limits.min_probability)
             began = time.perf_counter()
-            computed = len(draft.ids)
             for guess in guesses:
                 draft.add(guess)
-            step, new = grow(draft.ids, draft.parents, computed), slice(computed, None)
+            step, new = draft.step(draft.computed), slice(draft.computed, None)
             sees = torch.from_numpy(step.ancestors[new, 1:]).to(self._head.device)
             sees = functional.pad(sees, (one.length, 0), value=True)  # the root is the last of the committed places
             positions = torch.from_numpy(step.depths[new]).to(self._head.device) + len(text) - 2
-            above = features[draft.parents[new]]
-            made = self._head.compute(one, one.length + computed - 1, draft.ids[new], above, positions, sees)
+            place, above = one.length + draft.computed - 1, features[step.parents[new]]
+            made = self._head.compute(one, place, step.ids[new].tolist(), above, positions, sees)
             features = torch.cat([features, made])
-            draft.take(*self._likeliest(made, draft.depths[new], draws), sharpness)
+            draft.take(*self._likeliest(made, step.depths[new].tolist(), draws), sharpness)
             synchronize(self._head.device)
             took = time.perf_counter() - began
             self._pace.seconds += (took - self._pace.seconds) * (0.1 if self._pace.seconds else 1.0)
@@ -365,13 +352,11 @@ class EagleSource(GuessSource):
             one.length += n
         return made
 
-    def _likeliest(self, features: torch.Tensor, depths: list[int], draws: np.ndarray | None) -> tuple[Any, Any]:
+    def _likeliest(
+        self, features: torch.Tensor, depths: list[int], draws: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The likeliest tokens behind each feature and their probabilities, [n, k]. depths: of the features' tokens."""
-        logits = self._head.logits(features)
-        known = draws_at([draws], [depths], self._vocabulary)
-        if not self._head.is_reduced:
-            logits = logits[:, : self._vocabulary]
-        elif known is not None:
-            known = known[..., self._head.token_of(np.arange(logits.shape[-1]))]
-        ids, chances = likeliest(logits, self._temperature, TOP_K, None if known is None else known[0])
-        return self._head.token_of(ids), chances
+        size = self._batch.vocabulary
+        known, logits = draws_at([draws], [depths], size), self._head.logits(features)[:, :size]
+        tokens = self._head.tokens
+        return likeliest(logits, self._batch.temperature, TOP_K, None if known is None else known[0], tokens)

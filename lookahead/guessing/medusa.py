@@ -34,6 +34,17 @@ class _Head:
         return linear(states, self._projection)
 
 
+def _layers(
+    checkpoint: Checkpoint, name: str, hidden: int, least: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Take a head's layers, weight and bias. name: theirs, with {} for the number. least: how many must be there."""
+    found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    while (each := name.format(len(found))) + ".weight" in checkpoint or len(found) < least:
+        bias = checkpoint.take_if_there(each + ".bias", hidden)
+        found.append((checkpoint.take(each + ".weight", hidden, hidden), bias))
+    return found
+
+
 class MedusaSource(GuessSource):
     """Proposes the likeliest combinations of what the heads say, as if each said so by itself.
 
@@ -54,7 +65,7 @@ class MedusaSource(GuessSource):
         self.needs = Needs(hidden_states=(layers,))  # the last layer's output behind the final norm
         for prefix in ("medusa_heads.", "medusa_head."):
             checkpoint.tensors = {name.removeprefix(prefix): each for name, each in checkpoint.tensors.items()}
-        self._tokens: torch.Tensor | None = None
+        self._tokens: np.ndarray | None = None  # of a reduced vocabulary
         if any(name.startswith("blocks.") for name in checkpoint.tensors):
             self._heads = self._of_vllm(checkpoint, vocabulary, hidden, head.weight)
         else:
@@ -73,56 +84,46 @@ class MedusaSource(GuessSource):
         heads: list[_Head] = []
         while f"{len(heads)}.0.linear.weight" in checkpoint or f"{len(heads)}.0.weight" in checkpoint or not heads:
             h = len(heads)
-            layers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-            while (name := f"{h}.{len(layers)}.linear") + ".weight" in checkpoint:
-                bias = checkpoint.take_if_there(name + ".bias", hidden)
-                layers.append((checkpoint.take(name + ".weight", hidden, hidden), bias))
+            layers = _layers(checkpoint, f"{h}.{{}}.linear", hidden)
             heads.append(_Head(layers, checkpoint.take(f"{h}.{len(layers)}.weight", vocabulary, hidden)))
         return heads
 
     def _of_vllm(self, checkpoint: Checkpoint, vocabulary: int, hidden: int, models_own: torch.Tensor) -> list[_Head]:
         """blocks.0.layers.0.weight, ..., lm_heads.0.weight; token_map lists the tokens of a reduced vocabulary."""
-        self._tokens = checkpoint.take_if_there("token_map", None)
-        if self._tokens is not None and not 0 <= self._tokens.min() <= self._tokens.max() < vocabulary:
-            raise ValueError(f"the tensor 'token_map' of {checkpoint.folder} has ids outside 0..{vocabulary - 1}")
+        kept = checkpoint.take_if_there("token_map", None)
+        if kept is not None:
+            if not 0 <= kept.min() <= kept.max() < vocabulary:
+                raise ValueError(f"the tensor 'token_map' of {checkpoint.folder} has ids outside 0..{vocabulary - 1}")
+            self._tokens = kept.cpu().numpy()
 
-        def projection(name: str) -> torch.Tensor:
-            weight = checkpoint.take(name, None, hidden)
-            if self._tokens is not None and len(weight) == vocabulary:
-                weight = weight[self._tokens]
-            wanted = vocabulary if self._tokens is None else len(self._tokens)
+        def projection(name: str | None) -> torch.Tensor:
+            weight = models_own if name is None else checkpoint.take(name, None, hidden)
+            if kept is not None and len(weight) == vocabulary:
+                weight = weight[kept]
+            wanted = vocabulary if kept is None else len(kept)
             if len(weight) != wanted:
                 raise ValueError(f"the tensor {name!r} of {checkpoint.folder} has {len(weight)} rows, not {wanted}")
             return weight
 
         shared = None
         if checkpoint.config.get("original_lm_head"):  # one projection for all heads: given, or the model's
-            given = next((name for name in ("lm_head.weight", "lm_heads.0.weight") if name in checkpoint), None)
-            shared = projection(given) if given else models_own
-            if not given and self._tokens is not None:
-                shared = models_own[self._tokens]
+            given = (name for name in ("lm_head.weight", "lm_heads.0.weight") if name in checkpoint)
+            shared = projection(next(given, None))
         heads: list[_Head] = []
         while f"blocks.{len(heads)}.layers.0.weight" in checkpoint or not heads:
             h = len(heads)
-            layers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-            while (name := f"blocks.{h}.layers.{len(layers)}") + ".weight" in checkpoint or not layers:
-                bias = checkpoint.take_if_there(name + ".bias", hidden)
-                layers.append((checkpoint.take(name + ".weight", hidden, hidden), bias))
+            layers = _layers(checkpoint, f"blocks.{h}.layers.{{}}", hidden, least=1)
             heads.append(_Head(layers, projection(f"lm_heads.{h}.weight") if shared is None else shared))
         return heads
 
     def start(self, batch: Batch) -> None:
-        self._temperature, self._vocabulary = batch.temperature, batch.vocabulary
-        self._prompts = batch.texts
+        self._batch = batch
         # For each sequence, the hidden state at its last computed token, and how many tokens end with it.
         self._states: list[tuple[torch.Tensor, int] | None] = [None] * len(batch.texts)
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
-        if not text and len(self._prompts) > 1:
-            return  # embeddings do not tell which prompt of the batch they are
-        for b, prompt in enumerate(self._prompts):
-            if prompt == text:
-                self._states[b] = self._last(hidden_states)[-1], len(text)
+        for b in self._batch.sequences_of(text):
+            self._states[b] = self._last(hidden_states)[-1], len(text)
 
     def observe(self, outcome: Outcome) -> None:
         states = self._last(outcome.hidden_states)
@@ -146,18 +147,10 @@ class MedusaSource(GuessSource):
         with torch.inference_mode():
             states = torch.stack([state for _, state in known]).to(self._device)
             logits = torch.stack([head(states) for head in heads], dim=1)
-        count = 1 if limits.is_chain else TOP_K
-        draws = None
-        if limits.draws:
-            depths = list(range(len(heads)))
-            draws = draws_at([limits.draws[b] for b, _ in known], [depths] * len(known), self._vocabulary)
-        if self._tokens is None:
-            tokens, chances = likeliest(logits[..., : self._vocabulary], self._temperature, count, draws)
-        else:
-            if draws is not None:
-                draws = draws[..., self._tokens.cpu()]
-            places, chances = likeliest(logits, self._temperature, count, draws)
-            tokens = self._tokens.cpu().numpy()[places]
+        count, size = 1 if limits.is_chain else TOP_K, self._batch.vocabulary
+        depths = [list(range(len(heads)))] * len(known)
+        draws = draws_at([limits.draws[b] for b, _ in known] if limits.draws else [], depths, size)
+        tokens, chances = likeliest(logits[..., :size], self._batch.temperature, count, draws, self._tokens)
         for i, (b, _) in enumerate(known):
             trees[b] = product_tree(tokens[i, : limits.depths[b]], chances[i], limits.guesses, limits.min_probability)
         return trees
@@ -171,7 +164,7 @@ def product_tree(tokens: np.ndarray, chances: np.ndarray, guesses: int, min_prob
 
     tokens, chances: [depths, k], the likeliest of each depth first.
     """
-    found: list[tuple[int, int, float]] = []  # token, parent, chance
+    found: list[tuple[int, int, int, float]] = []  # token, parent, source, chance
     order = count()  # so that of equal chances the earlier comes first
     waiting: list[tuple[float, int, int, int, int, float]] = []  # -chance, order, depth, rank, parent, parent's chance
 
@@ -184,10 +177,7 @@ def product_tree(tokens: np.ndarray, chances: np.ndarray, guesses: int, min_prob
     add(0, 0, -1, 1.0)
     while waiting and len(found) < guesses:
         minus, _, depth, rank, parent, above = heapq.heappop(waiting)
-        found.append((int(tokens[depth, rank]), parent, -minus))
+        found.append((int(tokens[depth, rank]), parent, -1, -minus))
         add(depth, rank + 1, parent, above)
         add(depth + 1, 0, len(found) - 1, -minus)
-    if not found:
-        return GuessTree.empty()
-    ids, parents, likely = zip(*found, strict=True)
-    return GuessTree.of(ids, parents, probabilities=likely)
+    return GuessTree.of(*zip(*found, strict=True)) if found else GuessTree.empty()

@@ -40,6 +40,12 @@ class Batch:
     has_rate: bool = False
     """Whether `Limits.rate` will be given."""
 
+    def sequences_of(self, text: list[int]) -> list[int]:
+        """Return the sequences whose prompt `GuessSource.read` sees. Embeddings do not tell which of several they are."""
+        if not text and len(self.texts) > 1:
+            return []
+        return [b for b, prompt in enumerate(self.texts) if prompt == text]
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -139,14 +145,22 @@ class GuessSource(Protocol):
 
 
 def likeliest(
-    logits: torch.Tensor, temperature: float, count: int, draws: torch.Tensor | None = None
+    logits: torch.Tensor,
+    temperature: float,
+    count: int,
+    draws: torch.Tensor | None = None,
+    vocabulary: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the ``count`` likeliest next tokens of each row and their probabilities, [..., count], likeliest first.
 
-    draws: float32 like the logits, the variates by which each row's token will be chosen (`Limits.draws`), 1 where they
+    draws: float32 [..., tokens], the variates by which each row's token will be chosen (`Limits.draws`), 1 where they
     are not known. The probabilities are then divided by them, and scaled to add up to 1.
+    vocabulary: int64, the token that each column of the logits stands for; default: the column's number.
     """
     count = min(count, logits.shape[-1])
+    if vocabulary is not None:
+        columns, chances = likeliest(logits, temperature, count, None if draws is None else draws[..., vocabulary])
+        return vocabulary[columns], chances
     if draws is None and fast.serves(logits, count):
         return fast.likeliest(logits, temperature, count)
     chances = (logits.float() / temperature).softmax(-1)
