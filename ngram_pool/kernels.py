@@ -395,10 +395,7 @@ def _subtract(since, base, tokens, weights, seen):
     for place in range(WIDTH):
         if weights[place] <= 0:
             continue
-        held = np.float32(0)
-        for other_place in range(WIDTH):
-            if since.tokens[base, other_place] == tokens[place]:
-                held = max(held, since.weights[base, other_place])
+        held = _held(since, base, tokens[place])
         weights[place] = max((seen * weights[place] - before * held) / new, 0)
         total += weights[place]
     if total > 1:
@@ -635,38 +632,28 @@ def grow(
         paths[node + 1, :-1] = paths[parent + 1, 1:]
         paths[node + 1, -1] = token
         count += 1
-    order, places = _depth_first(parents[:count])
-    laid_out = np.empty(count, np.int64)
-    for place in range(count):
-        parent = parents[order[place]]
-        laid_out[place] = -1 if parent < 0 else places[parent]
-    parents[:count] = laid_out
-    tokens[:count], depths[:count], sources[:count] = tokens[order], depths[order], sources[order]
-    joints[:count] = joints[order]
+    _lay_out(parents[:count], tokens, depths, joints, sources)
     return count
 
 
 @_compiled
-def _depth_first(parents):
-    """Return the nodes in depth-first order, siblings as they are, and the place of each node in that order."""
+def _lay_out(parents, tokens, depths, joints, sources):
+    """Bring the nodes into depth-first order, siblings as they are."""
     count = len(parents)
-    first_child, next_sibling = np.full(count + 1, -1), np.full(count, -1)
+    sizes = np.ones(count + 1, np.int64)  # of the trees below and with each node; the root's is the last, as index -1
     for node in range(count - 1, -1, -1):
-        next_sibling[node] = first_child[parents[node] + 1]
-        first_child[parents[node] + 1] = node
-    order, places = np.empty(count, np.int64), np.empty(count, np.int64)
-    stack = np.empty(count + 1, np.int64)
-    stack[0], waiting, done = first_child[0], 1, 0
-    while waiting:
-        waiting -= 1
-        node = stack[waiting]
-        if node < 0:
-            continue
-        order[done], places[node] = node, done
-        done += 1
-        stack[waiting], stack[waiting + 1] = next_sibling[node], first_child[node + 1]
-        waiting += 2
-    return order, places
+        sizes[parents[node]] += sizes[node]
+    places, free = np.full(count + 1, -1), np.zeros(count + 1, np.int64)  # free: where the next child of each stands
+    order = np.empty(count, np.int64)
+    for node in range(count):
+        parent = parents[node]
+        places[node] = free[parent]
+        free[parent] += sizes[node]
+        free[node] = places[node] + 1
+        order[places[node]] = node
+    parents[:] = places[parents[order]]
+    tokens[:count], depths[:count], sources[:count] = tokens[order], depths[order], sources[order]
+    joints[:count] = joints[order]
 
 
 @cache

@@ -97,52 +97,31 @@ def run(
         raise ValueError("the batch is empty: give at least one prompt")
     with engine.call():
         reason = why_plain(model, input_ids, generation_config, synced_gpus, model_kwargs, engine.config)
-        if reason is None:
-            return _run(
-                engine, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, draft_model,
-                seeds, model_kwargs,
+        if reason is not None:
+            engine.decode_plainly(model, reason)
+            return plain(
+                model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
+                **model_kwargs,
             )  # fmt: skip
-        engine.decode_plainly(model, reason)
-        return plain(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
-            **model_kwargs,
-        )  # fmt: skip
-
-
-def _run(
-    engine: Lookahead,
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    streamer: BaseStreamer | None,
-    draft_model: PreTrainedModel | None,
-    seeds: Sequence[int] | None,
-    model_kwargs: dict,
-) -> torch.Tensor | ModelOutput:
-    """Decode by lookahead."""
-    wants_dict = generation_config.return_dict_in_generate
-    keep = wants_dict and generation_config.output_scores, wants_dict and generation_config.output_logits
-    rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, *keep, streamer, seeds)
-    recorder = streamer if isinstance(streamer, Recorder) else None
-    call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder)
-    engine.last = call.stats
-    try:
-        ids = call.decode(rules)
-    finally:
-        engine.add(call.stats)
-    if streamer is not None:
-        streamer.end()
-    if not wants_dict:
-        return ids
-    scores, logits = rules[0].scores, rules[0].logits  # if they are kept, one rule has all sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=ids,  # type: ignore[arg-type]  # its fields are annotated as LongTensor and tuples of one tensor
-        scores=scores,  # type: ignore[arg-type]
-        logits=logits,  # type: ignore[arg-type]
-        past_key_values=call.cache_passed_in,
-    )
+        rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, streamer, seeds)
+        recorder = streamer if isinstance(streamer, Recorder) else None
+        call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder)
+        engine.last = call.stats
+        try:
+            ids = call.decode(rules)
+        finally:
+            engine.add(call.stats)
+        if streamer is not None:
+            streamer.end()
+        if not generation_config.return_dict_in_generate:
+            return ids
+        scores, logits = rules[0].scores, rules[0].logits  # if they are kept, one rule has all sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,  # type: ignore[arg-type]  # its fields are annotated as LongTensor and tuples of one tensor
+            scores=scores,  # type: ignore[arg-type]
+            logits=logits,  # type: ignore[arg-type]
+            past_key_values=call.cache_passed_in,
+        )
 
 
 def _rules(
@@ -150,8 +129,6 @@ def _rules(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     generation: GenerationConfig,
-    keep_scores: bool,
-    keep_logits: bool,
     streamer: BaseStreamer | None,
     seeds: Sequence[int] | None,
 ) -> list[NextTokenRule]:
@@ -160,15 +137,17 @@ def _rules(
     Plain decoding goes in step. Callbacks that may look at the whole batch at once need that.
     seeds: as for `run`.
     """
+    wants_dict = generation.return_dict_in_generate
+    keeps = wants_dict and generation.output_scores, wants_dict and generation.output_logits
     pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     at_own_pace = (
         (len(ids) > 1 or seeds is not None)
-        and not (keep_scores or keep_logits or streamer is not None)
+        and not (any(keeps) or streamer is not None)
         and all(type(callback) in BY_SEQUENCE for callback in (*processors, *criteria))
         and (pads or all(type(criterion) is MaxLengthCriteria for criterion in criteria))
     )
     pad_token = compat.pad_token(generation) if pads else None
-    settings = Settings(generation.do_sample, pad_token, keep_scores, keep_logits, streamer)
+    settings = Settings(generation.do_sample, pad_token, *keeps, streamer)
     if not at_own_pace:
         return [NextTokenRule(ids, processors, criteria, settings)]
     own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]

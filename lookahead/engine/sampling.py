@@ -159,12 +159,9 @@ class NextTokenRule:
         self._settings = settings
         self._generator = generator
         self._race: Race | None = None
-        self._ends = _ends(criteria) if self._is_simple(ids) else None
-
-    def _is_simple(self, ids: torch.Tensor) -> bool:
-        """Whether nobody else sees logits and scores: one sequence on the CPU, greedily, with no processor."""
-        kept = self._settings.do_sample or self._settings.keep_scores or self._settings.keep_logits
-        return len(ids) == 1 and ids.is_cpu and not self._processors and not kept
+        # Whether the logits decide alone, and nobody else sees them.
+        is_plain = not (settings.do_sample or settings.keep_scores or settings.keep_logits or processors)
+        self._ends = _ends(criteria) if is_plain and len(ids) == 1 and ids.is_cpu else None
 
     @property
     def ids(self) -> torch.Tensor:

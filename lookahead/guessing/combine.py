@@ -114,10 +114,6 @@ class Node:
     children: dict[int, "Node"] = field(default_factory=dict)
 
     @property
-    def proposers(self) -> frozenset[int]:
-        return frozenset(self.claims)
-
-    @property
     def speakers(self) -> frozenset[int]:
         """The sources that propose any of the children."""
         return frozenset().union(*(child.claims for child in self.children.values()))
@@ -144,7 +140,7 @@ class Node:
         speakers = self.speakers
         mixture = ledger.mixture(speakers)
         worth = [
-            (ledger.calibration(speakers, child.proposers)(mixture(child.claims)), child)
+            (ledger.calibration(speakers, frozenset(child.claims))(mixture(child.claims)), child)
             for child in self.children.values()
         ]
         excess = max(sum(each for each, _ in worth), 1.0)  # at most one child is accepted: they add up to 1 at most
@@ -155,7 +151,7 @@ class Node:
         speakers = self.speakers
         mixture = ledger.mixture(speakers)
         for child in self.children.values():
-            calibration = ledger.calibration(speakers, child.proposers)
+            calibration = ledger.calibration(speakers, frozenset(child.claims))
             calibration.count(mixture(child.claims), child.token == token)
         if len(speakers) > 1 and token in self.children:
             mixture.count(self.children[token].claims)
@@ -203,9 +199,7 @@ class Combined(GuessSource):
     @property
     def paid_seconds(self) -> float:
         """What the sources that are not free took in the current step."""
-        return sum(
-            each for source, each in zip(self._sources, self._seconds.tolist(), strict=True) if not source.is_free
-        )
+        return float(self._seconds[[not source.is_free for source in self._sources]].sum())
 
     def start(self, batch: Batch) -> None:
         self._vocabulary = batch.vocabulary

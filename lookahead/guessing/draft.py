@@ -107,8 +107,9 @@ class Node:
 class Draft:
     """What a draft model says may follow one text."""
 
-    def __init__(self, lacking: list[int]):
+    def __init__(self, lacking: list[int], sharpness: Sharpness):
         """lacking: the tokens of the text that the cache lacks; at least its last."""
+        self._sharpness = sharpness
         self.rows: list[Node] = []
         """What the passes compute: the tokens that the cache lacks, whose last is the root, then guesses, parents
         first."""
@@ -134,10 +135,10 @@ class Draft:
         parents = [-1 if node.parent is None else node.parent.row for node in self.rows]
         return grow([node.token for node in self.rows], parents, computed)
 
-    def take(self, tokens: np.ndarray, probabilities: np.ndarray, sharpness: Sharpness) -> None:
+    def take(self, tokens: np.ndarray, probabilities: np.ndarray) -> None:
         """Take in what a pass says after its rows, [T, k] each."""
         probabilities = probabilities.astype(float)
-        chances, new = sharpness(probabilities).tolist(), self.rows[self.computed :]
+        chances, new = self._sharpness(probabilities).tolist(), self.rows[self.computed :]
         for node, next_tokens, shares, said in zip(new, tokens.tolist(), chances, probabilities, strict=True):
             node.following, node.said = dict(zip(next_tokens, shares, strict=True)), said
             if node.parent and node.depth:
@@ -191,7 +192,7 @@ class Draft:
             path.append(self._below[path[-1], token])
         return path
 
-    def teach(self, sharpness: Sharpness, path: list[Node], emitted: list[int]) -> int:
+    def teach(self, path: list[Node], emitted: list[int]) -> int:
         """Count the emitted tokens, and return how many of them were among the guesses after the row before.
 
         path: their rows, as `accepted` returns them.
@@ -200,7 +201,7 @@ class Draft:
         for node, token in zip(path[self.root.row :], emitted, strict=False):
             assert node.said is not None
             hits += token in node.following
-            sharpness.count(node.said, list(node.following).index(token) if token in node.following else None)
+            self._sharpness.count(node.said, list(node.following).index(token) if token in node.following else None)
         return hits
 
 
@@ -314,8 +315,8 @@ class DraftModelSource(GuessSource):
         if not (self._serves and max(limits.depths) > 0 and self._catch_up(texts)):
             self._drafts = []
             return [GuessTree.empty() for _ in texts]
-        self._drafts = [Draft(text[len(held) :]) for text, held in zip(texts, self._held, strict=True)]
-        self._sharpness = sharpness_of(self.model, any(known is not None for known in limits.draws))
+        sharpness = sharpness_of(self.model, any(known is not None for known in limits.draws))
+        self._drafts = [Draft(text[len(held) :], sharpness) for text, held in zip(texts, self._held, strict=True)]
         while (asked := self._plan(texts, limits)) is not None:
             self._compute(asked, limits)
         return [
@@ -335,7 +336,7 @@ class DraftModelSource(GuessSource):
         """Return the accepted rows of each draft, and count how often they had the next token among their guesses."""
         paths = [draft.accepted(emitted) for draft, emitted in zip(self._drafts, outcome.emitted, strict=True)]
         for draft, path, emitted in zip(self._drafts, paths, outcome.emitted, strict=True):
-            self._hits += draft.teach(self._sharpness, path, emitted)
+            self._hits += draft.teach(path, emitted)
             self._rows += len(path) - draft.root.row
         return paths
 
@@ -468,7 +469,7 @@ class DraftModelSource(GuessSource):
         draws = draws_at(limits.draws, depths, logits.shape[-1])
         said = likeliest(logits, self._temperature, TOP_K, draws)
         for draft, tokens, probabilities in zip(self._drafts, *said, strict=True):
-            draft.take(tokens, probabilities, self._sharpness)
+            draft.take(tokens, probabilities)
         if asked:
             self._show(asked, logits, said[0][..., 0], computed)
 

@@ -105,7 +105,8 @@ class _Head:
         self._rotary = LlamaRotaryEmbedding(config).to(self.device)
         layer = "midlayer." if "midlayer.self_attn.q_proj.weight" in read else "layers.0."
         self._is_third = layer + "hidden_norm.weight" in read
-        self.layers = _layers_read(settings, model) if self._is_third else _last_layer(model)
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.layers = _layers_read(settings, count) if self._is_third else (count,)
         if not self._is_third and self._hidden != self._width:
             raise ValueError(
                 f"{read.folder} has hidden_size {self._hidden}, the model has {self._width}: the head was made for "
@@ -212,22 +213,17 @@ class _Head:
         return functional.rms_norm(states.float(), weight.shape, eps=self._epsilon).to(states.dtype) * weight
 
 
-def _last_layer(model: PreTrainedModel) -> tuple[int, ...]:
-    return (model.config.get_text_config(decoder=True).num_hidden_layers,)
-
-
 def _eagle_setting(settings: dict[str, Any], name: str) -> Any:
     """A setting that stands in config.json itself or under eagle_config."""
     return settings.get(name, (settings.get("eagle_config") or {}).get(name))
 
 
-def _layers_read(settings: dict[str, Any], model: PreTrainedModel) -> tuple[int, ...]:
-    """The layers whose outputs an EAGLE-3 head reads; 0 is the embedding, 1 the first layer.
+def _layers_read(settings: dict[str, Any], count: int) -> tuple[int, ...]:
+    """The layers whose outputs an EAGLE-3 head reads, in a model of ``count``; 0 is the embedding, 1 the first layer.
 
     By default, what enters layers 2, n // 2 and n - 3 of n, counted from 0. A list at the top of config.json counts in
     the same way (vLLM, speculators); one under eagle_config names layers by their outputs, counted from 0 (SpecForge).
     """
-    (count,) = _last_layer(model)
     name = "eagle_aux_hidden_state_layer_ids"
     nested = (settings.get("eagle_config") or {}).get(name)
     layers = settings.get(name) or [layer + 1 for layer in nested or []] or [2, count // 2, count - 3]
@@ -267,7 +263,7 @@ class EagleSource(GuessSource):
     def start(self, batch: Batch) -> None:
         self._batch = batch
         self._texts = [self._head.begin() for _ in batch.texts]
-        self._drafts: list[tuple[Draft, Sharpness] | None] = []
+        self._drafts: list[Draft | None] = []
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if not (sequences := self._batch.sequences_of(text)):
@@ -289,10 +285,9 @@ class EagleSource(GuessSource):
         with torch.inference_mode():
             for b, (one, text, path) in enumerate(zip(self._texts, outcome.texts, outcome.paths, strict=True)):
                 one.waiting.append((len(text) - 1, self._head.features(outcome.hidden_states, (b, path))))
-        for made, emitted in zip(self._drafts, outcome.emitted, strict=True):
-            if made is not None:
-                draft, sharpness = made
-                draft.teach(sharpness, draft.accepted(emitted), emitted)
+        for draft, emitted in zip(self._drafts, outcome.emitted, strict=True):
+            if draft is not None:
+                draft.teach(draft.accepted(emitted), emitted)
 
     def keep(self, sequences: list[int]) -> None:
         self._texts = [self._texts[b] for b in sequences]
@@ -312,17 +307,14 @@ class EagleSource(GuessSource):
             self._drafts.append(None)
             return GuessTree.empty()
         features = self._catch_up(one, text)[-1:]
-        draft, sharpness = Draft(text[-1:]), self._sharpness[draws is not None]
-        self._drafts.append((draft, sharpness))
-        draft.take(*self._likeliest(features, [0], draws), sharpness)
-        while True:
-            guesses = draft.worth_a_row(draft.candidates(depth - 1)[:MAX_ROWS], limits)
-            gain = sum(guess.chance for guess in guesses)
-            if not guesses:
-                return draft.tree(depth, limits.min_probability)
-            if gain < (MIN_TOKENS if limits.rate is None else limits.rate * self._pace.seconds):
+        draft = Draft(text[-1:], self._sharpness[draws is not None])
+        self._drafts.append(draft)
+        draft.take(*self._likeliest(features, [0], draws))
+        while guesses := draft.worth_a_row(draft.candidates(depth - 1)[:MAX_ROWS], limits):
+            price = MIN_TOKENS if limits.rate is None else limits.rate * self._pace.seconds
+            if sum(guess.chance for guess in guesses) < price:
                 self._pace.seconds *= FADE
-                return draft.tree(depth, limits.min_probability)
+                break
             began = time.perf_counter()
             for guess in guesses:
                 draft.add(guess)
@@ -333,10 +325,11 @@ class EagleSource(GuessSource):
             place, above = one.length + draft.computed - 1, features[step.parents[new]]
             made = self._head.compute(one, place, step.ids[new].tolist(), above, positions, sees)
             features = torch.cat([features, made])
-            draft.take(*self._likeliest(made, step.depths[new].tolist(), draws), sharpness)
+            draft.take(*self._likeliest(made, step.depths[new].tolist(), draws))
             synchronize(self._head.device)
             took = time.perf_counter() - began
             self._pace.seconds += (took - self._pace.seconds) * (0.1 if self._pace.seconds else 1.0)
+        return draft.tree(depth, limits.min_probability)
 
     def _catch_up(self, one: _Text, text: list[int]) -> torch.Tensor:
         """Compute the pairs whose features wait; return the next features of the last of them, [n, hidden]."""

@@ -114,7 +114,6 @@ class JacobiSource(GuessSource):
     def __init__(self, size: int):
         """size: number of positions in the block."""
         self.size = size
-        self._blocks: list[np.ndarray] = []
 
     def start(self, batch: Batch) -> None:
         self._blocks = [np.full(self.size, text[-1] if text else 0, np.int64) for text in batch.texts]

@@ -67,14 +67,11 @@ class RetrievalSource(GuessSource):
                 if parent == len(counts):
                     counts.append(0)
                 counts[parent] += 1
-        if not nodes:
-            return GuessTree.empty()
         chances: list[float] = []
         for (parent, _), count in zip(nodes, counts, strict=True):
             above, places = (chances[parent], counts[parent]) if parent >= 0 else (1 - 0.5**length, len(chosen))
             chances.append(above * count / (places + 1))  # as if something else had followed once more
-        parents, tokens = zip(*nodes, strict=True)
-        return GuessTree.of(tokens, parents, probabilities=chances)
+        return GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], probabilities=chances)
 
 
 def _sorted_suffixes(tokens: np.ndarray) -> np.ndarray:
@@ -97,14 +94,11 @@ def _first_place(tokens: np.ndarray, order: np.ndarray, part: np.ndarray, beyond
     low, high = 0, len(order)
     while low < high:
         middle = (low + high) // 2
-        compared = 0
-        for i in range(len(part)):
-            place = order[middle] + i
-            token = tokens[place] if place < len(tokens) else -2
-            if token != part[i]:
-                compared = -1 if token < part[i] else 1
-                break
-        if compared < 0 or (beyond and compared == 0):
+        place, i = order[middle], 0
+        while i < len(part) and place + i < len(tokens) and tokens[place + i] == part[i]:
+            i += 1
+        is_before = i < len(part) and (place + i == len(tokens) or tokens[place + i] < part[i])
+        if is_before or (beyond and i == len(part)):
             low = middle + 1
         else:
             high = middle

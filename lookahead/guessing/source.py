@@ -41,7 +41,7 @@ class Batch:
     """Whether `Limits.rate` will be given."""
 
     def sequences_of(self, text: list[int]) -> list[int]:
-        """Return the sequences whose prompt `GuessSource.read` sees. Embeddings do not tell which of several they are."""
+        """Return the sequences with the prompt that `GuessSource.read` sees; none for one of several embeddings."""
         if not text and len(self.texts) > 1:
             return []
         return [b for b, prompt in enumerate(self.texts) if prompt == text]
