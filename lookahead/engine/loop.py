@@ -302,7 +302,7 @@ class _Call:
 
     @staticmethod
     def _known_draws(rules: list[NextTokenRule], depths: list[int]) -> list[np.ndarray | None]:
-        """The known draws of each live sequence, by its largest depth of a guess; [] if there are none."""
+        """Return the known draws of each live sequence, down to the depth of its guesses; [] if none are known."""
         live = [rule for rule in rules if rule.live]
         if len(live) < len(depths):  # sequences that go in step
             return []

@@ -21,28 +21,13 @@ KNOWN_DRAWS = 16  # how many tokens ahead draws are made
 
 # Callbacks that treat each sequence of a batch independently of the others. Not every version of transformers has all.
 _PROCESSORS = (
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "ExponentialDecayLengthPenalty",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "MinPLogitsWarper",
-    "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-    "WatermarkLogitsProcessor",
-)
+    "EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
+    "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
+)  # fmt: skip
 _CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria")
 BY_SEQUENCE = {
     getattr(module, name)

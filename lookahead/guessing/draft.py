@@ -38,12 +38,12 @@ from ngram_pool import GuessTree, NgramPool
 
 TOP_K = 8  # guesses after each row
 MAX_ROWS = 16  # guesses of one text that a pass computes
-MAX_LACKING = 32  # tokens of a text that a step's first pass may compute beside guesses; more are read before
-ROOM = 1024  # positions beyond the text that a cache makes room for at once
+MAX_LACKING = 32  # tokens of a text that a step's first pass computes beside guesses; a longer lack is read before
+ROOM = 1024  # positions beyond the text for which a cache makes room at once
 MIN_TOKENS = 0.2  # that a further pass is expected to add, where no rate says what its time is worth
 SHARPENING, MAX_SHARPNESS = 0.02, 8.0  # how far a token moves the exponent of a draft's probabilities, and its bound
 MIN_REST = 1e-6  # least probability of all tokens beyond the likeliest
-# Before any is counted: accepted rows (the second), and those with the next token among their guesses (the first).
+# What the counts begin with: accepted rows that had the next token among their guesses, and all accepted rows.
 PRIOR_HITS, PRIOR_ROWS = 6.0, 8.0
 
 
@@ -101,7 +101,11 @@ class Node:
 
     def path(self) -> list[int]:
         """The tokens from behind the root to this one."""
-        return [*self.parent.path(), self.token] if self.parent and self.depth else []
+        tokens, node = [], self
+        while node.parent and node.depth:
+            tokens.append(node.token)
+            node = node.parent
+        return tokens[::-1]
 
 
 class Draft:
@@ -146,7 +150,7 @@ class Draft:
         self.computed = len(self.rows)
 
     def candidates(self, depth: int) -> list[Node]:
-        """What may follow the computed rows and is no row itself, down to this depth, likeliest first."""
+        """Return what may follow the computed rows, down to this depth and less what has a row, likeliest first."""
         found = [
             Node(token, node, node.chance * probability, node.depth + 1)
             for node in self.rows[self.root.row : self.computed]
@@ -157,7 +161,7 @@ class Draft:
         return sorted(found, key=lambda node: -node.chance)
 
     def worth_a_row(self, guesses: list[Node], limits: Limits, can_branch: bool = True) -> list[Node]:
-        """Those guesses after which others may be among the likeliest that are asked for.
+        """Return the guesses that are worth computing: what follows them may be among the likeliest that are asked for.
 
         guesses: likeliest first. can_branch: whether a pass can compute more than a single branch.
         """
@@ -174,7 +178,7 @@ class Draft:
         return chain[1:]
 
     def tree(self, depth: int, min_probability: float) -> GuessTree:
-        """All guesses down to this depth that are likely enough."""
+        """Return all guesses that are likely enough, down to this depth."""
         numbers: dict[Node | None, int] = {self.root: -1}
         found: list[tuple[int, int, int, float]] = []  # token, parent, source, chance
         for node in (*self.rows[self.root.row + 1 : self.computed], *self.candidates(depth)):
@@ -184,7 +188,10 @@ class Draft:
         return GuessTree.of(*zip(*found, strict=True)) if found else GuessTree.empty()
 
     def accepted(self, emitted: list[int]) -> list[Node]:
-        """Rows of the text and of those emitted tokens that were computed, less the last one: the next root."""
+        """Return the rows of the text, then those of the emitted tokens, as far as they were computed.
+
+        The last emitted token is left out: it is the next root.
+        """
         path = self.rows[: self.root.row + 1]
         for token in emitted[:-1]:
             if (path[-1], token) not in self._below:
@@ -217,7 +224,7 @@ class _Asked(NamedTuple):
 
 
 class _Inner:
-    """What guesses what a draft model will say that is not wrapped; like the parts of an engine."""
+    """The sources that look ahead for a draft model without an engine, under the names that an engine has for them."""
 
     def __init__(self, memory_mb: float):
         self.sources: list[GuessSource] = [PoolSource()]

@@ -37,7 +37,7 @@ from ngram_pool import GuessTree, Source
 
 CHUNK = 8  # rows that are compared behind each beginning of a sample
 PROMPT, SAMPLE = 256, 64  # tokens of a prompt and of what the model writes after it, at most
-LONGEST_CHAIN = 12  # guesses of a chain whose yield is expected
+LONGEST_CHAIN = 12  # guesses of the longest chain whose yield is computed
 PATIENCE = 3  # layers dropped in a row without a gain before the search ends
 
 

@@ -1,7 +1,7 @@
-"""Guesses from a collection of texts: what followed, there, the longest part that a text ends with.
+"""Guesses from a collection of texts. The longest end of a text that occurs in it is looked up there.
 
-A suffix array finds all places of that part at once, and their continuations make a tree (REST, He et al. 2023,
-arXiv 2311.08252, section 3). The n-gram pool can learn the same texts in fixed memory; this source forgets nothing.
+A suffix array finds all its places at once, and what follows them makes a tree (REST, He et al. 2023, arXiv 2311.08252,
+section 3). The n-gram pool can learn the same texts in fixed memory; this source forgets nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.guessing.source import GuessSource, Limits
 from ngram_pool import GuessTree
 
-LONGEST = 16  # tokens that are looked up; a power of two
-MAX_PLACES = 64  # of one part whose continuations are looked at
+LONGEST = 16  # tokens of an end that is looked up; a power of two
+MAX_PLACES = 64  # of an end; what follows others is not looked at
 END = -1  # stands behind each text
 
 
@@ -90,7 +90,7 @@ def _sorted_suffixes(tokens: np.ndarray) -> np.ndarray:
 
 @njit(nogil=True, cache=True)
 def _first_place(tokens: np.ndarray, order: np.ndarray, part: np.ndarray, beyond: bool) -> int:
-    """First index into ``order`` whose tokens are not before ``part``, or, beyond, that come after it."""
+    """Return the first index into ``order`` whose tokens are not before ``part``; beyond: are after it."""
     low, high = 0, len(order)
     while low < high:
         middle = (low + high) // 2
@@ -107,7 +107,7 @@ def _first_place(tokens: np.ndarray, order: np.ndarray, part: np.ndarray, beyond
 
 @njit(nogil=True, cache=True)
 def _longest_match(tokens: np.ndarray, order: np.ndarray, suffix: np.ndarray) -> tuple[int, int, int]:
-    """(begin, end, length): the range of ``order`` that starts with the longest part of the end of ``suffix``."""
+    """Return the range of ``order`` that begins with the longest known end of ``suffix``, and how long that end is."""
     found = 0, 0, 0
     shortest, longest = 1, len(suffix)
     while shortest <= longest:  # where a part occurs, so does each shorter one

@@ -159,8 +159,8 @@ def likeliest(
     """
     count = min(count, logits.shape[-1])
     if vocabulary is not None:
-        columns, chances = likeliest(logits, temperature, count, None if draws is None else draws[..., vocabulary])
-        return vocabulary[columns], chances
+        columns, shares = likeliest(logits, temperature, count, None if draws is None else draws[..., vocabulary])
+        return vocabulary[columns], shares
     if draws is None and fast.serves(logits, count):
         return fast.likeliest(logits, temperature, count)
     chances = (logits.float() / temperature).softmax(-1)
