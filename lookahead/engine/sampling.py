@@ -210,7 +210,7 @@ class NextTokenRule:
         max_length, ends: the criteria, as `_ends` returns them.
         """
         scores = logits[0].to(dtype=torch.float32, device=self._ids.device)
-        token = int(scores.numpy().argmax())  # numpy takes a fifth of torch's time, and also returns the first of equals
+        token = int(scores.numpy().argmax())  # as torch's, the first of equals, in a fifth of the time
         if math.isnan(scores[token]):  # argmax ranks NaN highest
             raise FloatingPointError(self._no_choice())
         self._new.append(token)
