@@ -25,22 +25,6 @@ constexpr int WIDEST = 4, REGISTERS = 8;
 #endif
 constexpr float HIDDEN = std::numeric_limits<float>::lowest();
 
-// A product takes its numbers one by one, in float32.
-struct Singles {
-    static constexpr int TOGETHER = 1;
-    typedef float Factor;
-    template <int L>
-    using Factors = typename Lanes<L>::Floats;
-};
-
-// A product takes two bf16 numbers at a time, neighbours in memory, and adds them up in float32.
-struct Pairs {
-    static constexpr int TOGETHER = 2;
-    typedef int32_t Factor __attribute__((may_alias, aligned(2)));
-    template <int L>
-    using Factors = typename Lanes<L>::Ints;
-};
-
 // a * b + sum, lane by lane. For pairs, both products are added, in float32.
 template <class Floats>
 static inline Floats multiply_add(float a, Floats b, Floats sum) {
@@ -48,11 +32,13 @@ static inline Floats multiply_add(float a, Floats b, Floats sum) {
 }
 
 #ifdef __AVX512BF16__
-static inline Lanes<8>::Floats multiply_add(Pairs::Factor a, Lanes<8>::Ints b, Lanes<8>::Floats sum) {
+typedef int32_t Pair __attribute__((may_alias, aligned(2)));
+
+static inline Lanes<8>::Floats multiply_add(Pair a, Lanes<8>::Ints b, Lanes<8>::Floats sum) {
     return (Lanes<8>::Floats)_mm256_dpbf16_ps((__m256)sum, (__m256bh)(Lanes<8>::Ints{} + a), (__m256bh)b);
 }
 
-static inline Lanes<16>::Floats multiply_add(Pairs::Factor a, Lanes<16>::Ints b, Lanes<16>::Floats sum) {
+static inline Lanes<16>::Floats multiply_add(Pair a, Lanes<16>::Ints b, Lanes<16>::Floats sum) {
     return (Lanes<16>::Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(Lanes<16>::Ints{} + a), (__m512bh)b);
 }
 #endif
@@ -71,8 +57,14 @@ static inline void multiply_tile(Floats* c, const typename By::Factor* a, long r
         for (int w = 0; w < W; w++) c[i * W + w] = sums[i][w];
 }
 
-// How queries, keys, values and their weights become the factors of products.
-struct BySingles : Singles {
+// How queries, keys, values and their weights become the factors of products. Here a product takes its numbers one by
+// one, in float32.
+struct BySingles {
+    static constexpr int TOGETHER = 1;
+    typedef float Factor;
+    template <int L>
+    using Factors = typename Lanes<L>::Floats;
+
     template <class Floats, class T>
     static void put(T x, long, int lane, Floats& to) {
         to[lane] = number(x);
@@ -100,9 +92,14 @@ struct BySingles : Singles {
 };
 
 #ifdef __AVX512BF16__
-// A pair is two neighbouring numbers of a key, or the values of two keys. The weights of the values are rounded to bf16
-// for this, as in torch's kernel.
-struct ByPairs : Pairs {
+// Here a product takes two bf16 numbers at a time, and adds them up in float32. A pair is two neighbouring numbers of a
+// key, or the values of two keys. The weights of the values are rounded to bf16 for this, as in torch's kernel.
+struct ByPairs {
+    static constexpr int TOGETHER = 2;
+    typedef Pair Factor;
+    template <int L>
+    using Factors = typename Lanes<L>::Ints;
+
     template <class Ints>
     static void put(BFloat16 x, long d, int lane, Ints& to) {
         to[lane] |= uint32_t(x) << 16 * (d % 2);

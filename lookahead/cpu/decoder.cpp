@@ -72,18 +72,12 @@ struct Barrier {
     }
 };
 
-static INLINE float as(float x, const float*) { return x; }
-
-// The nearest bf16 number, as a float.
-static INLINE float as(float x, const BFloat16*) {
-    BFloat16 nearest;
-    store(x, &nearest);
-    return number(nearest);
-}
-
+// The nearest number of type T, as a float.
 template <class T>
 static INLINE float rounded_to(float x) {
-    return as(x, (const T*)nullptr);
+    T nearest;
+    store(x, &nearest);
+    return number(nearest);
 }
 
 // RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467) of n numbers.
@@ -306,11 +300,8 @@ static void run(const Pass<typename By::Number>& pass) {
     }
 }
 
-#define FOR(NAME, BY)                                                        \
-    extern "C" void run_##NAME(const Pass<BY::Number>* pass) { run<BY>(*pass); }
-
-FOR(float32, ByFloats)
-FOR(bfloat16, ByPairs)
+extern "C" void run_float32(const Pass<float>* pass) { run<ByFloats>(*pass); }
+extern "C" void run_bfloat16(const Pass<BFloat16>* pass) { run<ByPairs>(*pass); }
 
 // Move rows of `bytes` bytes from the columns `sources` to the columns `targets`, both ascending and targets[i] <=
 // sources[i], of each head of each buffer. strides: bytes from head to head, of each buffer.
