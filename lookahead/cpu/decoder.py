@@ -5,10 +5,10 @@ computes all layers, and its threads meet at a spinning barrier. Weights are rea
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, ClassVar
+from functools import cache, partial
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +19,12 @@ from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
 MAX_ROWS = 64  # Rows of a pass, at most. Beyond this, torch's products are faster.
 _BLOCK = 48  # BLOCK in decoder.cpp
-_LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
-_NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")
-_CACHE = ("keys", "values", "held", "key_stride", "hidden", "masked", "output")
-# Place of each field of a Layer in decoder.cpp, all of 8 bytes. A linear layer is a Matrix.
-_PLACES = {name: products.FIELDS * i for i, name in enumerate(_LINEARS)}
-_PLACES |= {name: products.FIELDS * len(_LINEARS) + i for i, name in enumerate(_NORMS + _CACHE)}
+_kernels = cache(partial(native.kernels, "decoder", "run", native.FLOATS, [ctypes.c_void_p]))
+_MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
+_movers = cache(partial(native.kernels, "decoder", "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """One layer. All tensors but weights in int8 have one dtype. q_norm and k_norm, [head_dim], are of single heads."""
 
     q: Linear
@@ -44,6 +40,13 @@ class Layer:
     k_norm: torch.Tensor | None = None
 
 
+_LINEARS, _NORMS = Layer._fields[:7], Layer._fields[7:]
+_CACHE = ("keys", "values", "held", "key_stride", "hidden", "masked", "output")
+# Place of each field of a Layer in decoder.cpp, all of 8 bytes. A linear layer is a Matrix.
+_PLACES = {name: products.FIELDS * i for i, name in enumerate(_LINEARS)}
+_PLACES |= {name: products.FIELDS * len(_LINEARS) + i for i, name in enumerate(_NORMS + _CACHE)}
+
+
 @dataclass(frozen=True)
 class Decoder:
     """A decoder built like Llama. embedding: [vocabulary, hidden]. norm: [hidden]. epsilon: of all norms."""
@@ -55,10 +58,6 @@ class Decoder:
     head_dim: int
     scaling: float
     epsilon: float
-
-    @property
-    def hidden(self) -> int:
-        return self.embedding.shape[1]
 
 
 class _Pass(ctypes.Structure):
@@ -77,25 +76,23 @@ class _Pass(ctypes.Structure):
 
 def serves(decoder: Decoder) -> bool:
     """Whether `Program` takes this decoder."""
-    tensors = [decoder.embedding, decoder.norm]
-    linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in _LINEARS)]
-    for layer in decoder.layers:
-        tensors += [norm for name in _NORMS if (norm := getattr(layer, name)) is not None]
+    linears = [decoder.head, *(linear for layer in decoder.layers for linear in layer[:7])]
+    norms = [norm for layer in decoder.layers for norm in layer[7:] if norm is not None]
     dtype = decoder.embedding.dtype
     return (
         dtype in _kernels()
         and _has_equal_layers(decoder)
         and decoder.head_dim <= MAX_HEAD_DIM
         and all(linear.is_served(dtype) for linear in linears)
-        and all(products.is_plain_of(tensor, dtype) for tensor in tensors)
+        and all(products.is_plain_of(tensor, dtype) for tensor in (decoder.embedding, decoder.norm, *norms))
     )
 
 
 def _has_equal_layers(decoder: Decoder) -> bool:
     """Whether all layers have the same shapes, and these fit together. Those of a pruned model may not."""
-    q, k, v, o, gate, up, down = (tuple(getattr(decoder.layers[0], name).weight.shape) for name in _LINEARS)
-    shapes = {tuple(getattr(layer, name).weight.shape for name in _LINEARS) for layer in decoder.layers}
-    width, size = decoder.hidden, decoder.head_dim
+    shapes = {tuple(linear.weight.shape for linear in layer[:7]) for layer in decoder.layers}
+    q, k, v, o, gate, up, down = next(iter(shapes))
+    width, size = decoder.embedding.shape[1], decoder.head_dim
     return (
         len(shapes) == 1
         and q[1] == k[1] == gate[1] == o[0] == down[0] == decoder.head.weight.shape[1] == width
@@ -114,14 +111,10 @@ class Program:
         self.key_heads = first.k.weight.shape[0] // decoder.head_dim
         self._heads = first.q.weight.shape[0] // decoder.head_dim
         self._room = np.empty(0, np.uint8)
-        self._table = np.zeros(
-            (len(decoder.layers), products.FIELDS * len(_LINEARS) + len(_NORMS) + len(_CACHE)), np.int64
-        )
+        self._table = np.zeros((len(decoder.layers), _PLACES["output"] + 1), np.int64)
         for row, layer in zip(self._table, decoder.layers, strict=True):
-            for name in _LINEARS:
-                row[_PLACES[name] : _PLACES[name] + products.FIELDS] = getattr(layer, name).matrix()
-            for name in _NORMS:
-                row[_PLACES[name]] = products.pointer(getattr(layer, name))
+            matrices = [field for linear in layer[:7] for field in linear.matrix()]
+            row[: _PLACES["keys"]] = matrices + [products.pointer(norm) for norm in layer[7:]]
 
     def run(
         self,
@@ -143,7 +136,7 @@ class Program:
         """
         decoder, rows, table = self.decoder, len(ids), self._table
         heads, itemsize = self._heads, decoder.embedding.element_size()
-        width, intermediate = decoder.hidden, decoder.layers[0].gate.weight.shape[0]
+        width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.weight.shape[0]
         of_heads, of_keys = heads * decoder.head_dim, self.key_heads * decoder.head_dim
         threads = torch.get_num_threads()
         parts = rows * heads * threads
@@ -183,7 +176,7 @@ def can_move(buffers: Sequence[torch.Tensor]) -> bool:
     return (
         first.is_cpu
         and len(first) == 1
-        and _mover() is not None
+        and torch.uint8 in _movers()
         and all(buffer.shape[1::2] == first.shape[1::2] and buffer.dtype == first.dtype for buffer in buffers)
     )
 
@@ -197,22 +190,7 @@ def move_rows(buffers: Sequence[torch.Tensor], sources: np.ndarray, targets: np.
     itemsize = first.element_size()
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
     addresses = np.array([(buffer.data_ptr(), itemsize * buffer.stride(1)) for buffer in buffers], np.int64).T.copy()
-    move = _mover()
-    assert move is not None  # `can_move`
-    move(
+    _movers()[torch.uint8](
         addresses[0].ctypes.data, addresses[1].ctypes.data, len(buffers), first.shape[1], itemsize * first.shape[3],
         sources.ctypes.data, targets.ctypes.data, len(sources),
     )  # fmt: skip
-
-
-@cache
-def _kernels() -> native.Kernels:
-    """The kernel for each dtype; empty if it cannot be built."""
-    return native.kernels("decoder", "run", (torch.float32, torch.bfloat16), [ctypes.c_void_p])
-
-
-@cache
-def _mover() -> Callable[..., None] | None:
-    """The function that moves rows, which knows no dtype; None if it cannot be built."""
-    arguments = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
-    return native.kernels("decoder", "move_rows", (torch.uint8,), arguments).get(torch.uint8)

@@ -1,7 +1,7 @@
 """The likeliest tokens of rows of logits on a CPU: `likeliest.cpp`. torch takes ten times as long."""
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from lookahead.cpu import native
 
 MAX_COUNT = 32  # in likeliest.cpp
 _ARGUMENTS = [ctypes.c_void_p] + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float]
+_kernels = cache(partial(native.kernels, "likeliest", "likeliest", native.FLOATS, _ARGUMENTS))
 
 
 def serves(logits: torch.Tensor, count: int) -> bool:
@@ -32,9 +33,3 @@ def likeliest(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.
         torch.get_num_threads(), temperature,
     )  # fmt: skip
     return tokens, probabilities
-
-
-@cache
-def _kernels() -> native.Kernels:
-    """The kernel for each dtype; empty if it cannot be built."""
-    return native.kernels("likeliest", "likeliest", (torch.float32, torch.bfloat16), _ARGUMENTS)

@@ -34,8 +34,9 @@ KERNELS = "products", "tree_attention", "decoder", "likeliest"
 DAY = 24 * 60 * 60
 _DIGEST = hashlib.sha256().digest_size
 
+FLOATS = torch.float32, torch.bfloat16
 Kernels = Mapping[torch.dtype, Callable[..., None]]
-"""The versions of a function in a library, by the dtype of their arguments."""
+"""The versions of a function in a library, by the dtype of their arguments. Empty if there is no library."""
 
 
 def _capability() -> str:
@@ -157,15 +158,10 @@ def _loaded(name: str, key: str, folder: int) -> ctypes.CDLL:
 
 def _failure_of_last_day(failure: str, folder: int) -> str | None:
     """The reason of a failed build that is less than a day old."""
-    try:
-        file = private.opened(failure, folder)
-    except OSError:
-        return None
-    try:
-        is_new = abs(time.time() - os.fstat(file).st_mtime) < DAY
-        return _read(file).decode(errors="replace") if is_new else None
-    finally:
-        os.close(file)
+    with contextlib.suppress(OSError), open(private.opened(failure, folder), "rb") as file:
+        if abs(time.time() - os.fstat(file.fileno()).st_mtime) < DAY:
+            return file.read().decode(errors="replace")
+    return None
 
 
 def _read(file: int) -> bytes:
@@ -179,11 +175,8 @@ def _file_name(name: str, key: str) -> str:
 
 def _key(name: str, compiler: list[str]) -> str:
     """Hash all that a library depends on: sources, options, compiler and processor."""
-    parts = [
-        platform.machine(),
-        _processor_flags(),
-        repr((compiler, toolchain.FLAGS, toolchain.INSTRUCTIONS[CAPABILITY])),
-    ]
+    options = compiler, toolchain.FLAGS, toolchain.INSTRUCTIONS[CAPABILITY]
+    parts = [platform.machine(), _processor_flags(), repr(options)]
     for program in filter(None, map(shutil.which, compiler)):  # "ccache g++" names two programs
         status = os.stat(program)
         parts.append(repr((os.path.realpath(program), status.st_size, status.st_mtime_ns)))

@@ -8,7 +8,7 @@ in int8 are read in int8.
 
 import ctypes
 import math
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ _PLAIN = nn.Parameter, torch.Tensor
 SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FIELDS, OUT = 5, 3  # of a Matrix in products.h: how many there are, and the place of its output
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
+kernels = cache(partial(native.kernels, "products", "multiply", native.FLOATS, _ARGUMENTS))
 
 
 class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
@@ -113,12 +114,11 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def install(model: nn.Module) -> None:
     """Make the larger plain linear layers `DecodingLinear`. Parameters and hooks stay as they are."""
     for module in model.modules():
-        for layers in _same_input(module, nn.Linear):
+        alone = [(module,)] if type(module) is nn.Linear else []
+        for layers in [*_same_input(module, nn.Linear), *alone]:
             if sum(layer.weight.numel() for layer in layers) >= MIN_WEIGHTS:
                 for layer in layers:
                     layer.__class__ = DecodingLinear
-        if type(module) is nn.Linear and module.weight.numel() >= MIN_WEIGHTS:
-            module.__class__ = DecodingLinear
 
 
 def siblings(model: nn.Module) -> dict[int, tuple[nn.Linear, ...]]:
@@ -179,12 +179,6 @@ def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
         torch.get_num_threads(),
     )  # fmt: skip
     return outs
-
-
-@cache
-def kernels() -> native.Kernels:
-    """The kernel for each dtype; empty if it cannot be built."""
-    return native.kernels("products", "multiply", tuple(STRIDE), _ARGUMENTS)
 
 
 def _taken_early(layer: nn.Linear, input: torch.Tensor) -> Linear | None:

@@ -4,7 +4,7 @@ For so few queries, torch's own kernel takes two to three times as long.
 """
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -12,6 +12,7 @@ from lookahead.cpu import native
 
 MAX_HEAD_DIM = 256  # MAX_SIZE in tree_attention.cpp
 _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 10 + [ctypes.c_float]
+_kernels = cache(partial(native.kernels, "tree_attention", "attend", native.FLOATS, _ARGUMENTS))
 
 
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -52,9 +53,3 @@ def attend(
         size**-0.5 if scaling is None else scaling,
     )  # fmt: skip
     return out
-
-
-@cache
-def _kernels() -> native.Kernels:
-    """The kernel for each dtype; empty if it cannot be built."""
-    return native.kernels("tree_attention", "attend", (torch.float32, torch.bfloat16), _ARGUMENTS)
