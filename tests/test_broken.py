@@ -14,9 +14,9 @@ from lookahead.cpu import tree_attention
 from lookahead.cpu.decoder import Program
 from lookahead.engine import loop, verify
 from lookahead.engine.sampling import NextTokenRule
-from lookahead.models import adapter, attention
+from lookahead.models import adapter, attention, cache
 from lookahead.models.adapter import ModelAdapter
-from lookahead.models.cache import Accepted, InPlaceLayer, LookaheadCache, SlidingLayer
+from lookahead.models.cache import LookaheadCache, SlidingLayer
 from lookahead.passes import capabilities
 from lookahead.passes.fused import FusedRunner
 from lookahead.step import Step, Visibility
@@ -154,33 +154,27 @@ def positions_late_by_one(monkeypatch):
 
 
 def commit_keeps_the_first_rows(monkeypatch):
-    original = InPlaceLayer.drop
-
-    def drop(self, accepted):
-        return original(self, Accepted([list(range(len(path))) for path in accepted.paths]))
-
-    monkeypatch.setattr(InPlaceLayer, "drop", drop)
+    original = cache.keep
+    monkeypatch.setattr(
+        cache, "keep", lambda layers, paths: original(layers, [list(range(len(path))) for path in paths])
+    )
 
 
 def commit_keeps_one_row_too_many(monkeypatch):
-    original = InPlaceLayer.drop
+    original = cache.keep
 
-    def drop(self, accepted):
-        step = self.columns - self.base
-        moves = original(self, accepted)
-        self.columns += max(map(len, accepted.paths)) < step
-        return moves
+    def keep(layers, paths):
+        steps = [layer.columns - layer.base for layer in layers]
+        original(layers, paths)
+        for layer, step in zip(layers, steps, strict=True):
+            layer.columns += max(map(len, paths)) < step
 
-    monkeypatch.setattr(InPlaceLayer, "drop", drop)
+    monkeypatch.setattr(cache, "keep", keep)
 
 
 def commit_forgets_the_moved_rows(monkeypatch):
-    original = InPlaceLayer.drop
-
-    def drop(self, accepted):
-        return original(self, Accepted([[0] * len(path) for path in accepted.paths]))
-
-    monkeypatch.setattr(InPlaceLayer, "drop", drop)
+    original = cache.keep
+    monkeypatch.setattr(cache, "keep", lambda layers, paths: original(layers, [[0] * len(path) for path in paths]))
 
 
 def sliding_rows_off_by_one(monkeypatch):

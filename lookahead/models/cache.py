@@ -21,7 +21,6 @@ again, ahead of the next step.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,38 +31,6 @@ from lookahead.cpu import decoder
 from lookahead.step import Step, to_device
 
 FIRST_CAPACITY = 256  # columns
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The rows of a step that are kept: ascending row indices for each sequence of the batch."""
-
-    paths: list[list[int]]
-    _last: list = field(default_factory=list)  # arguments and result of the last call of `moves`
-
-    def moves(self, base: int, gaps: np.ndarray) -> tuple[np.ndarray | None, int, np.ndarray]:
-        """Find the moves of a layer that had ``base`` columns in use, and these gaps, before the step.
-
-        Returns the moves (int64 [3, n]: sequences, source columns, target columns) or None if there are none; the
-        columns then in use; and the gaps, int64 [batch]. Equal layers that follow each other share one result.
-        """
-        last = self._last
-        if not last or last[0] != base or not (last[1] is gaps or np.array_equal(last[1], gaps)):
-            last[:] = base, gaps, self._moves(base, gaps)
-        return last[2]
-
-    def _moves(self, base: int, gaps: np.ndarray) -> tuple[np.ndarray | None, int, np.ndarray]:
-        counts = np.array([len(path) for path in self.paths], np.int64)
-        held = np.broadcast_to(base - gaps, counts.shape)
-        columns = int((held + counts).max())
-        ends = columns, columns - held - counts
-        if all(path[-1:] in ([], [len(path) - 1]) for path in self.paths) and not gaps.any():
-            return None, *ends
-        sequences = np.repeat(np.arange(len(counts)), counts)
-        sources = base + np.array([row for path in self.paths for row in path], np.int64)
-        targets = held[sequences] + np.array([place for path in self.paths for place in range(len(path))], np.int64)
-        index = np.stack([sequences, sources, targets])[:, sources != targets]
-        return (index if index.size else None), *ends
 
 
 class InPlaceLayer(CacheLayerMixin):
@@ -132,13 +99,6 @@ class InPlaceLayer(CacheLayerMixin):
             all_columns = np.zeros(1, np.int64), np.array([self.columns])
             self._move(*all_columns, max(2 * self._keys.shape[-2], self.columns + new))
 
-    def skip(self, count: int) -> None:
-        """Append ``count`` columns of zeros, to measure the cost of attending to them."""
-        self.make_room(count)
-        for buffer in (self._keys, self._values):
-            buffer[:, :, self.columns : self.columns + count] = 0
-        self.columns += count
-
     def _move(self, begins: np.ndarray, ends: np.ndarray, capacity: int) -> None:
         """Move columns begins[b]..ends[b]-1 of each sequence b to the front of new buffers."""
         old = self._keys, self._values
@@ -156,11 +116,6 @@ class InPlaceLayer(CacheLayerMixin):
         """Columns that each sequence fills: int64 [batch] or [1]."""
         return self.columns - self.gaps
 
-    @property
-    def length(self) -> int:
-        """Positions of the longest sequence."""
-        return int((self.starts + self.held).max())
-
     def seen(self) -> int:
         """Number of columns in use that the next update will show."""
         return self.columns
@@ -170,12 +125,6 @@ class InPlaceLayer(CacheLayerMixin):
         end = self.columns - self.computed
         columns = np.arange(self.columns - self.seen(), end)
         return np.where(columns < end - self.gaps[:, None], self.starts[:, None] + columns, -1)
-
-    def drop(self, accepted: Accepted) -> np.ndarray | None:
-        """Let the accepted rows alone be in use. Return how they must move to their columns; None if they need not."""
-        moves, self.columns, self.gaps = accepted.moves(self.base, self.gaps)
-        self.computed = 0
-        return moves
 
     def clear_unused(self) -> None:
         """In float16, a rejected guess may have overflowed. But hidden columns must be finite."""
@@ -188,8 +137,8 @@ class InPlaceLayer(CacheLayerMixin):
         """Drop the last ``-tokens_to_remove`` positions: transformers passes a negative number."""
         if not self.is_initialized:  # the layer uses another layer's keys and values
             return
-        if tokens_to_remove > 0 or -tokens_to_remove > self.length:
-            raise ValueError(f"crop({tokens_to_remove}) must lie between -{self.length} and 0")
+        if not 0 <= -tokens_to_remove <= self.get_seq_length():
+            raise ValueError(f"crop({tokens_to_remove}) must lie between -{self.get_seq_length()} and 0")
         self.columns += tokens_to_remove
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -217,7 +166,7 @@ class InPlaceLayer(CacheLayerMixin):
         offsets: without them, each sequence begins at column 0, and the shorter ones end in a gap. With them, position
         i of sequence b is in column offsets[b] + i, as in plain decoding of left-padded sequences.
         """
-        lengths = np.array([layer.length for layer in layers])
+        lengths = np.array([layer.get_seq_length() for layer in layers])
         seen = np.array([layer.seen() for layer in layers])
         ends = np.zeros(len(layers), np.int64) if offsets is None else np.array(offsets) + lengths
         self.columns = self.base = int(seen.max())
@@ -255,14 +204,15 @@ class InPlaceLayer(CacheLayerMixin):
         return self.states()[1] if self.is_initialized else None
 
     def get_seq_length(self) -> int:
-        return self.length
+        """Positions of the longest sequence."""
+        return int((self.starts + self.held).max())
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (keys shown, position of the first of them) for the next update, of ``query_length`` rows."""
-        return self.seen() + query_length, self.length - self.seen()
+        return self.seen() + query_length, self.get_seq_length() - self.seen()
 
 
 class SlidingLayer(InPlaceLayer):
@@ -293,7 +243,7 @@ class SlidingLayer(InPlaceLayer):
             self.gaps = self.columns - seen
 
     def crop(self, tokens_to_remove: int) -> None:
-        if max(self.length + tokens_to_remove - self._most_seen(), 0) < self.starts.max():
+        if max(self.get_seq_length() + tokens_to_remove - self._most_seen(), 0) < self.starts.max():
             raise RuntimeError(
                 f"crop({tokens_to_remove}) needs positions that have left the sliding window of {self.sliding_window}"
             )
@@ -338,7 +288,7 @@ class LookaheadCache(Cache):
                 self._restore_states()
                 paths, replay = [[]], self.replay + step.ids[path].tolist()
         # Layers that are not initialized use another layer's keys and values.
-        keep([layer for layer in self._in_place if layer.is_initialized], Accepted(paths))
+        keep([layer for layer in self._in_place if layer.is_initialized], paths)
         self.lengths, self.replay, self._before = lengths, replay, []
 
     def _restore_states(self) -> None:
@@ -347,10 +297,10 @@ class LookaheadCache(Cache):
         self._before = []
 
     def skip(self, count: int) -> None:
-        """Pretend to hold ``count`` more positions, with zeros in the full layers (`InPlaceLayer.skip`)."""
+        """Pretend to hold ``count`` more positions, with zeros in the full layers, to measure the cost of attention."""
         for layer in self._in_place:
             if type(layer) is InPlaceLayer and layer.is_initialized:
-                layer.skip(count)
+                layer.update(*(x.new_zeros((*x.shape[:2], count, x.shape[3])) for x in layer.buffers))
         self.lengths = [length + count for length in self.lengths]
 
     @property
@@ -404,17 +354,42 @@ class LookaheadCache(Cache):
         self.lengths = [cache.lengths[0] for cache in caches]
 
 
-def keep(layers: list[InPlaceLayer], accepted: Accepted) -> None:
-    """Keep the accepted rows of the layers' last update, in their order. Drop its other rows."""
-    moves = [layer.drop(accepted) for layer in layers]
-    for index in {id(index): index for index in moves if index is not None}.values():
-        _move([layer for layer, of_layer in zip(layers, moves, strict=True) if of_layer is index], index)
+def keep(layers: list[InPlaceLayer], paths: list[list[int]]) -> None:
+    """Keep rows ``paths[b]`` of the layers' last update, ascending indices for each sequence b. Drop its other rows."""
+    alike: dict[tuple[int, bytes], list[InPlaceLayer]] = {}
     for layer in layers:
-        layer.clear_unused()
+        alike.setdefault((layer.base, layer.gaps.tobytes()), []).append(layer)
+    for group in alike.values():
+        moves, columns, gaps = _moves(group[0].base, group[0].gaps, paths)
+        for layer in group:
+            layer.columns, layer.gaps, layer.computed = columns, gaps, 0
+        if moves is not None:
+            _move(group, moves)
+        for layer in group:
+            layer.clear_unused()
+
+
+def _moves(base: int, gaps: np.ndarray, paths: list[list[int]]) -> tuple[np.ndarray | None, int, np.ndarray]:
+    """Find the moves of a layer that had ``base`` columns in use, and these gaps, before the step.
+
+    Returns the moves (int64 [3, n]: sequences, source columns, target columns) or None if there are none; the columns
+    then in use; and the gaps, int64 [batch].
+    """
+    counts = np.array([len(path) for path in paths], np.int64)
+    held = np.broadcast_to(base - gaps, counts.shape)
+    columns = int((held + counts).max())
+    ends = columns, columns - held - counts
+    if all(path[-1:] in ([], [len(path) - 1]) for path in paths) and not gaps.any():
+        return None, *ends
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    sources = base + np.array([row for path in paths for row in path], np.int64)
+    targets = held[sequences] + np.array([place for path in paths for place in range(len(path))], np.int64)
+    index = np.stack([sequences, sources, targets])[:, sources != targets]
+    return (index if index.size else None), *ends
 
 
 def _move(layers: list[InPlaceLayer], moves: np.ndarray) -> None:
-    """Move rows of these layers (`Accepted.moves`)."""
+    """Move rows of these layers (`_moves`)."""
     buffers = [buffer for layer in layers for buffer in layer.buffers]
     if decoder.can_move(buffers):
         decoder.move_rows(buffers, moves[1], moves[2])

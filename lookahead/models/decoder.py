@@ -15,7 +15,6 @@ from lookahead.cpu.decoder import Decoder, Layer
 from lookahead.cpu.products import DecodingLinear, Linear
 
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_LINEARS = (nn.Linear, DecodingLinear)
 
 
 class UnknownDecoderError(Exception):
@@ -27,7 +26,8 @@ def read_decoder(model: PreTrainedModel) -> Decoder:
 
     Raises UnknownDecoderError if the model, or a part of it, is not as transformers defines it.
     """
-    own: Any = next((cls for cls in type(model).__mro__ if cls.__name__ in CLASSES and _is_transformers_own(cls)), None)
+    known = [cls for cls in type(model).__mro__ if cls.__name__ in CLASSES]
+    own: Any = next((cls for cls in known if cls.__module__.startswith("transformers.models.")), None)
     if own is None:
         raise UnknownDecoderError(f"{type(model).__name__} is none of {', '.join(CLASSES)}")
     if type(model).forward is not own.forward:
@@ -38,10 +38,6 @@ def read_decoder(model: PreTrainedModel) -> Decoder:
         return _Reader(own.__name__.removesuffix("ForCausalLM"), sys.modules[own.__module__]).model(model)
     except AttributeError as error:
         raise UnknownDecoderError(f"a part is missing: {error}") from error
-
-
-def _is_transformers_own(cls: type) -> bool:
-    return cls.__module__.startswith("transformers.models.")
 
 
 class _Reader:
@@ -98,7 +94,7 @@ class _Reader:
         return norm.weight
 
     def _linear(self, parent: nn.Module, name: str) -> Linear:
-        return Linear.of(self._child(parent, name, *_LINEARS))
+        return Linear.of(self._child(parent, name, nn.Linear, DecodingLinear))
 
     def _module(self, parent: nn.Module, name: str, suffix: str) -> Any:
         module = getattr(parent, name, None)
