@@ -137,9 +137,8 @@ def _built(name: str, compiler: list[str], key: str, folder: int) -> ctypes.CDLL
 def _loaded(name: str, key: str, folder: int) -> ctypes.CDLL:
     """Load the library that an opened folder holds. Its file ends with the digest of what was built.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        OSError: The file is not this user's, not what was built, or cannot be loaded.
+    Raises FileNotFoundError if there is none, and OSError if it is not this user's, not what was built, or cannot be
+    loaded.
     """
     with contextlib.ExitStack() as stack:
         file = private.opened(_file_name(name, key), folder)

@@ -16,9 +16,7 @@ from pathlib import Path
 def opened_folder(path: Path) -> Iterator[int]:
     """Open a folder, make it if it is missing, and set its mode to 0700. Yields its descriptor.
 
-    Raises:
-        PermissionError: It belongs to another user, others may write to it, or it is a symbolic link.
-        OSError: It cannot be made or opened.
+    Raises PermissionError as `opened` does, and OSError if the folder cannot be made or opened.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = _opened(str(path), None, os.O_DIRECTORY)
@@ -33,9 +31,8 @@ def opened_folder(path: Path) -> Iterator[int]:
 def opened(name: str, folder: int) -> int:
     """Open a file in an opened folder for reading. Returns its descriptor, which the caller closes.
 
-    Raises:
-        PermissionError: It belongs to another user, others may write to it, or it is a symbolic link.
-        OSError: It is missing, or cannot be opened.
+    Raises PermissionError if it belongs to another user, others may write to it, or it is a symbolic link, and OSError
+    if it is missing or cannot be opened.
     """
     return _opened(name, folder, os.O_NONBLOCK)  # do not wait if it is a pipe
 

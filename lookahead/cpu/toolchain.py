@@ -29,11 +29,7 @@ class BuildError(Exception):
 
 
 def compiler() -> list[str]:
-    """Return the command that calls the C++ compiler: CXX from the environment, g++ or clang++.
-
-    Raises:
-        BuildError: There is no compiler.
-    """
+    """Return the command that calls the C++ compiler: CXX, g++ or clang++. Raises BuildError if there is none."""
     named = os.environ.get("CXX", "")
     try:
         command = shlex.split(named)
@@ -53,9 +49,7 @@ def build(source: Path, compiler: list[str], instructions: Iterable[str], linkin
 
     instructions: compiler options for the processor.
     linking: linker options. Without "-fopenmp", OpenMP must already be loaded when the library is.
-
-    Raises:
-        BuildError: The compiler failed; or it took more than SECONDS, and was stopped with its children.
+    Raises BuildError if the compiler failed, or was stopped with its children because it took more than SECONDS.
     """
     with tempfile.TemporaryDirectory(prefix="lookahead-") as path:
         compiled, library = Path(path) / "compiled.o", Path(path) / "library.so"

@@ -90,11 +90,10 @@ def fused_runner(
 
 def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     """Whether sequences of different lengths can share a pass. Probed once for each attention implementation."""
-
-    def probe_batch() -> bool:
-        return adapter.can_branch and probe.compare_with_plain(EagerRunner(model, adapter), sequences=2) is None
-
-    return _once(model, ("batch", attention_implementation(model.config), adapter.uses_kernels), probe_batch)
+    if not adapter.can_branch:
+        return False
+    key = "batch", attention_implementation(model.config), adapter.uses_kernels
+    return _once(model, key, lambda: probe.compare_with_plain(EagerRunner(model, adapter), sequences=2)) is None
 
 
 def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:

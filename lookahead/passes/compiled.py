@@ -10,9 +10,8 @@ that depends on it is hidden from the compiler in opaque operations:
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,9 +45,6 @@ class _OwnKeys(Cache):
     """The cache that a compiled pass sees. It returns the step's own keys and values; the opaque attention appends them
     to the true cache."""
 
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +56,8 @@ def _pass(
 ) -> torch.Tensor:
     """The function that is traced. The model's masks are placeholders: the opaque attention has the true ones."""
     placeholder = tokens.new_empty(1, 1, 0, 0)
-    inputs = {cache_argument: _OwnKeys(), "attention_mask": dict.fromkeys(layer_types, placeholder) or placeholder}
+    masks = dict.fromkeys(layer_types, placeholder) or placeholder
+    inputs = {cache_argument: _OwnKeys(layers=[]), "attention_mask": masks}
     return model(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=True, **inputs).logits
 
 
@@ -125,31 +122,25 @@ def _compiled_pass(model: PreTrainedModel) -> Callable:
     return _compiled[model]
 
 
-@dataclass(frozen=True)
-class Program:
-    """A compiled program, called without the checks that torch.compile makes before it."""
+def _last_program(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[Callable | None, set[int]]:
+    """Return the program that has just made ``logits`` from ``tokens``; None if other code may have had a part.
 
-    _program: Callable
-    checked: set[int]  # numbers of rows for which torch.compile has checked the model
-    _arguments: list
-    _tokens: int  # index of the tokens among the arguments
-    _rows: int  # index of the number of rows
+    It makes logits of other tokens without the checks that torch.compile makes before it. With it come the numbers of
+    rows for which torch.compile has checked the model.
+    """
+    program, checked, arguments, outputs = _current.last_run
+    numbers = [i for i, argument in enumerate(arguments) if isinstance(argument, int)]
+    places = [i for i, argument in enumerate(arguments) if argument is tokens]
+    if len(numbers) != 1 or len(places) != 1 or len(outputs) != 1 or outputs[0] is not logits:
+        return None, set()
+    checked.add(tokens.shape[1])
 
-    @classmethod
-    def of_last_run(cls, logits: torch.Tensor, tokens: torch.Tensor) -> "Program | None":
-        """Return the program that has just made ``logits`` from ``tokens``; None if other code may have had a part."""
-        program, checked, arguments, outputs = _current.last_run
-        numbers = [i for i, argument in enumerate(arguments) if isinstance(argument, int)]
-        places = [i for i, argument in enumerate(arguments) if argument is tokens]
-        if len(numbers) != 1 or len(places) != 1 or len(outputs) != 1 or outputs[0] is not logits:
-            return None
-        checked.add(tokens.shape[1])
-        return cls(program, checked, list(arguments), places[0], numbers[0])
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        given = list(arguments)
+        given[places[0]], given[numbers[0]] = tokens, tokens.shape[1]
+        return program(*given)[0]
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        arguments = self._arguments.copy()
-        arguments[self._tokens], arguments[self._rows] = tokens, tokens.shape[1]
-        return self._program(*arguments)[0]
+    return run, checked
 
 
 class CompiledRunner(EagerRunner):
@@ -164,10 +155,11 @@ class CompiledRunner(EagerRunner):
 
     def __init__(self, model: PreTrainedModel, adapter: ModelAdapter):
         super().__init__(model, adapter)
-        self._program: Program | None = None
+        self.end()
 
     def end(self) -> None:
-        self._program = None  # it refers to the weights
+        self._program: Callable | None = None  # `_last_program`; it refers to the weights
+        self._checked: set[int] = set()
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         device = device_of(self.model)
@@ -191,20 +183,21 @@ class CompiledRunner(EagerRunner):
 
         tokens: ids and positions, int64 [2, T], where T is at least MIN_ROWS. masks: one for each layer.
         """
-        adapter, program = self.adapter, self._program
-        known = program if program is not None and tokens.shape[1] in program.checked else None
-        with (
-            decoding_pass(adapter.splits_attention, adapter.uses_kernels, is_traced=known is None),
-            _cache_and_masks(cache, masks),
-        ):
-            if known is not None:
-                return known(tokens)
-            compat.mark_dynamic(tokens, 1)
-            with compat.guarded_hooks(), told_if_long("compiling passes"):
-                kinds = tuple(adapter.mask_of or ())
-                logits = _compiled_pass(self.model)(self.model, adapter.cache_argument, tokens, kinds)
-            self._program = Program.of_last_run(logits, tokens)
-            return logits
+        adapter = self.adapter
+        program = self._program if tokens.shape[1] in self._checked else None
+        _current.cache, _current.masks = cache, masks
+        try:
+            with decoding_pass(adapter.splits_attention, adapter.uses_kernels, is_traced=program is None):
+                if program is not None:
+                    return program(tokens)
+                compat.mark_dynamic(tokens, 1)
+                with compat.guarded_hooks(), told_if_long("compiling passes"):
+                    kinds = tuple(adapter.mask_of or ())
+                    logits = _compiled_pass(self.model)(self.model, adapter.cache_argument, tokens, kinds)
+                self._program, self._checked = _last_program(logits, tokens)
+                return logits
+        finally:
+            vars(_current).clear()
 
 
 def give_up(model: PreTrainedModel, reason: str) -> None:
@@ -216,16 +209,6 @@ def give_up(model: PreTrainedModel, reason: str) -> None:
 def why_not(model: PreTrainedModel) -> str | None:
     """The reason for which compiled passes of this model were given up; None if they were not."""
     return _given_up.get(model)
-
-
-@contextmanager
-def _cache_and_masks(cache: LookaheadCache, masks: list[torch.Tensor | None]) -> Iterator[None]:
-    """Give the opaque attention of this thread its cache and masks."""
-    _current.cache, _current.masks = cache, masks
-    try:
-        yield
-    finally:
-        vars(_current).clear()
 
 
 def _attend(

@@ -97,16 +97,11 @@ class StepCosts:
         with self._lock:  # other threads may be reading the old arrays, so make new ones
             self.seconds = _ascending(self.seconds * ratio ** (share * (everywhere + local * nearness)))
             self.per_position = self.per_position * ratio ** ((1 - share) * (everywhere + local))
-            if overhead is not None:
-                self._follow_overhead(rows, overhead, local)
-
-    def _follow_overhead(self, rows: int, seconds: float, rate: float) -> None:
-        """Fit a line by normalised least mean squares (Nagumo & Noda 1967)."""
-        expected = float(self.between(rows))
-        further = (rows - 1) / MANY_ROWS
-        error = rate * (min(seconds, 3 * expected) - expected) / (1 + further**2)
-        self.overhead = max(self.overhead + error, LEAST_OVERHEAD)
-        self.overhead_per_row = max(self.overhead_per_row + error * further / MANY_ROWS, 0.0)
+            if overhead is not None:  # fit a line by normalised least mean squares (Nagumo & Noda 1967)
+                expected, further = float(self.between(rows)), (rows - 1) / MANY_ROWS
+                error = local * (min(overhead, 3 * expected) - expected) / (1 + further**2)
+                self.overhead = max(self.overhead + error, LEAST_OVERHEAD)
+                self.overhead_per_row = max(self.overhead_per_row + error * further / MANY_ROWS, 0.0)
 
     def keep(self) -> None:
         """Replace the file if the costs have drifted from it. If that fails, the next process measures them again."""
@@ -289,13 +284,12 @@ def _read(path: Path) -> StepCosts | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         seconds, per_position = np.array(data["seconds"], float), np.array(data["per_position"], float)
-        overhead, per_row = float(data["overhead"]), float(data["overhead_per_row"])
-        costs = StepCosts(seconds, per_position, overhead, per_row, path)
+        costs = StepCosts(seconds, per_position, float(data["overhead"]), float(data["overhead_per_row"]), path)
+        numbers = np.array([*seconds, *per_position, costs.overhead, costs.overhead_per_row])
+        has_shape = data["rungs"] == list(RUNGS) and (len(seconds), len(per_position)) == (len(RUNGS), 2)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    is_valid = data.get("rungs") == list(RUNGS) and seconds.shape == (len(RUNGS),) and per_position.shape == (2,)
-    is_valid = is_valid and (seconds > 0).all() and (per_position >= 0).all() and overhead > 0 and per_row >= 0
-    if not (is_valid and all(np.isfinite(x).all() for x in (seconds, per_position, overhead, per_row))):
+    if not (has_shape and np.isfinite(numbers).all() and numbers.min() >= 0 and min(*seconds, costs.overhead) > 0):
         return None
     costs._kept = costs._summary()
     return costs

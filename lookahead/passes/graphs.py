@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,14 +79,13 @@ def capture_cuda(function: Callable[[], torch.Tensor], device: torch.device, ear
     return _CudaReplay(graph, logits)
 
 
-class _CudaReplay:
-    def __init__(self, graph: "torch.cuda.CUDAGraph", logits: torch.Tensor):
-        self.graph = graph
-        self._logits = logits
+class _CudaReplay(NamedTuple):
+    graph: "torch.cuda.CUDAGraph"
+    logits: torch.Tensor
 
     def __call__(self) -> torch.Tensor:
         self.graph.replay()
-        return self._logits
+        return self.logits
 
 
 def why_eager(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
@@ -166,8 +165,8 @@ class StepGraphs:
         if not self._free.acquire(blocking=False):
             return cache
         try:
-            implementation = compat.attention_implementation(self._model.config)
-            made_for = implementation, layers[0].dtype, *map(_address, _weights(self._model))
+            weights = [(weight.data_ptr(), weight.dtype, weight.shape) for weight in _weights(self._model)]
+            made_for = compat.attention_implementation(self._model.config), layers[0].dtype, *weights
             if made_for != self._made_for:
                 self._forget()
                 self._made_for = made_for
@@ -339,18 +338,15 @@ class StaticCache(LookaheadCache):
     """The cache of one sequence, in the buffers that a `StepGraphs` has lent."""
 
     def __init__(self, buffers: "_Buffers", layers: int, lengths: list[int]):
-        self._parts = [_Part(buffers, index) for index in range(layers)]
-        super().__init__(self._parts, list(lengths))
-        self._in_place, self._with_state = [buffers], []
+        super().__init__([_Part(buffers, index) for index in range(layers)], list(lengths))
+        self._buffers, self._in_place, self._with_state = buffers, [buffers], []
 
     def sequence(self, b: int) -> LookaheadCache:
         """Return a copy in layers of its own, because the buffers stay with the model."""
-        layers = []
-        for part in self._parts:
-            layer = InPlaceLayer(self.lengths[0])
-            layer.update(*part.held())
-            layers.append(layer)
-        return LookaheadCache(layers, list(self.lengths))
+        copies = [InPlaceLayer(self.lengths[0]) for _ in self.layers]
+        for index, layer in enumerate(copies):
+            layer.update(*(states[:, self._buffers.heads_of(index)] for states in self._buffers.states()))
+        return LookaheadCache(copies, list(self.lengths))
 
 
 class _Buffers(InPlaceLayer):
@@ -427,11 +423,6 @@ class _Part(CacheLayerMixin):
         values.index_copy_(2, self._buffers.places, value_states)
         return keys, values
 
-    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the columns in use, [1, heads, columns, head_dim] each."""
-        keys, values = self._buffers.states()
-        return keys[:, self._heads], values[:, self._heads]
-
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise NotImplementedError("the buffers of a StepGraphs are made before a step")
 
@@ -465,10 +456,6 @@ def _layers_of_one_sequence(cache: LookaheadCache) -> list[InPlaceLayer]:
 
 def _weights(model: PreTrainedModel) -> chain:
     return chain(model.parameters(), model.buffers())
-
-
-def _address(weight: torch.Tensor) -> tuple[int, torch.dtype, torch.Size]:
-    return weight.data_ptr(), weight.dtype, weight.shape
 
 
 def _power_of_two(minimum: int) -> int:

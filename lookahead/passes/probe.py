@@ -85,9 +85,7 @@ def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
             other = _plain_logits(model, adapter, tokens)
     except Exception:  # then the probe has another reason to refuse the model
         return True
-    if logits.isnan().any():
-        return True
-    return relative_error(other[0, :6], logits[0, :6]) <= _tolerance(model)
+    return bool(logits.isnan().any()) or relative_error(other[0, :6], logits[0, :6]) <= _tolerance(model)
 
 
 def is_same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
