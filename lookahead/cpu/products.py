@@ -182,8 +182,8 @@ def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
 
 
 def _taken_early(layer: nn.Linear, input: torch.Tensor) -> Linear | None:
-    """The tensors of a layer whose product can be computed before it is called; None if that may not be."""
-    if type(layer) is not DecodingLinear or pre_hooks(layer) or "forward" in vars(layer):  # these could change it
+    """The tensors of a layer if its product can be computed before the layer is called, else None."""
+    if type(layer) is not DecodingLinear or pre_hooks(layer) or "forward" in vars(layer):  # its call may differ
         return None
     linear = Linear.of(layer)
     return linear if _serves(input, linear) else None
@@ -201,10 +201,6 @@ def _serves(input: torch.Tensor, linear: Linear) -> bool:
     )
 
 
-def _empty_products(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:
-    return [input.new_empty(*input.shape[:-1], len(weight)) for weight in weights]
-
-
 def _products(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:
     return multiply(input, [Linear(weight, None, bias) for weight, bias in zip(weights, biases, strict=True)])
 
@@ -213,4 +209,4 @@ def _products(input: torch.Tensor, weights: list[torch.Tensor], biases: list) ->
 _library = torch.library.Library("lookahead", "FRAGMENT")
 _library.define("products(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
 _library.impl("products", _products, "CPU")
-_library.impl("products", _empty_products, "Meta")
+_library.impl("products", lambda x, weights, _: [x.new_empty(*x.shape[:-1], len(w)) for w in weights], "Meta")

@@ -168,11 +168,11 @@ class InPlaceLayer(CacheLayerMixin):
         """
         lengths = np.array([layer.get_seq_length() for layer in layers])
         seen = np.array([layer.seen() for layer in layers])
-        ends = np.zeros(len(layers), np.int64) if offsets is None else np.array(offsets) + lengths
         self.columns = self.base = int(seen.max())
         self.starts, self.gaps = lengths - seen, self.columns - seen
         targets = np.zeros(len(layers), np.int64)
         if offsets is not None:
+            ends = np.array(offsets) + lengths
             # A sequence that ended early may have no column left among those that are still seen.
             self.columns = self.base = min(int(ends.max()), self._most_seen())
             self.starts, self.gaps = np.array([int(ends.max()) - self.columns]), np.zeros(1, np.int64)
@@ -334,7 +334,7 @@ class LookaheadCache(Cache):
                 layer.columns, layer.computed = count, 0
 
     def sequence(self, b: int) -> "LookaheadCache":
-        """Return a cache of sequence ``b`` alone: this one if it holds one sequence, else a copy."""
+        """Return a cache of sequence ``b`` alone: this one if it holds no other, else a copy."""
         if len(self.lengths) == 1:
             return self
         one = LookaheadCache([copy.copy(layer) for layer in self.layers], self.lengths)

@@ -36,11 +36,10 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
     layers: list[Visibility | None] = []
     has_state = False
     for index, layer in enumerate(theirs):
-        kind = types[index] if types else "full_attention"
         if type(layer) is DynamicLayer:
             layers.append(Visibility())
         elif type(layer) is DynamicSlidingWindowLayer:
-            is_chunk = kind == "chunked_attention" or (not types and layer.sliding_window == chunk)
+            is_chunk = types[index] == "chunked_attention" if types else layer.sliding_window == chunk
             layers.append(Visibility(chunk=chunk) if is_chunk else Visibility(window=layer.sliding_window))
         else:
             layers.append(None)

@@ -160,8 +160,8 @@ def time_passes(
     """Return the seconds of a pass for each (rows, committed positions) of a plan. The tokens are random.
 
     Passes are timed in turn. The shortest time of each counts, because other work of the machine only adds to it.
-    Passes over more than ROWS_AT_LENGTH[-1] rows take long, so they are timed three times at most. If ``seconds`` are
-    too few for two rounds, they are left out.
+    Passes over more than ROWS_AT_LENGTH[-1] rows take long, so they are timed three times at most, and left out if
+    ``seconds`` are too few for two rounds.
     """
     plan = list(plan)
     max_rows = max(rows for rows, _ in plan)

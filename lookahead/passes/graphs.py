@@ -21,9 +21,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,8 @@ def capture_cuda(function: Callable[[], torch.Tensor], device: torch.device, ear
     return _CudaReplay(graph, logits)
 
 
-class _CudaReplay(NamedTuple):
+@dataclass
+class _CudaReplay:
     graph: "torch.cuda.CUDAGraph"
     logits: torch.Tensor
 
