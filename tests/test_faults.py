@@ -7,6 +7,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
+from lookahead.models import cache
 from lookahead.models.cache import InPlaceLayer
 from lookahead.passes.capabilities import can_batch, find_adapter
 
@@ -88,19 +89,20 @@ def test_a_callback_raises(wrapped, where, error, at):
     still_right()
 
 
-@pytest.mark.parametrize("stage", ["update", "drop", "clear_unused"])
+@pytest.mark.parametrize("stage", ["update", "keep", "clear_unused"])
 @pytest.mark.parametrize("at", [1, 2, 7, 30])
 def test_the_cache_runs_out_of_memory(wrapped, monkeypatch, stage, at):
     model, ids, still_right = wrapped
     fault = RaisesAt(at, torch.OutOfMemoryError("full"))
-    original = getattr(InPlaceLayer, stage)
+    owner = cache if stage == "keep" else InPlaceLayer
+    original = getattr(owner, stage)
 
-    def failing(self, *args, **kwargs):
+    def failing(*args, **kwargs):
         fault._count()
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(InPlaceLayer, stage, failing)
+        patch.setattr(owner, stage, failing)
         with pytest.raises(torch.OutOfMemoryError):
             model.generate(ids, **LONG_TEXT)
     still_right()

@@ -40,7 +40,8 @@ class Layer(NamedTuple):
     k_norm: torch.Tensor | None = None
 
 
-_LINEARS, _NORMS = Layer._fields[:7], Layer._fields[7:]
+_FIELDS = tuple(Layer.__annotations__)
+_LINEARS, _NORMS = _FIELDS[:7], _FIELDS[7:]
 _CACHE = ("keys", "values", "held", "key_stride", "hidden", "masked", "output")
 # Place of each field of a Layer in decoder.cpp, all of 8 bytes. A linear layer is a Matrix.
 _PLACES = {name: products.FIELDS * i for i, name in enumerate(_LINEARS)}
