@@ -160,7 +160,7 @@ def median(values: list[float | None]) -> float | None:
 @cli.new_tokens
 @cli.repeats
 @cli.limit
-@click.option("--per-category", type=cli.COUNT, help="Use only the first prompts of each category.")
+@cli.per_category
 @click.option("--raw", is_flag=True, help="Do not put prompts into the model's chat template.")
 @click.option("--assistant", metavar="NAME_OR_PATH", help=f"Draft model for {', '.join(WITH_DRAFT_MODEL)}.")
 @click.option("--peers", type=cli.FOLDER, help="Folder with the environments of other libraries.")

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 
 import click
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import lookahead
 from bench import cli
 from bench.corpora import first_of_each, prompt_ids
-from bench.methods import as_inputs
+from bench.methods import as_inputs, forget_settings, timed_by
 from bench.pages import command_line, heading, table, write_results
 from bench.timing import decoding_options, in_turn, timed
 from lookahead import (
@@ -63,19 +63,15 @@ class Row:
     """
 
     def __init__(self, sources: list[GuessSource], guesses: int | str, keeps_pool: bool = False):
-        self.config, self.sources, self._keeps_pool = LookaheadConfig(budget=guesses), sources, keeps_pool
-        self.engine = Lookahead(self.config, NgramPool(self.config.pool_memory_mb), sources)
+        config, self._keeps_pool = LookaheadConfig(budget=guesses), keeps_pool
+        self.engine = Lookahead(config, NgramPool(config.pool_memory_mb), sources)
         self.total, self.seconds, self.equal = lookahead.Stats(), [], 0
 
     def decode(self, model: PreTrainedModel, ids: list[int], options: dict, seed: int) -> tuple[list[int], float]:
         """Return the text of a prompt, and the seconds for it."""
         if not self._keeps_pool:
-            self.engine.pool = NgramPool(self.config.pool_memory_mb)
-        lookahead.wrap(model, self.config, self.engine.pool, self.sources).lookahead = self.engine
-        try:
-            (text,), took = timed(model, as_inputs(ids, model.device), options, seed)
-        finally:
-            lookahead.unwrap(model)
+            self.engine.pool = NgramPool(self.engine.config.pool_memory_mb)
+        (text,), took = timed_by(self.engine, model, as_inputs(ids, model.device), options, seed)
         return text, took
 
 
@@ -168,7 +164,7 @@ def page(where: dict, results: list[dict]) -> str:
 @click.option("--layer-skip", is_flag=True, help="Draft with the layers that `lookahead tune --layer-skip` found.")
 @cli.prompts
 @cli.limit
-@click.option("--per-category", type=cli.COUNT, help="Use only the first prompts of each category.")
+@cli.per_category
 @cli.dtype
 @click.option("--temperature", "temperatures", type=cli.ListOf(click.FloatRange(min=0)), default="0,0.7",
               show_default=True, help="One or several; 0: greedy, no sampling.")  # fmt: skip
@@ -181,10 +177,7 @@ def main(
     max_new_tokens, guesses, out,
 ) -> None:  # fmt: skip
     model, tokenizer = load(model_name, dtype, "cpu")
-    ends = model.generation_config.eos_token_id
-    model.generation_config = GenerationConfig(
-        eos_token_id=ends, pad_token_id=ends[0] if isinstance(ends, list) else ends
-    )
+    forget_settings(model)
     others: dict[str, GuessSource] = {}
     for folder in heads:
         source = heads_of(model, folder)

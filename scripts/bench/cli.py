@@ -42,6 +42,7 @@ dtype = click.option("--dtype", default="auto", show_default=True, type=click.Ch
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 prompts = click.option("--prompts", "prompts_file", required=True, type=FILE, help="In Spec-Bench's JSONL format.")
 limit = click.option("--limit", type=COUNT, help="Use only the first prompts.")
+per_category = click.option("--per-category", type=COUNT, help="Use only the first prompts of each category.")
 new_tokens = click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=2))
 repeats = click.option("--repeats", default=3, show_default=True, type=COUNT)
 temperature = click.option(

@@ -89,6 +89,24 @@ def as_inputs(ids: list[int], device: torch.device) -> BatchEncoding:
     return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
+def forget_settings(model: PreTrainedModel) -> None:
+    """Let all methods decode by one rule, without the top-p or penalty that the model's folder may set."""
+    ends = model.generation_config.eos_token_id
+    pad = ends[0] if isinstance(ends, list) else ends
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
+
+
+def timed_by(
+    engine: Lookahead, model: PreTrainedModel, inputs: BatchEncoding, options: dict, seed: int
+) -> tuple[list[list[int]], float]:
+    """`timed`, of the model wrapped with an engine that keeps what it knows from call to call."""
+    lookahead.wrap(model, engine.config, engine.pool, engine.source).lookahead = engine
+    try:
+        return timed(model, inputs, options, seed)
+    finally:
+        lookahead.unwrap(model)
+
+
 def outcome(ids: list[int], seconds: float, stepped: int | None = None, **known) -> dict:
     """Return the result of `Subject.call`. stepped: by default all tokens except the first."""
     unknown = dict.fromkeys(("first_seconds", "own_seconds", "steps", "drafted", "accepted", "forward_seconds"))
@@ -104,10 +122,7 @@ class Subject:
     ):  # fmt: skip
         """model: a name or a folder; or a model in ``dtype`` on ``device``, for methods that are not peers'."""
         self.plain: PreTrainedModel = load(model, dtype, device)[0] if isinstance(model, str) else model
-        # All methods decode by one rule, without the top-p or penalty that the model's folder may set.
-        ends = self.plain.generation_config.eos_token_id
-        pad = ends[0] if isinstance(ends, list) else ends
-        self.plain.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
+        forget_settings(self.plain)
         guessing = {"prompt-lookup": {"prompt_lookup_num_tokens": 10}}
         self.draft_model = None
         if set(WITH_DRAFT_MODEL) & set(methods):
@@ -156,11 +171,7 @@ class Subject:
 
     def _by_lookahead(self, inputs: BatchEncoding, options: dict, seed: int, engine: Lookahead) -> dict:
         """Passes are not counted: a hook would prevent compiling."""
-        lookahead.wrap(self.plain, engine.config, engine.pool, engine.source).lookahead = engine
-        try:
-            texts, seconds = timed(self.plain, inputs, options, seed)
-        finally:
-            lookahead.unwrap(self.plain)
+        texts, seconds = timed_by(engine, self.plain, inputs, options, seed)
         stats = engine.last
         return outcome(
             texts[0], seconds, first_seconds=stats.prefill_seconds, steps=stats.steps, drafted=stats.guesses,
