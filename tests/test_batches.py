@@ -10,7 +10,8 @@ from transformers import DynamicCache, LogitsProcessorList
 from zoo import END, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, NgramPool, compat
+from lookahead import LookaheadConfig, NgramPool
+from lookahead.cpu import choice
 from lookahead.engine import loop
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.passes.capabilities import can_batch, find_adapter
@@ -257,7 +258,7 @@ def test_the_distribution_test_sees_a_biased_rule(small_vocabulary, monkeypatch)
 
     monkeypatch.setattr(loop, "walk", noting_guesses)
     monkeypatch.setattr(NextTokenRule, "emit", drawing_twice)
-    monkeypatch.setattr(compat, "multinomial_is_race", lambda: False)  # known draws would leave little to reject
+    monkeypatch.setattr(choice, "can_draw", lambda: False)  # known draws would leave little to reject
     model, probabilities = small_vocabulary
     torch.manual_seed(0)
     assert chi_square(sampled_continuations(model, SAMPLES, 8, 3), probabilities) > 8

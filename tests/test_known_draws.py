@@ -1,7 +1,6 @@
 """Draws that are made before the tokens that they choose: the same tokens, and better guesses."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_lossless import check_identical, random_cases, random_prompt
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from zoo import VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import DraftModelSource, GuessSource, LookaheadConfig, compat
-from lookahead.engine import sampling
+from lookahead.cpu import choice
+from lookahead.cpu.choice import Warp
 from lookahead.engine.sampling import KNOWN_DRAWS, Race
 from lookahead.guessing.draft import MAX_SHARPNESS, Sharpness
 from lookahead.guessing.source import draws_at, likeliest
@@ -29,9 +35,41 @@ actions = st.lists(
 )
 
 
-@random_cases(200)
-@given(vocabulary=st.sampled_from([1, 7, 97, 1003]), seed=st.integers(0, 2**31), actions=actions, own=st.booleans())
-def test_a_race_is_multinomial(vocabulary, seed, actions, own):
+warps = st.builds(
+    Warp,
+    st.sampled_from([0.3, 0.7, 1.0, 2.5]),
+    st.sampled_from([0, 1, 2, 5, 50, 256]),
+    st.sampled_from([1.0, 0.9, 0.4, 0.0]),
+)
+
+
+def processors_of(warp):
+    """transformers' processors that do the same."""
+    found = LogitsProcessorList()
+    if warp.temperature != 1:
+        found.append(TemperatureLogitsWarper(warp.temperature))
+    if warp.top_k:
+        found.append(TopKLogitsWarper(warp.top_k))
+    if warp.top_p < 1:
+        found.append(TopPLogitsWarper(warp.top_p))
+    return found
+
+
+def drawn_by_torch(logits, warp, generator):
+    scores = processors_of(warp)(torch.zeros(1, 1, dtype=torch.long), logits[None].float())
+    return torch.multinomial(scores.softmax(-1), num_samples=1, generator=generator).item()
+
+
+@random_cases(300)
+@given(
+    vocabulary=st.sampled_from([1, 7, 16, 97, 1003, 5000]),
+    seed=st.integers(0, 2**31),
+    actions=actions,
+    own=st.booleans(),
+    warp=warps,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_race_is_multinomial(vocabulary, seed, actions, own, warp, dtype):
     """The same tokens and the same state of the generator, whatever is drawn ahead, and whoever else uses it."""
     plain = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
@@ -46,11 +84,14 @@ def test_a_race_is_multinomial(vocabulary, seed, actions, own):
         elif action == "choose":
             for _ in range(number):
                 noise = torch.Generator().manual_seed(count)
-                p = (4 * torch.randn(1, vocabulary, generator=noise)).softmax(-1)
-                token = race.choose(p).item()
-                assert token == torch.multinomial(p, num_samples=1, generator=plain).item()
+                logits = (4 * torch.randn(vocabulary, generator=noise)).to(dtype)
+                expected = drawn_by_torch(logits, warp, plain)
+                token = race.choose(logits, warp)
+                if token is None:  # not certain
+                    token, known = drawn_by_torch(logits, warp, generator), None
+                assert token == expected
                 if known is not None and len(known):
-                    assert token == (p[0].numpy() / known[0]).argmax(), "the draw was not the one that was shown"
+                    assert warp[1:] != (0, 1.0) or token == winner(logits / warp.temperature, known[0])
                     known = known[1:]
         else:
             known = None
@@ -60,6 +101,65 @@ def test_a_race_is_multinomial(vocabulary, seed, actions, own):
                 else:
                     torch.rand(number, generator=each)
         assert torch.equal(generator.get_state(), plain.get_state())
+
+
+def winner(scores, variates):
+    return (scores.float().softmax(-1).numpy() / variates).argmax()
+
+
+@pytest.mark.parametrize("warp", [Warp(), Warp(0.7), Warp(1.3, 50), Warp(0.7, 0, 0.9), Warp(1.0, 40, 0.6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_is_seldom_needed(warp, dtype):
+    """And what is certain is what torch draws."""
+    plain, generator = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    race, unsure = Race(generator, 2000), 0
+    for seed in range(300):
+        logits = (3 * torch.randn(2000, generator=torch.Generator().manual_seed(seed))).to(dtype)
+        expected, token = drawn_by_torch(logits, warp, plain), race.choose(logits, warp)
+        unsure += token is None
+        assert token in (None, expected)
+        generator.set_state(plain.get_state())
+    assert unsure <= 9
+
+
+@random_cases(300)
+@given(
+    values=st.lists(
+        st.sampled_from([0.0, 1.0, 1.0078125, -3.0, torch.nan, torch.inf, -torch.inf]), min_size=1, max_size=40
+    ),
+    warp=warps,
+    seed=st.integers(0, 2**20),
+)
+def test_logits_that_leave_no_choice_or_an_equal_one(values, warp, seed):
+    """With equal logits, it is torch that knows which of them top-p drops. With a NaN, it is torch that complains."""
+    logits = torch.tensor(values)
+    plain, generator = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
+    token = Race(generator, len(logits)).choose(logits, warp)
+    if torch.isfinite(logits.max()):
+        assert token in (None, drawn_by_torch(logits, warp, plain))
+    else:
+        assert token is None
+    greedy = choice.likeliest(logits)
+    assert greedy == (None if logits.isnan().any() else logits.argmax().item())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.3},
+        {"min_p": 0.1},
+        {"top_k": 300},
+        {"renormalize_logits": True},
+        {"top_k": 7},
+        {"top_p": 0.8, "top_k": 0},
+    ],
+    ids=str,
+)
+def test_settings_of_sampling(changes):
+    options = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7} | changes
+    for seed in range(2):
+        prompt = random_prompt(random.Random(seed))
+        check_identical(tiny_model("llama"), [prompt], options, LookaheadConfig(budget=16), seed)
 
 
 class Dice(LogitsProcessor):
@@ -86,7 +186,7 @@ def test_a_processor_that_draws(seed):
 def test_where_torch_draws_in_another_way(monkeypatch, is_race):
     """Then nothing is known ahead, and the text is drawn as ever."""
     asked = []
-    monkeypatch.setattr(sampling, "compat", SimpleNamespace(multinomial_is_race=lambda: is_race))
+    monkeypatch.setattr(choice, "can_draw", lambda: is_race)
     monkeypatch.setattr(Race, "ahead", lambda *args, ahead=Race.ahead: asked.append(args) or ahead(*args))
     options = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
     check_identical(tiny_model("llama"), [random_prompt(random.Random(1))], options, LookaheadConfig(budget=16), 0)
@@ -151,8 +251,9 @@ def test_draws_that_lack_a_token_or_have_another_shape():
         pool.guess([5], 2, draws=np.ones(3))
 
 
-def test_multinomial_is_a_race():
+def test_torch_draws_as_we_do():
     assert compat.multinomial_is_race(), f"torch {torch.__version__} draws tokens in another way"
+    assert choice.can_draw(), f"torch {torch.__version__} keeps a generator's state in another way"
 
 
 # -- sources that know the model's probabilities ----------------------------------------------------------------------
@@ -176,7 +277,7 @@ def test_a_draft_model_that_is_the_model_knows_every_winner(monkeypatch):
     """The model's probabilities are nearly flat, so that without the draws hardly a guess comes true."""
     model = tiny_model("llama")
     with_draws = written_steps(model, DraftModelSource(tiny_model("llama")))
-    monkeypatch.setattr(compat, "multinomial_is_race", lambda: False)
+    monkeypatch.setattr(choice, "can_draw", lambda: False)
     without = written_steps(model, DraftModelSource(tiny_model("llama")))
     assert with_draws <= 16 < 36 < without
 

@@ -8,7 +8,7 @@ import torch
 
 from lookahead.cpu import native
 
-MAX_COUNT = 32  # in likeliest.cpp
+MAX_COUNT = 256  # in largest.h
 _ARGUMENTS = [ctypes.c_void_p] + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float]
 _kernels = cache(partial(native.kernels, "likeliest", "likeliest", native.FLOATS, _ARGUMENTS))
 

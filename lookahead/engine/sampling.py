@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation import (
     BaseStreamer,
     EosTokenCriteria,
@@ -15,7 +22,8 @@ from transformers.generation import (
     stopping_criteria,
 )
 
-from lookahead import compat
+from lookahead.cpu import choice
+from lookahead.cpu.choice import Warp
 
 KNOWN_DRAWS = 16  # how many tokens ahead draws are made
 
@@ -64,17 +72,16 @@ class Race:
 
     To draw one token, `torch.multinomial` draws an exponential variate e for each token of the vocabulary, and takes
     the largest p / e. So e depends on the generator alone, and not on the text. It is drawn ahead from a copy of the
-    generator. The generator itself moves on only when a token is chosen. If somebody else has used or seeded it in the
-    meantime, as a logits processor may, what was drawn ahead is dropped.
+    generator's state. The generator itself moves on only when a token is chosen. If somebody else has used or seeded it
+    in the meantime, as a logits processor may, what was drawn ahead is dropped.
     """
 
     def __init__(self, generator: torch.Generator | None, vocabulary: int):
         """generator: on the CPU; None: torch's own."""
         self._generator = torch.default_generator if generator is None else generator
-        self._scout = torch.Generator()  # draws ahead
         # The known variates are the rows from `_begin` on, those of the next token first. When no row is left behind
         # them, they move to the front.
-        self._buffer = torch.empty(2 * KNOWN_DRAWS, vocabulary)
+        self._buffer = np.empty((2 * KNOWN_DRAWS, vocabulary), np.float32)
         self._begin = 0
         self._states = [self._generator.get_state()]
         """The generator's state before the first of them, and after each."""
@@ -88,26 +95,21 @@ class Race:
         known = len(self._states) - 1
         if known < count:
             if self._begin + count > len(self._buffer):
-                self._buffer[:known] = self._buffer[self._begin : self._begin + known].clone()
+                self._buffer[:known] = self._buffer[self._begin : self._begin + known].copy()
                 self._begin = 0
-            self._scout.set_state(self._states[-1])
-            for row in range(self._begin + known, self._begin + count):
-                self._buffer[row : row + 1].exponential_(1, generator=self._scout)
-                self._states.append(self._scout.get_state())
-        return self._buffer[self._begin : self._begin + count].numpy()
+            for row in self._buffer[self._begin + known : self._begin + count]:
+                self._states.append(self._states[-1].clone())
+                choice.draw(self._states[-1], row)
+        return self._buffer[self._begin : self._begin + count]
 
-    def choose(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """Draw a token: int64 [1]. probabilities: float32 [1, vocabulary]."""
-        self._check()
-        if len(self._states) == 1:
-            chosen = torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
-            self._states = [self._generator.get_state()]
-            return chosen
-        chosen = torch.argmax(probabilities / self._buffer[self._begin : self._begin + 1], dim=-1)
-        self._begin += 1
-        self._states.pop(0)
-        self._generator.set_state(self._states[0])
-        return chosen
+    def choose(self, logits: torch.Tensor, warp: Warp) -> int | None:
+        """Draw a token; None, and nothing is drawn, if that takes torch's own arithmetic. logits: [vocabulary]."""
+        token = choice.drawn(logits, self.ahead(1)[0], warp)
+        if token is not None:
+            self._begin += 1
+            self._states.pop(0)
+            self._generator.set_state(self._states[0])
+        return token
 
     def _check(self) -> None:
         """Forget what was drawn ahead if the generator's state is not the one that was left."""
@@ -144,9 +146,11 @@ class NextTokenRule:
         self._settings = settings
         self._generator = generator
         self._race: Race | None = None
-        # Whether the logits decide alone, and nobody else sees them.
-        is_plain = not (settings.do_sample or settings.keep_scores or settings.keep_logits or processors)
-        self._ends = _ends(criteria) if is_plain and len(ids) == 1 and ids.is_cpu else None
+        # In the usual case, a token depends on the logits alone, and nobody else sees them.
+        warp = _warp_of(processors) if settings.do_sample else None if processors else Warp()
+        ends = _ends(criteria)
+        is_usual = len(ids) == 1 and not (settings.keep_scores or settings.keep_logits)
+        self._usual = (warp, *ends) if is_usual and warp is not None and ends is not None else None
 
     @property
     def ids(self) -> torch.Tensor:
@@ -169,8 +173,10 @@ class NextTokenRule:
         logits: [live, vocabulary], of the model, after `ids`.
         Raises FloatingPointError if the logits leave no choice.
         """
-        if self._ends is not None:
-            return self._emit_simply(logits, *self._ends)
+        if self._usual is not None:
+            warp, max_length, ends = self._usual
+            if (token := self._choose(logits[0], warp)) is not None:
+                return self._emit_simply(token, max_length, ends)
         raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
         if len(self.live) < len(self.ids):  # ended sequences get logits of zeros
             raw = raw.new_zeros(len(self.ids), raw.shape[1]).index_copy_(0, raw.new_tensor(self.live).long(), raw)
@@ -181,11 +187,14 @@ class NextTokenRule:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (raw,)
-        if self._settings.do_sample:
+        token = self._choose(scores[0], Warp()) if len(scores) == 1 else None
+        if token is not None:
+            chosen, no_choice = scores.new_tensor([token], dtype=torch.long), scores.new_tensor([False])
+        elif self._settings.do_sample:
             probabilities = torch.nn.functional.softmax(scores, dim=-1)
             no_choice = probabilities[:, 0].isnan()  # one NaN in a row, or nothing but -inf, makes all of it NaN
             probabilities.masked_fill_(no_choice[:, None], 1.0)  # on a GPU, multinomial would end the process
-            chosen = self._draw(probabilities)
+            chosen = torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
         else:
             chosen = torch.argmax(scores, dim=-1)
             no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()  # argmax ranks NaN highest
@@ -204,15 +213,8 @@ class NextTokenRule:
             self._settings.streamer.put(torch.tensor(tokens))
         return emitted
 
-    def _emit_simply(self, logits: torch.Tensor, max_length: int, ends: frozenset[int]) -> list[int]:
-        """`emit` for the usual case, in which a token is chosen and judged by few calls of torch.
-
-        max_length, ends: the criteria, as `_ends` returns them.
-        """
-        scores = logits[0].to(dtype=torch.float32, device=self._ids.device)
-        token = int(scores.numpy().argmax())  # as torch's, the first of equals, in a fifth of the time
-        if math.isnan(scores[token]):  # argmax ranks NaN highest
-            raise FloatingPointError(self._no_choice())
+    def _emit_simply(self, token: int, max_length: int, ends: frozenset[int]) -> list[int]:
+        """Record and stream a token. max_length, ends: the criteria, as `_ends` returns them."""
         self._new.append(token)
         if token in ends or self._ids.shape[1] + len(self._new) >= max_length:
             self.live = []
@@ -220,20 +222,34 @@ class NextTokenRule:
             self._settings.streamer.put(torch.tensor([token]))
         return [token]
 
-    def _draw(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """Draw the next token of each sequence, int64 [sequences], as `GenerationMixin._sample` does."""
-        rows, vocabulary = probabilities.shape
-        if self._race is None and rows == 1 and probabilities.is_cpu and compat.multinomial_is_race():
-            self._race = Race(self._generator, vocabulary)
-        if self._race is not None:
-            return self._race.choose(probabilities)
-        return torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
+    def _choose(self, logits: torch.Tensor, warp: Warp) -> int | None:
+        """Choose the next token of a single sequence in one call; None if that is left to torch."""
+        if not (self._ids.is_cpu and choice.serves(logits)):
+            return None
+        if not self._settings.do_sample:
+            return choice.likeliest(logits)
+        if self._race is None and choice.can_draw():
+            self._race = Race(self._generator, len(logits))
+        return self._race.choose(logits, warp) if self._race else None
 
     def _no_choice(self) -> str:
         return (
             f"the scores of the token at position {self.ids.shape[1] - 1} are NaN, or all -inf: the model's weights or "
             "a logits processor are at fault, or the dtype is too narrow"
         )
+
+
+def _warp_of(processors: LogitsProcessorList) -> Warp | None:
+    """Return what these processors do together; None if there are others, or they stand in another order."""
+    known = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
+    names = [known.get(type(processor), "") for processor in processors]
+    is_usual = names == [name for name in known.values() if name in names]
+    drops = all(getattr(processor, "filter_value", -math.inf) == -math.inf for processor in processors)
+    keeps_one = all(getattr(processor, "min_tokens_to_keep", 1) == 1 for processor in processors)
+    if not (is_usual and drops and keeps_one):
+        return None
+    warp = Warp(**{name: getattr(processor, name) for name, processor in zip(names, processors, strict=True)})
+    return warp if warp.top_k <= choice.MAX_TOP_K else None
 
 
 def _ends(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int]] | None:

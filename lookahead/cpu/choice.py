@@ -1,0 +1,77 @@
+"""The next token after a row of logits on a CPU, chosen as `generate` does, in one call: `choice.cpp`."""
+
+import ctypes
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lookahead.compat import multinomial_is_race
+from lookahead.cpu import native
+
+MAX_TOP_K = 256  # MAX_COUNT in largest.h
+_TRIED = 4099  # variates
+_CHOOSE = [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float, ctypes.c_long, ctypes.c_double, ctypes.c_void_p]
+_choosers = cache(partial(native.kernels, "choice", "choose", native.FLOATS, _CHOOSE))
+_DRAW = [ctypes.c_void_p] * 2 + [ctypes.c_long]
+_drawers = cache(partial(native.kernels, "choice", "draw", (torch.float32,), _DRAW))
+
+
+class Warp(NamedTuple):
+    """How logits are changed before a token is drawn: in this order, as transformers' processors do it."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """Up to MAX_TOP_K. 0: all tokens are left."""
+    top_p: float = 1.0
+
+
+def serves(logits: torch.Tensor) -> bool:
+    """Whether tokens can be chosen after these logits, [vocabulary]."""
+    return logits.is_cpu and logits.dtype in _choosers() and logits.is_contiguous() and logits.shape[0] > 0
+
+
+def likeliest(logits: torch.Tensor) -> int | None:
+    """Return the place of the largest logit, the first of equals; None if there is a NaN. logits: [vocabulary]."""
+    return _choose(logits, 0, Warp())
+
+
+def drawn(logits: torch.Tensor, variates: np.ndarray, warp: Warp) -> int | None:
+    """Return the token that torch draws with these variates; None if rounding might decide, or if there is a NaN.
+
+    logits: [vocabulary]. variates: float32 [vocabulary], contiguous, as `draw` makes them.
+    """
+    return _choose(logits, variates.ctypes.data, warp)
+
+
+def _choose(logits: torch.Tensor, variates: int, warp: Warp) -> int | None:
+    token = ctypes.c_long()
+    _choosers()[logits.dtype](
+        logits.data_ptr(), variates, len(logits), warp.temperature, warp.top_k, warp.top_p, ctypes.byref(token)
+    )
+    return token.value if token.value >= 0 else None
+
+
+def draw(state: torch.Tensor, variates: np.ndarray) -> None:
+    """Draw exponential variates as ``exponential_()`` does, up to rounding, and leave the state that it leaves.
+
+    state: uint8, of a generator on the CPU. variates: float32 [n], contiguous.
+    """
+    _drawers()[torch.float32](state.data_ptr(), variates.ctypes.data, len(variates))
+
+
+@cache
+def can_draw() -> bool:
+    """Whether `draw` draws as torch does. How torch keeps a generator's state is private, so it is tried."""
+    if torch.float32 not in _drawers() or not multinomial_is_race():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for skipped in range(3):
+        torch.rand(skipped, generator=generator)  # takes one of the numbers of which a variate takes two
+        state, ours = generator.get_state(), np.empty(_TRIED, np.float32)
+        draw(state, ours)
+        theirs = torch.empty(_TRIED).exponential_(1, generator=generator).numpy()
+        if not (np.allclose(ours, theirs, rtol=1e-6, atol=0) and torch.equal(state, generator.get_state())):
+            return False
+    return True

@@ -1,0 +1,56 @@
+// The largest numbers of a row, and the places where they stand.
+
+#pragma once
+
+#include <cmath>
+
+#include "vectors.h"
+
+constexpr int L = 16, MAX_COUNT = 256;
+typedef Lanes<L>::Floats Floats;
+typedef Lanes<L>::Ints Ints;
+
+static inline Floats load(const float* x) {
+    Floats some;
+    memcpy(&some, x, sizeof some);
+    return some;
+}
+
+static inline Floats load(const BFloat16* x) { return (Floats)(bits(x) << 16); }
+
+static inline bool any(Ints lanes) {
+    typedef int64_t Pairs __attribute__((vector_size(sizeof lanes)));
+    const Pairs pairs = (Pairs)lanes;
+    int64_t found = 0;
+    for (int l = 0; l < L / 2; l++) found |= pairs[l];
+    return found;
+}
+
+// The largest numbers so far, in descending order, and their places. Of equal ones, the first.
+struct Largest {
+    float numbers[MAX_COUNT];
+    long places[MAX_COUNT];
+    const long count;
+
+    explicit Largest(long count) : count(count) {
+        for (long i = 0; i < count; i++) numbers[i] = -INFINITY, places[i] = i;
+    }
+
+    void offer(float x, long place) {
+        long i = count;
+        if (!(x > numbers[count - 1])) return;
+        for (i--; i > 0 && x > numbers[i - 1]; i--) numbers[i] = numbers[i - 1], places[i] = places[i - 1];
+        numbers[i] = x, places[i] = place;
+    }
+
+    template <class T>
+    void offer_row(const T* x, long n) {
+        long i = 0;
+        for (; i + L <= n; i += L) {
+            const Floats some = load(x + i);
+            if (any(some > Floats{} + numbers[count - 1]))
+                for (int l = 0; l < L; l++) offer(some[l], i + l);
+        }
+        for (; i < n; i++) offer(number(x[i]), i);
+    }
+};
