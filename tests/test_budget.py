@@ -61,7 +61,7 @@ def test_a_row_that_costs_nothing_is_used_and_one_that_costs_a_step_is_not():
 def test_no_fixed_budget_does_better_in_the_long_run(per_row):
     """A text with easy and hopeless passages, whose tokens are guessed right just as often as the guesses say."""
     rng = np.random.default_rng(0)
-    easy = np.repeat(rng.random(1500) < 0.4, rng.integers(5, 30, 1500))
+    easy = np.repeat(rng.random(400) < 0.4, rng.integers(5, 30, 400))
     chances = np.where(easy, rng.uniform(0.8, 0.99, len(easy)), rng.uniform(0.05, 0.4, len(easy)))
     right = rng.random(len(easy)) < chances
     costs, stats = costs_of(1.0, per_row), Stats()

@@ -6,6 +6,7 @@ import pickle
 import random
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -41,6 +42,12 @@ GREEDY = {"max_new_tokens": 40, "do_sample": False}
 
 def deep_model(model_type="llama", seed=0, layers=LAYERS):
     return tiny_model(model_type, seed, num_hidden_layers=layers, n_layer=layers, no_rope_layers=[1, 0, 1, 1][:layers])
+
+
+@lru_cache
+def known_model(model_type, seed):
+    """Probed once."""
+    return deep_model(model_type, seed)
 
 
 def layers_of(model):
@@ -99,7 +106,7 @@ def said_after(model, skipped, committed, drafted):
 def test_whatever_is_skipped_the_text_is_plain(
     model_type, skipped, prompt_seeds, has_pool, budget, options, temperature, attention, seed
 ):
-    model = deep_model(model_type, seed % 2)
+    model = known_model(model_type, seed % 2)
     model.set_attn_implementation(attention)
     sources = [LayerSkipSource(model, skipped), *([PoolSource()] if has_pool else [])]
     described = {"skipped": skipped, "attention": attention}
