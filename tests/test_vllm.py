@@ -1,5 +1,6 @@
 """The proposer for vLLM, driven by a small engine that moves its batch as vLLM does. tests_vllm/ holds the real one."""
 
+import json
 import os
 import subprocess
 import sys
@@ -389,50 +390,71 @@ def test_what_cannot_be_served_is_refused(monkeypatch, tmp_path):
 
 SNAPSHOT = textwrap.dedent(
     """
-    import os, sys
+    import json, os, sys
     import numpy as np
     from test_vllm import config
     from lookahead.vllm import PoolProposer
 
+    status = {}
+    for name, end, rank, engine in json.loads(sys.argv[1]):
+        if (child := os.fork()) == 0:
+            break
+        status[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    else:
+        print(json.dumps(status), flush=True)
+        os._exit(0)
+    os.environ["LOOKAHEAD_VLLM_SNAPSHOT"] = os.path.join(sys.argv[2], name, "now.pool")
+
     def serve():
-        proposer = PoolProposer(config(rank=int(sys.argv[2]), tensor_parallel_size=2,
-                                       data_parallel_index=int(sys.argv[3])))
+        proposer = PoolProposer(config(rank=rank, tensor_parallel_size=2, data_parallel_index=engine))
         proposer.propose([[3]], np.array([3]), np.array([[1, 2, 3]], np.int32))
         return proposer
 
-    if sys.argv[1] == "fork":
+    if end == "fork":
         import multiprocessing
         child = multiprocessing.get_context("fork").Process(target=serve)
         child.start()
         child.join()
     else:
         kept = serve()
-        if sys.argv[1] == "error":
+        if end == "error":
             raise SystemExit(3)
     """
 )
 
 
-def run_snapshots(folder, *words: str, seconds: str = "1e6"):
-    """Let a process of its own serve one step with a snapshot every so many seconds; 1e6 leaves the one at its end."""
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Folders of processes that have served one step each, forked from one that has imported, and their statuses."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    processes = [
+        ("return", "return", 0, 0), ("error", "error", 0, 0), ("fork", "fork", 0, 0),
+        ("other rank", "return", 1, 0), ("other engine", "return", 2, 1),
+    ]  # fmt: skip
+    for name, *_ in processes:
+        (folder / name).mkdir()
     environment = os.environ | {
-        PREFIX + "SNAPSHOT": str(folder / "now.pool"), PREFIX + "SNAPSHOT_SECONDS": seconds, PREFIX + "MEMORY_MB": "1",
+        PREFIX + "SNAPSHOT_SECONDS": "1e6", PREFIX + "MEMORY_MB": "1",  # the one at the end is left
         "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)]),
     }  # fmt: skip
-    return subprocess.run([sys.executable, "-c", SNAPSHOT, *words], env=environment, timeout=120, capture_output=True)
+    command = [sys.executable, "-c", SNAPSHOT, json.dumps(processes), folder]
+    done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("end", ["return", "error", "fork"])
-def test_pool_is_saved_when_the_process_ends(tmp_path, end):
-    assert run_snapshots(tmp_path, end, "0", "0").returncode == (3 if end == "error" else 0)
-    assert NgramPool.load(tmp_path / "now.pool").observations == 3
+def test_pool_is_saved_when_the_process_ends(ended, end):
+    folder, status = ended
+    assert status[end] == (3 if end == "error" else 0)
+    assert NgramPool.load(folder / end / "now.pool").observations == 3
 
 
-def test_only_one_rank_saves_and_engines_save_apart(tmp_path):
-    run_snapshots(tmp_path, "return", "1", "0")
-    assert not list(tmp_path.iterdir())
-    run_snapshots(tmp_path, "return", "2", "1")
-    assert [path.name for path in tmp_path.iterdir()] == ["now-1.pool"]
+def test_only_one_rank_saves_and_engines_save_apart(ended):
+    folder, status = ended
+    assert status["other rank"] == status["other engine"] == 0
+    assert not list((folder / "other rank").iterdir())
+    assert [path.name for path in (folder / "other engine").iterdir()] == ["now-1.pool"]
 
 
 def test_pool_is_saved_while_serving(tmp_path, monkeypatch):
