@@ -104,7 +104,7 @@ SHAPES = {
            "num_attention_heads": 24, "tie_word_embeddings": True},
     "8B": {**_LLAMA_3, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336,
            "num_attention_heads": 32},
-    "small": {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "num_attention_heads": 2,
+    "small": {"hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 256, "num_attention_heads": 2,
               "num_key_value_heads": 1, "vocab_size": 512},
 }  # fmt: skip
 """SmolLM2-135M, and Llama 3.2 1B and 3B and 3.1 8B."""
