@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -12,6 +13,7 @@ from zoo import tiny_model
 
 from lookahead import DEMO_MODEL
 from lookahead.tools.cli import main
+from lookahead.tools.files import read_text
 from lookahead.tools.loading import load
 from lookahead.tools.terminal import StepStreamer
 from ngram_pool import NgramPool, Source
@@ -115,12 +117,16 @@ def test_bad_files_are_named(command, message):
     assert "Traceback" not in result.output
 
 
-def test_standard_input_that_is_no_text():
+def test_standard_input_that_is_no_text(tmp_path):
     for command in (["generate", "-", "--max-new-tokens", "5"], ["chat", "--max-new-tokens", "5"]):
-        command = [sys.executable, "-m", "lookahead", *command]
-        done = subprocess.run(command, input=b"def \xff\n", capture_output=True, timeout=100, env=os.environ)
-        assert b"UTF-8" in done.stderr
-        assert b"Traceback" not in done.stderr
+        result = CliRunner().invoke(main, command, input=b"def \xff\n")
+        assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+        assert "UTF-8" in result.stderr
+    path = tmp_path / "text"
+    path.write_bytes(b"def \xff\n")
+    for errors in ("strict", "surrogateescape"):  # as standard input is opened in the C locale
+        with open(path, encoding="utf-8", errors=errors) as file, pytest.raises(click.ClickException, match="UTF-8"):
+            read_text(file)
 
 
 @pytest.mark.parametrize(
