@@ -6,8 +6,9 @@
 //                  x += down(activation(gate(norm(x))) * up(norm(x)))
 //     logits = head(norm(x))
 //
-// Every thread computes norms for itself, which costs less than to meet. It multiplies with a share of the outputs of
-// each matrix. Wherever the model's own code rounds to its dtype, so does this.
+// Families differ in which norms there are, in factors, and in where they round. Every thread keeps x and computes its
+// norms for itself, which costs less than to meet. It multiplies with a share of the outputs of each matrix. Wherever
+// the model's own code rounds to its dtype, so does this.
 
 #include <omp.h>
 #include <sched.h>
@@ -24,11 +25,13 @@ constexpr int SPINS = 4096;
 template <class T>
 struct Layer {
     Matrix<T> q, k, v, o, gate, up, down;
-    const T *input_norm, *post_norm, *q_norm, *k_norm;  // the last two, of each head, or null
-    T *keys, *values;                                   // [key_heads][..][size]: the first key that the pass shows
-    long held;                                          // keys before those of the pass
-    long key_stride;                                    // from head to head
-    const bool* hidden;                                 // [rows][masked]: which of the last keys are not seen
+    const T *input_norm, *mlp_norm;                 // of what attention and the MLP take, or null
+    const T *q_norm, *k_norm, *o_norm, *down_norm;  // of what these products give, or null
+    const float *cos, *sin;                         // [positions][rotary], or null: without rotary embedding
+    T *keys, *values;                               // [key_heads][..][size]: the first key that the pass shows
+    long held;                                      // keys before those of the pass
+    long key_stride;                                // from head to head
+    const bool* hidden;                             // [rows][masked]: which of the last keys are not seen
     long masked;
     T* output;  // [rows][hidden]: the output of the layer goes here too, if it is asked for
 };
@@ -37,16 +40,21 @@ template <class T>
 struct Pass {
     const Layer<T>* layers;
     Matrix<T> head;
-    const long* ids;            // [rows]
-    const T *embedding, *norm;  // [vocabulary][hidden], [hidden]
-    const T *cos, *sin;         // [positions][rotary]
-    const long* positions;      // [rows]
-    T *x, *q, *attended, *mlp;  // [rows] of hidden, heads * size, heads * size, intermediate
-    T* first_hidden;            // [rows][hidden]: the embedding goes here too, if it is asked for
-    float *largest, *total, *sums;  // parts of attention (`attention::Part`), for all heads and threads
-    void* room;                     // what a thread needs for itself: `room_bytes` for each
+    const long* ids;                  // [rows]
+    const T *embedding, *norm;        // [vocabulary][hidden], [hidden]
+    const long* positions;            // [rows]
+    T *product, *q, *attended, *mlp;  // [rows] of hidden, heads * size, heads * size, intermediate
+    T* first_hidden;                  // [rows][hidden]: the embedding goes here too, if it is asked for
+    float *largest, *total, *sums;    // parts of attention (`attention::Part`), for all heads and threads
+    void* room;                       // what a thread needs for itself: `room_bytes` for each
     long room_bytes, layer_count, rows, hidden, heads, key_heads, size, rotary, intermediate, threads;
+    long is_gelu;           // the activation: GELU in its approximation by tanh, or SiLU
+    long norms_round_once;  // not before they multiply with their weights
+    long rotary_rounds_once;
+    long norms_of_rows;  // q_norm and k_norm are of all heads of a row together, not of each
     double epsilon, scaling;
+    double norm_offset;  // added to the weights of norms
+    double embedding_factor, residual_factor;  // of what the embedding gives, and of what is added to x
 };
 
 // Threads wait for each other in turns of the processor, and give it away if that takes long.
@@ -82,41 +90,45 @@ static INLINE float rounded_to(float x) {
 
 // RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467) of n numbers.
 template <class T>
-static void normalize(const T* x, const T* weight, long n, float epsilon, T* out) {
+static void normalize(const Pass<T>& pass, const T* x, const T* weight, long n, T* out) {
     float partial[16] = {}, sum = 0;
     long i = 0;
     for (; i + 16 <= n; i += 16)
         for (int l = 0; l < 16; l++) partial[l] += number(x[i + l]) * number(x[i + l]);
     for (; i < n; i++) sum += number(x[i]) * number(x[i]);
     for (int l = 0; l < 16; l++) sum += partial[l];
-    const float scale = 1 / __builtin_sqrtf(sum / n + epsilon);
-    for (i = 0; i < n; i++) store(number(weight[i]) * rounded_to<T>(number(x[i]) * scale), out + i);
-}
-
-// Rotary embedding (Su et al. 2021, arXiv 2104.09864) of one head, in place: number i turns with number i + n / 2.
-template <class T>
-static void rotate(T* x, const T* cos, const T* sin, long n) {
-    for (long i = 0; i < n / 2; i++) {
-        const long j = i + n / 2;
-        const float a = number(x[i]), b = number(x[j]);
-        const float first = rounded_to<T>(a * number(cos[i])) + rounded_to<T>(-b * number(sin[i]));
-        const float second = rounded_to<T>(b * number(cos[j])) + rounded_to<T>(a * number(sin[j]));
-        store(first, x + i);
-        store(second, x + j);
+    const float scale = 1 / __builtin_sqrtf(sum / n + float(pass.epsilon)), offset = pass.norm_offset;
+    for (i = 0; i < n; i++) {
+        const float y = number(x[i]) * scale;
+        store((number(weight[i]) + offset) * (pass.norms_round_once ? y : rounded_to<T>(y)), out + i);
     }
 }
 
-// up = silu(gate) * up, of n numbers.
+// Rotary embedding (Su et al. 2021, arXiv 2104.09864) of one head, in place: number i turns with number i + n / 2.
+// Products are rounded to type By before they are added up.
+template <class By, class T>
+static void rotate(T* x, const float* cos, const float* sin, long n) {
+    for (long i = 0; i < n / 2; i++) {
+        const long j = i + n / 2;
+        const float a = number(x[i]), b = number(x[j]);
+        store(rounded_to<By>(a * cos[i]) + rounded_to<By>(-b * sin[i]), x + i);
+        store(rounded_to<By>(b * cos[j]) + rounded_to<By>(a * sin[j]), x + j);
+    }
+}
+
+// up = activation(gate) * up, of n numbers. SiLU is x * sigmoid(x). GELU, approximated by tanh (Hendrycks & Gimpel 2016,
+// arXiv 1606.08415), is x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3), for 1 + tanh(z) = 2 * sigmoid(2 * z).
 template <class T>
-static void gate_with_silu(const T* gate, T* up, long n) {
+static void activate(bool is_gelu, const T* gate, T* up, long n) {
     typedef Lanes<16>::Floats Floats;
     for (long i = 0; i < n; i += 16) {
         const int count = std::min<long>(16, n - i);
         Floats x = {};
         for (int l = 0; l < count; l++) x[l] = number(gate[i + l]);
-        const Floats power = exponential<16>(x < 0 ? x : -x);
-        const Floats silu = x * (x < 0 ? power : Floats{} + 1.0f) / (1.0f + power);
-        for (int l = 0; l < count; l++) store(rounded_to<T>(silu[l]) * number(up[i + l]), up + i + l);
+        const Floats y = is_gelu ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+        const Floats power = exponential<16>(y < 0 ? y : -y);
+        const Floats activated = x * (y < 0 ? power : Floats{} + 1.0f) / (1.0f + power);
+        for (int l = 0; l < count; l++) store(rounded_to<T>(activated[l]) * number(up[i + l]), up + i + l);
     }
 }
 
@@ -128,9 +140,9 @@ struct Thread {
     const Pass<T>& pass;
     Barrier& barrier;
     const long index;
-    T* const normed;           // [rows][hidden]
-    Prepared* const prepared;  // the input of a product, if it is not taken as it is
-    T* const scratch;          // [rows][BLOCK]
+    T *const x, *const normed;  // [rows][hidden]
+    Prepared* const prepared;   // the input of a product, if it is not taken as it is
+    T* const scratch;           // [rows][BLOCK]
 
     void meet() { barrier.wait(pass.threads); }
 
@@ -144,9 +156,12 @@ struct Thread {
         }
     }
 
-    void normalize_rows(const T* weight) {
-        for (long row = 0; row < pass.rows; row++)
-            normalize(pass.x + row * pass.hidden, weight, pass.hidden, pass.epsilon, normed + row * pass.hidden);
+    // All rows, [rows][hidden], after a norm, if there is one.
+    const T* normalize_rows(const T* rows, const T* weight) {
+        if (!weight) return rows;
+        for (long at = 0; at < pass.rows * pass.hidden; at += pass.hidden)
+            normalize(pass, rows + at, weight, pass.hidden, normed + at);
+        return normed;
     }
 
     // Outputs begin..end-1 of all rows.
@@ -162,23 +177,16 @@ struct Thread {
         multiply(x, matrix, inputs, share(matrix.outputs, index), share(matrix.outputs, index + 1));
     }
 
-    // x += product
-    void add_product(const T* input, const Matrix<T>& matrix, long inputs) {
-        const Prepared* taken = prepare(input, inputs);
-        const long begin = share(matrix.outputs, index), end = share(matrix.outputs, index + 1);
-        for (long first = begin; first < end; first += BLOCK) {
-            const long last = std::min(end, first + BLOCK), n = last - first;
-            multiply(taken, matrix.part(first, n, inputs, scratch), inputs, 0, n);
-            for (long row = 0; row < pass.rows; row++) {
-                T* to = pass.x + row * pass.hidden + first;
-                for (long i = 0; i < n; i++) store(number(to[i]) + number(scratch[row * n + i]), to + i);
-            }
-        }
+    // x += product, after a norm, if there is one
+    void add_product(const T* norm) {
+        const T* from = normalize_rows(pass.product, norm);
+        const float factor = pass.residual_factor;
+        for (long i = 0; i < pass.rows * pass.hidden; i++)
+            store(number(x[i]) + rounded_to<T>(factor * number(from[i])), x + i);
     }
 
     void query_key_value(const Layer<T>& layer) {
-        normalize_rows(layer.input_norm);
-        const Prepared* taken = prepare(normed, pass.hidden);
+        const Prepared* taken = prepare(normalize_rows(x, layer.input_norm), pass.hidden);
         const Matrix<T>* matrices[] = {&layer.q, &layer.k, &layer.v};
         const long n = layer.q.outputs + layer.k.outputs + layer.v.outputs;
         long before = 0;
@@ -190,23 +198,37 @@ struct Thread {
         }
     }
 
-    // Norms of heads and rotary embedding of a row's queries or keys.
-    void turn(T* x, long row, const T* norm) {
-        if (norm) normalize(x, norm, pass.size, pass.epsilon, x);
+    // Norms of all heads of a row together: of queries and of keys, rows in turn.
+    void normalize_heads(const Layer<T>& layer) {
+        for (long item = index; item < 2 * pass.rows; item += pass.threads) {
+            const bool is_key = item % 2;
+            const long n = is_key ? layer.k.outputs : layer.q.outputs;
+            T* to = (is_key ? layer.k.out : pass.q) + item / 2 * n;
+            normalize(pass, to, is_key ? layer.k_norm : layer.q_norm, n, to);
+        }
+        meet();
+    }
+
+    // Norm and rotary embedding of a head of a row's queries or keys.
+    void turn(T* to, const Layer<T>& layer, long row, const T* norm) {
+        if (norm && !pass.norms_of_rows) normalize(pass, to, norm, pass.size, to);
+        if (!layer.cos) return;
         const long turned = pass.positions[row] * pass.rotary;
-        rotate(x, pass.cos + turned, pass.sin + turned, pass.rotary);
+        const auto rotated = pass.rotary_rounds_once ? rotate<float, T> : rotate<T, T>;
+        rotated(to, layer.cos + turned, layer.sin + turned, pass.rotary);
     }
 
     // Turn queries, and append keys and values to the cache: heads in turn.
     void append(const Layer<T>& layer) {
         const long size = pass.size;
         for (long head = index; head < pass.heads; head += pass.threads)
-            for (long row = 0; row < pass.rows; row++) turn(pass.q + (row * pass.heads + head) * size, row, layer.q_norm);
+            for (long row = 0; row < pass.rows; row++)
+                turn(pass.q + (row * pass.heads + head) * size, layer, row, layer.q_norm);
         for (long head = index; head < pass.key_heads; head += pass.threads)
             for (long row = 0; row < pass.rows; row++) {
                 T* key = layer.keys + head * layer.key_stride + (layer.held + row) * size;
                 memcpy(key, layer.k.out + (row * pass.key_heads + head) * size, size * sizeof(T));
-                turn(key, row, layer.k_norm);
+                turn(key, layer, row, layer.k_norm);
                 memcpy(layer.values + head * layer.key_stride + (layer.held + row) * size,
                        layer.v.out + (row * pass.key_heads + head) * size, size * sizeof(T));
             }
@@ -236,8 +258,7 @@ struct Thread {
     }
 
     void gated(const Layer<T>& layer) {
-        normalize_rows(layer.post_norm);
-        const Prepared* taken = prepare(normed, pass.hidden);
+        const Prepared* taken = prepare(normalize_rows(x, layer.mlp_norm), pass.hidden);
         const long n = pass.intermediate, inputs = pass.hidden;
         const long begin = share(n, index), end = share(n, index + 1);
         for (long first = begin; first < end; first += BLOCK) {
@@ -245,36 +266,44 @@ struct Thread {
             multiply(taken, layer.gate.part(first, width, inputs, scratch), inputs, 0, width);
             multiply(taken, layer.up, inputs, first, last);
             for (long row = 0; row < pass.rows; row++)
-                gate_with_silu(scratch + row * width, pass.mlp + row * n + first, width);
+                activate(pass.is_gelu, scratch + row * width, pass.mlp + row * n + first, width);
         }
     }
 
     void keep(T* to) {  // the rows of x, if they are asked for
-        if (to && index == 0) memcpy(to, pass.x, pass.rows * pass.hidden * sizeof(T));
+        if (to && index == 0) memcpy(to, x, pass.rows * pass.hidden * sizeof(T));
+    }
+
+    void embed() {
+        const float factor = pass.embedding_factor;
+        for (long row = 0; row < pass.rows; row++)
+            for (long i = 0; i < pass.hidden; i++)
+                store(factor * number(pass.embedding[pass.ids[row] * pass.hidden + i]), x + row * pass.hidden + i);
     }
 
     void run() {
-        for (long row = index; row < pass.rows; row += pass.threads)
-            memcpy(pass.x + row * pass.hidden, pass.embedding + pass.ids[row] * pass.hidden, pass.hidden * sizeof(T));
-        meet();
+        embed();
         keep(pass.first_hidden);
         for (long i = 0; i < pass.layer_count; i++) {
             const Layer<T>& layer = pass.layers[i];
             query_key_value(layer);
             meet();
+            if (pass.norms_of_rows) normalize_heads(layer);
             append(layer);
             meet();
             attend(layer);
             meet();
-            add_product(pass.attended, layer.o, pass.heads * pass.size);
+            multiply_share(prepare(pass.attended, pass.heads * pass.size), layer.o, pass.heads * pass.size);
             meet();
+            add_product(layer.o_norm);
             gated(layer);
             meet();
-            add_product(pass.mlp, layer.down, pass.intermediate);
+            multiply_share(prepare(pass.mlp, pass.intermediate), layer.down, pass.intermediate);
             meet();
+            add_product(layer.down_norm);
             if (i + 1 < pass.layer_count) keep(layer.output);
         }
-        normalize_rows(pass.norm);
+        normalize_rows(x, pass.norm);
         if (T* to = pass.layers[pass.layer_count - 1].output; to && index == 0)  // the last is given after the norm
             memcpy(to, normed, pass.rows * pass.hidden * sizeof(T));
         multiply_share(prepare(normed, pass.hidden), pass.head, pass.hidden);
@@ -293,10 +322,11 @@ static void run(const Pass<typename By::Number>& pass) {
         here.threads = omp_get_num_threads();  // may be fewer than were asked for
         const auto aligned = [](char* at) { return (char*)(((uintptr_t)at + 63) & ~uintptr_t(63)); };
         const long widest = std::max({pass.hidden, pass.heads * pass.size, pass.intermediate});
-        char* normed = aligned((char*)pass.room + index * pass.room_bytes);
+        char* x = aligned((char*)pass.room + index * pass.room_bytes);
+        char* normed = aligned(x + pass.rows * pass.hidden * sizeof(T));
         char* prepared = aligned(normed + pass.rows * pass.hidden * sizeof(T));
         char* scratch = aligned(prepared + pass.rows * widest * sizeof(Prepared));
-        Thread<By>{here, barrier, index, (T*)normed, (Prepared*)prepared, (T*)scratch}.run();
+        Thread<By>{here, barrier, index, (T*)x, (T*)normed, (Prepared*)prepared, (T*)scratch}.run();
     }
 }
 

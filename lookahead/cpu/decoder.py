@@ -5,7 +5,7 @@ computes all layers, and its threads meet at a spinning barrier. Weights are rea
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +25,11 @@ _movers = cache(partial(native.kernels, "decoder", "move_rows", (torch.uint8,), 
 
 
 class Layer(NamedTuple):
-    """One layer. All tensors but weights in int8 have one dtype. q_norm and k_norm, [head_dim], are of single heads."""
+    """One layer. All tensors but weights in int8 have one dtype. A norm that is None is left out.
+
+    input_norm and mlp_norm are of what attention and the MLP take. The others are of what these products give: q_norm
+    and k_norm of each head, [head_dim], or of all heads together.
+    """
 
     q: Linear
     k: Linear
@@ -34,18 +38,20 @@ class Layer(NamedTuple):
     gate: Linear
     up: Linear
     down: Linear
-    input_norm: torch.Tensor
-    post_norm: torch.Tensor
+    input_norm: torch.Tensor | None = None
+    mlp_norm: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+    o_norm: torch.Tensor | None = None
+    down_norm: torch.Tensor | None = None
 
 
 _FIELDS = tuple(Layer.__annotations__)
 _LINEARS, _NORMS = _FIELDS[:7], _FIELDS[7:]
-_CACHE = ("keys", "values", "held", "key_stride", "hidden", "masked", "output")
+_OF_PASS = ("cos", "sin", "keys", "values", "held", "key_stride", "hidden", "masked", "output")
 # Place of each field of a Layer in decoder.cpp, all of 8 bytes. A linear layer is a Matrix.
 _PLACES = {name: products.FIELDS * i for i, name in enumerate(_LINEARS)}
-_PLACES |= {name: products.FIELDS * len(_LINEARS) + i for i, name in enumerate(_NORMS + _CACHE)}
+_PLACES |= {name: products.FIELDS * len(_LINEARS) + i for i, name in enumerate(_NORMS + _OF_PASS)}
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,25 @@ class Decoder:
     """A decoder built like Llama. embedding: [vocabulary, hidden]. norm: [hidden]. epsilon: of all norms."""
 
     layers: Sequence[Layer]
+    rotary: Sequence[str | None]
+    """For each layer, the name of its rotary embedding. None: it has none."""
     embedding: torch.Tensor
     norm: torch.Tensor
     head: Linear
     head_dim: int
     scaling: float
     epsilon: float
+    norm_offset: float
+    """Added to the weights of norms."""
+    norms_round_once: bool
+    """Norms multiply with their weights in float32, and do not round before."""
+    rotary_rounds_once: bool
+    is_gelu: bool
+    """The activation is GELU, approximated by tanh. Otherwise it is SiLU."""
+    embedding_factor: float
+    residual_factor: float
+    """Of what attention and the MLP add."""
+    logits_divisor: float
 
 
 class _Pass(ctypes.Structure):
@@ -66,12 +85,14 @@ class _Pass(ctypes.Structure):
 
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = (
         [("layers", ctypes.c_void_p), ("head", ctypes.c_long * products.FIELDS)]
-        + [(name, ctypes.c_void_p) for name in ("ids", "embedding", "norm", "cos", "sin", "positions")]
-        + [(name, ctypes.c_void_p) for name in ("x", "q", "attended", "mlp")]
+        + [(name, ctypes.c_void_p) for name in ("ids", "embedding", "norm", "positions")]
+        + [(name, ctypes.c_void_p) for name in ("product", "q", "attended", "mlp")]
         + [(name, ctypes.c_void_p) for name in ("first_hidden", "largest", "total", "sums", "room")]
         + [(name, ctypes.c_long) for name in ("room_bytes", "layer_count", "rows", "hidden", "heads", "key_heads")]
         + [(name, ctypes.c_long) for name in ("size", "rotary", "intermediate", "threads")]
-        + [(name, ctypes.c_double) for name in ("epsilon", "scaling")]
+        + [(name, ctypes.c_long) for name in ("is_gelu", "norms_round_once", "rotary_rounds_once", "norms_of_rows")]
+        + [(name, ctypes.c_double) for name in ("epsilon", "scaling", "norm_offset")]
+        + [(name, ctypes.c_double) for name in ("embedding_factor", "residual_factor")]
     )
 
 
@@ -111,24 +132,26 @@ class Program:
         first = decoder.layers[0]
         self.key_heads = first.k.weight.shape[0] // decoder.head_dim
         self._heads = first.q.weight.shape[0] // decoder.head_dim
+        self._norms_of_rows = first.q_norm is not None and len(first.q_norm) > decoder.head_dim
         self._room = np.empty(0, np.uint8)
         self._table = np.zeros((len(decoder.layers), _PLACES["output"] + 1), np.int64)
         for row, layer in zip(self._table, decoder.layers, strict=True):
             matrices = [field for linear in layer[:7] for field in linear.matrix()]
-            row[: _PLACES["keys"]] = matrices + [products.pointer(norm) for norm in layer[7:]]
+            row[: _PLACES["cos"]] = matrices + [products.pointer(norm) for norm in layer[7:]]
 
     def run(
         self,
         ids: np.ndarray,
         positions: np.ndarray,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         caches: Sequence[tuple[int, int, int, int]],
         hidden: Sequence[np.ndarray],
         outputs: tuple[int, ...] = (),
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Compute T rows, append their keys and values to the caches, and return logits [1, T, vocabulary].
 
-        ids, positions: int64 [T]. rotary: cosines and sines of all positions, [positions, rotary] each.
+        ids, positions: int64 [T].
+        rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each.
         caches: for each layer, the addresses of the first key and value that it shows, [key heads, .., head_dim]; how
         many it shows before the T rows; and how many numbers lie between two heads.
         hidden: for each layer, which of the last keys each row must not see, bool [T, keys].
@@ -141,34 +164,38 @@ class Program:
         of_heads, of_keys = heads * decoder.head_dim, self.key_heads * decoder.head_dim
         threads = torch.get_num_threads()
         parts = rows * heads * threads
-        for_each = rows * (itemsize * (width + _BLOCK) + 4 * max(width, of_heads, intermediate)) + 256
+        for_each = rows * (itemsize * (2 * width + _BLOCK) + 4 * max(width, of_heads, intermediate)) + 256
         sizes = [itemsize * rows * n for n in (width, of_heads, of_heads, intermediate, of_keys, of_keys)]
         sizes += [4 * parts, 4 * parts, 4 * parts * decoder.head_dim, threads * for_each]
         places = np.cumsum([0] + [-(-size // 64) * 64 for size in sizes])
         if self._room.nbytes < places[-1]:
             self._room = np.empty(places[-1], np.uint8)
-        x, q, attended, mlp, k, v, largest, total, sums, room, _ = (self._room.ctypes.data + places).tolist()
+        product, q, attended, mlp, k, v, largest, total, sums, room, _ = (self._room.ctypes.data + places).tolist()
         logits = decoder.embedding.new_empty(1, rows, decoder.head.weight.shape[0])
         kept = {i: decoder.embedding.new_empty(1, rows, width) for i in outputs}
-        for name, out in (("q", q), ("k", k), ("v", v), ("up", mlp)):
+        for name, out in (("q", q), ("k", k), ("v", v), ("o", product), ("up", mlp), ("down", product)):
             table[:, _PLACES[name] + products.OUT] = out
+        turned_by: dict[str | None, tuple[int, int]] = {None: (0, 0)}
+        turned_by |= {name: (cos.data_ptr(), sin.data_ptr()) for name, (cos, sin) in rotary.items()}
+        table[:, _PLACES["cos"] : _PLACES["keys"]] = [turned_by[name] for name in decoder.rotary]
         table[:, _PLACES["keys"] : _PLACES["hidden"]] = caches
         places_of = {id(array): (array.ctypes.data, array.shape[1]) for array in hidden}
         table[:, _PLACES["hidden"] : _PLACES["output"]] = [places_of[id(array)] for array in hidden]
         table[:, _PLACES["output"]] = [products.pointer(kept.get(i)) for i in range(1, len(table) + 1)] if kept else 0
-        cos, sin = rotary
         _kernels()[logits.dtype](
             ctypes.byref(
                 _Pass(
                     table.ctypes.data, decoder.head.matrix(logits), ids.ctypes.data, decoder.embedding.data_ptr(),
-                    decoder.norm.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.ctypes.data, x, q, attended, mlp,
+                    decoder.norm.data_ptr(), positions.ctypes.data, product, q, attended, mlp,
                     products.pointer(kept.get(0)), largest, total, sums, room, for_each, len(table), rows, width, heads,
-                    self.key_heads, decoder.head_dim, cos.shape[1], intermediate, threads, decoder.epsilon,
-                    decoder.scaling,
+                    self.key_heads, decoder.head_dim, next(iter(rotary.values()))[0].shape[1], intermediate, threads,
+                    decoder.is_gelu, decoder.norms_round_once, decoder.rotary_rounds_once, self._norms_of_rows,
+                    decoder.epsilon, decoder.scaling, decoder.norm_offset, decoder.embedding_factor,
+                    decoder.residual_factor,
                 )
             )
         )  # fmt: skip
-        return logits, kept
+        return logits if decoder.logits_divisor == 1 else logits / decoder.logits_divisor, kept
 
 
 def can_move(buffers: Sequence[torch.Tensor]) -> bool:

@@ -1,12 +1,15 @@
 """Finds the weights of a model that is built like Llama, so that one call can compute its pass (`cpu.decoder`).
 
-What a model's own code does is not read but known: of these classes, as transformers defines them. So every module must
-be exactly of its class, with no hook, no forward of its own and no adapter. The probe compares the results besides.
+What a model's own code does is not read but known: of these families, as transformers defines them. So every module
+must be exactly of its class, with no hook, no forward of its own and no adapter. The probe compares the results, too.
 """
 
 import sys
-from typing import Any
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,7 +17,43 @@ from lookahead.compat import global_hooks, has_own_call
 from lookahead.cpu.decoder import Decoder, Layer
 from lookahead.cpu.products import DecodingLinear, Linear
 
-CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_BEFORE = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_AFTER = {"o_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
+_AROUND = {"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_AFTER}
+
+
+class Family(NamedTuple):
+    """What a family does otherwise than Llama. What is not said here is found in the modules."""
+
+    norms: Mapping[str, str] = _BEFORE
+    """The norms of a layer, by fields of `Layer`."""
+    norm_offset: float = 0.0
+    norms_round_once: bool = False
+    rotary_rounds_once: bool = False
+    model: str = "Model"
+    """The classes of the model within, and of its embedding, without the family's name."""
+    embedding: str | None = None
+    activation: str = "act_fn"
+    is_joined: bool = False
+    """One layer gives query, key and value, and one gives both halves of the gated MLP."""
+    logits_divisor: str | None = None
+    """The name of a setting."""
+
+
+FAMILIES = {
+    "Llama": Family(),
+    "Mistral": Family(),
+    "Qwen2": Family(),
+    "Qwen3": Family(),
+    "SmolLM3": Family(),
+    "Phi3": Family(activation="activation_fn", is_joined=True),
+    "Granite": Family(logits_divisor="logits_scaling"),
+    "Olmo2": Family(_AFTER, norms_round_once=True, rotary_rounds_once=True),
+    "Gemma3": Family(
+        _AROUND, norm_offset=1.0, norms_round_once=True, model="TextModel", embedding="TextScaledWordEmbedding"
+    ),
+}
+CLASSES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
 
 
 class UnknownDecoderError(Exception):
@@ -44,54 +83,106 @@ class _Reader:
     """Reads the modules of one family. Its classes have a prefix, and are defined in one Python module."""
 
     def __init__(self, prefix: str, defined_in: object):
-        self._prefix, self._defined_in = prefix, defined_in
+        self._prefix, self._defined_in, self._family = prefix, defined_in, FAMILIES[prefix]
         self._epsilons: set[float] = set()
+        self._gelu: set[bool] = set()
 
-    def model(self, model: nn.Module) -> Decoder:
+    def model(self, model: PreTrainedModel) -> Decoder:
         self._check(model)
-        inner = self._module(model, "model", "Model")
-        rotary = self._module(inner, "rotary_emb", "RotaryEmbedding")
-        if rotary.rope_type in ("dynamic", "longrope"):
-            raise UnknownDecoderError(f"its rotary embedding is {rotary.rope_type}, which changes with the length")
+        family = self._family
+        inner = self._module(model, "model", family.model)
         layers = inner.layers[: inner.config.num_hidden_layers]
-        found = [self._layer(layer) for layer in layers]
-        embedding = self._child(inner, "embed_tokens", nn.Embedding)
-        if embedding.max_norm is not None:
-            raise UnknownDecoderError("its embedding changes when it is read (max_norm)")
         attention = layers[0].self_attn
+        found = [self._layer(layer) for layer in layers]
+        embedding, factor = self._embedding(inner)
         norm = self._norm(inner, "norm")
-        head = self._linear(model, "lm_head")
         if len(self._epsilons) > 1:
             raise UnknownDecoderError("its norms differ in their epsilon")
-        return Decoder(found, embedding.weight, norm, head, attention.head_dim, attention.scaling, self._epsilons.pop())
+        if len(self._gelu) > 1:
+            raise UnknownDecoderError("its layers differ in their activation")
+        if getattr(model.config, "final_logit_softcapping", None) is not None:
+            raise UnknownDecoderError("its logits are capped")
+        return Decoder(
+            found,
+            self._rotary(inner, layers),
+            embedding,
+            norm,
+            self._linear(model, "lm_head"),
+            attention.head_dim,
+            attention.scaling,
+            self._epsilons.pop(),
+            family.norm_offset,
+            family.norms_round_once,
+            family.rotary_rounds_once,
+            self._gelu.pop(),
+            factor,
+            getattr(layers[0], "residual_multiplier", 1.0),
+            getattr(model.config, family.logits_divisor) if family.logits_divisor else 1.0,
+        )
+
+    def _embedding(self, inner: Any) -> tuple[torch.Tensor, float]:
+        """Return the weights of the embedding, and what it multiplies them by."""
+        if self._family.embedding is None:
+            embedding = self._child(inner, "embed_tokens", nn.Embedding)
+            factor = getattr(inner, "embedding_multiplier", 1.0)
+        else:
+            embedding = self._module(inner, "embed_tokens", self._family.embedding)
+            factor = float(embedding.embed_scale.to(embedding.weight.dtype))  # it is rounded, too
+        if embedding.max_norm is not None:
+            raise UnknownDecoderError("its embedding changes when it is read (max_norm)")
+        return embedding.weight, factor
+
+    def _rotary(self, inner: Any, layers: nn.ModuleList) -> list[str | None]:
+        """Return `Decoder.rotary`. Where one rotary embedding serves all layers, its name is empty."""
+        types = self._module(inner, "rotary_emb", "RotaryEmbedding").rope_type
+        by_name = types if isinstance(types, dict) else {"": types}
+        for name, rope_type in by_name.items():
+            if rope_type == "dynamic" or (rope_type == "longrope" and name):
+                raise UnknownDecoderError(f"its rotary embedding is {rope_type}, which changes with the length")
+        names = inner.config.layer_types if isinstance(types, dict) else [""] * len(layers)
+        turned = [getattr(layer.self_attn, "use_rope", True) for layer in layers]
+        return [name if is_turned else None for name, is_turned in zip(names, turned, strict=False)]
 
     def _layer(self, layer: nn.Module) -> Layer:
         self._is(layer, "DecoderLayer")
         attention = self._module(layer, "self_attn", "Attention")
         mlp = self._module(layer, "mlp", "MLP")
-        activation = mlp.act_fn
-        if type(activation).__name__ not in ("SiLU", "SiLUActivation"):
-            raise UnknownDecoderError(f"its activation is {type(activation).__name__}, not SiLU")
+        self._gelu.add(self._is_gelu(getattr(mlp, self._family.activation)))
+        norms = {field: self._norm(layer, name) for field, name in self._family.norms.items()}
+        if hasattr(attention, "q_norm"):
+            norms |= {name: self._norm(attention, name) for name in ("q_norm", "k_norm")}
+        if self._family.is_joined:
+            of_queries, of_keys = (
+                heads * attention.head_dim
+                for heads in (attention.config.num_attention_heads, attention.num_key_value_heads)
+            )
+            q, k, v = self._parts(attention, "qkv_proj", of_queries, of_queries + of_keys)
+            gate, up = self._parts(mlp, "gate_up_proj", mlp.gate_up_proj.out_features // 2)
+        else:
+            q, k, v = (self._linear(attention, name) for name in ("q_proj", "k_proj", "v_proj"))
+            gate, up = (self._linear(mlp, name) for name in ("gate_proj", "up_proj"))
+        o, down = self._linear(attention, "o_proj"), self._linear(mlp, "down_proj")
+        return Layer(q, k, v, o, gate, up, down, **norms)
+
+    def _is_gelu(self, activation: nn.Module) -> bool:
+        """Whether the activation is GELU, approximated by tanh, or SiLU."""
         self._check(activation)
-        has_norms = hasattr(attention, "q_norm")
-        return Layer(
-            q=self._linear(attention, "q_proj"),
-            k=self._linear(attention, "k_proj"),
-            v=self._linear(attention, "v_proj"),
-            o=self._linear(attention, "o_proj"),
-            gate=self._linear(mlp, "gate_proj"),
-            up=self._linear(mlp, "up_proj"),
-            down=self._linear(mlp, "down_proj"),
-            input_norm=self._norm(layer, "input_layernorm"),
-            post_norm=self._norm(layer, "post_attention_layernorm"),
-            q_norm=self._norm(attention, "q_norm") if has_norms else None,
-            k_norm=self._norm(attention, "k_norm") if has_norms else None,
-        )
+        name = type(activation).__name__
+        is_gelu = name == "GELUTanh" and getattr(activation.act, "keywords", None) == {"approximate": "tanh"}
+        if not is_gelu and name not in ("SiLU", "SiLUActivation"):
+            raise UnknownDecoderError(f"its activation is {name}, not SiLU")
+        return is_gelu
 
     def _norm(self, parent: nn.Module, name: str) -> nn.Parameter:
         norm = self._module(parent, name, "RMSNorm")
-        self._epsilons.add(norm.variance_epsilon)
+        self._epsilons.add(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
         return norm.weight
+
+    def _parts(self, parent: nn.Module, name: str, *ends: int) -> Iterator[Linear]:
+        """Yield the rows of a layer up to each of these ends, and the rest, as layers of their own."""
+        joined = self._linear(parent, name)
+        for begin, end in pairwise((0, *ends, None)):
+            yield Linear(*(None if field is None else field[begin:end] for field in joined))  # type: ignore[arg-type]
 
     def _linear(self, parent: nn.Module, name: str) -> Linear:
         return Linear.of(self._child(parent, name, nn.Linear, DecodingLinear))

@@ -35,7 +35,8 @@ class FusedRunner(EagerRunner):
                 "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
             )
         self._program = decoder.Program(found)
-        self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._serves = range(0)  # the largest position of a pass that takes these
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         serves = len(steps) == 1 and len(steps[0]) - steps[0].computed <= decoder.MAX_ROWS
@@ -51,20 +52,29 @@ class FusedRunner(EagerRunner):
         logits, outputs = self._program.run(
             ids[0],
             positions[0],
-            self._rotary_until(int(positions.max())),
+            self._rotary_of(int(positions.max())),
             [self._extended(layer, rows) for layer in cache.layers],
             [of_one[visibility] for visibility in self.adapter.layers if visibility is not None],
             self._requested,
         )
         return Output(logits, outputs)
 
-    def _rotary_until(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines of the positions up to this one, and some more: [positions, rotary] each."""
-        if self._rotary is None or position >= len(self._rotary[0]):
-            count = max(FIRST_POSITIONS, 2 * position)
+    def _rotary_of(self, position: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
+
+        They are those of a pass whose largest position is this one, which tells longrope which of two it is.
+        """
+        if position not in self._serves:
+            rotary: Any = self.model.model.rotary_emb
+            count = switch = max(FIRST_POSITIONS, 2 * position)
+            if rotary.rope_type == "longrope":
+                switch = rotary.config.rope_parameters["original_max_position_embeddings"]
+            self._serves = range(switch, count) if position >= switch else range(min(switch, count))
+            positions = torch.arange(self._serves.stop)[None]
             like = self._program.decoder.embedding.new_empty(1, 1, 1)
-            cos, sin = self.model.model.rotary_emb(like, torch.arange(count)[None])  # type: ignore[union-attr, operator]
-            self._rotary = cos[0].contiguous(), sin[0].contiguous()
+            for name in {name or "" for name in self._program.decoder.rotary}:
+                cos, sin = rotary(like, positions, *([name] if name else []))
+                self._rotary[name] = cos[0].float().contiguous(), sin[0].float().contiguous()
         return self._rotary
 
     def _extended(self, layer: Any, rows: int) -> tuple[int, int, int, int]:
