@@ -16,6 +16,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead.cpu import decoder
 from lookahead.cpu import likeliest as fast
+from lookahead.cpu import products
 from lookahead.models.decoder import UnknownDecoderError, read_decoder
 from lookahead.passes import capabilities
 from lookahead.passes.fused import FusedRunner
@@ -35,9 +36,12 @@ def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
     return GuessTree.of(tokens.tolist(), parents, Source.TEXT) if rows else GuessTree.empty()
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "gemma3_text"]
+
+
+@settings(max_examples=70, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
-    family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
+    family=st.sampled_from(FAMILIES),
     heads=st.sampled_from([(4, 4, 16), (6, 3, 32), (4, 1, 32), (3, 3, 64)]),
     width=st.sampled_from([96, 192]),
     intermediate=st.sampled_from([32, 64, 160]),
@@ -93,6 +97,46 @@ def test_it_computes_what_the_model_computes(
                 assert relative_error(ours.flatten(0, 2), own.flatten(0, 2)) < allowed
     finally:
         torch.set_num_threads(before)
+
+
+def of_both(runners, held, rows):
+    """What runners say of a random tree of this many guesses, behind this many tokens that the first of them reads."""
+    rng = np.random.default_rng(held)
+    caches = [runners[0].adapter.make_cache() for _ in runners]
+    prompt = torch.from_numpy(rng.integers(3, 97, (1, held)))
+    with torch.no_grad():
+        for cache in caches:
+            runners[0].read(prompt, cache)
+        step = lay_out(5, random_tree(rng, rows, 97))
+        return [runner.run([step], cache) for runner, cache in zip(runners, caches, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_rounds_where_the_model_rounds(family, monkeypatch):
+    """If the model's own code uses our products and attention, too, nearly all numbers are the same to the last bit."""
+    monkeypatch.setattr(products, "MIN_WEIGHTS", 0)
+    model = tiny_model(family, hidden_size=96, intermediate_size=64, head_dim=24).to(torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    lookahead.wrap(model)
+    adapter = capabilities.find_adapter(model)
+    layers = (0, 1, 2)
+    eager, fused = of_both([EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers)], held=40, rows=6)
+    for layer in layers:
+        assert (fused.hidden_states[layer] == eager.hidden_states[layer]).float().mean() > 0.98
+    assert (fused.logits == eager.logits).float().mean() > 0.98
+
+
+def test_each_side_of_the_length_where_longrope_changes():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0], "partial_rotary_factor": 1.0}
+    model = tiny_model("phi3", rope_parameters=rope, sliding_window=None)
+    adapter = capabilities.find_adapter(model)
+    runners = EagerRunner(model, adapter), FusedRunner(model, adapter)
+    for held in (10, 60, 20):
+        eager, fused = of_both(runners, held, rows=6)
+        assert relative_error(fused.logits[0], eager.logits[0]) < 1e-4
 
 
 def with_weights_scaled_in_groups(model):
@@ -197,8 +241,10 @@ def test_changed_weights_take_effect(change):
     ("model_type", "settings", "reason"),
     [
         ("gemma", {}, "GemmaForCausalLM is none of"),
-        ("llama", {"hidden_act": "gelu"}, "not SiLU"),
+        ("llama", {"hidden_act": "gelu"}, "neither SiLU nor GELU"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "changes with the"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "its logits are capped"),
+        ("gemma3_text", {"hidden_activation": "gelu_python_tanh"}, "neither SiLU nor GELU"),
     ],
 )
 def test_models_of_another_kind_are_refused_by_name(model_type, settings, reason):

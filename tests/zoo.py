@@ -36,7 +36,10 @@ SETTINGS = {
     "gpt_neox": {"rotary_pct": 0.5},
     "gptj": {**GPT, "rotary_dim": 4},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "phi3": {"sliding_window": WINDOW},
+    "phi3": {
+        "sliding_window": WINDOW,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {**HEAD, **EXPERTS, "decoder_sparse_step": 1},
     "gpt_oss": {**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -49,7 +52,12 @@ SETTINGS = {
     "olmo2": {},
     "cohere": {"logit_scale": 1.0},
     "starcoder2": {"sliding_window": WINDOW},
-    "granite": {},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 0.6,
+    },
     # Less common: partial rotary, multi-query, layers without positions, chunked attention.
     "stablelm": {},
     "gpt_bigcode": {**GPT, "multi_query": True},

@@ -170,7 +170,7 @@ class _Reader:
         name = type(activation).__name__
         is_gelu = name == "GELUTanh" and getattr(activation.act, "keywords", None) == {"approximate": "tanh"}
         if not is_gelu and name not in ("SiLU", "SiLUActivation"):
-            raise UnknownDecoderError(f"its activation is {name}, not SiLU")
+            raise UnknownDecoderError(f"its activation is {name}, neither SiLU nor GELU by tanh")
         return is_gelu
 
     def _norm(self, parent: nn.Module, name: str) -> nn.Parameter:
