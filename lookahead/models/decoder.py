@@ -103,21 +103,21 @@ class _Reader:
         if getattr(model.config, "final_logit_softcapping", None) is not None:
             raise UnknownDecoderError("its logits are capped")
         return Decoder(
-            found,
-            self._rotary(inner, layers),
-            embedding,
-            norm,
-            self._linear(model, "lm_head"),
-            attention.head_dim,
-            attention.scaling,
-            self._epsilons.pop(),
-            family.norm_offset,
-            family.norms_round_once,
-            family.rotary_rounds_once,
-            self._gelu.pop(),
-            factor,
-            getattr(layers[0], "residual_multiplier", 1.0),
-            getattr(model.config, family.logits_divisor) if family.logits_divisor else 1.0,
+            layers=found,
+            rotary=self._rotary(inner, layers),
+            embedding=embedding,
+            norm=norm,
+            head=self._linear(model, "lm_head"),
+            head_dim=attention.head_dim,
+            scaling=attention.scaling,
+            epsilon=self._epsilons.pop(),
+            norm_offset=family.norm_offset,
+            norms_round_once=family.norms_round_once,
+            rotary_rounds_once=family.rotary_rounds_once,
+            is_gelu=self._gelu.pop(),
+            embedding_factor=factor,
+            residual_factor=getattr(layers[0], "residual_multiplier", 1.0),
+            logits_divisor=getattr(model.config, family.logits_divisor) if family.logits_divisor else 1.0,
         )
 
     def _embedding(self, inner: Any) -> tuple[torch.Tensor, float]:
