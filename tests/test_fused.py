@@ -14,9 +14,8 @@ from torchao.quantization.granularity import PerGroup
 from zoo import tiny_model
 
 import lookahead
-from lookahead.cpu import decoder
+from lookahead.cpu import decoder, products
 from lookahead.cpu import likeliest as fast
-from lookahead.cpu import products
 from lookahead.models.decoder import UnknownDecoderError, read_decoder
 from lookahead.passes import capabilities
 from lookahead.passes.fused import FusedRunner

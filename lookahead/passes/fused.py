@@ -62,7 +62,7 @@ class FusedRunner(EagerRunner):
     def _rotary_of(self, position: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
 
-        They are those of a pass whose largest position is this one, which tells longrope which of two it is.
+        position: the largest of a pass. By it, longrope chooses one of two sets of frequencies for the whole pass.
         """
         if position not in self._serves:
             rotary: Any = self.model.model.rotary_emb
