@@ -130,7 +130,7 @@ def test_it_rounds_where_the_model_rounds(family, monkeypatch):
 def test_each_side_of_the_length_where_longrope_changes():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
     rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0], "partial_rotary_factor": 1.0}
-    model = tiny_model("phi3", rope_parameters=rope, sliding_window=None)
+    model = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=32, sliding_window=None)
     adapter = capabilities.find_adapter(model)
     runners = EagerRunner(model, adapter), FusedRunner(model, adapter)
     for held in (10, 60, 20):
