@@ -98,6 +98,15 @@ def test_it_computes_what_the_model_computes(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_those_of_generate(family):
+    model = tiny_model(family)
+    expected = model.generate(IDS, **GREEDY)
+    lookahead.wrap(model)
+    assert model.generate(IDS, **GREEDY).tolist() == expected.tolist()
+    assert "passes: fused" in model.lookahead.report()
+
+
 def of_both(runners, held, rows):
     """What runners say of a random tree of this many guesses, behind this many tokens that the first of them reads."""
     rng = np.random.default_rng(held)

@@ -26,18 +26,21 @@ class Family(NamedTuple):
     """What a family does otherwise than Llama. What is not said here is found in the modules."""
 
     norms: Mapping[str, str] = _BEFORE
-    """The norms of a layer, by fields of `Layer`."""
+    """Names of the norms of a layer, by fields of `Layer`."""
     norm_offset: float = 0.0
+    """This and the next two are fields of `Decoder`."""
     norms_round_once: bool = False
     rotary_rounds_once: bool = False
     model: str = "Model"
-    """The classes of the model within, and of its embedding, without the family's name."""
+    """The class of the model within, without the family's name."""
     embedding: str | None = None
+    """The class of the embedding, without the family's name, if it is not torch's."""
     activation: str = "act_fn"
+    """The name of the activation in an MLP."""
     is_joined: bool = False
     """One layer gives query, key and value, and one gives both halves of the gated MLP."""
     logits_divisor: str | None = None
-    """The name of a setting."""
+    """The name of the setting that logits are divided by."""
 
 
 FAMILIES = {
