@@ -48,12 +48,12 @@ struct Pass {
     float *largest, *total, *sums;    // parts of attention (`attention::Part`), for all heads and threads
     void* room;                       // what a thread needs for itself: `room_bytes` for each
     long room_bytes, layer_count, rows, hidden, heads, key_heads, size, rotary, intermediate, threads;
-    long is_gelu;           // the activation: GELU in its approximation by tanh, or SiLU
-    long norms_round_once;  // not before they multiply with their weights
-    long rotary_rounds_once;
-    long norms_of_rows;  // q_norm and k_norm are of all heads of a row together, not of each
-    double epsilon, scaling;
-    double norm_offset;  // added to the weights of norms
+    long is_gelu;                              // the activation: GELU as approximated by tanh, or SiLU
+    long norms_round_once;                     // not before they multiply with their weights
+    long rotary_rounds_once;                   // not before products are added up
+    long norms_of_rows;                        // q_norm and k_norm are of all heads of a row together, not of each
+    double epsilon, scaling;                   // of norms, and of attention
+    double norm_offset;                        // added to the weights of norms
     double embedding_factor, residual_factor;  // of what the embedding gives, and of what is added to x
 };
 
@@ -116,8 +116,9 @@ static void rotate(T* x, const float* cos, const float* sin, long n) {
     }
 }
 
-// up = activation(gate) * up, of n numbers. SiLU is x * sigmoid(x). GELU, approximated by tanh (Hendrycks & Gimpel 2016,
-// arXiv 1606.08415), is x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3), for 1 + tanh(z) = 2 * sigmoid(2 * z).
+// up = activation(gate) * up, of n numbers. SiLU is x * sigmoid(x). GELU as approximated by tanh (Hendrycks & Gimpel
+// 2016, arXiv 1606.08415) is x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 + tanh(z) is
+// 2 * sigmoid(2 * z).
 template <class T>
 static void activate(bool is_gelu, const T* gate, T* up, long n) {
     typedef Lanes<16>::Floats Floats;
