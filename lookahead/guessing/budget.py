@@ -85,17 +85,14 @@ class Pace:
         With a smaller budget it is known which of these tokens would have been accepted, and so how many steps they
         would have taken. The tokens that a larger budget would have added are estimated by the guesses' probabilities.
         """
-        accepted = np.array(path[1:], np.int64) - 1
-        ranks = np.empty(len(chosen), np.int64)
-        ranks[chosen.ranking] = np.arange(len(chosen))
-        expected = np.zeros(len(tree) + 1)
-        np.cumsum(tree.probabilities[tree.ranking], out=expected[1:])
-        guesses = np.minimum(FIXED_BUDGETS, len(tree))
-        *costs, cost_of_chosen = self.costs.of_step(1 + np.append(guesses, len(chosen)), length)
-        steps = len(path) / (1.0 + (ranks[accepted][:, None] < guesses).sum(0))
-        more = self.trust() * np.maximum(expected[guesses] - expected[len(chosen)], 0)
-        stats.fixed_budgets[:, 0] += len(path) + more
-        stats.fixed_budgets[:, 1] += steps * costs
+        ranks = {node + 1: rank for rank, node in enumerate(chosen.ranking.tolist())}  # by row of the step
+        accepted = [ranks[row] for row in path[1:]]
+        expected = [0.0, *np.cumsum(tree.probabilities[tree.ranking]).tolist()]
+        guesses = [min(budget, len(tree)) for budget in FIXED_BUDGETS]
+        *costs, cost_of_chosen = self.costs.of_step(1 + np.array([*guesses, len(chosen)]), length).tolist()
+        more = [self.trust() * max(expected[count] - expected[len(chosen)], 0.0) for count in guesses]
+        steps = [len(path) / (1 + sum(rank < count for rank in accepted)) for count in guesses]
+        stats.fixed_budgets += [(len(path) + m, n * cost) for m, n, cost in zip(more, steps, costs, strict=True)]
         stats.chosen_budgets += len(path), cost_of_chosen
 
 

@@ -255,31 +255,30 @@ class Combined(GuessSource):
                 self._stats[root].accepted += len(path) - 1
         pace = self._budget.pace
         for i, stats in enumerate(self._stats):
+            trials = self._ledger.trials[i] if pace else None
             earned, cost, is_first = 0, 0.0, False
             if i in self._asked:
-                earned, cost = self._earned(i, outcome)
+                earned, fewer = self._earned(i, outcome)
                 seconds, is_first = float(self._seconds[i]), i not in self._has_observed
                 self._has_observed.add(i)
-                cost += pace.rate() * seconds if pace else 0.0
+                if pace and trials:
+                    cost = pace.rate() * seconds + pace.price(outcome.rows, fewer, max(map(len, outcome.texts)))
                 stats += SourceStats(asked=1, earned=earned, seconds=seconds)
-            if pace and (trials := self._ledger.trials[i]):  # also of a source that was not asked: its pause goes on
+            if trials:  # also of a source that was not asked: its pause goes on
                 trials.count(earned, cost, is_first)
 
-    def _earned(self, i: int, outcome: Outcome) -> tuple[int, float]:
-        """Return the tokens that the step would not have written without this source, and what they cost in the pass.
-
-        The cost is that of the rows that the step would not have had, in tokens at the recent rate.
-        """
-        if not any(i in by_source for by_source in self._proposed):
-            return 0, 0.0
+    def _earned(self, i: int, outcome: Outcome) -> tuple[int, int]:
+        """Return the tokens that the step would not have written without this source, and the rows that it then has."""
+        accepted = sum(len(path) - 1 for path in outcome.paths)
+        proposers = set().union(*self._proposed)
+        if i not in proposers:
+            return 0, outcome.rows
+        if proposers == {i}:
+            return accepted, len(self._proposed) * (1 + self._window_rows)
         others = [self._merge({j: tree for j, tree in by_source.items() if j != i})[1] for by_source in self._proposed]
-        length = max(map(len, outcome.texts))
-        chosen = self._budget.choose(others, length, self._window_rows)
-        accepted = [tree.follow(emitted) for tree, emitted in zip(chosen, outcome.emitted, strict=True)]
-        rows = len(chosen) * (1 + self._window_rows + max(map(len, chosen)))
-        pace = self._budget.pace
-        earned = sum(len(path) - 1 for path in outcome.paths) - sum(accepted)
-        return earned, pace.price(outcome.rows, rows, length) if pace else 0.0
+        chosen = self._budget.choose(others, max(map(len, outcome.texts)), self._window_rows)
+        earned = accepted - sum(tree.follow(emitted) for tree, emitted in zip(chosen, outcome.emitted, strict=True))
+        return earned, len(chosen) * (1 + self._window_rows + max(map(len, chosen)))
 
     def keep(self, sequences: list[int]) -> None:
         for source in self._sources:
