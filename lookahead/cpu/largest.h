@@ -54,10 +54,3 @@ struct Largest {
         for (; i < n; i++) offer(number(x[i]), i);
     }
 };
-            for (int j = 0; j < TOGETHER * L; j += L) above |= load(x + i + j) > Floats{} + numbers[count - 1];
-            if (any(above))
-                for (int l = 0; l < TOGETHER * L; l++) offer(number(x[i + l]), i + l);
-        }
-        for (; i < n; i++) offer(number(x[i]), i);
-    }
-};
