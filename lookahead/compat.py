@@ -131,19 +131,30 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not is_traceable_wrapper_subclass(tensor)
 
 
-def int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The int8 numbers [outputs, inputs] and the scales [outputs] of a weight that torchao has quantized by output.
+_OF_ACTIVATIONS = "act_quant_kwargs", "act_pre_scale", "activation_quantization"
 
-    None for all other weights, and if activations are scaled or quantized, too.
+
+def int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The int8 numbers [outputs, inputs] and the scales of a weight that torchao has quantized.
+
+    Scales [outputs] are those of sums. With scales [outputs, groups], torchao computes the weights of each group of
+    inputs, rounded to the weight's dtype, and multiplies with them. None for all other weights, also if activations are
+    scaled or quantized. Groups must be on the CPU, and count from zero.
     """
-    if type(weight).__name__ != "Int8Tensor" or not type(weight).__module__.startswith("torchao."):
+    kind = type(weight).__name__
+    if kind not in ("Int8Tensor", "IntxUnpackedToInt8Tensor") or not type(weight).__module__.startswith("torchao."):
         return None
-    if any(getattr(weight, name, None) is not None for name in ("act_quant_kwargs", "act_pre_scale")):
+    if any(getattr(weight, name, None) is not None for name in _OF_ACTIVATIONS):
         return None
     numbers, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
-    if numbers is None or scales is None or numbers.ndim != 2 or scales.shape != (len(numbers), 1):
+    if numbers is None or scales is None or numbers.ndim != 2 or scales.ndim != 2 or len(scales) != len(numbers):
         return None
-    return numbers, scales[:, 0]
+    if kind == "Int8Tensor" and scales.shape[1] == 1:
+        return numbers, scales[:, 0]
+    zeros = getattr(weight, "zero_point", None)
+    if not numbers.is_cpu or numbers.shape[1] % scales.shape[1] or (zeros is not None and zeros.numpy().any()):
+        return None
+    return numbers, scales
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -169,6 +169,30 @@ def test_weights_in_int8():
     assert ((numbers * scales[:, None] - weight).abs() <= 0.51 * scales[:, None]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_int8_by_groups(dtype):
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.quant_primitives import MappingType
+
+    for config in (
+        Int8WeightOnlyConfig(granularity=PerGroup(16)),
+        IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(16)),
+    ):
+        layer = nn.Linear(64, 8, dtype=dtype)
+        quantize_(layer, config)
+        found = compat.int8_weight(layer.weight)
+        assert found is not None, moved(f"{type(layer.weight).__name__}.qdata and .scale", "torchao")
+        numbers, scales = found
+        assert (numbers.dtype, scales.shape) == (torch.int8, (8, 4))
+        weight = (numbers.unflatten(1, (4, 16)) * scales.float()[..., None]).flatten(1).to(dtype)
+        assert torch.equal(weight, layer.weight.dequantize()), "torchao multiplies with other weights"
+    asymmetric = IntxWeightOnlyConfig(granularity=PerGroup(16), mapping_type=MappingType.ASYMMETRIC)
+    layer = nn.Linear(64, 8, dtype=dtype)
+    quantize_(layer, asymmetric)
+    assert compat.int8_weight(layer.weight) is None
+
+
 def test_versions_of_tensors():
     tensor = torch.zeros(2)
     before = compat.version_of(tensor)

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 from torchao.quantization.granularity import PerGroup
 from zoo import tiny_model
 
@@ -48,7 +48,7 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", 
     held=st.integers(1, 150) | st.sampled_from([300, 500]),
     threads=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
-    in_int8=st.sampled_from(["", "all but the head", "all"]),
+    in_int8=st.sampled_from(["", "all but the head", "all", "in groups", "int4 in groups"]),
     seed=st.integers(0, 99),
 )
 def test_it_computes_what_the_model_computes(
@@ -65,7 +65,9 @@ def test_it_computes_what_the_model_computes(
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn_like(parameter)
     if in_int8:
-        quantize_(model.model if in_int8 == "all but the head" else model, Int8WeightOnlyConfig())
+        groups = Int8WeightOnlyConfig(granularity=PerGroup(32))
+        kinds = {"in groups": groups, "int4 in groups": IntxWeightOnlyConfig(torch.int4, PerGroup(32))}
+        quantize_(model.model if in_int8 == "all but the head" else model, kinds.get(in_int8, Int8WeightOnlyConfig()))
     adapter = capabilities.find_adapter(model)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -147,8 +149,8 @@ def test_each_side_of_the_length_where_longrope_changes():
         assert relative_error(fused.logits[0], eager.logits[0]) < 1e-4
 
 
-def with_weights_scaled_in_groups(model):
-    quantize_(model, Int8WeightOnlyConfig(granularity=PerGroup(16)))
+def with_weights_scaled_in_small_groups(model):
+    quantize_(model, Int8WeightOnlyConfig(granularity=PerGroup(8)))
 
 
 def with_hook(model):
@@ -200,7 +202,7 @@ CHANGES = [
     with_adapter,
     with_other_activation,
     with_other_layer,
-    with_weights_scaled_in_groups,
+    with_weights_scaled_in_small_groups,
 ]
 
 

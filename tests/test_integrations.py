@@ -8,7 +8,13 @@ import torch
 from outlines_core import Guide, Index, Vocabulary
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from test_lossless import random_prompt
-from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+from torchao.quantization import (
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    quantize_,
+)
+from torchao.quantization.granularity import PerGroup
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
@@ -164,9 +170,18 @@ def test_peft_base_model_wrapped_before_the_adapter(model):
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
-def test_torchao_weights_in_int8(model, options):
+@pytest.mark.parametrize(
+    "config",
+    [
+        Int8WeightOnlyConfig(),
+        Int8WeightOnlyConfig(granularity=PerGroup(16)),
+        IntxWeightOnlyConfig(torch.int4, PerGroup(16)),
+    ],
+    ids=["by output", "by group", "int4 by group"],
+)
+def test_torchao_weights_in_int8(model, config, options):
     before = model(IDS).logits
-    quantize_(model, Int8WeightOnlyConfig())
+    quantize_(model, config)
     assert not torch.equal(model(IDS).logits, before), "nothing was quantized"
     expected = generate(model, **options)
     lookahead.wrap(model)

@@ -83,37 +83,46 @@ def test_there_is_a_kernel_for_each_dtype():
     strides=st.integers(1, 9),
     outputs=st.lists(st.integers(1, 150), min_size=1, max_size=3),
     with_bias=st.booleans(),
-    in_int8=st.booleans(),
+    scaled=st.sampled_from(["", "by output", "by group"]),
     strided=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
-def test_products_are_what_the_formula_says(rows, strides, outputs, with_bias, in_int8, strided, dtype, seed):
-    note(f"{rows=} {strides=} {outputs=} {with_bias=} {in_int8=} {strided=} {dtype=} {seed=}")
+def test_products_are_what_the_formula_says(rows, strides, outputs, with_bias, scaled, strided, dtype, seed):
+    note(f"{rows=} {strides=} {outputs=} {with_bias=} {scaled=} {strided=} {dtype=} {seed=}")
     torch.manual_seed(seed)
     inputs = strides * products.STRIDE[dtype]
-    linears = [random_linear(n, inputs, dtype, with_bias, in_int8) for n in outputs]
+    linears = [random_linear(n, inputs, dtype, with_bias, scaled) for n in outputs]
     input = (
         torch.randn(inputs, 1, rows).to(dtype).permute(1, 2, 0) if strided else torch.randn(1, rows, inputs).to(dtype)
     )
     for got, linear in zip(products.multiply(input, linears), linears, strict=True):
-        scales = 1 if linear.scales is None else linear.scales.double()
+        scales, weight = 1, linear.weight.double()
+        if scaled == "by output":
+            scales = linear.scales.double()
+        elif scaled:  # rounded to a weight of the input's dtype
+            weight = (linear.weight.unflatten(1, (linear.scales.shape[1], -1)) * linear.scales[..., None]).flatten(1)
+            weight = weight.to(dtype).double()
         added = 0 if linear.bias is None else linear.bias.double()
-        product = input.double() @ linear.weight.double().T * scales
+        product = input.double() @ weight.T * scales
         assert got.shape == (1, rows, len(linear.weight))
         assert got.dtype == dtype
-        error = 1e-7 * (4 + inputs) * (input.double().abs() @ linear.weight.double().abs().T * scales + abs(added))
-        if dtype == torch.bfloat16:  # half of the last bit of what comes out; of an int8 weight, of each result
-            error += 2**-8 * ((product + added).abs() + (2 * product.abs() if in_int8 else 0))
+        error = 1e-7 * (4 + inputs) * (input.double().abs() @ weight.abs().T * scales + abs(added))
+        if dtype == torch.bfloat16:  # half of the last bit of what comes out; with scales of outputs, of each result
+            error += 2**-8 * ((product + added).abs() + (2 * product.abs() if scaled == "by output" else 0))
         assert ((got.double() - product - added).abs() <= error).all()
 
 
-def random_linear(outputs, inputs, dtype, with_bias, in_int8):
+def random_linear(outputs, inputs, dtype, with_bias, scaled):
     bias = torch.randn(outputs).to(dtype) if with_bias else None
-    if not in_int8:
+    if not scaled:
         return Linear(torch.randn(outputs, inputs).to(dtype), None, bias)
     weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
-    return Linear(weight, (torch.rand(outputs) / 128).to(dtype), bias)
+    if scaled == "by output":
+        return Linear(weight, (torch.rand(outputs) / 128).to(dtype), bias)
+    strides = inputs // products.STRIDE[dtype]
+    groups = max(n for n in (1, 2, 3, strides) if strides % n == 0)
+    return Linear(weight, torch.rand(outputs, groups) / 128, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,12 +2,13 @@
 //
 // A tile of M rows of the input by O outputs keeps a vector of partial sums for each pair of row and output. It runs
 // along the inputs, and adds up the lanes of each vector at the end. So each weight is read once, in memory order, for
-// up to TILE rows of the input, and no weights are reordered. Weights may be of the input's type, or bytes that are
-// scaled by output, which are read as bytes and converted on the way.
+// up to TILE rows of the input, and no weights are reordered. Weights may be of the input's type, or bytes with a scale
+// for each output or for each group of inputs. Those are read as bytes and converted on the way.
 
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "vectors.h"
@@ -27,6 +28,11 @@ typedef Lanes<L>::Ints Ints;
 template <class T>
 using Unaligned __attribute__((aligned(1), may_alias)) = T;
 
+// A byte that is multiplied by the scale of its group of inputs.
+struct Grouped {
+    int8_t byte;
+};
+
 #define UNROLL _Pragma("GCC unroll 64")
 #define INLINE inline __attribute__((always_inline))
 
@@ -42,7 +48,8 @@ static INLINE Ints widened(const int8_t* x) {
 }
 
 // How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
-// after `prepare`, if the kernel does not take it as it is. A byte is exactly a number of either type.
+// after `prepare`, if the kernel does not take it as it is. A byte is exactly a number of either type; times a scale,
+// it is rounded to one.
 struct ByFloats {
     typedef float Number;
     typedef float Prepared;
@@ -50,6 +57,7 @@ struct ByFloats {
     static constexpr int STRIDE = L;
     static INLINE Floats factors(const float* x) { return *(const Unaligned<Floats>*)x; }
     static INLINE Floats factors(const int8_t* x) { return __builtin_convertvector(widened(x), Floats); }
+    static INLINE Floats factors(const Grouped* x, float scale) { return factors(&x->byte) * scale; }
     static INLINE void add(Floats& sum, const float* x, Floats w) { sum += factors(x) * w; }
 };
 
@@ -60,8 +68,10 @@ struct ByPairs {
     typedef Ints Factors;
     static constexpr int STRIDE = 2 * L;
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
-    static INLINE Ints factors(const int8_t* x) {
-        return (Ints)_mm512_cvtne2ps_pbh((__m512)ByFloats::factors(x + L), (__m512)ByFloats::factors(x));
+    template <class Byte, class... Scale>
+    static INLINE Ints factors(const Byte* x, Scale... scale) {
+        const Floats low = ByFloats::factors(x, scale...), high = ByFloats::factors(x + L, scale...);
+        return (Ints)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
     }
     static INLINE void add(Floats& sum, const BFloat16* x, Ints w) {
         sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors(x), (__m512bh)w);
@@ -79,11 +89,17 @@ struct ByPairs {
         for (int i = 0; i < STRIDE; i++) to[i % 2 * L + i / 2] = number(x[i]);
     }
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+    static INLINE Floats even(Ints pairs) { return __builtin_convertvector(pairs << 24 >> 24, Floats); }
+    static INLINE Floats odd(Ints pairs) { return __builtin_convertvector(pairs >> 8, Floats); }
+    static INLINE Ints pairs(const int8_t* x) {
+        return __builtin_convertvector(*(const Unaligned<Lanes<L>::Shorts>*)x, Ints);
+    }
     static INLINE Ints factors(const int8_t* x) {
-        const Ints pairs = __builtin_convertvector(*(const Unaligned<Lanes<L>::Shorts>*)x, Ints);
-        const Ints even = (Ints)__builtin_convertvector(pairs << 24 >> 24, Floats);
-        const Ints odd = (Ints)__builtin_convertvector(pairs >> 8, Floats);
-        return (even >> 16 & 0xffff) | odd;
+        return ((Ints)even(pairs(x)) >> 16 & 0xffff) | (Ints)odd(pairs(x));
+    }
+    static INLINE Ints factors(const Grouped* x, float scale) {
+        const Ints some = pairs(&x->byte);
+        return rounded<Ints>(even(some) * scale) | rounded<Ints>(odd(some) * scale) << 16;
     }
     static INLINE void add(Floats& sum, const float* x, Ints w) {
         sum += *(const Unaligned<Floats>*)x * (Floats)(w << 16);
@@ -116,19 +132,28 @@ static INLINE Floats lanes_added(const Floats* v) {
                             std::make_integer_sequence<int, L>());
 }
 
-// sums[m][o] = product of row m of x with the weights of output o. Rows of x are `inputs` numbers apart.
+// sums[m][o] = product of row m of x with the weights of output o. Rows of x are `inputs` numbers apart. scales: if the
+// weights are Grouped, one for each `group` inputs of each output.
 template <class By, int M, int O, class Weight>
-static INLINE void multiply_tile(const typename By::Prepared* x, const Weight* weights, long inputs, float* sums) {
+static INLINE void multiply_tile(const typename By::Prepared* x, const Weight* weights, const float* scales, long group,
+                                 long inputs, float* sums) {
+    constexpr bool is_grouped = std::is_same_v<Weight, Grouped>;
     Floats partial[M * O] = {};
-    for (long i = 0; i < inputs; i += By::STRIDE) {
-        typename By::Factors w[O];
-        UNROLL for (int o = 0; o < O; o++) {
-            w[o] = By::factors(weights + o * inputs + i);
-            __builtin_prefetch((const char*)(weights + o * inputs + i) + AHEAD, 0, 1);
+    const long groups = is_grouped ? inputs / group : 1, size = is_grouped ? group : inputs;
+    for (long g = 0; g < groups; g++)
+        for (long i = g * size; i < (g + 1) * size; i += By::STRIDE) {
+            typename By::Factors w[O];
+            UNROLL for (int o = 0; o < O; o++) {
+                const Weight* const at = weights + o * inputs + i;
+                if constexpr (is_grouped)
+                    w[o] = By::factors(at, scales[o * groups + g]);
+                else
+                    w[o] = By::factors(at);
+                __builtin_prefetch((const char*)at + AHEAD, 0, 1);
+            }
+            UNROLL for (int m = 0; m < M; m++)
+                UNROLL for (int o = 0; o < O; o++) By::add(partial[m * O + o], x + m * inputs + i, w[o]);
         }
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int o = 0; o < O; o++) By::add(partial[m * O + o], x + m * inputs + i, w[o]);
-    }
     constexpr int N = M * O;
     *(Unaligned<Floats>*)sums = lanes_added<N, 0>(partial);
     if constexpr (N > L) *(Unaligned<Floats>*)(sums + L) = lanes_added<N, L>(partial);
@@ -136,17 +161,23 @@ static INLINE void multiply_tile(const typename By::Prepared* x, const Weight* w
 
 template <class T>
 struct Matrix {
-    const void* weights;  // [outputs][inputs]: of type T, or int8_t if there are scales
-    const T* scales;      // [outputs], or null: what the sum of each output is multiplied by
-    const T* bias;        // [outputs], or null
-    T* out;               // [rows][outputs]
+    const void* weights;        // [outputs][inputs]: of type T, or int8_t if there are scales
+    const T* scales;            // [outputs], or null: what the sum of each output is multiplied by
+    const float* group_scales;  // [outputs][inputs / group], or null: what each weight is multiplied by
+    const T* bias;              // [outputs], or null
+    T* out;                     // [rows][outputs]
     long outputs;
+    long group;  // inputs with one scale: all, if there are no group_scales
 
     // Outputs first..first+count-1 alone, which go elsewhere.
     Matrix part(long first, long count, long inputs, T* to) const {
-        const long size = scales ? 1 : sizeof(T);
+        const long size = scales || group_scales ? 1 : sizeof(T);
         return {(const char*)weights + first * inputs * size, scales ? scales + first : nullptr,
-                bias ? bias + first : nullptr, to, count};
+                group_scales_of(first, inputs), bias ? bias + first : nullptr, to, count, group};
+    }
+
+    const float* group_scales_of(long output, long inputs) const {
+        return group_scales ? group_scales + output * (inputs / group) : nullptr;
     }
 
     // Store outputs first..first+O-1 of M rows from sums[m][o], an array of 32 numbers.
@@ -177,7 +208,8 @@ static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<ty
     float sums[32];
     long first = begin;
     for (; first + O <= end; first += O) {
-        multiply_tile<By, M, O>(x, (const Weight*)matrix.weights + first * inputs, inputs, sums);
+        multiply_tile<By, M, O>(x, (const Weight*)matrix.weights + first * inputs,
+                                matrix.group_scales_of(first, inputs), matrix.group, inputs, sums);
         matrix.template put<M, O>(sums, row, first);
     }
     if constexpr (O > 1)
@@ -202,7 +234,9 @@ template <class By>
 static void multiply(long rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long inputs,
                      long begin, long end) {
     const long tiles = (rows + TILE - 1) / TILE, rows_of_tile = (rows + tiles - 1) / tiles;
-    const auto some = matrix.scales ? multiply_some<By, int8_t> : multiply_some<By, typename By::Number>;
+    const auto some = matrix.group_scales ? multiply_some<By, Grouped>
+                      : matrix.scales     ? multiply_some<By, int8_t>
+                                          : multiply_some<By, typename By::Number>;
     for (long row = 0; row < rows; row += rows_of_tile)
         some(std::min(rows_of_tile, rows - row), x + row * inputs, matrix, row, inputs, begin, end);
     if (matrix.scales) matrix.scale(0, rows, begin, end);

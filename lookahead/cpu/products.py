@@ -24,7 +24,7 @@ STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads
 _PLAIN = nn.Parameter, torch.Tensor
 # Names of layers in a module that usually have the same input. If they do not, only time is lost.
 SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-FIELDS, OUT = 5, 3  # of a Matrix in products.h: how many there are, and the place of its output
+FIELDS, OUT = 7, 4  # of a Matrix in products.h: how many there are, and the place of its output
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 kernels = cache(partial(native.kernels, "products", "multiply", native.FLOATS, _ARGUMENTS))
 
@@ -32,8 +32,9 @@ kernels = cache(partial(native.kernels, "products", "multiply", native.FLOATS, _
 class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     """The tensors of a linear layer.
 
-    weight: [outputs, inputs], contiguous, of the input's dtype, or int8. scales: [outputs], of the input's dtype: what
-    the sums are multiplied by if the weight is in int8. bias: [outputs], of the input's dtype, or None.
+    weight: [outputs, inputs], contiguous, of the input's dtype, or int8. scales, if the weight is in int8: [outputs], of
+    the input's dtype, what the sums are multiplied by; or float32 [outputs, groups], what the weights of each group of
+    inputs are multiplied by before they are rounded to the input's dtype. bias: [outputs], of the input's dtype, or None.
     """
 
     weight: torch.Tensor
@@ -46,12 +47,16 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         weight = layer.weight
         if type(weight) in _PLAIN or (quantized := int8_weight(weight)) is None:
             return cls(weight, None, layer.bias)
-        data, scales = quantized
-        return cls(data, scales.to(weight.dtype), layer.bias)  # the scales are rounded when torchao uses them, too
+        data, scales = quantized  # torchao, too, rounds scales of outputs, and computes weights of groups in float32
+        return cls(data, scales.to(weight.dtype if scales.ndim == 1 else torch.float32), layer.bias)
 
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
         """The fields of a Matrix in products.h."""
-        return self.weight.data_ptr(), pointer(self.scales), pointer(self.bias), pointer(out), self.weight.shape[0]
+        outputs, inputs = self.weight.shape
+        scales = pointer(self.scales), 0
+        if self.scales is not None and self.scales.ndim == 2:
+            scales, inputs = (0, scales[0]), inputs // self.scales.shape[1]
+        return self.weight.data_ptr(), *scales, pointer(self.bias), pointer(out), outputs, inputs
 
     def is_served(self, dtype: torch.dtype) -> bool:
         """Whether our kernel takes this layer, if its input has this dtype."""
@@ -60,9 +65,15 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
             type(weight) in _PLAIN
             and weight.dtype == (dtype if scales is None else torch.int8)
             and can_multiply(weight, dtype)
-            and (scales is None or is_plain_of(scales, dtype))
+            and (scales is None or _are_scales(scales, weight.shape[1], dtype))
             and (bias is None or is_plain_of(bias, dtype))
         )
+
+
+def _are_scales(scales: torch.Tensor, inputs: int, dtype: torch.dtype) -> bool:
+    if scales.ndim == 1:
+        return is_plain_of(scales, dtype)
+    return is_plain_of(scales, torch.float32) and inputs // scales.shape[1] % STRIDE[dtype] == 0
 
 
 def is_plain_of(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
