@@ -1,6 +1,7 @@
 """Passes in one call: the logits, hidden states and caches of the model's own code, for as long as it is that code."""
 
 import copy
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from lookahead.step import lay_out
 from ngram_pool import GuessTree, Source
 
 DTYPES = [torch.float32, torch.bfloat16]
+SIZES = {"hidden_size": 64, "intermediate_size": 64}  # whole groups of 32
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 IDS = torch.arange(3, 12)[None]
 
@@ -219,6 +221,16 @@ def test_a_changed_model_is_run_by_its_own_code(change):
     assert text.tolist() == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist()
 
 
+def in_blocks(model):
+    """Weights such as GGUF's Q8_0 is unpacked to."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            groups = module.weight.detach().unflatten(1, (-1, 32))
+            largest = groups.abs().amax(-1, keepdim=True)
+            scaled = (groups * (127 / largest)).round() * (largest / 127).half().float()
+            module.weight.data.copy_(scaled.flatten(1))
+
+
 def trained(model):
     with torch.no_grad():
         for parameter in model.parameters():
@@ -232,14 +244,28 @@ def replaced(model):
 
 
 def loaded(model):
-    model.load_state_dict(tiny_model("llama", seed=5).state_dict(), assign=True)
+    model.load_state_dict(tiny_model("llama", seed=5, **SIZES).state_dict(), assign=True)
 
 
-@pytest.mark.parametrize("change", [trained, replaced, loaded])
-def test_changed_weights_take_effect(change):
-    model = tiny_model("llama")
+def written_behind_its_back(model):
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize("made_of_bytes", [False, True])
+@pytest.mark.parametrize("change", [trained, replaced, loaded, written_behind_its_back])
+def test_changed_weights_take_effect(change, made_of_bytes):
+    model = tiny_model("llama", **SIZES)
+    if made_of_bytes:
+        in_blocks(model)
     lookahead.wrap(model)
     before = model.generate(IDS, **GREEDY)
+    with mock.patch.object(decoder, "Program", side_effect=decoder.Program) as programs:
+        assert model.generate(IDS, **GREEDY).tolist() == before.tolist()
+    (read,) = programs.call_args.args
+    assert {linear.weight.dtype for linear in (read.head, *read.layers[1][:7])} == {
+        torch.int8 if made_of_bytes else torch.float32
+    }
     change(model)
     text = model.generate(IDS, **GREEDY)
     assert "passes: fused" in model.lookahead.report()

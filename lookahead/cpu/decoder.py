@@ -6,7 +6,7 @@ computes all layers, and its threads meet at a spinning barrier. Weights are rea
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -78,6 +78,14 @@ class Decoder:
     residual_factor: float
     """Of what attention and the MLP add."""
     logits_divisor: float
+
+
+def in_bytes(decoder: Decoder) -> Decoder:
+    """The same decoder, with weights in int8 where that makes the same products exactly (`Linear.in_bytes`)."""
+    layers = [
+        layer._replace(**{name: getattr(layer, name).in_bytes() for name in _LINEARS}) for layer in decoder.layers
+    ]
+    return replace(decoder, layers=layers, head=decoder.head.in_bytes())
 
 
 class _Pass(ctypes.Structure):

@@ -34,7 +34,7 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError(
                 "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
             )
-        self._program = decoder.Program(found)
+        self._program = decoder.Program(decoder.in_bytes(found))
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
 
