@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import WhisperConfig, WhisperForCausalLM
 from zoo import SETTINGS, VOCABULARY, tiny_model
 
 import lookahead
+from lookahead import LookaheadConfig
 from lookahead.models.adapter import context_length
 from lookahead.passes import capabilities, costs
-from lookahead.passes.capabilities import find_adapter
+from lookahead.passes.capabilities import choose_runner, find_adapter
 from lookahead.passes.costs import RUNGS, StepCosts, measure, step_costs
 from lookahead.passes.graphs import GraphRunner, StepGraphs
 from lookahead.passes.runner import EagerRunner
@@ -105,6 +107,18 @@ def test_what_costs_depend_on(change, tmp_path, monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     runner = runner_of(model)
     step_costs(GraphRunner(StepGraphs(model), runner) if change == "replayed" else runner)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_costs_depend_on_what_a_pass_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    model = lookahead.wrap(tiny_model("llama"))
+    for quantized in (False, True):
+        if quantized:
+            quantize_(model, Int8WeightOnlyConfig())
+        runner = choose_runner(model, LookaheadConfig())[0]
+        assert runner.name == "fused"
+        step_costs(runner)
     assert len(list(tmp_path.iterdir())) == 2
 
 

@@ -1,7 +1,8 @@
 """A whole pass over the rows of one step, for decoders built like Llama: `decoder.cpp`.
 
 A layer is a dozen small operations. On a CPU, calling them one by one takes as long as computing them. Here one call
-computes all layers, and its threads meet at a spinning barrier. Weights are read where they are, and nothing is copied.
+computes all layers, and its threads meet at a spinning barrier. Weights are read where they are, and nothing is copied,
+except what `in_bytes` makes smaller.
 """
 
 import ctypes
@@ -88,6 +89,11 @@ def in_bytes(decoder: Decoder) -> Decoder:
     return replace(decoder, layers=layers, head=decoder.head.in_bytes())
 
 
+def weight_bytes(decoder: Decoder) -> int:
+    """Bytes of the weights that a pass multiplies with."""
+    return sum(linear.weight.nbytes for linear in _linears(decoder))
+
+
 class _Pass(ctypes.Structure):
     """Pass in decoder.cpp."""
 
@@ -104,16 +110,19 @@ class _Pass(ctypes.Structure):
     )
 
 
+def _linears(decoder: Decoder) -> list[Linear]:
+    return [decoder.head, *(linear for layer in decoder.layers for linear in layer[:7])]
+
+
 def serves(decoder: Decoder) -> bool:
     """Whether `Program` takes this decoder."""
-    linears = [decoder.head, *(linear for layer in decoder.layers for linear in layer[:7])]
     norms = [norm for layer in decoder.layers for norm in layer[7:] if norm is not None]
     dtype = decoder.embedding.dtype
     return (
         dtype in _kernels()
         and _has_equal_layers(decoder)
         and decoder.head_dim <= MAX_HEAD_DIM
-        and all(linear.is_served(dtype) for linear in linears)
+        and all(linear.is_served(dtype) for linear in _linears(decoder))
         and all(products.is_plain_of(tensor, dtype) for tensor in (decoder.embedding, decoder.norm, *norms))
     )
 

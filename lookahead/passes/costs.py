@@ -223,6 +223,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
         attention_implementation(model.config),
         adapter.splits_attention,
         runner.name,
+        runner.weight_bytes,
         adapter.uses_kernels,
         products.are_installed(model),
         model.dtype,

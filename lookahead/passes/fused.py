@@ -19,7 +19,8 @@ FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 class FusedRunner(EagerRunner):
     """Runs steps of single sequences in one call. Everything else runs eagerly.
 
-    The model is looked at anew for each call of generate(), and its weights are read where they are.
+    The model is looked at anew for each call of generate(), and its weights are read where they are, or as the bytes
+    that they were unpacked from (`decoder.in_bytes`).
     Raises UnknownDecoderError if the model cannot be run so.
     """
 
@@ -34,7 +35,9 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError(
                 "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
             )
-        self._program = decoder.Program(decoder.in_bytes(found))
+        found = decoder.in_bytes(found)
+        self._program = decoder.Program(found)
+        self.weight_bytes = decoder.weight_bytes(found)
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
 

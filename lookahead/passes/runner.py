@@ -43,6 +43,8 @@ class EagerRunner:
 
     name = "eager"
     """The runner's name in reports."""
+    weight_bytes = 0
+    """Bytes of weights that a pass multiplies with; 0 if it is not known."""
 
     def __init__(self, model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()):
         """hidden_states: layers whose output is requested. 0 is the embedding, 1 the first layer."""
