@@ -16,7 +16,7 @@ from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import ASSISTED_ARGUMENTS, why_no_draft_model
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
-from lookahead.passes.capabilities import find_adapter, fused_runner
+from lookahead.passes.capabilities import find_adapter
 from ngram_pool import NgramPool
 
 
@@ -154,7 +154,6 @@ def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
     try:
         if not model.config.is_encoder_decoder:
             engine.adapter = find_adapter(model, engine.config.cpu_kernels)
-            fused_runner(model, engine.adapter)  # is probed now, so that the first text need not wait
     except BaseException:
         if not isinstance(model, LookaheadMixin):
             products.remove(model)

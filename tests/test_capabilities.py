@@ -314,3 +314,14 @@ def plain_logits_of(other):
     """Plain passes of another model, in the place of those of the model that is probed."""
     original = probe._plain_logits
     return lambda model, *arguments: original(other, *arguments)
+
+
+def test_plain_decoding_is_tried_once_for_all_runners(monkeypatch):
+    """Each trial takes dozens of passes of the whole model."""
+    tried = []
+    trial = probe._plain_trial
+    monkeypatch.setattr(probe, "_plain_trial", lambda *args: tried.append(args) or trial(*args))
+    model = lookahead.wrap(tiny_model("llama"))
+    model.generate(torch.tensor([[5, 7, 8]]), **GREEDY)
+    assert "passes: fused" in model.lookahead.report()
+    assert len(tried) == 1

@@ -83,9 +83,7 @@ class Decoder:
 
 def in_bytes(decoder: Decoder) -> Decoder:
     """The same decoder, with weights in int8 where that makes the same products exactly (`Linear.in_bytes`)."""
-    layers = [
-        layer._replace(**{name: getattr(layer, name).in_bytes() for name in _LINEARS}) for layer in decoder.layers
-    ]
+    layers = [Layer(*(linear.in_bytes() for linear in layer[:7]), *layer[7:]) for layer in decoder.layers]
     return replace(decoder, layers=layers, head=decoder.head.in_bytes())
 
 

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import (
     BaseStreamer,
     EosTokenCriteria,
@@ -36,6 +29,10 @@ _PROCESSORS = (
     "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
     "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
 )  # fmt: skip
+_WARPERS = {  # the field of Warp that each sets
+    getattr(logits_process, f"{name}LogitsWarper", None): field
+    for name, field in (("Temperature", "temperature"), ("TopK", "top_k"), ("TopP", "top_p"))
+}
 _CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria")
 BY_SEQUENCE = {
     getattr(module, name)
@@ -241,9 +238,8 @@ class NextTokenRule:
 
 def _warp_of(processors: LogitsProcessorList) -> Warp | None:
     """Return what these processors do together; None if there are others, or they stand in another order."""
-    known = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
-    names = [known.get(type(processor), "") for processor in processors]
-    is_usual = names == [name for name in known.values() if name in names]
+    names = [_WARPERS.get(type(processor), "") for processor in processors]
+    is_usual = names == [name for name in _WARPERS.values() if name in names]
     drops = all(getattr(processor, "filter_value", -math.inf) == -math.inf for processor in processors)
     keeps_one = all(getattr(processor, "min_tokens_to_keep", 1) == 1 for processor in processors)
     if not (is_usual and drops and keeps_one):

@@ -77,14 +77,20 @@ def choose_runner(
 
 
 def fused_runner(
-    model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()
+    model: PreTrainedModel,
+    adapter: ModelAdapter,
+    hidden_states: tuple[int, ...] = (),
+    trials: dict[tuple[bool, int], probe.Trial] | None = None,
 ) -> FusedRunner | str:
-    """Return a runner of fused passes, probed once for each way of computing; or the reason why there is none."""
+    """Return a runner of fused passes, probed once for each way of computing; or the reason why there is none.
+
+    trials: as for `probe.compare_with_plain`.
+    """
     try:
         runner = FusedRunner(model, adapter, hidden_states)
     except UnknownDecoderError as error:
         return str(error)
-    wrong = _once(model, ("fused", *_way(model, True)), lambda: probe.compare_with_plain(runner))
+    wrong = _once(model, ("fused", *_way(model, True)), lambda: probe.compare_with_plain(runner, trials=trials))
     return runner if wrong is None else wrong
 
 
@@ -133,18 +139,21 @@ def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
             ways["split attention"] = replace(adapter, splits_attention=True)
         ways["trees"] = adapter
     ways["single chains"] = replace(adapter, can_branch=False)
+    trials: dict[tuple[bool, int], probe.Trial] = {}
     given_up: list[str] = []
     reason: str | None = None
     for what, way in ways.items():
         if what == "single chains" and adapter.can_branch:
             logger.warning("%s: %s. Guesses will be a single chain, without a Jacobi window.", name, reason)
-        reason = probe.compare_with_plain(EagerRunner(model, way))
+        reason = probe.compare_with_plain(EagerRunner(model, way), trials=trials)
         if reason is not None and cpu_kernels:
             without = replace(way, uses_kernels=False)
-            if probe.compare_with_plain(EagerRunner(model, without)) is None:
+            if probe.compare_with_plain(EagerRunner(model, without), trials=trials) is None:
                 given_up.append(f"kernels of our own: {reason}")
                 way, reason = without, None
         if reason is None:
+            if way.uses_kernels and device_of(model).type == "cpu":  # now, so that the first text need not wait
+                fused_runner(model, way, trials=trials)
             return replace(way, given_up=tuple(given_up))
         given_up.append(f"{what}: {reason}")
     implementation = attention_implementation(model.config)

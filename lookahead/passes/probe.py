@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -101,59 +102,90 @@ def is_same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool
     return relative_error(torch.cat(at_once), torch.cat(cached)) <= rounding
 
 
-def compare_with_plain(runner: EagerRunner, sequences: int = 1) -> str | None:
+@dataclass(frozen=True)
+class Trial:
+    """Prompts and steps to try passes on, and what plain decoding says of each of their tokens."""
+
+    prompts: list[tuple[list[int], torch.Tensor]]
+    """Tokens of each sequence's prompt, and their logits, [n, vocabulary]."""
+    rounds: list[list[tuple[Step, list[int], torch.Tensor]]]
+    """For each pass and sequence: a step, its accepted path, and the logits of its rows, [T, vocabulary]."""
+    tolerance: float
+    """Errors up to this one come from rounding."""
+
+
+def compare_with_plain(
+    runner: EagerRunner, sequences: int = 1, trials: dict[tuple[bool, int], Trial] | None = None
+) -> str | None:
     """Say what is wrong with the passes of ``runner``. None: their logits are those of plain decoding.
 
     sequences: sequences in the batch. Their prompts and accepted paths differ in length.
+    trials: what plain decoding of this model has said already; it is added to. The model must not change meanwhile.
     """
+    trials = {} if trials is None else trials
+    key = runner.adapter.can_branch, sequences
     try:
         with _as_in_generate(runner.model):
-            return _compare_with_plain(runner, sequences)
+            if key not in trials:
+                trials[key] = _plain_trial(runner.model, runner.adapter, sequences)
+            return _compare_with_plain(runner, trials[key])
     except (torch.OutOfMemoryError, MemoryError):  # this says nothing about the model
         raise
     except Exception as error:  # a model may raise anything if it does not know such a mask or cache
         return f"a step with {'branches' if runner.adapter.can_branch else 'several tokens'} failed with {error!r}"
 
 
-def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
+def _compare_with_plain(runner: EagerRunner, trial: Trial) -> str | None:
     """Run prompts, three steps and their commits. Compare each row of logits with plain decoding."""
-    model, adapter = runner.model, runner.adapter
+    adapter, worst, caches = runner.adapter, 0.0, []
+    for text, expected in trial.prompts:
+        caches.append(adapter.make_cache())
+        prompt = torch.tensor([text], device=device_of(runner.model))
+        logits = runner.read(prompt, caches[-1], keep=len(text)).logits
+        if not _has_column_for_each(caches[-1], logits):
+            return "a pass leaves more or fewer positions in the cache than it has tokens"
+        worst = max(worst, relative_error(logits, expected))
+    cache = adapter.join(caches)
+    for plan in trial.rounds:
+        steps = [step for step, _, _ in plan]
+        logits = runner.run(steps, cache).logits
+        for of_sequence, (step, _, expected) in zip(logits, plan, strict=True):
+            if expected.isnan().any():
+                return "the logits of a plain pass are NaN"
+            worst = max(worst, relative_error(of_sequence[: len(step)], expected))
+        cache.commit(steps, [path for _, path, _ in plan])
+    if worst <= trial.tolerance:
+        return None
+    what = "custom masks, position_ids or cache are" if adapter.can_branch else "the cache is"
+    return f"{what} not honoured, its logits differ from plain decoding's by {worst:.1e} of their spread"
+
+
+def _plain_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int) -> Trial:
+    """Decode prompts and steps plainly, and measure how much plain passes differ among themselves."""
     vocabulary = vocabulary_of(model)
     tokens = np.random.default_rng(0).integers(0, vocabulary, (sequences, 20))
     # Tokens 8 and 9 are siblings in the first step, so they must differ.
     tokens[:, 9] = (tokens[:, 9] + (tokens[:, 9] == tokens[:, 8])) % vocabulary
-    texts = [tokens[b, : 6 - 2 * b].tolist() for b in range(sequences)]
-    plans = [_first_step(line, adapter.can_branch, b) for b, line in enumerate(tokens)]
-    worst, lines, halves = 0.0, [], []
-    caches = [adapter.make_cache() for _ in range(sequences)]
-    theirs = [DynamicCache(config=adapter.config) for _ in range(sequences)]  # for plain decoding
-    for text, cache, their in zip(texts, caches, theirs, strict=True):
-        prompt = torch.tensor([text], device=device_of(model))
-        logits = runner.read(prompt, cache, keep=len(text)).logits
-        if not _has_column_for_each(cache, logits):
-            return "a pass leaves more or fewer positions in the cache than it has tokens"
-        worst = max(worst, relative_error(logits, _plain_logits(model, adapter, prompt, their)[0]))
-    cache = adapter.join(caches)
     chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Source.TEXT))  # all of it is accepted
-    rounds = [plans, [(chain, [0, 1])] * sequences, [(lay_out(tokens[0, 19], GuessTree.empty()), [0])] * sequences]
-    for plan in rounds:
-        steps, paths = [step for step, _ in plan], [path for _, path in plan]
-        logits = runner.run(steps, cache).logits
-        for b, (step, path) in enumerate(plan):
-            expected, after = _plain_rows(model, adapter, step, theirs[b], len(texts[b]))
-            if expected.isnan().any():
-                return "the logits of a plain pass are NaN"
-            worst = max(worst, relative_error(logits[b, : len(step)], expected))
+    last = lay_out(tokens[0, 19], GuessTree.empty())
+    prompts, lines, halves = [], [], []
+    rounds: list[list[tuple[Step, list[int], torch.Tensor]]] = [[], [], []]
+    for b, of_sequence in enumerate(tokens):
+        text = of_sequence[: 6 - 2 * b].tolist()
+        cache = DynamicCache(config=adapter.config)
+        prompts.append((text, _plain_logits(model, adapter, torch.tensor([text]), cache)[0]))
+        plan = _first_step(of_sequence, adapter.can_branch, b), (chain, [0, 1]), (last, [0])
+        for steps, (step, path) in zip(rounds, plan, strict=True):
+            expected, after = _plain_rows(model, adapter, step, cache, len(text))
+            steps.append((step, path, expected))
             for leaf in set(range(len(step))) - set(step.parents.tolist()):
-                line = [*texts[b], *step.ids[step.ancestors[leaf]]]
+                line = [*text, *step.ids[step.ancestors[leaf]]]
                 lines.append(line)
                 if is_half(model.dtype):  # a pass over several rows rounds differently
                     branch = expected[torch.from_numpy(step.ancestors[leaf])]
                     of_line = _plain_logits(model, adapter, torch.tensor([line]))[0, -len(branch) :]
                     halves.append(row_errors(of_line, branch))
-            theirs[b] = after[path[-1]]
-            texts[b] += step.ids[path].tolist()
-        cache.commit(steps, paths)
+            cache, text = after[path[-1]], text + step.ids[path].tolist()
     longest = max(map(len, lines))
     same_length = torch.tensor([[*line, *[0] * (longest - len(line))] for line in lines])
     noise = _batch_errors(model, adapter, same_length)
@@ -165,10 +197,13 @@ def _compare_with_plain(runner: EagerRunner, sequences: int) -> str | None:
             noise = torch.cat([noise, of_prefill])
     if halves:  # `tolerance` allows 4 times the noise, but a token at a wrong position is off by only 3 times as much
         noise = torch.cat([noise, _unless_gross(torch.cat(halves)) / 2])
-    if worst <= _tolerance(model, max(noise.max().item(), adapter.row_dependence)):
-        return None
-    what = "custom masks, position_ids or cache are" if adapter.can_branch else "the cache is"
-    return f"{what} not honoured, its logits differ from plain decoding's by {worst:.1e} of their spread"
+    return Trial(prompts, rounds, _tolerance(model, max(noise.max().item(), adapter.row_dependence)))
+
+
+def _has_column_for_each(cache: LookaheadCache, logits: torch.Tensor) -> bool:
+    """Whether the last pass put a column into every layer for each row of its logits [T, vocabulary]."""
+    layers = [layer for layer in cache.layers if isinstance(layer, InPlaceLayer) and layer.is_initialized]
+    return all(layer.columns - layer.base == len(logits) for layer in layers)
 
 
 def _tolerance(model: PreTrainedModel, noise: float = 0.0) -> float:
@@ -180,12 +215,6 @@ def _tolerance(model: PreTrainedModel, noise: float = 0.0) -> float:
 def _unless_gross(errors: torch.Tensor) -> torch.Tensor:
     """Return errors between two plain passes, or none of them if they are gross: the model ignores its cache, say."""
     return errors if errors.median() < GROSS_ERROR else errors[:0]
-
-
-def _has_column_for_each(cache: LookaheadCache, logits: torch.Tensor) -> bool:
-    """Whether the last pass put a column into every layer for each row of its logits [T, vocabulary]."""
-    layers = [layer for layer in cache.layers if isinstance(layer, InPlaceLayer) and layer.is_initialized]
-    return all(layer.columns - layer.base == len(logits) for layer in layers)
 
 
 def _first_step(tokens: np.ndarray, can_branch: bool, b: int) -> tuple[Step, list[int]]:
