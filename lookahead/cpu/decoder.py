@@ -83,7 +83,11 @@ class Decoder:
 
 def in_bytes(decoder: Decoder) -> Decoder:
     """The same decoder, with weights in int8 where that makes the same products exactly (`Linear.in_bytes`)."""
-    layers = [Layer(*(linear.in_bytes() for linear in layer[:7]), *layer[7:]) for layer in decoder.layers]
+
+    def smaller(field: Any) -> Any:
+        return field.in_bytes() if isinstance(field, Linear) else field
+
+    layers = [Layer(*map(smaller, layer)) for layer in decoder.layers]
     return replace(decoder, layers=layers, head=decoder.head.in_bytes())
 
 

@@ -16,7 +16,7 @@ TOP_K = 8  # next tokens learned from each row of logits
 class PoolSource(GuessSource):
     """Proposes the likeliest continuations that a pool knows."""
 
-    needs = Needs(prompt_logits=256)
+    needs = Needs(prompt_logits=64)  # 256 rows earned 0 to 0.8% more tokens a step, and take four times as long
     is_free = True
     is_calibrated = True  # the pool calibrates itself in each step
 
