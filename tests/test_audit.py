@@ -82,7 +82,7 @@ def test_half_precision_parts_at_near_ties_only(kind, count, loudest, runner, mo
     """Enough prompts for bf16 to part somewhere; every place is explained, and no way of decoding rounds worse."""
     compiled = runner is CompiledRunner
     if runner is not FusedRunner:
-        monkeypatch.setattr(capabilities, "fused_runner", lambda *_: "not here")
+        monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")
     monkeypatch.setattr("lookahead.tools.audit.GUESSING", replace(GUESSING, compile_passes=compiled, window_size=3))
     model = tiny_model("llama").to(torch.bfloat16) if kind == "tiny" else small_llama(torch.bfloat16)
     tallies = audit(model, prompts(count), 60, temperature=0.7)

@@ -275,7 +275,7 @@ def test_comparison_with_generate_sees_it(plant, monkeypatch):
     model = tiny_model(DEFECTS[plant])
     lookahead.unwrap(lookahead.wrap(model))  # probed while all is well
     if plant in SPLIT:  # what fused passes do not use
-        monkeypatch.setattr(capabilities, "fused_runner", lambda *_: "not here")
+        monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         check_several(model)

@@ -30,7 +30,7 @@ def compiles(model) -> bool:
 @pytest.fixture(autouse=True)
 def no_fused_passes(monkeypatch):
     """Most of these models would run in one call, without a compiler."""
-    monkeypatch.setattr(capabilities, "fused_runner", lambda *_: "not here")
+    monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def clock(monkeypatch):
         return original(self, steps, cache, last)
 
     monkeypatch.setattr(EagerRunner, "run", run)
-    monkeypatch.setattr(capabilities, "fused_runner", lambda *_: "not here")
+    monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 

@@ -94,7 +94,7 @@ def sure_model():
 def test_a_cascade_takes_fewer_passes_of_the_draft_model(monkeypatch):
     """What its own sources guess rightly, a draft model computes at once."""
     passes = []
-    monkeypatch.setattr(capabilities, "fused_runner", lambda *_: "not here")
+    monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")
     run = EagerRunner.run
     monkeypatch.setattr(EagerRunner, "run", lambda self, *args: passes.append(self.model) or run(self, *args))
     answer = sure_model().generate(IDS, max_new_tokens=60, do_sample=False)[0].tolist()

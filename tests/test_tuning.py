@@ -40,7 +40,7 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
 def test_compiled_passes_are_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     for module in (capabilities, tuning):
-        monkeypatch.setattr(module, "fused_runner", lambda *_: "not here")
+        monkeypatch.setattr(module, "fused_runner", lambda *_, **options: "not here")
     for arguments, ways in (((), [SPLIT, DENSE]), (("--compile-passes",), [COMPILED, SPLIT, DENSE])):
         result = tune("--contexts", "16", "--threads", "1", *arguments)
         assert result.exit_code == 0, result.output
