@@ -96,6 +96,22 @@ static inline Floats load(const T* x, long i, long n, float other) {
     return some;
 }
 
+// The largest number of a row, or NaN if there is a NaN.
+template <class T>
+static float largest_of(const T* x, long n) {
+    Floats all = Floats{} - INFINITY;
+    Ints spoiled = {};
+    for (long i = 0; i < n; i += L) {
+        const Floats some = load(x, i, n, -INFINITY);
+        all = some > all ? some : all;
+        spoiled |= some != some;
+    }
+    if (any(spoiled)) return NAN;
+    float top = all[0];
+    for (int l = 1; l < L; l++) top = std::max(top, all[l]);
+    return top;
+}
+
 template <class T>
 struct Race {
     const T* logits;
@@ -120,12 +136,7 @@ struct Race {
             largest.offer_row(logits, n);
             top = largest.numbers[0], least = largest.numbers[top_k - 1];
         } else {
-            Floats all = Floats{} - INFINITY;
-            for (long i = 0; i < n; i += L) {
-                const Floats x = load(logits, i, n, -INFINITY);
-                all = x > all ? x : all;
-            }
-            for (int l = 0; l < L; l++) top = std::max(top, all[l]);
+            top = largest_of(logits, n);
         }
         const float nearly = least - std::fabs(least) * ROUNDING;
         Floats sums = {};
@@ -206,16 +217,8 @@ static long drawn(const T* logits, const float* variates, long n, float temperat
 // The place of the largest logit, the first of equals, or -1 if there is a NaN.
 template <class T>
 static long likeliest(const T* logits, long n) {
-    Floats all = Floats{} - INFINITY;
-    Ints spoiled = {};
-    for (long i = 0; i < n; i += L) {
-        const Floats x = load(logits, i, n, -INFINITY);
-        all = x > all ? x : all;
-        spoiled |= x != x;
-    }
-    if (any(spoiled)) return -1;
-    float top = all[0];
-    for (int l = 1; l < L; l++) top = std::max(top, all[l]);
+    const float top = largest_of(logits, n);
+    if (top != top) return -1;
     for (long i = 0;; i += L)
         if (const Ints found = load(logits, i, n, -INFINITY) == top; any(found))
             for (long l = 0;; l++)

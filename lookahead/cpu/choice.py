@@ -9,8 +9,9 @@ import torch
 
 from lookahead.compat import multinomial_is_race
 from lookahead.cpu import native
+from lookahead.cpu.likeliest import MAX_COUNT
 
-MAX_TOP_K = 256  # MAX_COUNT in largest.h
+MAX_TOP_K = MAX_COUNT
 _TRIED = 4099  # variates
 _CHOOSE = [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float, ctypes.c_long, ctypes.c_double, ctypes.c_void_p]
 _choosers = cache(partial(native.kernels, "choice", "choose", native.FLOATS, _CHOOSE))

@@ -152,8 +152,7 @@ def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
                 given_up.append(f"kernels of our own: {reason}")
                 way, reason = without, None
         if reason is None:
-            if way.uses_kernels and device_of(model).type == "cpu":  # now, so that the first text need not wait
-                fused_runner(model, way, trials=trials)
+            fused_runner(model, way, trials=trials)  # is probed now, so that the first text need not wait
             return replace(way, given_up=tuple(given_up))
         given_up.append(f"{what}: {reason}")
     implementation = attention_implementation(model.config)
