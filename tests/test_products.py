@@ -80,7 +80,7 @@ def test_there_is_a_kernel_for_each_dtype():
 @settings(max_examples=200, deadline=None)
 @given(
     rows=st.integers(0, 40),
-    strides=st.integers(1, 9),
+    strides=st.integers(1, 9) | st.sampled_from([24, 49, 96]),  # tiles go along long inputs part by part
     outputs=st.lists(st.integers(1, 150), min_size=1, max_size=3),
     with_bias=st.booleans(),
     scaled=st.sampled_from(["", "by output", "by group"]),
@@ -96,7 +96,10 @@ def test_products_are_what_the_formula_says(rows, strides, outputs, with_bias, s
     input = (
         torch.randn(inputs, 1, rows).to(dtype).permute(1, 2, 0) if strided else torch.randn(1, rows, inputs).to(dtype)
     )
-    for got, linear in zip(products.multiply(input, linears), linears, strict=True):
+    row = seed % max(rows, 1)
+    ones = products.multiply(input[:, row : row + 1], linears)
+    for got, one, linear in zip(products.multiply(input, linears), ones, linears, strict=True):
+        assert torch.equal(got[:, row : row + 1], one)  # a row is rounded as it is alone
         scales, weight = 1, linear.weight.double()
         if scaled == "by output":
             scales = linear.scales.double()
@@ -121,7 +124,8 @@ def random_linear(outputs, inputs, dtype, with_bias, scaled):
     if scaled == "by output":
         return Linear(weight, (torch.rand(outputs) / 128).to(dtype), bias)
     strides = inputs // products.STRIDE[dtype]
-    groups = max(n for n in (1, 2, 3, strides) if strides % n == 0)
+    divisors = [n for n in (1, 2, 3, strides) if strides % n == 0]
+    groups = divisors[torch.randint(len(divisors), ())]
     return Linear(weight, torch.rand(outputs, groups) / 128, bias)
 
 
@@ -176,6 +180,16 @@ def test_every_architecture_computes_the_same(name, monkeypatch):
     remove(model)
     assert not any(isinstance(module, DecodingLinear) for module in model.modules())
     assert not products.siblings(model)
+
+
+@pytest.mark.parametrize("slow", [(), (torch.bfloat16,)])
+def test_prompts_are_multiplied_where_torch_is_slow(slow, multiplied, monkeypatch):
+    monkeypatch.setattr(products, "SLOW_IN_TORCH", slow)
+    model = small_llama(torch.bfloat16)
+    plain = logits(model, products.MAX_ROWS + 1)
+    install(model)
+    assert_near(logits(model, products.MAX_ROWS + 1, in_a_pass=True), plain)
+    assert bool(multiplied) == bool(slow)
 
 
 @settings(max_examples=60, deadline=None)

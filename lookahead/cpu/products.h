@@ -2,8 +2,10 @@
 //
 // A tile of M rows of the input by O outputs keeps a vector of partial sums for each pair of row and output. It runs
 // along the inputs, and adds up the lanes of each vector at the end. So each weight is read once, in memory order, for
-// up to TILE rows of the input, and no weights are reordered. Weights may be of the input's type, or bytes with a scale
-// for each output or for each group of inputs. Those are read as bytes and converted on the way.
+// up to TILE rows of the input, and no weights are reordered. If the rows of a tile are too long for the processor's
+// first cache, the tile goes along a part of the inputs for some outputs, then along the next part: its vectors wait in
+// memory. So a sum is the same to the last bit, however many rows are multiplied. Weights may be of the input's type, or
+// bytes with a scale for each output or for each group of inputs. Those are read as bytes and converted on the way.
 
 #pragma once
 
@@ -20,8 +22,10 @@ constexpr int L = 16, REGISTERS = 32, TILE = 12;
 #else
 constexpr int L = 8, REGISTERS = 16, TILE = 6;
 #endif
-constexpr int MAX_OUTPUTS = 4;     // outputs of a tile, at most
-constexpr long AHEAD = 12 * 1024;  // bytes between a weight and the one that is prefetched with it
+constexpr int MAX_OUTPUTS = 4;      // outputs of a tile, at most
+constexpr long AHEAD = 12 * 1024;   // bytes between a weight and the one that is prefetched with it
+constexpr long NEAR = 27 * 1024;    // bytes of a tile's input that stay in the first cache, beside weights and sums
+constexpr long WAITING = 24;        // outputs whose vectors wait in memory, at most
 typedef Lanes<L>::Floats Floats;
 typedef Lanes<L>::Ints Ints;
 
@@ -54,7 +58,7 @@ struct ByFloats {
     typedef float Number;
     typedef float Prepared;
     typedef Floats Factors;
-    static constexpr int STRIDE = L;
+    static constexpr int STRIDE = L, REGISTERS_OF_WEIGHT = 1;
     static INLINE Floats factors(const float* x) { return *(const Unaligned<Floats>*)x; }
     static INLINE Floats factors(const int8_t* x) { return __builtin_convertvector(widened(x), Floats); }
     static INLINE Floats factors(const Grouped* x, float scale) { return factors(&x->byte) * scale; }
@@ -66,7 +70,7 @@ struct ByPairs {
     typedef BFloat16 Number;
     typedef BFloat16 Prepared;
     typedef Ints Factors;
-    static constexpr int STRIDE = 2 * L;
+    static constexpr int STRIDE = 2 * L, REGISTERS_OF_WEIGHT = 1;
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
     template <class Byte, class... Scale>
     static INLINE Ints factors(const Byte* x, Scale... scale) {
@@ -84,9 +88,12 @@ struct ByPairs {
     typedef BFloat16 Number;
     typedef float Prepared;
     typedef Ints Factors;
-    static constexpr int STRIDE = 2 * L;
-    static void prepare(const BFloat16* x, float* to) {
-        for (int i = 0; i < STRIDE; i++) to[i % 2 * L + i / 2] = number(x[i]);
+    static constexpr int STRIDE = 2 * L, REGISTERS_OF_WEIGHT = 2;
+    static INLINE Floats low(Ints pairs) { return (Floats)(pairs << 16); }
+    static INLINE Floats high(Ints pairs) { return (Floats)(pairs & ~0xffff); }
+    static INLINE void prepare(const BFloat16* x, float* to) {
+        *(Unaligned<Floats>*)to = low(factors(x));
+        *(Unaligned<Floats>*)(to + L) = high(factors(x));
     }
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
     static INLINE Floats even(Ints pairs) { return __builtin_convertvector(pairs << 24 >> 24, Floats); }
@@ -102,8 +109,8 @@ struct ByPairs {
         return rounded<Ints>(even(some) * scale) | rounded<Ints>(odd(some) * scale) << 16;
     }
     static INLINE void add(Floats& sum, const float* x, Ints w) {
-        sum += *(const Unaligned<Floats>*)x * (Floats)(w << 16);
-        sum += *(const Unaligned<Floats>*)(x + L) * (Floats)(w & ~0xffff);
+        sum += *(const Unaligned<Floats>*)x * low(w);
+        sum += *(const Unaligned<Floats>*)(x + L) * high(w);
     }
 };
 #endif
@@ -132,21 +139,21 @@ static INLINE Floats lanes_added(const Floats* v) {
                             std::make_integer_sequence<int, L>());
 }
 
-// sums[m][o] = product of row m of x with the weights of output o. Rows of x are `inputs` numbers apart. scales: if the
-// weights are Grouped, one for each `group` inputs of each output.
+// Add to partial[m][o] the products of row m of x with the weights of output o, from input `begin` to `end`. Rows of x
+// and of weights are `inputs` numbers apart. scales: if the weights are Grouped, one for each `group` inputs of each
+// output; then begin and end are multiples of `group`.
 template <class By, int M, int O, class Weight>
-static INLINE void multiply_tile(const typename By::Prepared* x, const Weight* weights, const float* scales, long group,
-                                 long inputs, float* sums) {
+static INLINE void add_products(const typename By::Prepared* x, const Weight* weights, const float* scales, long group,
+                                long inputs, long begin, long end, Floats* partial) {
     constexpr bool is_grouped = std::is_same_v<Weight, Grouped>;
-    Floats partial[M * O] = {};
-    const long groups = is_grouped ? inputs / group : 1, size = is_grouped ? group : inputs;
-    for (long g = 0; g < groups; g++)
-        for (long i = g * size; i < (g + 1) * size; i += By::STRIDE) {
+    const long size = is_grouped ? group : end - begin;
+    for (; begin < end; begin += size)
+        for (long i = begin; i < begin + size; i += By::STRIDE) {
             typename By::Factors w[O];
             UNROLL for (int o = 0; o < O; o++) {
                 const Weight* const at = weights + o * inputs + i;
                 if constexpr (is_grouped)
-                    w[o] = By::factors(at, scales[o * groups + g]);
+                    w[o] = By::factors(at, scales[(o * inputs + begin) / group]);
                 else
                     w[o] = By::factors(at);
                 __builtin_prefetch((const char*)at + AHEAD, 0, 1);
@@ -154,9 +161,6 @@ static INLINE void multiply_tile(const typename By::Prepared* x, const Weight* w
             UNROLL for (int m = 0; m < M; m++)
                 UNROLL for (int o = 0; o < O; o++) By::add(partial[m * O + o], x + m * inputs + i, w[o]);
         }
-    constexpr int N = M * O;
-    *(Unaligned<Floats>*)sums = lanes_added<N, 0>(partial);
-    if constexpr (N > L) *(Unaligned<Floats>*)(sums + L) = lanes_added<N, L>(partial);
 }
 
 template <class T>
@@ -201,16 +205,44 @@ struct Matrix {
     }
 };
 
+// Inputs in each part of the way along `inputs`, for tiles of M rows: whole groups.
+template <class By, class Weight, int M>
+static INLINE long inputs_of_part(long inputs, long group) {
+    const long parts = (M * inputs * (long)sizeof(typename By::Prepared) + NEAR - 1) / NEAR;
+    const long unit = std::is_same_v<Weight, Grouped> ? group : By::STRIDE;
+    return ((inputs + parts - 1) / parts + unit - 1) / unit * unit;
+}
+
 // Compute outputs begin..end-1 of M rows.
 template <class By, class Weight, int M, int O>
 static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
                                  long inputs, long begin, long end) {
-    float sums[32];
+    constexpr int N = M * O;
+    const long part = inputs_of_part<By, Weight, M>(inputs, matrix.group);
+    const long outputs = part < inputs ? WAITING / O * O : O;  // that go along a part together
+    Floats waiting[WAITING / O][N];
     long first = begin;
-    for (; first + O <= end; first += O) {
-        multiply_tile<By, M, O>(x, (const Weight*)matrix.weights + first * inputs,
-                                matrix.group_scales_of(first, inputs), matrix.group, inputs, sums);
-        matrix.template put<M, O>(sums, row, first);
+    while (first + O <= end) {
+        const long last = std::min(first + outputs, end) - O;
+        for (long from = 0; from < inputs; from += part) {
+            const long to = std::min(from + part, inputs);
+            for (long o = first; o <= last; o += O) {
+                Floats partial[N] = {};
+                Floats* const kept = waiting[(o - first) / O];
+                if (from > 0) memcpy(partial, kept, sizeof partial);
+                add_products<By, M, O>(x, (const Weight*)matrix.weights + o * inputs,
+                                       matrix.group_scales_of(o, inputs), matrix.group, inputs, from, to, partial);
+                if (to < inputs) {
+                    memcpy(kept, partial, sizeof partial);
+                    continue;
+                }
+                float sums[32];
+                *(Unaligned<Floats>*)sums = lanes_added<N, 0>(partial);
+                if constexpr (N > L) *(Unaligned<Floats>*)(sums + L) = lanes_added<N, L>(partial);
+                matrix.template put<M, O>(sums, row, o);
+            }
+        }
+        first += (last - first) / O * O + O;
     }
     if constexpr (O > 1)
         if (first < end) multiply_rows<By, Weight, M, 1>(x, matrix, row, inputs, first, end);
@@ -221,7 +253,8 @@ template <class By, class Weight, int M = TILE>
 static void multiply_some(int rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
                           long inputs, long begin, long end) {
     if constexpr (M > 0) {
-        constexpr int fitting = (REGISTERS - 2) / (M + 1), O = fitting < MAX_OUTPUTS ? fitting : MAX_OUTPUTS;
+        constexpr int fitting = (REGISTERS - 2) / (M + By::REGISTERS_OF_WEIGHT);
+        constexpr int O = fitting < MAX_OUTPUTS ? fitting : MAX_OUTPUTS;
         if (rows == M)
             multiply_rows<By, Weight, M, O>(x, matrix, row, inputs, begin, end);
         else

@@ -3,11 +3,13 @@
 torch reorders the weights of a linear layer in each call. For the few rows of a step, this takes longer than the
 product itself. Our kernel reads the weights as they are. So nothing is copied, and every change of a weight takes
 effect. Layers with the same input, such as query, key and value, are computed in one call. Weights that torchao holds
-in int8 are read in int8, with a scale for each output or for each group of inputs.
+in int8 are read in int8, with a scale for each output or for each group of inputs. Prompts are left to torch, unless
+its products are slower than ours also for many rows.
 """
 
 import ctypes
 import math
+import platform
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -19,7 +21,9 @@ from lookahead.cpu import native
 from lookahead.decoding_pass import DecodingPass, current_pass
 
 MIN_WEIGHTS = 2**16  # Weights in one call, at least. Below this, torch is faster.
-MAX_ROWS = 64  # Rows of an input, at most. Beyond this, torch is faster.
+MAX_ROWS = 64  # Rows of an input, at most. Beyond this, torch is faster, except for these dtypes:
+# if the processor has no instructions for bf16, torch takes three to four times as long, however many rows there are.
+SLOW_IN_TORCH = (torch.bfloat16,) if platform.machine() in ("x86_64", "AMD64") and not native.HAS_BF16 else ()
 STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads at a time
 _PLAIN = nn.Parameter, torch.Tensor
 # Names of layers in a module that usually have the same input. If they do not, only time is lost.
@@ -227,7 +231,8 @@ def _serves(input: torch.Tensor, linear: Linear) -> bool:
         type(input) is torch.Tensor
         and input.is_cpu
         and input.shape[-1] == linear.weight.shape[1]
-        and 0 < input.numel() <= MAX_ROWS * input.shape[-1]
+        and input.numel() > 0
+        and (input.numel() <= MAX_ROWS * input.shape[-1] or input.dtype in SLOW_IN_TORCH)
         and linear.is_served(input.dtype)
         and not torch.is_autocast_enabled("cpu")
     )
