@@ -7,6 +7,7 @@ rotates from prompt to prompt. Chat models get prompts in their chat template. T
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --heads FOLDER --heads FOLDER --out OUT
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --draft SMALL --temperature 0,0.7,1 --out OUT
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --files NOTES --guesses 16,64 --out OUT
+    python scripts/compare_sources.py --model M --prompts FILE.jsonl --published --guesses 16,64 --out OUT
 """
 
 import statistics
@@ -22,6 +23,7 @@ from bench import cli
 from bench.corpora import first_of_each, prompt_ids
 from bench.methods import as_inputs, forget_settings, timed_by
 from bench.pages import command_line, heading, table, write_results
+from bench.recycling import RacerSource, TokenRecyclingSource
 from bench.timing import decoding_options, in_turn, timed
 from lookahead import (
     DraftModelSource,
@@ -162,6 +164,7 @@ def page(where: dict, results: list[dict]) -> str:
 @click.option("--draft", metavar="NAME_OR_PATH", help="Draft model.")
 @click.option("--files", type=cli.FOLDER, help="Folder of .txt files to look up what follows.")
 @click.option("--layer-skip", is_flag=True, help="Draft with the layers that `lookahead tune --layer-skip` found.")
+@click.option("--published", is_flag=True, help="RACER and Token Recycling (scripts/bench/recycling.py).")
 @cli.prompts
 @cli.limit
 @cli.per_category
@@ -173,7 +176,7 @@ def page(where: dict, results: list[dict]) -> str:
               help="In each step. One or several numbers, or auto.")  # fmt: skip
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md and OUT.json.")
 def main(
-    model_name, heads, draft, files, layer_skip, prompts_file, limit, per_category, dtype, temperatures,
+    model_name, heads, draft, files, layer_skip, published, prompts_file, limit, per_category, dtype, temperatures,
     max_new_tokens, guesses, out,
 ) -> None:  # fmt: skip
     model, tokenizer = load(model_name, dtype, "cpu")
@@ -188,6 +191,8 @@ def main(
         others["files"] = RetrievalSource.of_files(sorted(files.rglob("*.txt")), tokenizer)
     if layer_skip:
         others["layer skip"] = LayerSkipSource(model)
+    if published:
+        others |= {"RACER": RacerSource(), "Token Recycling": TokenRecyclingSource()}
     chosen = read_prompts(prompts_file, limit)
     chosen = first_of_each(chosen, per_category) if per_category else chosen
     prompts = [prompt_ids(tokenizer, prompt["turns"][0], raw=False) for prompt in chosen]

@@ -246,12 +246,17 @@ def test_sources_are_compared(tmp_path, demo):
         "--draft",
         str(DEMO),
     ]
-    command += ["--files", str(files), "--max-new-tokens", "8", "--guesses", "4,auto", "--out", str(tmp_path / "out")]
+    command += ["--published", "--files", str(files), "--max-new-tokens", "8", "--guesses", "4,auto"]
+    command += ["--out", str(tmp_path / "out")]
     result = CliRunner().invoke(compare_sources.main, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
     names = ["pool", "pool, kept"]
-    names += [prefix + name for name in ("Eagle", "draft model", "files") for prefix in ("", "pool + ")]
+    classes = {
+        "Eagle": "EagleSource", "draft model": "DraftModelSource", "files": "RetrievalSource", "RACER": "RacerSource",
+        "Token Recycling": "TokenRecyclingSource",
+    }  # fmt: skip
+    names += [prefix + name for name in classes for prefix in ("", "pool + ")]
     assert [(row["temperature"], row["guesses"], row["sources"]) for row in rows] == [
         (temperature, guesses, name) for temperature in (0, 0.7) for guesses in (4, "auto") for name in (*names, "all")
     ]
@@ -259,9 +264,7 @@ def test_sources_are_compared(tmp_path, demo):
         assert row["equal"] == row["prompts"] == len(row["milliseconds"]) == 1
         assert row["tokens_per_step"] >= 1
         assert (row["asked"] is None) == (row["sources"] in names[:2])
-        assert {"Eagle": "EagleSource", "files": "RetrievalSource"}.get(row["sources"], "PoolSource") in row["stats"][
-            "sources"
-        ] or row["sources"] == "draft model"
+        assert classes.get(row["sources"], "PoolSource") in row["stats"]["sources"]
     text = (tmp_path / "out.md").read_text()
     assert text.count("\n| all |") == 4
     assert text.count("\n## Temperature ") == 4
