@@ -58,7 +58,7 @@ struct ByFloats {
     typedef float Number;
     typedef float Prepared;
     typedef Floats Factors;
-    static constexpr int STRIDE = L, REGISTERS_OF_WEIGHT = 1;
+    static constexpr int STRIDE = L;
     static INLINE Floats factors(const float* x) { return *(const Unaligned<Floats>*)x; }
     static INLINE Floats factors(const int8_t* x) { return __builtin_convertvector(widened(x), Floats); }
     static INLINE Floats factors(const Grouped* x, float scale) { return factors(&x->byte) * scale; }
@@ -70,7 +70,7 @@ struct ByPairs {
     typedef BFloat16 Number;
     typedef BFloat16 Prepared;
     typedef Ints Factors;
-    static constexpr int STRIDE = 2 * L, REGISTERS_OF_WEIGHT = 1;
+    static constexpr int STRIDE = 2 * L;
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
     template <class Byte, class... Scale>
     static INLINE Ints factors(const Byte* x, Scale... scale) {
@@ -88,7 +88,7 @@ struct ByPairs {
     typedef BFloat16 Number;
     typedef float Prepared;
     typedef Ints Factors;
-    static constexpr int STRIDE = 2 * L, REGISTERS_OF_WEIGHT = 2;
+    static constexpr int STRIDE = 2 * L;
     static INLINE Floats low(Ints pairs) { return (Floats)(pairs << 16); }
     static INLINE Floats high(Ints pairs) { return (Floats)(pairs & ~0xffff); }
     static INLINE void prepare(const BFloat16* x, float* to) {
@@ -253,8 +253,7 @@ template <class By, class Weight, int M = TILE>
 static void multiply_some(int rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
                           long inputs, long begin, long end) {
     if constexpr (M > 0) {
-        constexpr int fitting = (REGISTERS - 2) / (M + By::REGISTERS_OF_WEIGHT);
-        constexpr int O = fitting < MAX_OUTPUTS ? fitting : MAX_OUTPUTS;
+        constexpr int fitting = (REGISTERS - 2) / (M + 1), O = fitting < MAX_OUTPUTS ? fitting : MAX_OUTPUTS;
         if (rows == M)
             multiply_rows<By, Weight, M, O>(x, matrix, row, inputs, begin, end);
         else
