@@ -146,14 +146,14 @@ template <class By, int M, int O, class Weight>
 static INLINE void add_products(const typename By::Prepared* x, const Weight* weights, const float* scales, long group,
                                 long inputs, long begin, long end, Floats* partial) {
     constexpr bool is_grouped = std::is_same_v<Weight, Grouped>;
-    const long size = is_grouped ? group : end - begin;
-    for (; begin < end; begin += size)
+    const long size = is_grouped ? group : end - begin, groups = inputs / group;
+    for (long g = begin / group; begin < end; begin += size, g++)
         for (long i = begin; i < begin + size; i += By::STRIDE) {
             typename By::Factors w[O];
             UNROLL for (int o = 0; o < O; o++) {
                 const Weight* const at = weights + o * inputs + i;
                 if constexpr (is_grouped)
-                    w[o] = By::factors(at, scales[(o * inputs + begin) / group]);
+                    w[o] = By::factors(at, scales[o * groups + g]);
                 else
                     w[o] = By::factors(at);
                 __builtin_prefetch((const char*)at + AHEAD, 0, 1);
