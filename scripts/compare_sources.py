@@ -23,7 +23,7 @@ from bench import cli
 from bench.corpora import first_of_each, prompt_ids
 from bench.methods import as_inputs, forget_settings, timed_by
 from bench.pages import command_line, heading, table, write_results
-from bench.recycling import RacerSource, TokenRecyclingSource
+from bench.recycling import GooseSource, RacerSource, TokenRecyclingSource
 from bench.timing import decoding_options, in_turn, timed
 from lookahead import (
     DraftModelSource,
@@ -164,7 +164,7 @@ def page(where: dict, results: list[dict]) -> str:
 @click.option("--draft", metavar="NAME_OR_PATH", help="Draft model.")
 @click.option("--files", type=cli.FOLDER, help="Folder of .txt files to look up what follows.")
 @click.option("--layer-skip", is_flag=True, help="Draft with the layers that `lookahead tune --layer-skip` found.")
-@click.option("--published", is_flag=True, help="RACER and Token Recycling (scripts/bench/recycling.py).")
+@click.option("--published", is_flag=True, help="Token Recycling, RACER and Goose (scripts/bench/recycling.py).")
 @cli.prompts
 @cli.limit
 @cli.per_category
@@ -192,7 +192,7 @@ def main(
     if layer_skip:
         others["layer skip"] = LayerSkipSource(model)
     if published:
-        others |= {"RACER": RacerSource(), "Token Recycling": TokenRecyclingSource()}
+        others |= {"Token Recycling": TokenRecyclingSource(), "RACER": RacerSource(), "Goose": GooseSource()}
     chosen = read_prompts(prompts_file, limit)
     chosen = first_of_each(chosen, per_category) if per_category else chosen
     prompts = [prompt_ids(tokenizer, prompt["turns"][0], raw=False) for prompt in chosen]

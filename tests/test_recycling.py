@@ -1,4 +1,4 @@
-"""Two published sources of guesses, in the benchmark: lossless in our loop, and what they propose is as published."""
+"""Three published sources of guesses, in the benchmark: they are lossless, and propose what their papers say."""
 
 from collections import Counter
 
@@ -10,11 +10,22 @@ from zoo import VOCABULARY, tiny_model
 
 import lookahead
 from bench import recycling
-from bench.recycling import RACER_NODES, RECYCLED_DEPTH, RECYCLED_NODES, STATIC_TREE, RacerSource, TokenRecyclingSource
+from bench.recycling import (
+    GOOSE_NODES,
+    NGRAM,
+    RACER_NODES,
+    RECYCLED_DEPTH,
+    RECYCLED_NODES,
+    STATIC_TREE,
+    GooseSource,
+    RacerSource,
+    TokenRecyclingSource,
+    longest_match,
+)
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.guessing.source import Batch, Limits
 
-SOURCES = (TokenRecyclingSource, RacerSource)
+NODES = {TokenRecyclingSource: RECYCLED_NODES, RacerSource: RACER_NODES, GooseSource: GOOSE_NODES}
 LIMITS = Limits([100], 100, 0.0, False)
 
 
@@ -23,7 +34,7 @@ def model():
     return tiny_model("llama")
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", NODES)
 @settings(deadline=None, max_examples=12)
 @given(
     prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
@@ -49,7 +60,7 @@ def test_texts_are_plain_decoding_s(model, source, prompt, budget, temperature, 
         lookahead.unwrap(model)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", NODES)
 def test_they_guess_what_repeats(model, source):
     lookahead.wrap(model, LookaheadConfig(budget=80, window_size=0), source=source())
     try:
@@ -60,8 +71,7 @@ def test_they_guess_what_repeats(model, source):
     finally:
         lookahead.unwrap(model)
     assert stats.accepted[source.__name__] > 40, "the tiny model soon repeats itself"
-    most = RECYCLED_NODES if source is TokenRecyclingSource else RACER_NODES
-    assert most / 2 < stats.guesses / stats.steps <= most
+    assert NODES[source] / 2 < stats.guesses / stats.steps <= NODES[source]
 
 
 def begun(source, said: dict[int, list[int]]):
@@ -143,3 +153,45 @@ def test_racer_learns_each_gram_once(model, monkeypatch):
     for end in range(recycling.NGRAM, len(text)):  # the last token has not been a root
         begins[text[end - recycling.NGRAM]] += 1
     assert {token: node.times for token, node in kept[0].next.items()} == begins
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
+def test_the_longest_match_is_the_longest_and_latest(text):
+    def matched(end: int) -> int:
+        length = 0
+        while length < min(end, NGRAM) and text[end - 1 - length] == text[-1 - length]:
+            length += 1
+        return length
+
+    length, end = max(((matched(end), end) for end in range(1, len(text))), default=(0, 0))
+    assert longest_match(text) == ((text[end:], length) if length > 1 else ([], 0))
+
+
+def test_goose_s_tree_is_deep_along_its_spine_and_wide_beside_it():
+    source = begun(GooseSource(), k_ary(100, 8))
+    text = [70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 99, 70, 71]
+    source._matches_right[2], source._matches_seen[2] = 1, 10
+    (unsure,) = source.propose([text], LIMITS)
+    source._matches_right[2] = 9
+    (tree,) = source.propose([text], LIMITS)
+    spine = tuple(text[2:])
+    assert spine in paths_of(tree), "matches come true, so it goes all the way"
+    assert spine not in paths_of(unsure)
+    beside = [path for path in paths_of(tree) if path != spine[: len(path)]]
+    assert len(beside) == GOOSE_NODES - len(spine)
+    assert max(sum(token not in spine for token in path) for path in beside) < 5
+
+
+def test_goose_learns_by_their_length_how_often_matches_come_true(model, monkeypatch):
+    kept = []
+    monkeypatch.setattr(GooseSource, "end", lambda self: kept.append((self._matches_right, self._matches_seen)))
+    lookahead.wrap(model, LookaheadConfig(budget=20, window_size=0), source=GooseSource())
+    try:
+        ids = torch.tensor([[5, 6, 7, 8]])
+        options = {"max_new_tokens": 100, "min_new_tokens": 100, "do_sample": False}
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    finally:
+        lookahead.unwrap(model)
+    ((right, seen),) = kept
+    assert right[NGRAM] / seen[NGRAM] > 0.8, "the tiny model soon repeats itself"
+    assert seen[0] == right[0] * 2, "nothing was matched there"

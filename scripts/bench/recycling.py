@@ -1,11 +1,12 @@
-"""Two published ways to guess without a draft model, as sources of guesses in our own loop, to compare the pool with.
+"""Three published ways to guess without a draft model, as sources of guesses in our own loop, to compare the pool with.
 
-Both recycle logits: wherever a token stands again, they guess what the model said after it the last time.
+All recycle logits: wherever a token stands again, they guess what the model said after it the last time.
 `TokenRecyclingSource` is Token Recycling (Luo et al. 2024, arXiv 2408.08696, section 3). `RacerSource` is RACER (Zhang
-et al. 2026, arXiv 2604.14885, section 3), which adds what followed the last two tokens in the text. Neither paper gives
-its guesses probabilities. Here they are the share of the guesses of that rank that came true so far, or, in RACER, the
-share of the places that went on with the guess. So a fixed budget verifies whole trees, as published, and an automatic
-one what pays. A call begins with nothing learned.
+et al. 2026, arXiv 2604.14885, section 3), which adds what followed the last two tokens in the text. `GooseSource` is
+built like Goose (Jin et al. 2026, arXiv 2604.02047), which adds what followed the longest match. The first two papers
+give their guesses no probabilities. Here they are the share of the guesses of that rank that came true so far, or, in
+RACER, the share of the places that went on with the guess. So a fixed budget verifies whole trees, as published, and an
+automatic one what pays. A call begins with nothing learned.
 """
 
 import heapq
@@ -22,7 +23,8 @@ TOP_K = 8  # next tokens kept of each row of logits, in both papers
 RECYCLED_NODES = 80  # guesses of Token Recycling
 RECYCLED_DEPTH = 6
 RACER_NODES = 63  # guesses of RACER: 64 nodes with the root
-NGRAM = 10  # RACER's
+NGRAM = 10  # RACER's; also the longest match that Goose tells from longer ones
+GOOSE_NODES = 63  # as many as RACER's
 PRIOR = 8.0  # tokens that each rank is believed to have seen before a call
 ROOT = 0  # of a tree that grows
 
@@ -169,6 +171,71 @@ class RacerSource(Recycled):
                     return
                 children = max(1, first >> rank)
                 waiting.append((tree.add(node, token, chances[rank]), children, children >> 1))
+
+
+class GooseSource(Recycled):
+    """A spine of what followed the longest match of the text's end, the latest of them; recycled logits branch from it.
+
+    Matched tokens come true several times as often as recycled ones. So the tree of the likeliest guesses is deep along
+    the spine and wide beside it, which is the paper's point. Its own rules for depth and breadth are not repeated: the
+    tree grows best-first, by the share of matches of that length, and of recycled guesses of that rank, that came true.
+    """
+
+    needs = RacerSource.needs
+
+    def start(self, batch: Batch) -> None:
+        super().start(batch)
+        self._matches_right, self._matches_seen = np.full(NGRAM + 1, PRIOR / 2), np.full(NGRAM + 1, PRIOR)
+
+    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+        if text:  # a prompt of embeddings has no text
+            self._learn(text[-len(logits) :], logits[-len(text) :])
+
+    def observe(self, outcome: Outcome) -> None:
+        for text, emitted in zip(outcome.texts, outcome.emitted, strict=True):
+            spine, length = longest_match(text)
+            for guess, token in zip(spine, emitted, strict=False):
+                self._matches_seen[length] += 1
+                self._matches_right[length] += guess == token
+                if guess != token:
+                    break
+        super().observe(outcome)
+
+    def _after(self, text: list[int]) -> "Growing":
+        tree, chances = Growing(text[-1]), self._chances()
+        spine, length = longest_match(text)
+        of_spine = float(self._matches_right[length] / self._matches_seen[length])
+        waiting: list[tuple[float, int, int, float, int]] = []  # likeliest first; the last is the place on the spine
+
+        def wait(node: int, joint: float, place: int) -> None:
+            matched = spine[place] if 0 <= place < len(spine) else None
+            if matched is not None:
+                heapq.heappush(waiting, (-joint * of_spine, node, matched, of_spine, place + 1))
+            left = 1.0 if matched is None else 1 - of_spine
+            for rank, token in enumerate(self._said.get(tree.tokens[node], [])):
+                if token != matched:
+                    heapq.heappush(waiting, (-joint * left * chances[rank], node, token, left * chances[rank], -1))
+
+        wait(ROOT, 1.0, 0)
+        while waiting and len(tree) < GOOSE_NODES:
+            negative, parent, token, chance, place = heapq.heappop(waiting)
+            wait(tree.add(parent, token, chance), -negative, place)
+        return tree
+
+
+def longest_match(text: list[int]) -> tuple[list[int], int]:
+    """Return what followed the longest earlier match of the text's end, and the match's length, at most NGRAM.
+
+    At least two tokens must match. Of equally long matches, the latest counts.
+    """
+    tokens, length = np.array(text), 0
+    ends = np.arange(1, len(text))  # places after a match of ``length`` tokens
+    while length < NGRAM:
+        longer = ends[(ends > length) & (tokens[ends - 1 - length] == tokens[-1 - length])]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return (tokens[ends[-1] :].tolist(), length) if length > 1 else ([], 0)
 
 
 class Growing:
