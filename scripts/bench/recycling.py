@@ -224,9 +224,10 @@ class GooseSource(Recycled):
 
 
 def longest_match(text: list[int]) -> tuple[list[int], int]:
-    """Return what followed the longest earlier match of the text's end, and the match's length, at most NGRAM.
+    """Return GOOSE_NODES tokens that followed the longest earlier match of the text's end, and its length up to NGRAM.
 
-    At least two tokens must match. Of equally long matches, the latest counts.
+    At least two tokens must match. Of equally long matches, the latest counts. Behind the text's end, what followed
+    comes again.
     """
     tokens, length = np.array(text), 0
     ends = np.arange(1, len(text))  # places after a match of ``length`` tokens
@@ -235,7 +236,7 @@ def longest_match(text: list[int]) -> tuple[list[int], int]:
         if not len(longer):
             break
         ends, length = longer, length + 1
-    return (tokens[ends[-1] :].tolist(), length) if length > 1 else ([], 0)
+    return (np.resize(tokens[ends[-1] :], GOOSE_NODES).tolist(), length) if length > 1 else ([], 0)
 
 
 class Growing:
