@@ -7,39 +7,23 @@ bf16 weights, byte-level BPE tokenizer, and a model card with the figures of the
     python scripts/train_demo_model.py --out lookahead/demo_model
 """
 
-import hashlib
-import math
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lookahead.tools.prompts import STANDARD_LIBRARY
+from bench.training import descend, optimizers, standard_library
 
 VOCABULARY = 4096
 CONTEXT = 1024
 END = "<|end|>"
-
-
-def standard_library() -> tuple[list[str], list[str]]:
-    """Return the texts of the standard library's modules: (for training, held out)."""
-    train, held_out = [], []
-    for path in sorted(STANDARD_LIBRARY.rglob("*.py")):
-        name = path.relative_to(STANDARD_LIBRARY).as_posix()
-        if "site-packages" in name:
-            continue
-        text = path.read_text(encoding="utf-8", errors="ignore").expandtabs(4)
-        digest = hashlib.sha256(name.encode()).digest()
-        (held_out if digest[0] % 20 == 0 else train).append(text)
-    return train, held_out
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -66,43 +50,6 @@ def sequences(tokens: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarr
         pieces = pieces[: len(pieces) // (CONTEXT + 1) * (CONTEXT + 1)].reshape(-1, CONTEXT + 1)
         for index in rng.permutation(len(pieces)):
             yield pieces[index]
-
-
-def optimizers(matrices: list, others: list, rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for matrices of layers, and AdamW for other parameters, or for groups with rates of their own."""
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
-def schedule(step: int, steps: int) -> float:
-    """Return the factor on the learning rate: 2% linear warm-up, constant, then linear to zero over the last 60%."""
-    return min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.6 * steps))
-
-
-def descend(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int, next_loss: Callable[[], torch.Tensor]
-) -> Iterator[tuple[int, float, float]]:
-    """Train a model; yield, after each step, its number from 1, its loss and the minutes left.
-
-    optimizers: with their peak rates. Raises ClickException if a loss is not finite.
-    """
-    peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    start = time.perf_counter()
-    for step in range(steps):
-        for group, peak in peaks:
-            group["lr"] = peak * schedule(step, steps)
-        loss = next_loss()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(loss.item()):
-            rate = peaks[0][1]
-            raise click.ClickException(f"the loss is {loss.item()} at step {step}: lower --rate, which is {rate}")
-        yield step + 1, loss.item(), (time.perf_counter() - start) / (step + 1) * (steps - step - 1) / 60
 
 
 @torch.no_grad()
@@ -167,7 +114,7 @@ def main(out: Path, steps: int, batch: int, rate: float, seed: int) -> None:
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
     def next_loss() -> torch.Tensor:
         return loss_of(torch.from_numpy(np.stack([next(source) for _ in range(batch)])).long())

@@ -15,24 +15,25 @@ from click.testing import CliRunner
 from test_heads import GREEDY, IDS, deep_model, proposed
 from test_lossless import check_identical
 from test_sources import paths_of
-from train_heads import (
-    add_texts,
-    agreement,
-    batch_of,
-    chat_frame,
-    layers_read,
-    loss_of,
-    new_heads,
-    read_by,
-    read_texts,
-    tokens_of_heads,
-    train,
-    write_heads,
-)
+from train_heads import write_heads
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zoo import VOCABULARY
 
 import lookahead
+from bench import own_texts
+from bench.own_texts import Text, add_texts, chat_frame, read_texts, written
+from bench.trained_heads import (
+    EagleHead,
+    MedusaHeads,
+    agreement,
+    batch_of,
+    layers_read,
+    loss_of,
+    new_heads,
+    read_by,
+    tokens_of_heads,
+    train,
+)
 from lookahead import EagleSource, LookaheadConfig, MedusaSource, PoolSource
 
 KINDS = ["medusa", "eagle", "eagle3"]
@@ -80,7 +81,7 @@ def test_heads_are_trained_as_they_guess(tmp_path, kind, known):
     assert max(map(len, paths)) > 2
     for path, probability in paths.items():
         ids = [*text, *path, *[5] * 5]  # goes on, so that each depth has a place
-        example = read_by(model, [train_heads.Text(ids, 0)], layers_read(model, kind))[0]
+        example = read_by(model, [Text(ids, 0)], layers_read(model, kind))[0]
         example.states = exact_states(model, ids, layers_read(model, kind))
         said = said_along(model, heads, batch_of([example], place_of), len(text), tokens)
         expected = math.prod((said[depth] / 0.3).softmax(-1)[token].item() for depth, token in enumerate(path))
@@ -90,12 +91,12 @@ def test_heads_are_trained_as_they_guess(tmp_path, kind, known):
 @torch.no_grad()
 def said_along(model, heads, batch, root: int, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Logits of all tokens at each depth behind a text of ``root`` tokens, as training computes them."""
-    if isinstance(heads, train_heads.EagleHead) and not heads.is_third:  # guesses with all of the model's projection
+    if isinstance(heads, EagleHead) and not heads.is_third:  # guesses with all of the model's projection
         return [made[0, root - 2 + i] @ model.lm_head.weight.T for i, made in enumerate(heads.features(batch, 4))]
     rows = []
     for depth, (counts, logits, _, _) in enumerate(heads.said(batch)):
         # A row of Medusa's is that of the state before the root, one of EAGLE's the pair that leads to this depth.
-        place = root - 2 + (0 if isinstance(heads, train_heads.MedusaHeads) else depth)
+        place = root - 2 + (0 if isinstance(heads, MedusaHeads) else depth)
         rows.append(torch.full((VOCABULARY,), -math.inf))
         rows[-1][tokens] = logits[int(counts[0, :place].sum())]
     return rows
@@ -119,8 +120,8 @@ def read():
         [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(4, 9))] for rng in map(random.Random, range(60))
     ]
     torch.manual_seed(0)
-    answers = train_heads.written(model, prompts, 40, 0.7)
-    return model, [train_heads.Text(p + a, len(p)) for p, a in zip(prompts, answers, strict=True)]
+    answers = written(model, prompts, 40, 0.7)
+    return model, [Text(p + a, len(p)) for p, a in zip(prompts, answers, strict=True)]
 
 
 @pytest.mark.parametrize("known", [VOCABULARY, 60])
@@ -171,9 +172,9 @@ def demo():
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(train_heads, "WRITTEN_AT_ONCE", 4)
+    monkeypatch.setattr(own_texts, "WRITTEN_AT_ONCE", 4)
     for name in ("USER_TOKENS", "ANSWER_TOKENS", "CONTINUED_TOKENS"):
-        monkeypatch.setattr(train_heads, name, 12)
+        monkeypatch.setattr(own_texts, name, 12)
 
 
 @pytest.fixture
@@ -253,8 +254,8 @@ def test_sources_are_compared(tmp_path, demo):
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
     names = ["pool", "pool, kept"]
     classes = {
-        "Eagle": "EagleSource", "draft model": "DraftModelSource", "files": "RetrievalSource", "RACER": "RacerSource",
-        "Token Recycling": "TokenRecyclingSource",
+        "Eagle": "EagleSource", "draft model": "DraftModelSource", "files": "RetrievalSource",
+        "Token Recycling": "TokenRecyclingSource", "RACER": "RacerSource", "Goose": "GooseSource",
     }  # fmt: skip
     names += [prefix + name for name in classes for prefix in ("", "pool + ")]
     assert [(row["temperature"], row["guesses"], row["sources"]) for row in rows] == [
