@@ -78,7 +78,7 @@ struct BySingles {
     static const float* values(const BFloat16* x, long n, long size, float* room) {
         long i = 0;
         for (; i + 16 <= n * size; i += 16) {
-            const Lanes<16>::Ints some = bits(x + i) << 16;
+            const Lanes<16>::Ints some = bits<16>(x + i) << 16;
             memcpy(room + i, &some, sizeof some);
         }
         for (; i < n * size; i++) room[i] = number(x[i]);
@@ -111,8 +111,8 @@ struct ByPairs {
     static const Factor* values(const BFloat16* x, long n, long size, Factor* room) {
         for (long j = 0; j < n; j += 2)
             for (long d = 0; d < size; d += 16) {
-                Lanes<16>::Ints pairs = bits(x + j * size + d);
-                if (j + 1 < n) pairs |= bits(x + (j + 1) * size + d) << 16;
+                Lanes<16>::Ints pairs = bits<16>(x + j * size + d);
+                if (j + 1 < n) pairs |= bits<16>(x + (j + 1) * size + d) << 16;
                 memcpy(room + j / 2 * size + d, &pairs, sizeof pairs);
             }
         return room;

@@ -116,21 +116,28 @@ static void rotate(T* x, const float* cos, const float* sin, long n) {
     }
 }
 
-// up = activation(gate) * up, of n numbers. SiLU is x * sigmoid(x). GELU as approximated by tanh (Hendrycks & Gimpel
+// up = activation(gate) * up, of WIDTH numbers. SiLU is x * sigmoid(x). GELU as approximated by tanh (Hendrycks & Gimpel
 // 2016, arXiv 1606.08415) is x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 + tanh(z) is
 // 2 * sigmoid(2 * z).
 template <class T>
+static void activate(bool is_gelu, const T* gate, T* up) {
+    typedef Lanes<WIDTH>::Floats Floats;
+    const Floats x = load(gate);
+    const Floats y = is_gelu ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+    const Floats power = exponential<WIDTH>(y < 0 ? y : -y);
+    T activated[WIDTH];
+    store(x * (y < 0 ? power : Floats{} + 1.0f) / (1.0f + power), activated);
+    store(load(activated) * load(up), up);
+}
+
+// The same of n numbers.
+template <class T>
 static void activate(bool is_gelu, const T* gate, T* up, long n) {
-    typedef Lanes<16>::Floats Floats;
-    for (long i = 0; i < n; i += 16) {
-        const int count = std::min<long>(16, n - i);
-        Floats x = {};
-        for (int l = 0; l < count; l++) x[l] = number(gate[i + l]);
-        const Floats y = is_gelu ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
-        const Floats power = exponential<16>(y < 0 ? y : -y);
-        const Floats activated = x * (y < 0 ? power : Floats{} + 1.0f) / (1.0f + power);
-        for (int l = 0; l < count; l++) store(rounded_to<T>(activated[l]) * number(up[i + l]), up + i + l);
-    }
+    for (; n >= WIDTH; n -= WIDTH, gate += WIDTH, up += WIDTH) activate(is_gelu, gate, up);
+    T last_gate[WIDTH] = {}, last_up[WIDTH] = {};
+    std::copy_n(gate, n, last_gate), std::copy_n(up, n, last_up);
+    activate(is_gelu, last_gate, last_up);
+    std::copy_n(last_up, n, up);
 }
 
 template <class By>

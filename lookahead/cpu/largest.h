@@ -6,17 +6,9 @@
 
 #include "vectors.h"
 
-constexpr int L = 16, MAX_COUNT = 256;
+constexpr int L = WIDTH, BLOCK = 8, MAX_COUNT = 256;
 typedef Lanes<L>::Floats Floats;
 typedef Lanes<L>::Ints Ints;
-
-static inline Floats load(const float* x) {
-    Floats some;
-    memcpy(&some, x, sizeof some);
-    return some;
-}
-
-static inline Floats load(const BFloat16* x) { return (Floats)(bits(x) << 16); }
 
 static inline bool any(Ints lanes) {
     typedef int64_t Pairs __attribute__((vector_size(sizeof lanes)));
@@ -46,10 +38,13 @@ struct Largest {
     template <class T>
     void offer_row(const T* x, long n) {
         long i = 0;
-        for (; i + L <= n; i += L) {
-            const Floats some = load(x + i);
-            if (any(some > Floats{} + numbers[count - 1]))
-                for (int l = 0; l < L; l++) offer(some[l], i + l);
+        for (; i + BLOCK * L <= n; i += BLOCK * L) {  // few blocks have one: to look at each vector takes longer
+            Ints found = {};
+            for (long b = 0; b < BLOCK; b++) found |= load(x + i + b * L) > numbers[count - 1];
+            if (any(found))
+                for (long j = i; j < i + BLOCK * L; j += L)
+                    if (any(load(x + j) > numbers[count - 1]))
+                        for (int l = 0; l < L; l++) offer(number(x[j + l]), j + l);
         }
         for (; i < n; i++) offer(number(x[i]), i);
     }

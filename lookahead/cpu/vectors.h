@@ -10,6 +10,15 @@
 
 typedef uint16_t BFloat16;
 
+// Numbers in a register. The compiler keeps wider vectors in memory.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
 template <int L>
 struct Lanes {
     typedef float Floats __attribute__((vector_size(4 * L)));
@@ -28,11 +37,12 @@ static inline float number(BFloat16 x) {
     return y;
 }
 
-// The bits of 16 numbers, each in the lower half of its lane.
-static inline Lanes<16>::Ints bits(const BFloat16* x) {
-    Lanes<16>::BFloat16s some;
+// The bits of L numbers, each in the lower half of its lane.
+template <int L>
+static inline typename Lanes<L>::Ints bits(const BFloat16* x) {
+    typename Lanes<L>::BFloat16s some;
     memcpy(&some, x, sizeof some);
-    return __builtin_convertvector(some, Lanes<16>::Ints);
+    return __builtin_convertvector(some, typename Lanes<L>::Ints);
 }
 
 // The bits of the nearest bf16 number (ties to even), in the lower half of each lane. Not for NaN.
@@ -49,13 +59,28 @@ static inline void store(float x, BFloat16* to) {
     *to = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-static inline void store(Lanes<16>::Floats x, float* to) { memcpy(to, &x, sizeof x); }
+template <class Floats>
+static inline void store(Floats x, float* to) {
+    memcpy(to, &x, sizeof x);
+}
 
-static inline void store(Lanes<16>::Floats x, BFloat16* to) {
-    const Lanes<16>::Ints bits = x != x ? Lanes<16>::Ints{} + 0x7fc0 : rounded<Lanes<16>::Ints>(x);
-    const Lanes<16>::BFloat16s some = __builtin_convertvector(bits, Lanes<16>::BFloat16s);
+template <class Floats>
+static inline void store(Floats x, BFloat16* to) {
+    typedef Lanes<sizeof x / sizeof(float)> Of;
+    typedef typename Of::Ints Ints;
+    const Ints bits = x != x ? Ints{} + 0x7fc0 : rounded<Ints>(x);
+    const typename Of::BFloat16s some = __builtin_convertvector(bits, typename Of::BFloat16s);
     memcpy(to, &some, sizeof some);
 }
+
+// WIDTH numbers.
+static inline Lanes<WIDTH>::Floats load(const float* x) {
+    Lanes<WIDTH>::Floats some;
+    memcpy(&some, x, sizeof some);
+    return some;
+}
+
+static inline Lanes<WIDTH>::Floats load(const BFloat16* x) { return (Lanes<WIDTH>::Floats)(bits<WIDTH>(x) << 16); }
 
 // exp(x) for x <= 0, to 2 units in the last place. 0 for x < -87. NaN stays NaN.
 template <int L, class Floats = typename Lanes<L>::Floats, class Ints = typename Lanes<L>::Ints>
