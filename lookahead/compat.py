@@ -107,8 +107,7 @@ def hooks_of_users(module: nn.Module) -> list[Callable]:
 
 def has_own_call(module: nn.Module) -> bool:
     """Whether calling the module does more, or other things, than the forward of its class."""
-    has_hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(has_hooks) or "forward" in vars(module) or is_compiled(module)
+    return bool(hooks_of_users(module)) or "forward" in vars(module) or is_compiled(module)
 
 
 def global_hooks() -> bool:

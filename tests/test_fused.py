@@ -221,6 +221,16 @@ def test_a_changed_model_is_run_by_its_own_code(change):
     assert text.tolist() == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist()
 
 
+def test_a_model_stays_fused_when_it_has_shown_its_hidden_states():
+    """transformers leaves hooks on the layers then, which only collect outputs."""
+    model = tiny_model("llama")
+    text = model.generate(IDS, **GREEDY).tolist()
+    model(IDS, output_hidden_states=True)
+    lookahead.wrap(model)
+    assert model.generate(IDS, **GREEDY).tolist() == text
+    assert "passes: fused" in model.lookahead.report()
+
+
 def in_blocks(model):
     """Weights such as GGUF's Q8_0 is unpacked to."""
     for module in model.modules():

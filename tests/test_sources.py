@@ -776,8 +776,9 @@ def test_what_sees_hidden_states_gets_fused_passes():
     model = tiny_model("llama")
     expected = model.generate(IDS, **GREEDY)
     lookahead.wrap(model, source=[PoolSource(), Sees(expected.tolist())])
-    assert model.generate(IDS, **GREEDY).tolist() == expected.tolist()
-    assert "passes: fused" in model.lookahead.report()
+    for _ in range(2):  # transformers leaves hooks behind
+        assert model.generate(IDS, **GREEDY).tolist() == expected.tolist()
+        assert "passes: fused" in model.lookahead.report()
 
 
 def test_only_what_is_asked_for_is_shown():
