@@ -134,6 +134,7 @@ static void activate(bool is_gelu, const T* gate, T* up) {
 template <class T>
 static void activate(bool is_gelu, const T* gate, T* up, long n) {
     for (; n >= WIDTH; n -= WIDTH, gate += WIDTH, up += WIDTH) activate(is_gelu, gate, up);
+    if (!n) return;
     T last_gate[WIDTH] = {}, last_up[WIDTH] = {};
     std::copy_n(gate, n, last_gate), std::copy_n(up, n, last_up);
     activate(is_gelu, last_gate, last_up);

@@ -67,6 +67,11 @@ class Recycled(GuessSource):
         likeliest = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1).indices
         self._said.update(zip(tokens, likeliest.tolist(), strict=True))
 
+    def _learn_prompt(self, text: list[int], logits: torch.Tensor) -> None:
+        """Learn what the model said after the last tokens of a prompt, for which there are logits."""
+        logits = logits[-len(text) :]
+        self._learn(text[-len(logits) :], logits)
+
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         return [self._after(text).finished() for text in texts]
 
@@ -119,8 +124,7 @@ class RacerSource(Recycled):
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if text:  # a prompt of embeddings has no text
-            logits = logits[-len(text) :]
-            self._learn(text[-len(logits) :], logits)
+            self._learn_prompt(text, logits)
             self._insert_grams(text)
 
     def observe(self, outcome: Outcome) -> None:
@@ -189,7 +193,7 @@ class GooseSource(Recycled):
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if text:  # a prompt of embeddings has no text
-            self._learn(text[-len(logits) :], logits[-len(text) :])
+            self._learn_prompt(text, logits)
 
     def observe(self, outcome: Outcome) -> None:
         for text, emitted in zip(outcome.texts, outcome.emitted, strict=True):
