@@ -16,6 +16,7 @@ from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import ASSISTED_ARGUMENTS, why_no_draft_model
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
+from lookahead.passes import fused
 from lookahead.passes.capabilities import find_adapter
 from ngram_pool import NgramPool
 
@@ -173,4 +174,5 @@ def unwrap(model: PreTrainedModel) -> PreTrainedModel:
             model.__class__ = type(model).__mro__[2]
             del model.lookahead
             products.remove(model)
+            fused.forget(model)
     return model

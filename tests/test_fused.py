@@ -231,14 +231,14 @@ def test_a_model_stays_fused_when_it_has_shown_its_hidden_states():
     assert "passes: fused" in model.lookahead.report()
 
 
-def in_blocks(model):
-    """Weights such as GGUF's Q8_0 is unpacked to."""
+def in_blocks(model, most):
+    """Weights such as GGUF's Q8_0 (most=127) and Q4_0 (most=-8) are unpacked to."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             groups = module.weight.detach().unflatten(1, (-1, 32))
-            largest = groups.abs().amax(-1, keepdim=True)
-            scaled = (groups * (127 / largest)).round() * (largest / 127).half().float()
-            module.weight.data.copy_(scaled.flatten(1))
+            largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+            numbers = (groups * (most / largest)).round().clamp(-abs(most), abs(most) - (most < 0))
+            module.weight.data.copy_((numbers * (largest / most).half().float()).flatten(1))
 
 
 def trained(model):
@@ -262,20 +262,18 @@ def written_behind_its_back(model):
         parameter.data += 0.1 * torch.randn_like(parameter)
 
 
-@pytest.mark.parametrize("made_of_bytes", [False, True])
+@pytest.mark.parametrize(("most", "dtype"), [(0, torch.float32), (127, torch.int8), (-8, torch.uint8)])
 @pytest.mark.parametrize("change", [trained, replaced, loaded, written_behind_its_back])
-def test_changed_weights_take_effect(change, made_of_bytes):
+def test_changed_weights_take_effect(change, most, dtype):
     model = tiny_model("llama", **SIZES)
-    if made_of_bytes:
-        in_blocks(model)
+    if most:
+        in_blocks(model, most)
     lookahead.wrap(model)
     before = model.generate(IDS, **GREEDY)
     with mock.patch.object(decoder, "Program", side_effect=decoder.Program) as programs:
         assert model.generate(IDS, **GREEDY).tolist() == before.tolist()
     (read,) = programs.call_args.args
-    assert {linear.weight.dtype for linear in (read.head, *read.layers[1][:7])} == {
-        torch.int8 if made_of_bytes else torch.float32
-    }
+    assert {linear.weight.dtype for linear in (read.head, *read.layers[1][:7])} == {dtype}
     change(model)
     text = model.generate(IDS, **GREEDY)
     assert "passes: fused" in model.lookahead.report()

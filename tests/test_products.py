@@ -129,35 +129,6 @@ def random_linear(outputs, inputs, dtype, with_bias, scaled):
     return Linear(weight, torch.rand(outputs, groups) / 128, bias)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    most=st.sampled_from([127, 8]),
-    outputs=st.integers(1, 40),
-    groups=st.integers(1, 5),
-    scales=st.sampled_from([0.0, 2.0**-24, 1e-2, 6e4]),
-    seed=st.integers(0, 99),
-)
-def test_weights_made_of_bytes_are_found_to_be(most, outputs, groups, scales, seed):
-    """As GGUF's Q8_0 and Q4_0 are unpacked: scales in float16, and a number at the end of the range in each group."""
-    note(f"{most=} {outputs=} {groups=} {scales=} {seed=}")
-    torch.manual_seed(seed)
-    numbers = torch.randint(-most, most, (outputs, groups, 32))
-    numbers[:, :, seed % 32] = -most
-    scales = (torch.rand(outputs, groups, 1) * scales).half().float() * (1 if seed % 2 else -1)
-    weight = (numbers * scales).flatten(1)
-    linear, input = Linear(weight), torch.randn(5, 32 * groups)
-    found = linear.in_bytes()
-    assert found.weight.dtype == torch.int8
-    assert found.is_served(torch.float32)
-    (expected,), (got,) = products.multiply(input, [linear]), products.multiply(input, [found])
-    assert torch.equal(got, expected)
-    assert Linear(weight.bfloat16()).in_bytes().scales is None
-    place = int(torch.randint(weight.numel(), ()))
-    for other in (torch.nan, torch.inf, weight.view(-1)[place] * (1 + 2**-20) + 1e-40):
-        weight.view(-1)[place] = other
-        assert linear.in_bytes() is linear, "not every weight is one"
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_not_a_number_stays_in_its_row(dtype):
     input, weight = torch.randn(14, 64).to(dtype), torch.randn(70, 64).to(dtype)

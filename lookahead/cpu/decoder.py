@@ -2,19 +2,20 @@
 
 A layer is a dozen small operations. On a CPU, calling them one by one takes as long as computing them. Here one call
 computes all layers, and its threads meet at a spinning barrier. Weights are read where they are, and nothing is copied,
-except what `in_bytes` makes smaller.
+except what `blocks` makes smaller.
 """
 
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
-from lookahead.cpu import native, products
+from lookahead.cpu import blocks, native, products
 from lookahead.cpu.products import Linear
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
@@ -26,7 +27,7 @@ _movers = cache(partial(native.kernels, "decoder", "move_rows", (torch.uint8,), 
 
 
 class Layer(NamedTuple):
-    """One layer. All tensors but weights in int8 have one dtype. A norm that is None is left out.
+    """One layer. All tensors but quantised weights have one dtype. A norm that is None is left out.
 
     input_norm and mlp_norm are of what attention and the MLP take. The others are of what these products give: q_norm
     and k_norm of each head, [head_dim], or of all heads together.
@@ -81,14 +82,27 @@ class Decoder:
     logits_divisor: float
 
 
-def in_bytes(decoder: Decoder) -> Decoder:
-    """The same decoder, with weights in int8 where that makes the same products exactly (`Linear.in_bytes`)."""
+def smallest(decoder: Decoder, known: dict[int, Linear]) -> Decoder:
+    """The same decoder, with weights of fewer bits where these make the same products exactly (`blocks.smallest`).
+
+    known: what earlier calls have found, by place; the place of each linear layer is its own. Found anew where weights
+    have changed since.
+    """
+    places = count()
 
     def smaller(field: Any) -> Any:
-        return field.in_bytes() if isinstance(field, Linear) else field
+        if not isinstance(field, Linear):
+            return field
+        place = next(places)
+        found = blocks.smallest(field, decoder.embedding.dtype, known.get(place))
+        if found is not field:
+            known[place] = found._replace(bias=None)
+        else:
+            known.pop(place, None)
+        return found
 
     layers = [Layer(*map(smaller, layer)) for layer in decoder.layers]
-    return replace(decoder, layers=layers, head=decoder.head.in_bytes())
+    return replace(decoder, layers=layers, head=smaller(decoder.head))
 
 
 def weight_bytes(decoder: Decoder) -> int:

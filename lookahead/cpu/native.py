@@ -30,7 +30,7 @@ SOURCES = Path(__file__).parent
 READY = SOURCES / "kernels"
 """Libraries in the wheel, which can be trusted as much as this module."""
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "kernels"
-KERNELS = "products", "tree_attention", "decoder", "likeliest", "choice"
+KERNELS = "products", "tree_attention", "decoder", "likeliest", "choice", "blocks"
 DAY = 24 * 60 * 60
 _DIGEST = hashlib.sha256().digest_size
 

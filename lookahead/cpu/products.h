@@ -4,8 +4,9 @@
 // along the inputs, and adds up the lanes of each vector at the end. So each weight is read once, in memory order, for
 // up to TILE rows of the input, and no weights are reordered. If the rows of a tile are too long for the processor's
 // first cache, the tile goes along a part of the inputs for some outputs, then along the next part: its vectors wait in
-// memory. So a sum is the same to the last bit, however many rows are multiplied. Weights may be of the input's type, or
-// bytes with a scale for each output or for each group of inputs. Those are read as bytes and converted on the way.
+// memory. So a sum is the same to the last bit, however many rows are multiplied. Weights may be of the input's type;
+// bytes with a scale for each output or for each group of inputs; or codes of 4 bits with a scale and an offset for each
+// group. Those are read as they are and converted on the way.
 
 #pragma once
 
@@ -37,6 +38,14 @@ struct Grouped {
     int8_t byte;
 };
 
+// Two codes of 4 bits. The weight is code * scale + offset.
+struct Codes {
+    uint8_t two;
+};
+
+template <class Weight>
+constexpr unsigned long PACKED = std::is_same_v<Weight, Codes> ? 2 : 1;  // weights in a Weight
+
 #define UNROLL _Pragma("GCC unroll 64")
 #define INLINE inline __attribute__((always_inline))
 
@@ -51,6 +60,51 @@ static INLINE Ints widened(const int8_t* x) {
 #endif
 }
 
+// L codes are the bits of a word that is in all lanes: each lane shifts its own code down. Other bits stay above it.
+#ifdef __AVX512F__
+typedef uint64_t Word;
+static const Ints SHIFTS = {0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28};
+#else
+typedef uint32_t Word;
+static const Ints SHIFTS = {0, 4, 8, 12, 16, 20, 24, 28};
+#endif
+typedef Word Words __attribute__((vector_size(4 * L)));
+
+static INLINE void pack(Ints codes, Codes* to) {
+    const Words shifted = (Words)(codes << SHIFTS);
+    Word all = 0;
+    UNROLL for (int i = 0; i < 8; i++) all |= shifted[i];
+    memcpy(to, &all, sizeof all);
+}
+
+static INLINE Ints codes(const Codes* x) {
+    Word all;
+    memcpy(&all, x, sizeof all);
+    return (Ints)(Words{} + all) >> SHIFTS;
+}
+
+// The weights of L codes, rounded once if the processor can, else twice: then a scale must have few digits. AVX-512 looks
+// them up in a table of the weights of all codes.
+#ifdef __AVX512F__
+static INLINE Floats table_of(float scale, float offset) {
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (Floats)_mm512_fmadd_ps(numbers, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
+}
+static INLINE Floats looked_up(const Codes* x, Floats table) {
+    return (Floats)_mm512_permutexvar_ps((__m512i)codes(x), (__m512)table);
+}
+static INLINE Floats weights(const Codes* x, float scale, float offset) { return looked_up(x, table_of(scale, offset)); }
+#else
+static INLINE Floats weights(const Codes* x, float scale, float offset) {
+    const Floats numbers = __builtin_convertvector(codes(x) & 15, Floats);
+#ifdef __AVX2__
+    return (Floats)_mm256_fmadd_ps((__m256)numbers, _mm256_set1_ps(scale), _mm256_set1_ps(offset));
+#else
+    return numbers * scale + offset;
+#endif
+}
+#endif
+
 // How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
 // after `prepare`, if the kernel does not take it as it is. A byte is exactly a number of either type; times a scale,
 // it is rounded to one.
@@ -62,6 +116,8 @@ struct ByFloats {
     static INLINE Floats factors(const float* x) { return *(const Unaligned<Floats>*)x; }
     static INLINE Floats factors(const int8_t* x) { return __builtin_convertvector(widened(x), Floats); }
     static INLINE Floats factors(const Grouped* x, float scale) { return factors(&x->byte) * scale; }
+    static INLINE Floats factors(const Codes* x, float scale, float offset) { return weights(x, scale, offset); }
+    static INLINE void pack(const int8_t* codes, Codes* to) { products::pack(widened(codes), to); }
     static INLINE void add(Floats& sum, const float* x, Floats w) { sum += factors(x) * w; }
 };
 
@@ -74,8 +130,12 @@ struct ByPairs {
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
     template <class Byte, class... Scale>
     static INLINE Ints factors(const Byte* x, Scale... scale) {
-        const Floats low = ByFloats::factors(x, scale...), high = ByFloats::factors(x + L, scale...);
+        const Floats low = ByFloats::factors(x, scale...), high = ByFloats::factors(x + L / PACKED<Byte>, scale...);
         return (Ints)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    }
+    static INLINE void pack(const int8_t* codes, Codes* to) {
+        ByFloats::pack(codes, to);
+        ByFloats::pack(codes + L, to + L / 2);
     }
     static INLINE void add(Floats& sum, const BFloat16* x, Ints w) {
         sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors(x), (__m512bh)w);
@@ -108,6 +168,19 @@ struct ByPairs {
         const Ints some = pairs(&x->byte);
         return rounded<Ints>(even(some) * scale) | rounded<Ints>(odd(some) * scale) << 16;
     }
+    static INLINE Ints factors(const Codes* x, float scale, float offset) {  // first those at even places
+#ifdef __AVX512F__
+        const Floats table = (Floats)(rounded<Ints>(table_of(scale, offset)) << 16);
+        return ((Ints)looked_up(x, table) >> 16 & 0xffff) | (Ints)looked_up(x + L / 2, table);
+#else
+        return rounded<Ints>(weights(x, scale, offset)) | rounded<Ints>(weights(x + L / 2, scale, offset)) << 16;
+#endif
+    }
+    static INLINE void pack(const int8_t* codes, Codes* to) {
+        const Ints some = pairs(codes);
+        products::pack(some & 0xff, to);
+        products::pack(some >> 8, to + L / 2);
+    }
     static INLINE void add(Floats& sum, const float* x, Ints w) {
         sum += *(const Unaligned<Floats>*)x * low(w);
         sum += *(const Unaligned<Floats>*)(x + L) * high(w);
@@ -139,20 +212,25 @@ static INLINE Floats lanes_added(const Floats* v) {
                             std::make_integer_sequence<int, L>());
 }
 
+// Whether weights have a scale for each group of inputs.
+template <class Weight>
+constexpr bool IS_GROUPED = std::is_same_v<Weight, Grouped> || std::is_same_v<Weight, Codes>;
+
 // Add to partial[m][o] the products of row m of x with the weights of output o, from input `begin` to `end`. Rows of x
-// and of weights are `inputs` numbers apart. scales: if the weights are Grouped, one for each `group` inputs of each
-// output; then begin and end are multiples of `group`.
+// and of weights are `inputs` numbers apart. scales, offsets: if the weights are grouped, one for each `group` inputs of
+// each output; then begin and end are multiples of `group`.
 template <class By, int M, int O, class Weight>
-static INLINE void add_products(const typename By::Prepared* x, const Weight* weights, const float* scales, long group,
-                                long inputs, long begin, long end, Floats* partial) {
-    constexpr bool is_grouped = std::is_same_v<Weight, Grouped>;
-    const long size = is_grouped ? group : end - begin, groups = inputs / group;
+static INLINE void add_products(const typename By::Prepared* x, const Weight* weights, const float* scales,
+                                const float* offsets, long group, long inputs, long begin, long end, Floats* partial) {
+    const long size = IS_GROUPED<Weight> ? group : end - begin, groups = inputs / group, row = inputs / PACKED<Weight>;
     for (long g = begin / group; begin < end; begin += size, g++)
         for (long i = begin; i < begin + size; i += By::STRIDE) {
             typename By::Factors w[O];
             UNROLL for (int o = 0; o < O; o++) {
-                const Weight* const at = weights + o * inputs + i;
-                if constexpr (is_grouped)
+                const Weight* const at = weights + o * row + i / PACKED<Weight>;
+                if constexpr (std::is_same_v<Weight, Codes>)
+                    w[o] = By::factors(at, scales[o * groups + g], offsets[o * groups + g]);
+                else if constexpr (std::is_same_v<Weight, Grouped>)
                     w[o] = By::factors(at, scales[o * groups + g]);
                 else
                     w[o] = By::factors(at);
@@ -165,23 +243,26 @@ static INLINE void add_products(const typename By::Prepared* x, const Weight* we
 
 template <class T>
 struct Matrix {
-    const void* weights;        // [outputs][inputs]: of type T, or int8_t if there are scales
-    const T* scales;            // [outputs], or null: what the sum of each output is multiplied by
-    const float* group_scales;  // [outputs][inputs / group], or null: what each weight is multiplied by
-    const T* bias;              // [outputs], or null
-    T* out;                     // [rows][outputs]
+    const void* weights;         // [outputs][inputs]: of type T, int8_t if there are scales, Codes if there are offsets
+    const T* scales;             // [outputs], or null: what the sum of each output is multiplied by
+    const float* group_scales;   // [outputs][inputs / group], or null: what each weight is multiplied by
+    const float* group_offsets;  // the same, or null: what is then added to each weight
+    const T* bias;               // [outputs], or null
+    T* out;                      // [rows][outputs]
     long outputs;
     long group;  // inputs with one scale: all, if there are no group_scales
 
     // Outputs first..first+count-1 alone, which go elsewhere.
     Matrix part(long first, long count, long inputs, T* to) const {
-        const long size = scales || group_scales ? 1 : sizeof(T);
-        return {(const char*)weights + first * inputs * size, scales ? scales + first : nullptr,
-                group_scales_of(first, inputs), bias ? bias + first : nullptr, to, count, group};
+        const long bits = group_offsets ? 4 : scales || group_scales ? 8 : 8 * sizeof(T);
+        return {(const char*)weights + first * inputs * bits / 8, scales ? scales + first : nullptr,
+                of_groups(group_scales, first, inputs), of_groups(group_offsets, first, inputs),
+                bias ? bias + first : nullptr, to, count, group};
     }
 
-    const float* group_scales_of(long output, long inputs) const {
-        return group_scales ? group_scales + output * (inputs / group) : nullptr;
+    // The scales or offsets from an output on.
+    const float* of_groups(const float* all, long output, long inputs) const {
+        return all ? all + output * (inputs / group) : nullptr;
     }
 
     // Store outputs first..first+O-1 of M rows from sums[m][o], an array of 32 numbers.
@@ -209,7 +290,7 @@ struct Matrix {
 template <class By, class Weight, int M>
 static INLINE long inputs_of_part(long inputs, long group) {
     const long parts = (M * inputs * (long)sizeof(typename By::Prepared) + NEAR - 1) / NEAR;
-    const long unit = std::is_same_v<Weight, Grouped> ? group : By::STRIDE;
+    const long unit = IS_GROUPED<Weight> ? group : By::STRIDE;
     return ((inputs + parts - 1) / parts + unit - 1) / unit * unit;
 }
 
@@ -230,8 +311,10 @@ static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<ty
                 Floats partial[N] = {};
                 Floats* const kept = waiting[(o - first) / O];
                 if (from > 0) memcpy(partial, kept, sizeof partial);
-                add_products<By, M, O>(x, (const Weight*)matrix.weights + o * inputs,
-                                       matrix.group_scales_of(o, inputs), matrix.group, inputs, from, to, partial);
+                add_products<By, M, O>(x, (const Weight*)matrix.weights + o * inputs / PACKED<Weight>,
+                                       matrix.of_groups(matrix.group_scales, o, inputs),
+                                       matrix.of_groups(matrix.group_offsets, o, inputs), matrix.group, inputs, from,
+                                       to, partial);
                 if (to < inputs) {
                     memcpy(kept, partial, sizeof partial);
                     continue;
@@ -261,14 +344,15 @@ static void multiply_some(int rows, const typename By::Prepared* x, const Matrix
     }
 }
 
-// The same for any number of rows, in tiles of about equal size, and for weights of either type.
+// The same for any number of rows, in tiles of about equal size, and for weights of any type.
 template <class By>
 static void multiply(long rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long inputs,
                      long begin, long end) {
     const long tiles = (rows + TILE - 1) / TILE, rows_of_tile = (rows + tiles - 1) / tiles;
-    const auto some = matrix.group_scales ? multiply_some<By, Grouped>
-                      : matrix.scales     ? multiply_some<By, int8_t>
-                                          : multiply_some<By, typename By::Number>;
+    const auto some = matrix.group_offsets  ? multiply_some<By, Codes>
+                      : matrix.group_scales ? multiply_some<By, Grouped>
+                      : matrix.scales       ? multiply_some<By, int8_t>
+                                            : multiply_some<By, typename By::Number>;
     for (long row = 0; row < rows; row += rows_of_tile)
         some(std::min(rows_of_tile, rows - row), x + row * inputs, matrix, row, inputs, begin, end);
     if (matrix.scales) matrix.scale(0, rows, begin, end);

@@ -28,12 +28,9 @@ STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads
 _PLAIN = nn.Parameter, torch.Tensor
 # Names of layers in a module that usually have the same input. If they do not, only time is lost.
 SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-FIELDS, OUT = 7, 4  # of a Matrix in products.h: how many there are, and the place of its output
+FIELDS, OUT = 8, 5  # of a Matrix in products.h: how many there are, and the place of its output
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 kernels = cache(partial(native.kernels, "products", "multiply", native.FLOATS, _ARGUMENTS))
-_FINDER_ARGUMENTS = [ctypes.c_void_p, ctypes.c_long] + [ctypes.c_void_p] * 3 + [ctypes.c_long]
-_finders = cache(partial(native.kernels, "products", "find_bytes", (torch.float32,), _FINDER_ARGUMENTS))
-GROUP = 32  # GROUP in products.cpp
 
 
 class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
@@ -42,11 +39,14 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     weight: [outputs, inputs], contiguous, of the input's dtype, or int8. scales, if the weight is in int8: [outputs],
     of the input's dtype, what the sums are multiplied by; or float32 [outputs, groups], what the weights of each group
     of inputs are multiplied by before they are rounded to the input's dtype. bias: [outputs], of that dtype, or None.
+    offsets: None, or float32 [outputs, groups], what is added before that. The weight is then in codes of 4 bits, uint8
+    [outputs, inputs / 2], as `blocks` makes them.
     """
 
     weight: torch.Tensor
     scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
 
     @classmethod
     def of(cls, layer: nn.Linear) -> "Linear":
@@ -59,33 +59,19 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
 
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
         """The fields of a Matrix in products.h."""
-        outputs, inputs = self.weight.shape
-        scales = pointer(self.scales), 0
-        if self.scales is not None and self.scales.ndim == 2:
-            scales, inputs = (0, scales[0]), inputs // self.scales.shape[1]
-        return self.weight.data_ptr(), *scales, pointer(self.bias), pointer(out), outputs, inputs
-
-    def in_bytes(self) -> "Linear":
-        """The same layer with its weight in int8, in groups of 32 inputs, if that makes the same products exactly.
-
-        So it is with what GGUF's Q8_0 and Q4_0 are unpacked to in float32. The bytes are a copy.
-        """
-        weight = self.weight
-        finder = _finders().get(weight.dtype)
-        if finder is None or weight.shape[1] % GROUP:
-            return self
-        bytes = torch.empty_like(weight, dtype=torch.int8)
-        scales = weight.new_empty(len(weight), weight.shape[1] // GROUP)
-        found = ctypes.c_bool()
-        finder(
-            weight.data_ptr(), scales.numel(), bytes.data_ptr(), scales.data_ptr(), ctypes.byref(found),
-            torch.get_num_threads(),
+        weight, scales, bias, offsets = self
+        outputs, inputs = weight.shape
+        inputs *= 1 if offsets is None else 2
+        of_outputs, of_groups = pointer(scales), 0
+        if scales is not None and scales.ndim == 2:
+            of_outputs, of_groups, inputs = 0, of_outputs, inputs // scales.shape[1]
+        return (
+            weight.data_ptr(), of_outputs, of_groups, pointer(offsets), pointer(bias), pointer(out), outputs, inputs
         )  # fmt: skip
-        return Linear(bytes, scales, self.bias) if found else self
 
     def is_served(self, dtype: torch.dtype) -> bool:
         """Whether our kernel takes this layer, if its input has this dtype."""
-        weight, scales, bias = self
+        weight, scales, bias, _ = self
         return (
             type(weight) in _PLAIN
             and weight.dtype == (dtype if scales is None else torch.int8)

@@ -1,12 +1,14 @@
 """Passes over single sequences in one call, for models built like Llama on a CPU (`cpu.decoder`)."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from lookahead.cpu import decoder
+from lookahead.cpu.products import Linear
 from lookahead.models.adapter import ModelAdapter
 from lookahead.models.cache import LookaheadCache
 from lookahead.models.decoder import UnknownDecoderError, read_decoder
@@ -15,12 +17,14 @@ from lookahead.step import Step, pad
 
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 
+_known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionary()  # for `decoder.smallest`
+
 
 class FusedRunner(EagerRunner):
     """Runs steps of single sequences in one call. Everything else runs eagerly.
 
-    The model is looked at anew for each call of generate(), and its weights are read where they are, or as the bytes
-    that they were unpacked from (`decoder.in_bytes`).
+    The model is looked at anew for each call of generate(), and its weights are read where they are, or in the few
+    bits that they were unpacked from (`decoder.smallest`). Those are a copy, which is kept for the next call.
     Raises UnknownDecoderError if the model cannot be run so.
     """
 
@@ -35,7 +39,7 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError(
                 "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
             )
-        found = decoder.in_bytes(found)
+        found = decoder.smallest(found, _known.setdefault(model, {}))
         self._program = decoder.Program(found)
         self.weight_bytes = decoder.weight_bytes(found)
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -89,3 +93,8 @@ class FusedRunner(EagerRunner):
         keys, values = layer.buffers
         offset = first * keys.shape[3] * keys.element_size()
         return keys.data_ptr() + offset, values.data_ptr() + offset, seen, keys.stride(1)
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Free what is kept for the next call."""
+    _known.pop(model, None)

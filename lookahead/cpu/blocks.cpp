@@ -1,0 +1,161 @@
+// Blocks of 8 or 4 bits that weights were unpacked from, found again from the weights.
+//
+// Quantised files hold weights in groups. A weight is a small whole number times a scale, and some formats add an
+// offset. Scales have few digits, so the products are exact, and what is found makes the same weights, bit for bit but
+// for the sign of a zero. Whatever does not is not used.
+
+#include "products.h"
+
+using namespace products;
+
+constexpr float WHOLE = 3 << 22;  // numbers of this size have no fraction, so adding it rounds
+constexpr int GROUP = 32;         // weights with one scale and one offset
+
+// Whether two vectors are equal but for the sign of a zero. NaN equals nothing.
+template <class Vector>
+static bool are_equal(Vector a, Vector b) {
+    const Ints differ = (Ints)(a != b);
+    int any = 0;
+    UNROLL for (int l = 0; l < L; l++) any |= differ[l];
+    return !any;
+}
+
+// Write whole numbers that are the weights when they are multiplied by the scale. False if there are none.
+template <int SIZE>
+static bool write_bytes(const float* weights, float scale, int8_t* bytes) {
+    const float inverse = scale > 0 ? 1 / scale : 0;
+    bool found = true;
+    UNROLL for (int i = 0; i < SIZE; i += L) {
+        const Floats w = ByFloats::factors(weights + i), nearest = w * inverse + WHOLE - WHOLE;
+        found &= are_equal(nearest * scale, w);
+        *(Unaligned<Lanes<L>::Bytes>*)(bytes + i) =
+            __builtin_convertvector(__builtin_convertvector(nearest, Ints), Lanes<L>::Bytes);
+    }
+    return found;
+}
+
+// Find the bytes and the scale of a group, unless they are there already. most: the largest byte of the group before. The largest is 127 in GGUF's
+// Q8_0, 16 in Q5_0, and any up to 32 in Q6_K.
+template <int SIZE>
+static bool find_bytes(const float* weights, int& most, int8_t* bytes, float* scale) {
+    bool is_known = true;
+    UNROLL for (int i = 0; i < SIZE; i += L)
+        is_known &= are_equal(ByFloats::factors((const Grouped*)bytes + i, *scale), ByFloats::factors(weights + i));
+    if (is_known) return true;
+    float largest = 0;
+    for (int i = 0; i < SIZE; i++) largest = std::max(largest, __builtin_fabsf(weights[i]));
+    const auto fits = [&](int tried) { return write_bytes<SIZE>(weights, *scale = largest / tried, bytes); };
+    if (fits(most)) return true;
+    for (int tried : {127, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16,
+                      15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1})
+        if (fits(tried)) {
+            most = tried;
+            return true;
+        }
+    return false;
+}
+
+// Whether these codes are the weights.
+static bool are_codes_of(const float* weights, float scale, float offset, const Codes* codes) {
+    bool found = true;
+    UNROLL for (int i = 0; i < GROUP; i += L)
+        found &= are_equal(ByFloats::factors(codes + i / 2, scale, offset), ByFloats::factors(weights + i));
+    return found;
+}
+
+// Write codes that are the weights when they are multiplied by the scale and the offset is added. False if there are
+// none.
+static bool write_codes(const float* weights, float scale, float offset, Codes* codes) {
+    const float inverse = scale != 0 ? 1 / scale : 0;
+    UNROLL for (int i = 0; i < GROUP; i += L) {
+        const Floats nearest = (ByFloats::factors(weights + i) - offset) * inverse + WHOLE - WHOLE;
+        pack(__builtin_convertvector(nearest, Ints) & 15, codes + i / 2);
+    }
+    return are_codes_of(weights, scale, offset, codes);
+}
+
+// The nearest number of 17 binary digits: as many as the scales of GGUF's Q4_K have, and its offsets.
+static float shortened(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits + 0x40) & ~0x7f;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// Find the codes, the scale and the offset of a group, unless they are there already.
+static bool find_codes(const float* weights, Codes* codes, float* scale, float* offset) {
+    if (are_codes_of(weights, *scale, *offset, codes)) return true;
+    float lowest = weights[0], highest = weights[0], smallest = weights[0];
+    for (int i = 1; i < GROUP; i++) {
+        lowest = std::min(lowest, weights[i]), highest = std::max(highest, weights[i]);
+        smallest = __builtin_fabsf(weights[i]) < __builtin_fabsf(smallest) ? weights[i] : smallest;
+    }
+    const auto fits = [&](float s, float o) { return write_codes(weights, *scale = s, *offset = o, codes); };
+    const float largest = -lowest > highest ? lowest : highest;  // it has code 0 in GGUF's Q4_0, which stands for -8
+    if (fits(largest / -8, largest)) return true;
+    for (int steps = 15; steps > 0; steps--) {  // from the lowest to the highest: 15 in Q4_1, often fewer in Q4_K
+        const float s = shortened((highest - lowest) / steps);
+        const float above = __builtin_rintf((smallest - lowest) / s);  // the smallest weight is rounded least
+        for (int first = 0; first + steps < 16; first++)
+            if (fits(s, shortened(smallest - (first + above) * s)) || (first && fits(s, 0))) return true;
+    }
+    return false;
+}
+
+// Whether `find(i)` is true of 0..count-1, tried in that order by the first thread, which gives up first.
+template <class Find>
+static bool all_found(long count, long threads, Find find) {
+    volatile bool found = find(0);
+#pragma omp parallel for num_threads(threads) schedule(static) if (found)
+    for (long i = 0; i < count; i++)
+        if (found && !find(i)) found = false;
+    return found;
+}
+
+// The functions for Python. They find all of `count` groups of weights, and say in *found whether all have been found.
+
+extern "C" void find_bytes_float32(const float* weights, long count, long size, int8_t* bytes, float* scales, float*,
+                                   bool* found, long threads) {
+    const auto find = size == GROUP ? find_bytes<GROUP> : find_bytes<GROUP / 2>;
+    *found = all_found(count, threads, [=](long i) {
+        static thread_local int most = 127;
+        return find(weights + i * size, most, bytes + i * size, scales + i);
+    });
+}
+
+extern "C" void find_codes_float32(const float* weights, long count, long, Codes* codes, float* scales, float* offsets,
+                                   bool* found, long threads) {
+    *found = all_found(count, threads, [=](long i) {
+        return find_codes(weights + i * GROUP, codes + i * GROUP / 2, scales + i, offsets + i);
+    });
+}
+
+// Bytes become codes, which are 8 more, with offsets of -8 times the scales. scales, offsets: one for each `size` weights.
+template <class By>
+static void pack_all(const int8_t* bytes, long count, long size, Codes* codes, const float* scales, float* offsets,
+                     bool* found, long threads) {
+    *found = all_found(count, threads, [=](long group) {
+        const long of = group * GROUP / size;
+        const float scale = scales[of], offset = offsets[of] = -8 * scale;
+        bool same = true;
+        for (long i = group * GROUP; i < (group + 1) * GROUP; i += By::STRIDE) {
+            int8_t raised[By::STRIDE];
+            for (int j = 0; j < By::STRIDE; j++) same &= !((raised[j] = bytes[i + j] + 8) & ~15);
+            By::pack(raised, codes + i / 2);
+            same &= are_equal(By::factors(codes + i / 2, scale, offset),
+                              By::factors((const Grouped*)bytes + i, scale));
+        }
+        return same;
+    });
+}
+
+extern "C" void pack_float32(const int8_t* bytes, long count, long size, Codes* codes, const float* scales,
+                             float* offsets, bool* found, long threads) {
+    pack_all<ByFloats>(bytes, count, size, codes, scales, offsets, found, threads);
+}
+
+extern "C" void pack_bfloat16(const int8_t* bytes, long count, long size, Codes* codes, const float* scales,
+                              float* offsets, bool* found, long threads) {
+    pack_all<ByPairs>(bytes, count, size, codes, scales, offsets, found, threads);
+}

@@ -1,0 +1,131 @@
+"""Weights of few bits, found again from the numbers that they were unpacked to: the same products, to the last bit."""
+
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lookahead.cpu import blocks, native, products
+from lookahead.cpu.products import Linear
+
+BITS = {
+    "Q4_0": torch.uint8, "Q4_1": torch.uint8, "Q4_K": torch.uint8,
+    "Q8_0": torch.int8, "Q5_0": torch.int8, "Q6_K": torch.int8, "Q3_K": torch.int8,
+}  # fmt: skip
+RANGES = {"Q8_0": (-127, 127), "Q5_0": (-16, 15), "Q4_0": (-8, 7), "Q6_K": (-32, 31), "Q3_K": (-4, 3)}
+
+
+def unpacked(kind: str, outputs: int, blocks_of_32: int, size: float) -> torch.Tensor:
+    """Float32 [outputs, 32 * blocks_of_32], as gguf unpacks blocks of this kind with scales up to ``size``.
+
+    Blocks of weights that hardly differ from each other are not found, and not made here.
+    """
+
+    def half(*shape):
+        return (torch.rand(shape) * size).half().float()
+
+    if kind in ("Q4_1", "Q4_K"):
+        shape = outputs, blocks_of_32, 1
+        codes = torch.randint(0, 16, (outputs, blocks_of_32, 32))
+        if kind == "Q4_1":  # its offset is the lowest weight
+            codes[..., 3], codes[..., 17] = 0, 15
+            scales = half(*shape)
+            return (scales * codes - (scales * 16 * torch.rand(shape)).half().float()).flatten(1)
+        if torch.rand(()) < 0.5:  # narrow blocks, some of positive weights alone
+            codes = codes % 5 + torch.randint(0, 12, shape)
+        scales = torch.randint(0, 64, shape)
+        offsets = (scales * 8).minimum(torch.randint(0, 64, shape)) * torch.randint(0, 2, shape)
+        of_row = half(outputs, 1, 1)
+        return (
+            of_row * scales * codes - (of_row * (0.5 + torch.rand(outputs, 1, 1))).half().float() * offsets
+        ).flatten(1)
+    of_sixteen = kind in ("Q6_K", "Q3_K")
+    low, high = RANGES[kind]
+    numbers = torch.randint(low, high + 1, (outputs, blocks_of_32 * (1 + of_sixteen), 32 >> of_sixteen))
+    numbers[..., 5] = -127 if kind == "Q8_0" else low
+    scales = half(*numbers.shape[:2], 1) * (1 if torch.rand(()) < 0.5 else -1)
+    if of_sixteen:
+        scales = half(outputs, 1, 1) * torch.randint(-32, 32, (*numbers.shape[:2], 1))
+    return (scales * numbers).flatten(1)
+
+
+def test_there_are_finders():
+    assert native.why_missing("blocks") is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(BITS)),
+    outputs=st.integers(1, 40),
+    groups=st.integers(1, 5),
+    size=st.sampled_from([0.0, 2.0**-24, 1e-3, 1e-2, 2e3]),
+    seed=st.integers(0, 999),
+)
+def test_weights_unpacked_from_blocks_are_found_to_be(kind, outputs, groups, size, seed):
+    note(f"{kind=} {outputs=} {groups=} {size=} {seed=}")
+    torch.manual_seed(seed)
+    linear = Linear(unpacked(kind, outputs, groups, size), None, torch.randn(outputs))
+    found = blocks.smallest(linear, torch.float32)
+    assert found.weight.dtype in (BITS[kind], torch.uint8), "fewer bits may do"
+    for rows in (1, 5, 17):
+        input = torch.randn(rows, 32 * groups)
+        (expected,), (got,) = products.multiply(input, [linear]), products.multiply(input, [found])
+        assert torch.equal(got, expected)
+    weight = linear.weight.view(-1)
+    place = int(torch.randint(len(weight), ()))
+    was = weight[place].clone()
+    for other in (torch.nan, torch.inf, was * (1 + 2**-20) + 1e-40):
+        weight[place] = other
+        assert blocks.smallest(linear, torch.float32, found) is linear, "not every weight is one"
+    weight[place] = was
+    weight[: 16 + len(weight) // 2] = -weight[: 16 + len(weight) // 2].flip(0)
+    again = blocks.smallest(linear, torch.float32, found)
+    (expected,), (got,) = products.multiply(input, [linear]), products.multiply(input, [again])
+    assert torch.equal(got, expected), "what was found before is written over"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    outputs=st.integers(1, 40),
+    groups=st.integers(1, 4),
+    size=st.sampled_from([32, 64, 160]),
+    seed=st.integers(0, 99),
+)
+def test_int4_held_in_int8_is_packed(dtype, outputs, groups, size, seed):
+    note(f"{dtype=} {outputs=} {groups=} {size=} {seed=}")
+    torch.manual_seed(seed)
+    numbers = torch.randint(-8, 8, (outputs, groups * size), dtype=torch.int8)
+    linear = Linear(numbers, torch.rand(outputs, groups).to(dtype).float(), torch.randn(outputs).to(dtype))
+    found = blocks.smallest(linear, dtype)
+    if native.CAPABILITY != "DEFAULT" or dtype == torch.bfloat16:
+        assert found.weight.dtype == torch.uint8, "without FMA, weights are rounded twice if scales have many digits"
+    for rows in (1, 5, 17):
+        input = torch.randn(rows, groups * size).to(dtype)
+        (expected,), (got,) = products.multiply(input, [linear]), products.multiply(input, [found])
+        assert torch.equal(got, expected)
+    numbers.view(-1)[seed % numbers.numel()] = 8 if seed % 2 else -9
+    assert blocks.smallest(linear, dtype) is linear
+
+
+@pytest.mark.parametrize(
+    "linear",
+    [
+        Linear(torch.randn(3, 64)),
+        Linear(torch.randn(3, 16)),
+        Linear(torch.randn(3, 40)),
+        Linear(torch.randn(3, 64).bfloat16()),
+        Linear(torch.ones(3, 64, dtype=torch.int8), torch.ones(3)),
+        Linear(torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 4)),
+    ],
+)
+def test_others_stay_as_they_are(linear):
+    assert blocks.smallest(linear, torch.float32) is linear
+
+
+def test_a_processor_without_kernels_keeps_its_floats(monkeypatch):
+    linear = nn.Linear(32, 2)
+    nn.init.ones_(linear.weight)
+    monkeypatch.setattr(blocks, "_of_codes", dict)
+    assert blocks.smallest(Linear(linear.weight), torch.float32).weight is linear.weight
