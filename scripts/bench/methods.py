@@ -55,6 +55,7 @@ PEERS = {  # (library, method of its worker)
     "llama-ngram-simple": ("llama", "ngram-simple"),
     "llama-ngram-mod": ("llama", "ngram-mod"),
     "llama-q8_0": ("llama", "q8_0"),
+    "llama-q4_0": ("llama", "q4_0"),
 }
 METHODS = (*PLAIN, *LOOKAHEAD, *PEERS)
 KEEP_DRAWS = ("plain", "static-compiled", *LOOKAHEAD)  # they draw from the seed as plain does, once for each token

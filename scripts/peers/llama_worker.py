@@ -7,7 +7,7 @@ Methods (speculation is set up as it is by default):
 plain          no speculation, the weights in --dtype
 ngram-simple   what followed the last 12 tokens where they stood before
 ngram-mod      a hashed table of the last 24 tokens' successors
-q8_0           no speculation, the weights in blocks of 8 bits: another model, whose texts may differ
+q8_0, q4_0     no speculation, the weights in blocks of 8 or 4 bits: another model, whose texts may differ
 
 The prompt is computed anew for each request. `seconds` is by the clock around a request over HTTP, which waits for the
 whole text, so that no token is delayed by being sent. The time after the first token is the server's own account.
@@ -29,12 +29,14 @@ from pathlib import Path
 
 from protocol import Answer, Decode, Request, arguments, serve
 
-METHODS = ("plain", "ngram-simple", "ngram-mod", "q8_0")
+QUANTIZED = ("q8_0", "q4_0")
+METHODS = ("plain", "ngram-simple", "ngram-mod", *QUANTIZED)
 SPECULATION = ("ngram-simple", "ngram-mod")
 TYPES = {"float32": "f32", "bfloat16": "bf16"}
 MOST_POSITIONS = 8192  # the server keeps memory for as many
 ROOT = Path(sys.prefix)  # what install.sh has made
 SERVER = ROOT / "build" / "bin" / "llama-server"
+QUANTIZER = ROOT / "build" / "bin" / "llama-quantize"
 CONVERTER = ROOT / "source" / "llama.cpp" / "convert_hf_to_gguf.py"
 PATIENCE = 300  # seconds that a server has to load a model
 
@@ -48,10 +50,11 @@ def convert(model: Path, kind: str) -> Path:
     if not path.is_file():
         path.parent.mkdir(exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        done = subprocess.run(
-            [sys.executable, str(CONVERTER), str(model), "--outfile", str(unfinished), "--outtype", kind],
-            stdout=sys.stderr, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        if kind == "q4_0":  # which the script does not write
+            command = [QUANTIZER, "--pure", convert(model, TYPES["float32"]), unfinished, kind]
+        else:
+            command = [sys.executable, CONVERTER, model, "--outfile", unfinished, "--outtype", kind]
+        done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
             raise RuntimeError(f"llama.cpp cannot convert {model}: {said[-1]}")
@@ -133,10 +136,10 @@ class Server:
 def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
     if chosen.method not in METHODS:
         raise ValueError(f"--method has to be one of {', '.join(METHODS)}, got {chosen.method!r}")
-    for path in (SERVER, CONVERTER):
+    for path in (SERVER, CONVERTER, QUANTIZER):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: make the environment with install.sh")
-    model = convert(chosen.model, "q8_0" if chosen.method == "q8_0" else TYPES[chosen.dtype])
+    model = convert(chosen.model, chosen.method if chosen.method in QUANTIZED else TYPES[chosen.dtype])
     config = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))
     positions = min(config["max_position_embeddings"], MOST_POSITIONS)
     server = Server(model, positions, chosen.threads, chosen.method)
