@@ -321,8 +321,10 @@ def learn_text(table, tokens, start, source, clock) -> tuple[int, int]:
 
 
 @_compiled
-def learn_rows(table, contexts, tokens, probabilities, sources, clock) -> None:
-    """Learn a distribution from each row. The clock ticks once for each."""
+def learn_rows(table, credence, contexts, tokens, probabilities, sources, true_rows, clock) -> None:
+    """Calibrate by the rows of the true text, then learn a distribution from each. The clock ticks once for each."""
+    if len(true_rows):
+        calibrate(table, credence, contexts, tokens, probabilities, true_rows)
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64)
     for row in range(len(contexts)):
         _hash(contexts[row], contexts.shape[1], sums, keys)
@@ -503,16 +505,16 @@ def _mix(table, votes, entries, amounts, beliefs, candidates, chances, tilts, or
 
 
 @_compiled
-def calibrate(table, credence, contexts, tokens, probabilities) -> None:
-    """Learn from what followed each context: the beliefs, by a step of online expectation maximisation on the weights
-    of the mixture, and the votes, by a step of gradient descent on the log loss."""
+def calibrate(table, credence, contexts, tokens, probabilities, rows) -> None:
+    """Learn from what followed the contexts in these rows: the beliefs, by a step of online expectation maximisation on
+    the weights of the mixture, and the votes, by a step of gradient descent on the log loss."""
     kinds = len(KINDS)
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(kinds, np.uint64)
     entries, amounts = np.empty(kinds, np.int64), np.empty(kinds, np.int64)
     beliefs, credit = np.empty(kinds), np.empty(kinds)
     candidates, origins = np.empty(kinds * WIDTH, np.int64), np.empty(kinds * WIDTH, np.int64)
     chances, tilts = np.empty(kinds * WIDTH), np.empty(kinds * WIDTH)
-    for row in range(len(contexts)):
+    for row in rows:
         rest = _look_up(table, credence, contexts[row], contexts.shape[1], sums, keys, entries, amounts, beliefs)
         found = _mix(table, credence.votes, entries, amounts, beliefs, candidates, chances, tilts, origins)
         for candidate in range(found):
@@ -566,7 +568,7 @@ def calibrate_text(table, credence, tokens, start) -> None:
     for row in range(new):
         known = min(start + row, LONGEST)
         contexts[row, LONGEST - known :] = tokens[start + row - known : start + row]
-    calibrate(table, credence, contexts, tokens[start:].reshape(new, 1), np.ones((new, 1)))
+    calibrate(table, credence, contexts, tokens[start:].reshape(new, 1), np.ones((new, 1)), np.arange(new))
 
 
 @_compiled
@@ -663,8 +665,8 @@ def compile_loops() -> None:
     table, credence = empty_table(WAYS), prior_credence()
     row, certain = np.zeros((1, LONGEST), np.int64), np.ones((1, LONGEST))
     learn_text(table, row[0], 0, 0, 0)
-    learn_rows(table, row, row, certain, row[0, :1], 0)
-    calibrate(table, credence, row, row, certain)
+    learn_rows(table, credence, row, row, certain, row[0, :1], row[0, :1], 0)
+    calibrate(table, credence, row, row, certain, row[0, :1])
     calibrate_text(table, credence, row[0], 0)
     are_ids(row[0])
     are_distributions(certain)

@@ -113,21 +113,30 @@ class NgramPool:
         tokens: ArrayLike,
         probabilities: ArrayLike,
         source: Source | np.ndarray = Source.LOGITS,
+        true_rows: Ints = (),
     ) -> None:
         """Learn distributions over the next token.
 
         contexts: int [n, c], the tokens before, newest last; a negative id where there is no token.
         tokens: int [n, k], distinct within a row. probabilities: float [n, k], in 0..1, each row's sum at most 1.
         source: the evidence's origin, of all rows or [n] of each.
-        Raises ValueError for ids or probabilities out of range or NaN, and for shapes that do not match.
+        true_rows: rows whose contexts are of the true text: before all is learned, `calibrate` by these.
+        Raises ValueError for rows that do not exist, for ids or probabilities out of range or NaN, and for shapes that
+        do not match.
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         sources = np.array(np.broadcast_to(source, len(contexts)))
         if sources.dtype.kind not in "iu" or sources.min(initial=0) < 0 or sources.max(initial=0) >= len(Source):
             raise ValueError(f"source={source} must be a Source, or hold one for each row")
+        rows = _for_loops(np.asarray(true_rows), np.int64)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(contexts):
+            raise ValueError(f"true_rows={true_rows} must lie in 0..{len(contexts) - 1}")
         with self._lock:
             self._largest = max(self._largest, int(tokens.max(where=probabilities > 0, initial=-1)))
-            kernels.learn_rows(self._table, contexts, tokens, probabilities, sources.astype(np.int64), self._clock)
+            kernels.learn_rows(
+                self._table, self._credence, contexts, tokens, probabilities, sources.astype(np.int64), rows,
+                self._clock,
+            )  # fmt: skip
             self._count(len(contexts), len(contexts))
 
     def learn_ngrams(self, ngrams: ArrayLike, source: Source = Source.JACOBI) -> None:
@@ -164,7 +173,8 @@ class NgramPool:
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         with self._lock:
-            kernels.calibrate(self._table, self._credence, contexts, tokens, probabilities)
+            rows = np.arange(len(contexts))
+            kernels.calibrate(self._table, self._credence, contexts, tokens, probabilities, rows)
 
     def follow(self, tokens: Ints, source: Source = Source.TEXT, start: int = 0) -> None:
         """`calibrate` by the tokens from index ``start`` on, then `learn` them. Call it with each new piece of a text.

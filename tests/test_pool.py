@@ -191,6 +191,23 @@ def test_pool_is_what_a_plain_pool_would_be(actions, context, budget, floor):
     assert pool._credence.votes == pytest.approx(plain.votes, abs=1e-4)
 
 
+def test_true_rows_calibrate_before_all_is_learned():
+    rng = random.Random(0)
+    at_once, apart = NgramPool(0.1), NgramPool(0.1)
+    for pool in (at_once, apart):
+        learn_something(pool, random.Random(1))
+    contexts = np.array([random_text(rng, LONGEST, 8) for _ in range(9)])
+    tokens = np.array([rng.sample(range(8), 4) for _ in range(9)])
+    probabilities, true_rows = np.full((9, 4), 0.25), np.array([0, 2, 5])
+    before = apart.belief.copy()
+    apart.calibrate(contexts[true_rows], tokens[true_rows], probabilities[true_rows])
+    apart.learn_next(contexts, tokens, probabilities)
+    at_once.learn_next(contexts, tokens, probabilities, true_rows=true_rows.tolist())
+    assert not np.array_equal(apart.belief, before)
+    for one, other in zip(apart._credence + apart._table, at_once._credence + at_once._table, strict=True):
+        assert np.array_equal(one, other)
+
+
 def random_text(rng: random.Random, length: int, vocabulary: int = 30) -> list[int]:
     return [rng.randrange(vocabulary) for _ in range(length)]
 
@@ -388,6 +405,8 @@ def test_orders_that_collide_in_no_way():
         (lambda p: p.calibrate([[1]], [[2]], [[float("inf")]]), "probabilities"),
         (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=1.9), "source"),
         (lambda p: p.learn_next([[1.5]], [[2]], [[0.5]]), "contexts"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], true_rows=[1]), "true_rows"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], true_rows=[-1]), "true_rows"),
         (lambda p: p.guess([[1, 2]], 4), "one sequence"),
         (lambda p: p.guess([1, -5], 4), "ids"),
         (lambda p: p.guess([1, 2**40], 4), "ids"),

@@ -195,9 +195,9 @@ class _Call:
             recorder.begin(self._names, self.stats)
         self._runner = engine.find_runner(model)
         self._pace = engine.find_pace(self._runner)
-        budget = Budget(engine.max_guesses(len(ids), self._pace), self._pace, self.stats)
-        self._source = Combined(sources, engine.ledger, budget, self.stats)
-        self._planner = StepPlanner(self._source, budget, engine.windows, self._runner.adapter)
+        self._budget = Budget(engine.max_guesses(len(ids), self._pace), self._pace, self.stats)
+        self._source = Combined(sources, engine.ledger, self._budget, self.stats)
+        self._planner = StepPlanner(self._source, self._budget, engine.windows, self._runner.adapter)
         self._batch = Batch(
             self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool, self._pace is not None
         )
@@ -241,6 +241,7 @@ class _Call:
         finally:
             self._runner.end()
             self._source.end()
+            self._budget.end()
 
     def _prefill(self, rules: list[NextTokenRule], taken_over: LookaheadCache | None) -> None:
         """Compute the prompts and emit the first tokens."""

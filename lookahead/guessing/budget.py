@@ -20,6 +20,7 @@ WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the n
 FIRST_PAUSE = 128  # steps before the first trial of a window, and in the first pause
 PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by this factor
 TRIAL_STEPS = 24
+WAITING = 32  # steps whose regret is counted together: between two passes alone, each would find cold caches
 MAX_LOSS = 4.0  # tokens; a trial that has lost more than these, and more than chance explains, ends early
 
 
@@ -109,6 +110,7 @@ class Budget:
         self.pace = pace
         self._chooser = pace if guesses is None else None
         self._stats = stats
+        self._waiting: list[tuple[GuessTree, GuessTree, list[int], int]] = []  # arguments of `Pace.count_regret`
 
     def limit(self, sequences: int) -> int:
         """Return the number of guesses to look for, for each sequence of a batch."""
@@ -132,9 +134,15 @@ class Budget:
             return
         if self._chooser:
             self._chooser.count_guesses(chosen, outcome.paths)
-            for tree, part, path in zip(trees, chosen, outcome.paths, strict=True):
-                self._chooser.count_regret(self._stats, tree, part, path, length)
+            self._waiting += zip(trees, chosen, outcome.paths, [length] * len(trees), strict=True)
+            if len(self._waiting) >= WAITING:
+                self.end()
         self.pace.count(sum(map(len, outcome.paths)), outcome.rows, length, seconds)
+
+    def end(self) -> None:
+        """Count the regret of the last steps."""
+        while self._chooser and self._waiting:
+            self._chooser.count_regret(self._stats, *self._waiting.pop())
 
 
 class Trials:

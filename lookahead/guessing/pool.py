@@ -40,7 +40,7 @@ class PoolSource(GuessSource):
         if text:  # a prompt of embeddings has no text
             self._pool.learn(text, Source.PROMPT)
             logits = logits[-len(text) :]
-            self._learn_next(contexts_of(text, len(logits)), *likeliest(logits, self._temperature, TOP_K))
+            self._pool.learn_next(contexts_of(text, len(logits)), *likeliest(logits, self._temperature, TOP_K))
 
     def propose(self, texts: Sequence[Ints], limits: Limits) -> list[GuessTree]:
         draws = limits.draws or [None] * len(texts)
@@ -61,11 +61,7 @@ class PoolSource(GuessSource):
         taken = np.concatenate(
             [begin + np.array(path, np.int64) for begin, path in zip(begins, outcome.paths, strict=True)]
         )
-        self._pool.calibrate(contexts[taken], tokens[taken], probabilities[taken])
-        self._learn_next(contexts, tokens, probabilities)
+        self._pool.learn_next(contexts, tokens, probabilities, Source.LOGITS, taken)
         for text, new in zip(outcome.texts, outcome.emitted, strict=True):
             recent = text[-LONGEST:]
             self._pool.learn(recent + new, Source.TEXT, start=len(recent))
-
-    def _learn_next(self, contexts: np.ndarray, tokens: np.ndarray, probabilities: np.ndarray) -> None:
-        self._pool.learn_next(contexts, tokens, probabilities, Source.LOGITS)
