@@ -81,8 +81,8 @@ def serving(step_graphs: StepGraphs):
     lent: list[StaticCache] = []
     find_runner, lend = Lookahead.find_runner, StepGraphs.lend
 
-    def find_runner_with_graphs(engine, model):
-        return GraphRunner(step_graphs, find_runner(engine, model))
+    def find_runner_with_graphs(engine, model, *needs):
+        return GraphRunner(step_graphs, find_runner(engine, model, *needs))
 
     def noted(self, cache, adapter):
         borrowed = lend(self, cache, adapter)

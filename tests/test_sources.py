@@ -16,6 +16,7 @@ from zoo import CHAIN_ONLY, VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import GuessSource, GuessTree, LookaheadConfig, NgramPool, PoolSource, Source, Stats
+from lookahead.engine import engine as engines
 from lookahead.guessing import combine
 from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, PAUSE_GROWTH, TRIAL_STEPS, Budget
 from lookahead.guessing.combine import Calibration, Combined, Ledger, Mixture
@@ -607,6 +608,35 @@ def test_a_slow_source_that_earns_nothing_is_asked_now_and_then(monkeypatch):
         model.generate(IDS, max_new_tokens=220, min_new_tokens=220)
     assert first < kind.asked < 2 * 8, "after a long pause it is tried again"
     assert engine.stats.accepted.total() == 0
+
+
+@pytest.mark.parametrize("pool", [[], [PoolSource()]], ids=["alone", "with the pool"])
+def test_a_source_has_no_part_in_a_call_that_its_pause_outlasts(monkeypatch, pool):
+    """Neither it nor the pass does anything for it, but its pause goes on."""
+    kind = slow(Wrong, Clock(monkeypatch), 1.0)
+    begun, layers = [], []
+
+    class Reader(kind):
+        needs = Needs(prompt_logits=3, hidden_states=(1,))
+
+        def start(self, batch):
+            begun.append(engine.stats.calls)
+
+    model = tiny_model("llama")
+    expected = model.generate(IDS, max_new_tokens=100, min_new_tokens=100)
+    choose = engines.choose_runner
+    monkeypatch.setattr(
+        engines, "choose_runner", lambda model, config, wanted: layers.append(wanted) or choose(model, config, wanted)
+    )
+    lookahead.wrap(model, LookaheadConfig(window_size=0), source=[Reader(), *pool])
+    engine = model.lookahead
+    while engine.stats.steps < FIRST_PAUSE * PAUSE_GROWTH + TRIAL_STEPS:
+        assert model.generate(IDS, max_new_tokens=100, min_new_tokens=100).tolist() == expected.tolist()
+    assert begun[0] == 0
+    assert len(begun) < engine.stats.calls / 2, "the last one is the next trial"
+    assert begun[-1] > 2
+    assert kind.asked < 2 * 8
+    assert [call for call, wanted in enumerate(layers) if wanted] == begun
 
 
 @pytest.mark.parametrize("pool", [[], [PoolSource()]], ids=["alone", "with the pool"])

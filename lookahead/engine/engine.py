@@ -163,9 +163,12 @@ class Lookahead:
         """What all sources together want to see."""
         return needs_of(self.sources)
 
-    def find_runner(self, model: PreTrainedModel) -> EagerRunner:
-        """The fastest runner that the settings ask for and that serves the model."""
-        layers = self.needs.hidden_states
+    def find_runner(self, model: PreTrainedModel, needs: Needs | None = None) -> EagerRunner:
+        """The fastest runner that the settings ask for and that serves the model.
+
+        needs: what the sources of a call want to see; by default, what all sources want.
+        """
+        layers = (needs or self.needs).hidden_states
         runner, self._why_not_faster = choose_runner(model, self.config, layers)
         if self.config.cuda_graphs and not layers:
             with self.lock:

@@ -22,7 +22,7 @@ from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, Settings, for_
 from lookahead.engine.verify import walk
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Budget
-from lookahead.guessing.combine import Combined
+from lookahead.guessing.combine import Combined, needs_of
 from lookahead.guessing.source import Batch, GuessSource, Outcome
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
@@ -193,10 +193,12 @@ class _Call:
         self._recorder = recorder
         if recorder is not None:
             recorder.begin(self._names, self.stats)
-        self._runner = engine.find_runner(model)
+        resting = engine.ledger.resting(self._new_tokens)
+        needs = needs_of([source for i, source in enumerate(sources) if i not in resting])
+        self._runner = engine.find_runner(model, needs)
         self._pace = engine.find_pace(self._runner)
         self._budget = Budget(engine.max_guesses(len(ids), self._pace), self._pace, self.stats)
-        self._source = Combined(sources, engine.ledger, self._budget, self.stats)
+        self._source = Combined(sources, engine.ledger, self._budget, self.stats, resting)
         self._planner = StepPlanner(self._source, self._budget, engine.windows, self._runner.adapter)
         self._batch = Batch(
             self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool, self._pace is not None

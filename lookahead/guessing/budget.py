@@ -177,6 +177,10 @@ class Trials:
             if is_hopeless or not self._steps_left:
                 self._decide()
 
+    def rests(self, steps: int) -> bool:
+        """Whether the level is off, and nothing is tried within so many steps."""
+        return self.level == 0 and self._steps_left >= steps
+
     def _decide(self) -> None:
         """Choose the level at the end of a trial or a pause."""
         pays = self.level == 0 or self._earned > self._cost

@@ -6,7 +6,7 @@ node if it proposes anything below it.
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -101,6 +101,10 @@ class Ledger:
         trials = self.trials[number]
         return trials is None or trials.level > 0
 
+    def resting(self, steps: int) -> set[int]:
+        """Return the numbers of the sources that will not be asked within so many steps."""
+        return {i for i, trials in enumerate(self.trials) if trials is not None and trials.rests(steps)}
+
 
 @dataclass
 class Node:
@@ -173,19 +177,27 @@ class Node:
 def needs_of(sources: Sequence[GuessSource]) -> Needs:
     """Return the needs of all these sources together."""
     layers = {layer for source in sources for layer in source.needs.hidden_states}
-    return Needs(max(source.needs.prompt_logits for source in sources), tuple(sorted(layers)))
+    return Needs(max((source.needs.prompt_logits for source in sources), default=0), tuple(sorted(layers)))
 
 
 class Combined(GuessSource):
     """The sources of guesses of one call."""
 
-    def __init__(self, sources: Sequence[GuessSource], ledger: Ledger, budget: Budget, stats: Stats):
+    def __init__(
+        self,
+        sources: Sequence[GuessSource],
+        ledger: Ledger,
+        budget: Budget,
+        stats: Stats,
+        resting: Container[int] = (),
+    ):
         """budget: how many guesses a step will verify. If it goes by costs, a source is asked only while it pays.
 
-        stats: counts what each source does.
+        stats: counts what each source does. resting: numbers of sources that have no part in this call.
         """
-        self.needs = needs_of(sources)
         self._sources = [copy.copy(source) for source in sources]
+        self._parts = {i: source for i, source in enumerate(self._sources) if i not in resting}
+        self.needs = needs_of(list(self._parts.values()))
         self._ledger = ledger
         self._budget = budget
         self._stats = [stats.source(self._name(i)) for i in range(len(sources))]
@@ -203,21 +215,21 @@ class Combined(GuessSource):
 
     def start(self, batch: Batch) -> None:
         self._vocabulary = batch.vocabulary
-        for source in self._sources:
+        for source in self._parts.values():
             self._begun.append(source)
             source.start(batch)
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
-        for source in self._sources:
+        for source in self._parts.values():
             source.read(text, logits, hidden_states)
 
     def attach(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
-        for source in self._sources:
+        for source in self._parts.values():
             source.attach(model, cache)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         self._seconds[:] = 0
-        self._asked = [i for i in range(len(self._sources)) if self._ledger.is_asked(i)]
+        self._asked = [i for i in self._parts if self._ledger.is_asked(i)]
         proposed: list[dict[int, GuessTree]] = [{} for _ in texts]
         for i in self._asked:
             with self._timed(i):
@@ -239,8 +251,8 @@ class Combined(GuessSource):
         return [tree for _, tree in merged]
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
-        rows = [source.look_ahead(limits) for source in self._sources]
-        chosen: list[list[np.ndarray]] = [next(filter(None, by_source), []) for by_source in zip(*rows, strict=True)]
+        rows = [source.look_ahead(limits) for source in self._parts.values()]
+        chosen = [next((found[b] for found in rows if found[b]), []) for b in range(len(limits.depths))]
         self._window_rows = max(sum(map(len, rows)) for rows in chosen)
         return chosen
 
@@ -255,7 +267,7 @@ class Combined(GuessSource):
                 self._stats[root].accepted += len(path) - 1
         pace = self._budget.pace
         for i, stats in enumerate(self._stats):
-            trials = self._ledger.trials[i] if pace else None
+            trials = self._ledger.trials[i] if pace and (i in self._parts or not self._ledger.is_asked(i)) else None
             earned, cost, is_first = 0, 0.0, False
             if i in self._asked:
                 earned, fewer = self._earned(i, outcome)
@@ -281,7 +293,7 @@ class Combined(GuessSource):
         return earned, len(chosen) * (1 + self._window_rows + max(map(len, chosen)))
 
     def keep(self, sequences: list[int]) -> None:
-        for source in self._sources:
+        for source in self._parts.values():
             source.keep(sequences)
 
     def end(self) -> None:

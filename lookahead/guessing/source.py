@@ -101,7 +101,7 @@ class GuessSource(Protocol):
     """Whether its probabilities are used as they are. Other sources' are corrected by how often guesses came true."""
     is_free: bool = False
     """Whether asking it takes almost no time. Other sources are asked only while the tokens that they alone propose are
-    worth the time, and are tried again from time to time."""
+    worth the time, and are tried again from time to time. They have no part in calls that are too short for that."""
 
     def start(self, batch: Batch) -> None:
         """Begin a call."""
