@@ -109,7 +109,7 @@ def test_the_cache_runs_out_of_memory(wrapped, monkeypatch, stage, at):
 
 
 @pytest.mark.parametrize("at", [1, 3, 20])
-@pytest.mark.parametrize("stage", ["learn", "learn_next", "calibrate", "guess"])
+@pytest.mark.parametrize("stage", ["learn", "learn_next", "guess"])
 def test_the_pool_is_interrupted(wrapped, monkeypatch, stage, at):
     model, ids, still_right = wrapped
     fault = RaisesAt(at, KeyboardInterrupt())

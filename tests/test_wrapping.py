@@ -140,7 +140,7 @@ def test_the_report_says_what_is_in_use_and_why_not_more(monkeypatch):
     assert report.splitlines()[:5] == [
         "passes: eager",
         "attention: sdpa, split into cache and step",
-        "kernels: of our own on a CPU: products, tree_attention, decoder, likeliest, choice",
+        "kernels: of our own on a CPU: products, tree_attention, decoder, likeliest, choice, blocks",
         "guesses: trees",
         "sources: PoolSource, WindowSource",
     ]

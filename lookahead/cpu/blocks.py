@@ -55,11 +55,10 @@ def _find(
     if known is None or known.scales is None or (known.weight.shape, known.scales.shape) != (shape, groups):
         scales, offsets = torch.empty(2, *groups)
         known = Linear(torch.empty(shape, dtype=dtype), scales, None, offsets if in_codes else None)
-    if linear.scales is not None:
-        known = known._replace(scales=linear.scales)
+    scales = known.scales if linear.scales is None else linear.scales.clone()  # never the model's own
     found = ctypes.c_bool()
     finder(
-        linear.weight.data_ptr(), linear.weight.numel() // unit, group, known.weight.data_ptr(), pointer(known.scales),
+        linear.weight.data_ptr(), linear.weight.numel() // unit, group, known.weight.data_ptr(), pointer(scales),
         pointer(known.offsets), ctypes.byref(found), torch.get_num_threads(),
     )  # fmt: skip
-    return known._replace(bias=linear.bias) if found else None
+    return Linear(known.weight, scales, linear.bias, known.offsets) if found else None

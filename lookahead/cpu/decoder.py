@@ -96,7 +96,7 @@ def smallest(decoder: Decoder, known: dict[int, Linear]) -> Decoder:
         place = next(places)
         found = blocks.smallest(field, decoder.embedding.dtype, known.get(place))
         if found is not field:
-            known[place] = found._replace(bias=None)
+            known[place] = Linear(found.weight, found.scales, None, found.offsets)
         else:
             known.pop(place, None)
         return found
