@@ -20,28 +20,32 @@ static bool are_equal(Vector a, Vector b) {
     return !any;
 }
 
-// Write whole numbers that are the weights when they are multiplied by the scale. False if there are none.
+// Whether these bytes are the weights.
 template <int SIZE>
-static bool write_bytes(const float* weights, float scale, int8_t* bytes) {
-    const float inverse = scale > 0 ? 1 / scale : 0;
+static bool are_bytes_of(const float* weights, float scale, const int8_t* bytes) {
     bool found = true;
-    UNROLL for (int i = 0; i < SIZE; i += L) {
-        const Floats w = ByFloats::factors(weights + i), nearest = w * inverse + WHOLE - WHOLE;
-        found &= are_equal(nearest * scale, w);
-        *(Unaligned<Lanes<L>::Bytes>*)(bytes + i) =
-            __builtin_convertvector(__builtin_convertvector(nearest, Ints), Lanes<L>::Bytes);
-    }
+    UNROLL for (int i = 0; i < SIZE; i += L)
+        found &= are_equal(ByFloats::factors((const Grouped*)bytes + i, scale), ByFloats::factors(weights + i));
     return found;
 }
 
-// Find the bytes and the scale of a group, unless they are there already. most: the largest byte of the group before. The largest is 127 in GGUF's
-// Q8_0, 16 in Q5_0, and any up to 32 in Q6_K.
+// Write bytes that are the weights when they are multiplied by the scale. False if there are none.
+template <int SIZE>
+static bool write_bytes(const float* weights, float scale, int8_t* bytes) {
+    const float inverse = scale > 0 ? 1 / scale : 0;
+    UNROLL for (int i = 0; i < SIZE; i += L) {
+        const Floats nearest = ByFloats::factors(weights + i) * inverse + WHOLE - WHOLE;
+        *(Unaligned<Lanes<L>::Bytes>*)(bytes + i) =
+            __builtin_convertvector(__builtin_convertvector(nearest, Ints), Lanes<L>::Bytes);
+    }
+    return are_bytes_of<SIZE>(weights, scale, bytes);
+}
+
+// Find the bytes and the scale of a group, unless they are there already. The largest is 127 in GGUF's Q8_0, 16 in Q5_0,
+// and any up to 32 in Q6_K. most: the largest of the group before.
 template <int SIZE>
 static bool find_bytes(const float* weights, int& most, int8_t* bytes, float* scale) {
-    bool is_known = true;
-    UNROLL for (int i = 0; i < SIZE; i += L)
-        is_known &= are_equal(ByFloats::factors((const Grouped*)bytes + i, *scale), ByFloats::factors(weights + i));
-    if (is_known) return true;
+    if (are_bytes_of<SIZE>(weights, *scale, bytes)) return true;
     float largest = 0;
     for (int i = 0; i < SIZE; i++) largest = std::max(largest, __builtin_fabsf(weights[i]));
     const auto fits = [&](int tried) { return write_bytes<SIZE>(weights, *scale = largest / tried, bytes); };
@@ -131,7 +135,8 @@ extern "C" void find_codes_float32(const float* weights, long count, long, Codes
     });
 }
 
-// Bytes become codes, which are 8 more, with offsets of -8 times the scales. scales, offsets: one for each `size` weights.
+// Bytes become codes, which are 8 more, with offsets of -8 times the scales. scales, offsets: one for each `size`
+// weights.
 template <class By>
 static void pack_all(const int8_t* bytes, long count, long size, Codes* codes, const float* scales, float* offsets,
                      bool* found, long threads) {

