@@ -291,18 +291,17 @@ def test_images_are_called_so():
     assert model.lookahead.last.steps > 0
 
 
-@pytest.mark.parametrize(("amount", "serves"), [(0.15, True), (0.6, False)])
-def test_a_step_may_be_off_by_what_plain_passes_are_off_by(amount, serves, monkeypatch):
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_row_may_be_off_by_what_plain_passes_move_it(serves, monkeypatch):
     """In half precision, sums over several rows are rounded otherwise; in trained models, some rows by much."""
     model = tiny_model("llama").bfloat16()
     multiply = model.lm_head.forward
 
     def rounded(hidden):
         logits = multiply(hidden)
-        noise = torch.randn(1, *logits.shape[1:], generator=torch.Generator().manual_seed(1)).to(logits)
-        noise[:, 1::4] *= amount if hidden.shape[1] > 1 else 0
-        noise[:, 0::4], noise[:, 2::4], noise[:, 3::4] = 0, 0, 0
-        return logits + noise * logits.std(-1, keepdim=True)
+        noise = 0.15 * torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(1)).to(logits)
+        is_moved = (hidden[..., :1] > 0) & (hidden.shape[1] > 1)
+        return logits + noise * is_moved * logits.std(-1, keepdim=True)
 
     monkeypatch.setattr(model.lm_head, "forward", rounded)
     if not serves:  # only the passes of our own
