@@ -221,7 +221,7 @@ def _measure_noise(model: PreTrainedModel, adapter: ModelAdapter, lines: list[tu
 
     In half precision, some rows of a trained model are moved by ten times as much as others. So each has a noise of its
     own: the error of plain passes over the whole lines, with the embeddings moved by one rounding. In full precision,
-    one noise serves all: the error between plain passes of several shapes.
+    the largest error between plain passes of several shapes serves all.
     """
     longest = max(len(places) for _, places in lines)
     ids = torch.tensor([[*line, *[0] * (longest - len(line))] for line, _ in lines])
@@ -237,20 +237,22 @@ def _measure_noise(model: PreTrainedModel, adapter: ModelAdapter, lines: list[tu
         if noise.median() >= GROSS_ERROR:  # the model ignores its cache, say
             noise.zero_()
     else:
-        errors = _batch_errors(model, adapter, ids)
+        noise = _batch_errors(model, adapter, ids).cpu()
         of_prefill = _prefill_errors(model, adapter, ids[-1:])
         if adapter.has_state:  # scans and steps sum in another order
-            errors = torch.cat([errors, _unless_gross(of_prefill)])
-        elif of_prefill.max() < _LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
-            errors = torch.cat([errors, of_prefill])
-        noise = errors.max().expand(len(every))
+            of_prefill = _unless_gross(of_prefill)
+        elif of_prefill.max() >= _LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
+            of_prefill = of_prefill[:0]
+        noise = torch.cat([noise, of_prefill.cpu()])
+    if adapter.has_state or not is_half(model.dtype):  # a state hands the error of a row on to the next ones
+        noise = noise.max().repeat(len(every))
     for (plain, row), of_row in zip(every, noise, strict=True):
         plain.noise[row] = max(plain.noise[row], of_row)
 
 
 @contextmanager
 def _moved_embeddings(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Run the block with the embeddings of tokens moved at random, by up to the distance of two numbers."""
+    """Run the block with the embeddings of tokens moved at random, by up to one rounding."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(module: torch.nn.Module, inputs: tuple, embeddings: torch.Tensor) -> torch.Tensor:
