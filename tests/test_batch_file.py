@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import tiny_model
 
+from bench.tiny_models import random_model, tiny_config
 from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
 from lookahead.tools import batch
 from lookahead.tools.answers import answers, beginning
 from lookahead.tools.cli import main
 from lookahead.tools.loading import load
-from lookahead.tools.sizes import SIZES, best_size
+from lookahead.tools.sizes import SIZES, best_size, fitting_size
 from ngram_pool import NgramPool
 
 PROMPTS = ["def add(a, b):\n", "import", "class Stack:\n    def", "x = 1\n" * 20, "if __name__ == '__main__':\n", "def"]
@@ -295,6 +296,7 @@ def test_bad_lines_are_named_before_anything_is_decoded(line, message, tmp_path)
         (["--prompts", "{prompts}", "--out", "{prompts}"], "is the file of --prompts"),
         (["--prompts", "{prompts}", "--out", "out", "--pool", "{prompts}"], "is not a pool file, and would be lost"),
         (["--prompts", "{prompts}", "--out", "out", "--pool", "p", "--strategy", "plain"], "--pool has no effect"),
+        (["--prompts", "{prompts}", "--out", "out", "--pool", "p", "--strategy", "jacobi"], "--pool has no effect"),
         (["x", "--pool", "no/such/pool"], "cannot read the pool no/such/pool"),
         (["--prompts", os.devnull, "--out", "out"], "holds no prompt"),
     ],
@@ -403,3 +405,7 @@ def test_where_guesses_yield_much_batches_are_smaller():
         stats.fixed_budgets += np.stack([tokens, costs(1 + np.array(FIXED_BUDGETS), 0) + 1.0], axis=1)
         sizes.append(best_size(costs, stats, 0, 1000))
     assert sizes[1] < sizes[0]
+
+
+def test_layers_that_share_keys_take_no_memory():
+    assert fitting_size(random_model(tiny_config("gemma3n_text")), 100) >= 1

@@ -280,6 +280,14 @@ def test_a_template_that_refuses_is_named():
     assert len(talk.messages) == 1
 
 
+def test_instructions_that_are_not_text_are_refused():
+    talk = conversation()
+    talk.instruct("Write Python.")
+    with pytest.raises(TurnRefusedError, match="not UTF-8 text"):
+        talk.instruct(os.fsdecode(b"\xff"))
+    assert talk.messages == [{"role": "system", "content": "Write Python."}]
+
+
 def chat(text: str, *arguments):
     return CliRunner().invoke(main, ["chat", "--max-new-tokens", "30", *arguments], input=text)
 

@@ -168,6 +168,22 @@ def test_several_clients_at_once(client, expected):
             assert text == expected(*one)
 
 
+def test_the_seed_of_a_response_is_its_own(client):
+    def respond(seed: int) -> str:
+        body = {
+            "model": MODEL,
+            "input": "x = 1",
+            "stream": False,
+            "max_output_tokens": 30,
+            "temperature": 1.5,
+            "seed": seed,
+        }
+        return client.post("/responses", body=body, cast_to=object)["output"][0]["content"][0]["text"]
+
+    texts = [respond(seed) for seed in (7, 8, 7)]
+    assert texts[0] == texts[2] != texts[1]
+
+
 def test_a_seed_is_the_requests_own(client):
     """What is drawn without a seed does not follow from the seed of the request before."""
     free = []

@@ -19,12 +19,12 @@ from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.models.adapter import context_length
 from lookahead.passes.capabilities import can_batch
-from lookahead.passes.costs import step_costs
+from lookahead.passes.costs import StepCosts, step_costs
 from lookahead.stats import Stats
 from lookahead.streaming import render
 from lookahead.tools.answers import Answers, answers, beginning
 from lookahead.tools.files import writing
-from lookahead.tools.loading import decoding, load_wrapped
+from lookahead.tools.loading import check_pool, decoding, load_wrapped
 from lookahead.tools.pool_commands import check_out
 from lookahead.tools.prompts import PromptLine, read_prompt_lines, up_to_its_end
 from lookahead.tools.sizes import best_size, fitting_size
@@ -51,14 +51,13 @@ def generate(
 ) -> None:
     if out.exists() and out.samefile(prompts_file):
         raise click.UsageError(f"--out {out} is the file of --prompts: name another file")
+    check_pool(pool_path, strategy)
     lines = read_prompt_lines(Path(prompts_file))
     pool_file = None if pool_path is None else Path(pool_path)
     if pool_file is not None:
         check_out(pool_file)
     known = pool_path if pool_file is not None and pool_file.exists() else None
     model, tokenizer, engine, options = load_wrapped(strategy=strategy, pool_path=known, **shared)
-    if pool_file is not None and engine is None:
-        raise click.UsageError("--pool has no effect with --strategy plain: leave one of them out")
     if engine is not None:
         engine.pool.vocabulary = engine.pool.vocabulary or vocabulary_fingerprint(tokenizer)
     tasks = _tasks(lines, prompts_file, model, tokenizer, seed)
@@ -104,7 +103,8 @@ class Texts:
         self._pads = all(
             self._options.get(name, getattr(settings, name, None)) in (None, off) for name, off in READ_PADDING.items()
         )
-        self._most: int | None = None
+        self._most = 1  # texts in a batch
+        self._costs: StepCosts | None = None  # unknown until the first batch
         self.tokens, self.seconds = 0, 0.0
 
     def next_batch(self, tasks: list[Task]) -> list[Task]:
@@ -123,14 +123,15 @@ class Texts:
         engine = self._engine
         if engine is None:
             return 1
-        if self._most is None:
-            adapter = engine.find_runner(self.model).adapter
-            serves = can_batch(self.model, adapter) and not adapter.has_state
+        if self._costs is None:
+            runner = engine.find_runner(self.model)
+            serves = can_batch(self.model, runner.adapter) and not runner.adapter.has_state
             longest = max(len(task.ids) for task in tasks) + self._max_new_tokens
             self._most = fitting_size(self.model, longest) if serves else 1
+            self._costs = step_costs(runner)
         coming = tasks[: self._most]
         length = sum(len(task.ids) for task in coming) // len(coming) + self._max_new_tokens // 2
-        return best_size(step_costs(engine.find_runner(self.model)), engine.stats, length, min(self._most, len(tasks)))
+        return best_size(self._costs, engine.stats, length, min(self._most, len(tasks)))
 
     def halve(self, batch: list[Task]) -> None:
         """Make no batch that is larger than half of this one, which had no room in memory."""

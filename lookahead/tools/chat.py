@@ -71,10 +71,7 @@ class Conversation:
         text. After any error, the messages are as they were before.
         """
         messages = [*self.messages, {"role": "user", "content": content}]
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:
-            raise TurnRefusedError("this turn is not UTF-8 text") from error
+        _check_text(content)
         try:
             ids = render(self.tokenizer, messages)["input_ids"].to(self.model.device)
         except Exception as error:  # templates raise any error
@@ -117,7 +114,11 @@ class Conversation:
         self.tokens, self._cache, self.is_cut = [], None, False
 
     def instruct(self, content: str) -> None:
-        """Set the system's message to ``content``; if that is empty, remove it."""
+        """Set the system's message to ``content``; if that is empty, remove it.
+
+        Raises TurnRefusedError if it is not UTF-8 text.
+        """
+        _check_text(content)
         rest = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": content}, *rest] if content else rest
 
@@ -165,8 +166,7 @@ def converse(
             conversation.reset()
             click.echo("the conversation starts anew", err=True)
         elif command == "/system":
-            conversation.instruct(argument)
-            click.echo("the model is instructed" if argument else "the model has no instructions", err=True)
+            click.echo(_instruct(conversation, argument), err=True)
         elif command == "/stats":
             click.echo(in_plain_words(stats, len(conversation.tokens), context_length(conversation.model)))
         elif command == "/trace":
@@ -177,6 +177,22 @@ def converse(
             click.echo(f"no such command: {command}; /help lists them", err=True)
         else:
             record = _answer(conversation, line, make_streamer(), options) or record
+
+
+def _check_text(content: str) -> None:
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise TurnRefusedError("this turn is not UTF-8 text") from error
+
+
+def _instruct(conversation: Conversation, content: str) -> str:
+    """Return what to say about it."""
+    try:
+        conversation.instruct(content)
+    except TurnRefusedError as error:
+        return str(error)
+    return "the model is instructed" if content else "the model has no instructions"
 
 
 def in_plain_words(stats: Stats | None, held: int, context: int) -> str:

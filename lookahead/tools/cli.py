@@ -1,4 +1,4 @@
-"""The ``lookahead`` command and its options. The commands are functions in `commands` and `pool_commands`."""
+"""The ``lookahead`` command and its options. The commands are functions in other modules of this folder."""
 
 import math
 import os

@@ -229,7 +229,7 @@ def tune(
                 found = find_skipped_layers(runner, prompts, seconds, progress)
         if bigrams:
             with progress_bar("learning bigrams") as progress:
-                learned = learn_bigrams(runner, tokenizer("\n").input_ids, GREEDY_TEMPERATURE, progress)
+                learned = learn_bigrams(runner, tokenizer("\n").input_ids or [0], GREEDY_TEMPERATURE, progress)
     where = environment(model)
     click.echo(
         ", ".join(f"{name} {where[name]}" for name in ("processor", "threads", "dtype", "torch", "transformers"))
@@ -272,7 +272,7 @@ def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:
     """Measure step costs, if they are needed, so that the times of a comparison do not contain that."""
     if engine.goes_by_costs:
         start = time.perf_counter()
-        step_costs(engine.find_runner(model))
+        engine.find_pace(engine.find_runner(model))
         click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
 
 

@@ -62,6 +62,12 @@ def load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
         ) from error
 
 
+def check_pool(pool_path: str | None, strategy: str) -> None:
+    """Raises UsageError if there is a pool, and the strategy does not guess from one."""
+    if pool_path is not None and strategy != "lookahead":
+        raise click.UsageError(f"--pool has no effect with --strategy {strategy}: leave one of them out")
+
+
 def load_wrapped(
     model_name: str | None,
     dtype: str,
@@ -77,8 +83,7 @@ def load_wrapped(
     None if not given.
     Returns the model, its tokenizer, its `Lookahead` (None: plain) and the arguments for model.generate().
     """
-    if pool_path and strategy != "lookahead":
-        raise click.UsageError(f"--pool has no effect with --strategy {strategy}: leave one of them out")
+    check_pool(pool_path, strategy)
     if assistant is not None and strategy == "plain":
         raise click.UsageError("--assistant has no effect with --strategy plain: leave one of them out")
     settings = {name: options.pop(name) for name in LookaheadConfig.__dataclass_fields__ if name in options}

@@ -44,7 +44,6 @@ except ImportError as error:
 
 from lookahead.engine.engine import Lookahead
 from lookahead.models.adapter import context_length
-from lookahead.passes.costs import step_costs
 from lookahead.streaming import CONTEXT, StopWhenAsked
 from lookahead.tools.chat import PLAIN_TEMPLATE
 from lookahead.tools.files import read_text
@@ -64,8 +63,8 @@ def serve(host: str, port: int, seed: int, model_name: str | None, template_file
     assistant = options.pop("assistant_model", None)
     model.generation_config.update(**options)  # type: ignore[union-attr]  # what requests leave open
     with decoding():
-        if engine and engine.goes_by_costs:
-            step_costs(engine.find_runner(model))  # so that the first request does not wait for it
+        if engine:
+            engine.find_pace(engine.find_runner(model))  # so that the first request does not wait for it
     torch.manual_seed(seed)
     uvicorn.run(
         make_app(model, tokenizer, model_name or "demo_model", assistant), host=host, port=port, access_log=False
@@ -87,7 +86,7 @@ def make_app(
         manager,
         CheckedChat(manager, state),
         completion_handler=CheckedCompletion(manager, state),
-        response_handler=ResponseHandler(manager, state),
+        response_handler=Response(manager, state),
         transcription_handler=TranscriptionHandler(manager, state),
         systemone_handler=SystemOneHandler(manager, state),
         generation_state=state,
@@ -238,7 +237,7 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(seed)
         yield
 
@@ -384,22 +383,32 @@ def check(body: dict) -> None:
             raise HTTPException(400, f"{name} must be {what}; it is {json.dumps(value):.80}")
 
 
+def taken_from(body: dict) -> Wishes:
+    """Take the seed and the stop strings out of a request: transformers would seed at once, and so disturb the request
+    that is being decoded."""
+    stop = body.pop("stop", None) or ()
+    samples = body.get("temperature") != 0 and any(body.get(name) is not None for name in ("temperature", "top_p"))
+    return Wishes(body.pop("seed", None), samples, (stop,) if isinstance(stop, str) else tuple(stop))
+
+
+class Response(ResponseHandler):
+    async def handle_request(self, body: dict, request_id: str) -> Any:
+        _wishes.set(taken_from(body))
+        return await super().handle_request(body, request_id)
+
+
 class Checked:
     """Handles a request as transformers does, after a check, and shortens the answer to what was asked for."""
 
     async def handle_request(self, body: dict, request_id: str) -> Any:
         check(body)
         self.check_prompt(body)
-        # transformers would seed at once, and so disturb the request that is being decoded.
-        seed = body.pop("seed", None)
         if (most := body.pop("max_completion_tokens", None)) is not None:
             body["max_tokens"] = most
         if biases := body.pop("logit_bias", None):
             body["logit_bias"] = {token: float(bias) for token, bias in biases.items()}
-        stop = body.pop("stop", None) or ()
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        samples = body.get("temperature") != 0 and any(body.get(name) is not None for name in ("temperature", "top_p"))
-        _wishes.set(Wishes(seed, samples, stops))
+        wishes = taken_from(body)
+        _wishes.set(wishes)
         try:
             response = await super().handle_request(body, request_id)  # type: ignore[misc]  # the class that is mixed in
         except (KeyError, TypeError, ValueError, jinja2.TemplateError) as error:
@@ -411,12 +420,12 @@ class Checked:
             raise HTTPException(500, f"decoding failed: {type(error).__name__}: {error}") from error
         if isinstance(response, StreamingResponse):
             response.body_iterator = events(response.body_iterator)
-        elif stops:
+        elif wishes.stops:
             answer = json.loads(response.body)
             for choice in answer["choices"]:
                 place, key = (choice["message"], "content") if "message" in choice else (choice, "text")
                 if place.get(key):
-                    place[key] = place[key][: before_stop(place[key], stops)]
+                    place[key] = place[key][: before_stop(place[key], wishes.stops)]
             response = JSONResponse(answer)
         return response
 
@@ -527,7 +536,9 @@ def exposition(engine: Lookahead | None, requests: Counter) -> str:
     def labelled(label: str, counts: Mapping[str, float]) -> dict[str, float]:
         return {f'{{{label}="{text}"}}': count for text, count in counts.items()}
 
-    ended = {f'{{path="{key[0]}",status="{key[1]}"}}': count for key, count in requests.items() if key != "running"}
+    ended = {
+        f'{{path="{key[0]}",status="{key[1]}"}}': count for key, count in requests.copy().items() if key != "running"
+    }
     family("requests_total", "counter", "Requests that have ended.", ended)
     family("requests_running", "gauge", "Requests under way; all but one of them wait.", {"": requests["running"]})
     if engine is not None:

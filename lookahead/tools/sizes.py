@@ -54,7 +54,7 @@ def fitting_size(model: PreTrainedModel, length: int) -> int:
         return SIZES[-1]
     with torch.no_grad():
         cache = model(torch.zeros((1, 2), dtype=torch.long, device=device_of(model)), use_cache=True).past_key_values
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
     of_position = sum(tensor.nbytes for tensor in tensors) // 2
     # Each prompt is read into a cache of its own before the batch's is made of them.
     return max(int(free / 2 / (2 * of_position * (length + STEP_ROWS))), 1)
