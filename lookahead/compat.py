@@ -100,9 +100,13 @@ def pre_hooks(module: nn.Module) -> list[Callable]:
 
 
 def hooks_of_users(module: nn.Module) -> list[Callable]:
-    """Hooks that are called before or after the module, without transformers' own, which only collect outputs."""
+    """Hooks that are called before or after the module, without those that leave passes as they are.
+
+    transformers' own only collect outputs, and those of our probe act in its thread alone.
+    """
+    harmless = "transformers.utils.output_capturing", "lookahead.passes.probe"
     hooks = chain(module._forward_hooks.values(), pre_hooks(module))
-    return [hook for hook in hooks if getattr(hook, "__module__", None) != "transformers.utils.output_capturing"]
+    return [hook for hook in hooks if getattr(hook, "__module__", None) not in harmless]
 
 
 def has_own_call(module: nn.Module) -> bool:
@@ -170,7 +174,7 @@ def multinomial_is_race() -> bool:
     for the whole vocabulary. It is private how it draws, so it is tried."""
     generator, other = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
     for vocabulary in (1, 17, 4099):
-        p = torch.linspace(0, 1, vocabulary)[None].softmax(-1)
+        p = torch.linspace(0, 1, vocabulary, dtype=torch.float32, device="cpu")[None].softmax(-1)
         for _ in range(8):
             chosen = torch.multinomial(p, num_samples=1, generator=generator)
             raced = torch.argmax(p / torch.empty_like(p).exponential_(1, generator=other), dim=-1, keepdim=True)

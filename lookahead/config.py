@@ -38,7 +38,8 @@ class LookaheadConfig:
     a window whose size is given, otherwise tried together with the size."""
 
     pool_memory_mb: float = 16
-    """Size in MiB of the pool that the wrap makes (`NgramPool`). No effect if a pool is given."""
+    """Size in MiB of the pool that the wrap makes (`NgramPool`). No effect if a pool is given, or the model has
+    one from an earlier wrap."""
 
     cpu_kernels: bool = True
     """Whether passes on a CPU use this package's kernels: a whole pass in one call for models built like Llama
@@ -51,7 +52,8 @@ class LookaheadConfig:
 
     compile_passes: bool = False
     """Whether the passes of single sequences are compiled (`passes.compiled`), where they are not fused. This needs a
-    C++ compiler, and the first text of a process waits for it: 5 to 20 seconds for twelve layers on two cores."""
+    C++ compiler, and the first text of a process waits for it: on two cores 20 to 40 seconds for twelve layers, 7 in
+    later processes."""
 
     cuda_graphs: bool = False
     """Whether steps are replayed as CUDA graphs (`passes.graphs`), so that a GPU need not launch each kernel anew. Only

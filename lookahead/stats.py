@@ -81,8 +81,8 @@ class Stats:
     """Float64 [budgets, 2]: the same, if each of FIXED_BUDGETS had been used in all these steps."""
     prefill_seconds: float = 0.0
     seconds: Counter = field(default_factory=Counter)
-    """Wall-clock time of the steps by stage: guess, forward, verify, commit, learn. On an accelerator, forward only
-    queues a pass. The wait for it is counted in verify, which first reads the result."""
+    """Wall-clock time of the steps by stage: guess, forward, verify, commit, learn. Forward contains the wait for
+    an accelerator."""
     trace: Any = field(default=None, repr=False, compare=False)
     """The `Trace` of the call, if `lookahead.trace` has made one. Sums of calls have none."""
 

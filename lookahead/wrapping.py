@@ -14,6 +14,7 @@ from lookahead.cpu import products
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import ASSISTED_ARGUMENTS, why_no_draft_model
+from lookahead.guessing import layer_skip
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
 from lookahead.passes import fused
@@ -59,7 +60,7 @@ class LookaheadMixin:
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         reduced: tuple = super().__reduce_ex__(protocol)  # type: ignore[assignment]  # no name
         _, (cls, *arguments), *rest = reduced
-        return _new_wrapped, (cls.__mro__[2], *arguments), *rest  # pickle cannot find a wrapped class by name
+        return _new_wrapped, (_own_class(cls), *arguments), *rest  # pickle cannot find a wrapped class by name
 
 
 def _engine(model: PreTrainedModel) -> Lookahead | None:
@@ -75,7 +76,12 @@ def engine_of(model: PreTrainedModel) -> Lookahead:
 def _own_method(model: PreTrainedModel, name: str) -> Callable:
     """A method of the model's own class, whether the model is wrapped or not."""
     cls = type(model)
-    return getattr(cls.__mro__[2] if issubclass(cls, LookaheadMixin) else cls, name)
+    return getattr(_own_class(cls) if issubclass(cls, LookaheadMixin) else cls, name)
+
+
+def _own_class(cls: type) -> type:
+    """The class that was wrapped. Others may have made subclasses of the wrapped one, as FSDP does."""
+    return cls.__mro__[cls.__mro__.index(LookaheadMixin) + 1]
 
 
 def own_loop(model: PreTrainedModel) -> Callable:
@@ -134,14 +140,15 @@ def wrap(
             f"{type(model).__module__}.{type(model).__qualname__}"
         )
     if isinstance(model, LookaheadMixin):
-        with model.lookahead.while_idle("wrapped anew"):
-            if pool is not None:
-                model.lookahead.pool = pool
-            if config is not None or source is not None:
-                # The pace, the trials and the graphs belong to the old settings.
-                before = model.lookahead
-                config, source = config or before.config, before.source if source is None else source
-                _prepare(model, replace(before, config=config, source=source, pace=None, graphs=None))
+        before = after = model.lookahead
+        if config is not None or source is not None:
+            # The pace, the trials and the graphs belong to the old settings.
+            config, source = config or before.config, before.source if source is None else source
+            after = replace(before, config=config, source=source, pace=None, graphs=None, _running=0)
+        with before.while_idle("wrapped anew"):
+            if after is not before:
+                _prepare(model, after)
+            after.pool = pool if pool is not None else before.pool
         return model
     config = config or LookaheadConfig()
     _prepare(model, Lookahead(config, pool if pool is not None else new_pool(model, config), source))
@@ -151,15 +158,23 @@ def wrap(
 
 def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
     """Try the model with the engine's settings, and attach the engine to it."""
-    (products.install if engine.config.cpu_kernels else products.remove)(model)
+    before = _engine(model)
+    _use_kernels(model, engine.config.cpu_kernels)
     try:
         if not model.config.is_encoder_decoder:
             engine.adapter = find_adapter(model, engine.config.cpu_kernels)
     except BaseException:
-        if not isinstance(model, LookaheadMixin):
-            products.remove(model)
+        _use_kernels(model, before is not None and before.config.cpu_kernels)
         raise
     model.lookahead = engine  # type: ignore[assignment]  # neither a Tensor nor a module
+
+
+def _use_kernels(model: PreTrainedModel, uses_them: bool) -> None:
+    if uses_them:
+        products.install(model)
+    else:
+        products.remove(model.modules())
+        fused.forget(model)
 
 
 def unwrap(model: PreTrainedModel) -> PreTrainedModel:
@@ -171,8 +186,8 @@ def unwrap(model: PreTrainedModel) -> PreTrainedModel:
         unwrap(model.get_base_model())  # type: ignore[operator]  # a method
     if isinstance(model, LookaheadMixin):
         with model.lookahead.while_idle("unwrapped"):
-            model.__class__ = type(model).__mro__[2]
+            model.__class__ = _own_class(type(model))
             del model.lookahead
-            products.remove(model)
-            fused.forget(model)
+            _use_kernels(model, False)
+            layer_skip.forget(model)
     return model

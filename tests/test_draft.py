@@ -330,13 +330,32 @@ def test_a_wrapped_draft_model_is_not_unwrapped_while_it_drafts(monkeypatch):
 
 
 def test_a_text_beyond_the_draft_models_context_is_written_without_it():
-    model, small = tiny_model("gpt2"), tiny_model("gpt2", n_positions=64)
+    model, small = tiny_model("gpt2"), tiny_model("gpt2", max_position_embeddings=64)
     prompt = torch.randint(3, VOCABULARY, (1, 20))
     stats = check_identical(
         model, [prompt], {"max_new_tokens": 120, "do_sample": False}, LookaheadConfig(budget=8), 0,
         source=DraftModelSource(small),
     )  # fmt: skip
     assert stats.tokens == 120
+
+
+def test_a_batch_with_a_text_beyond_the_draft_models_context_is_written_without_it():
+    """The first text alone would fit."""
+    model, small = tiny_model("gpt2"), tiny_model("gpt2", max_position_embeddings=64)
+    prompts = [torch.randint(3, VOCABULARY, (1, length)) for length in (6, 70)]
+    check_identical(
+        model, prompts, {"max_new_tokens": 20, "do_sample": False}, LookaheadConfig(budget=8), 0,
+        source=DraftModelSource(small),
+    )  # fmt: skip
+
+
+def test_a_draft_model_that_shares_a_layer_leaves_it_its_kernel():
+    model, small = (tiny_model("llama", vocab_size=4096, hidden_size=64) for _ in range(2))
+    small.lm_head = model.lm_head
+    lookahead.wrap(model)
+    assert type(model.lm_head) is products.DecodingLinear
+    model.generate(IDS, max_new_tokens=5, do_sample=False, assistant_model=small)
+    assert type(model.lm_head) is products.DecodingLinear
 
 
 def test_passes_stop_where_they_do_not_pay(monkeypatch):

@@ -1,6 +1,7 @@
 """Draws that are made before the tokens that they choose: the same tokens, and better guesses."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -210,6 +211,23 @@ def test_draws_of_each_sequence(monkeypatch):
     model.generate(ids[:1], max_new_tokens=6, do_sample=False)
     assert seen
     assert all(draws is None for draws in seen)
+
+
+def test_threads_that_share_a_generator_draw_different_numbers():
+    generator, expected = (torch.Generator().manual_seed(5) for _ in range(2))
+    logits, draws, threads = torch.zeros(2003), 200, 4
+
+    def choose():
+        race = Race(generator, len(logits))
+        for _ in range(draws):
+            assert race.choose(logits, Warp()) is not None
+
+    with ThreadPoolExecutor(threads) as pool:
+        for chosen in [pool.submit(choose) for _ in range(threads)]:
+            chosen.result()
+    for _ in range(threads * draws):
+        torch.multinomial(logits.softmax(-1), 1, generator=expected)
+    assert torch.equal(generator.get_state(), expected.get_state())
 
 
 def test_known_draws_find_more_winners():

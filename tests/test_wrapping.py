@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from transformers import StoppingCriteria
 from zoo import tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, NgramPool
-from lookahead.cpu import native, products
+from lookahead import LookaheadConfig, NgramPool, compat
+from lookahead.cpu import choice, native, products
+from lookahead.guessing import layer_skip
 from lookahead.guessing.budget import TRIAL_STEPS, WindowTrials
+from lookahead.passes import fused, probe
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -220,3 +223,75 @@ def test_the_report_gives_no_reason_against_what_is_not_asked_for_any_more():
             lookahead.wrap(model, LookaheadConfig(compile_passes=compile_passes, budget=4, window_size=0))
             model.generate(IDS, **GREEDY)
         assert ("given up: compiled passes" in model.lookahead.report()) == compile_passes
+
+
+def test_a_refused_change_leaves_everything_as_it_was():
+    model = lookahead.wrap(tiny_model("llama"))
+    engine, pool = model.lookahead, model.lookahead.pool
+    with pytest.raises(TypeError, match="no source of guesses"):
+        lookahead.wrap(model, LookaheadConfig(cpu_kernels=False), pool=NgramPool(), source=object())
+    assert model.lookahead is engine
+    assert engine.pool is pool
+
+
+def test_a_probe_that_is_interrupted_leaves_the_kernels(monkeypatch):
+    model = lookahead.wrap(small_llama())
+    assert products.are_installed(model)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lookahead.wrapping.find_adapter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lookahead.wrap(model, LookaheadConfig(cpu_kernels=False))
+    assert products.are_installed(model)
+
+
+def test_a_subclass_of_the_wrapped_class_decodes():
+    """FSDP makes one."""
+    model = tiny_model("llama")
+    options = {"max_new_tokens": 10, "num_beams": 2, "do_sample": False}
+    expected = model.generate(IDS, **options)
+    lookahead.wrap(model)
+    model.__class__ = type("Sharded", (type(model),), {})
+    with pytest.warns(UserWarning, match="beam search"):
+        assert torch.equal(model.generate(IDS, **options), expected)
+    assert torch.equal(model.generate(IDS, **GREEDY), tiny_model("llama").generate(IDS, **GREEDY))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16])
+def test_another_default_dtype_changes_nothing(default):
+    model = tiny_model("llama")
+    options = {"max_new_tokens": 20, "do_sample": True, "top_k": 7}
+    torch.manual_seed(3)
+    expected = model.generate(IDS, **options)
+    torch.set_default_dtype(default)
+    try:
+        choice.can_draw.cache_clear()
+        lookahead.wrap(model)
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(IDS, **options), expected)
+        assert choice.can_draw()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        choice.can_draw.cache_clear()
+
+
+def test_the_probe_moves_the_embeddings_of_its_own_thread_alone():
+    model = tiny_model("llama").bfloat16()
+    embeddings = model.get_input_embeddings()
+    expected = embeddings(IDS)
+    with probe._moved_embeddings(model, 0), ThreadPoolExecutor(1) as other:
+        assert torch.equal(other.submit(embeddings, IDS).result(), expected)
+        assert not torch.equal(embeddings(IDS), expected)
+        assert not compat.hooks_of_users(embeddings)
+    assert torch.equal(embeddings(IDS), expected)
+
+
+def test_unwrapping_frees_copies():
+    model = lookahead.wrap(small_llama())
+    fused._known[model] = {0: products.Linear(torch.zeros(2, 2))}
+    layer_skip._copies[model] = {}
+    lookahead.unwrap(model)
+    assert model not in fused._known
+    assert model not in layer_skip._copies

@@ -53,8 +53,8 @@ def _find(
     shape, dtype = ((outputs, inputs // 2), torch.uint8) if in_codes else ((outputs, inputs), torch.int8)
     groups = outputs, inputs // group
     if known is None or known.scales is None or (known.weight.shape, known.scales.shape) != (shape, groups):
-        scales, offsets = torch.empty(2, *groups)
-        known = Linear(torch.empty(shape, dtype=dtype), scales, None, offsets if in_codes else None)
+        scales, offsets = torch.empty(2, *groups, dtype=torch.float32, device="cpu")
+        known = Linear(torch.empty(shape, dtype=dtype, device="cpu"), scales, None, offsets if in_codes else None)
     scales = known.scales if linear.scales is None else linear.scales.clone()  # never the model's own
     found = ctypes.c_bool()
     finder(

@@ -69,10 +69,10 @@ def can_draw() -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     for skipped in range(3):
-        torch.rand(skipped, generator=generator)  # takes one of the numbers of which a variate takes two
+        torch.rand(skipped, generator=generator, device="cpu")  # takes one of the numbers of which a variate takes two
         state, ours = generator.get_state(), np.empty(_TRIED, np.float32)
         draw(state, ours)
-        theirs = torch.empty(_TRIED).exponential_(1, generator=generator).numpy()
+        theirs = torch.empty(_TRIED, dtype=torch.float32, device="cpu").exponential_(1, generator=generator).numpy()
         if not (np.allclose(ours, theirs, rtol=1e-6, atol=0) and torch.equal(state, generator.get_state())):
             return False
     return True

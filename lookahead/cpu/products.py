@@ -10,6 +10,7 @@ its products are slower than ours also for many rows.
 import ctypes
 import math
 import platform
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -133,14 +134,17 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return nn.functional.linear(input, weight, bias)
 
 
-def install(model: nn.Module) -> None:
-    """Make the larger plain linear layers `DecodingLinear`. Parameters and hooks stay as they are."""
+def install(model: nn.Module) -> list[nn.Module]:
+    """Make the larger plain linear layers `DecodingLinear`, and return them. Parameters and hooks stay as they are."""
+    installed: list[nn.Module] = []
     for module in model.modules():
         alone = [(module,)] if type(module) is nn.Linear else []
         for layers in [*_same_input(module, nn.Linear), *alone]:
             if sum(layer.weight.numel() for layer in layers) >= MIN_WEIGHTS:
                 for layer in layers:
                     layer.__class__ = DecodingLinear
+                installed += layers
+    return installed
 
 
 def siblings(model: nn.Module) -> dict[int, tuple[nn.Linear, ...]]:
@@ -163,9 +167,9 @@ def are_installed(model: nn.Module) -> bool:
     return any(type(module) is DecodingLinear for module in model.modules())
 
 
-def remove(model: nn.Module) -> None:
-    """Undo `install`."""
-    for module in model.modules():
+def remove(modules: Iterable[nn.Module]) -> None:
+    """Undo `install` for these modules."""
+    for module in modules:
         if type(module) is DecodingLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]  # it was made as an nn.Linear
 

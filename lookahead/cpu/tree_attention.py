@@ -10,7 +10,7 @@ import torch
 
 from lookahead.cpu import native
 
-MAX_HEAD_DIM = 256  # MAX_SIZE in tree_attention.cpp
+MAX_HEAD_DIM = 256  # MAX_SIZE in attention.h
 _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 10 + [ctypes.c_float]
 _kernels = cache(partial(native.kernels, "tree_attention", "attend", native.FLOATS, _ARGUMENTS))
 

@@ -11,7 +11,7 @@ from lookahead.config import AUTO, LookaheadConfig
 from lookahead.cpu import native
 from lookahead.engine.fallback import warn_plain
 from lookahead.guessing.budget import Pace, WindowTrials
-from lookahead.guessing.combine import Ledger, needs_of
+from lookahead.guessing.combine import Ledger, needs_of, trials_of
 from lookahead.guessing.draft import DraftModelSource
 from lookahead.guessing.jacobi import JacobiSource, WindowSource
 from lookahead.guessing.pool import PoolSource
@@ -153,9 +153,10 @@ class Lookahead:
         if draft_model is None:
             return self.sources
         source = DraftModelSource(draft_model, self.config)
+        trials = trials_of(source)  # not below: it makes a lock, and a fork waits for both
         with self.lock:
             if len(self.ledger.trials) == len(self.sources):
-                self.ledger.enter(source)
+                self.ledger.enter(source, trials)
         return [*self.sources, source]
 
     @property

@@ -40,10 +40,6 @@ class RecordedStep:
     window: int
     """Tokens of the Jacobi window that the step computed."""
 
-    @property
-    def is_whole(self) -> bool:
-        return len(self.ids) == 1 + self.verified + self.window
-
 
 class Recorder(BaseStreamer):
     """A streamer that keeps the tokens of one sequence, and its steps, which the decoding loop shows it as well.

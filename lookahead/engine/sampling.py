@@ -17,8 +17,10 @@ from transformers.generation import (
 
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
+from ngram_pool.forks import Lock
 
 KNOWN_DRAWS = 16  # how many tokens ahead draws are made
+_drawing = Lock()  # two threads that share a generator must not draw the same numbers
 
 # Callbacks that treat each sequence of a batch independently of the others. Not every version of transformers has all.
 _PROCESSORS = (
@@ -101,12 +103,13 @@ class Race:
 
     def choose(self, logits: torch.Tensor, warp: Warp) -> int | None:
         """Draw a token; None, and nothing is drawn, if that takes torch's own arithmetic. logits: [vocabulary]."""
-        token = choice.drawn(logits, self.ahead(1)[0], warp)
-        if token is not None:
-            self._begin += 1
-            self._states.pop(0)
-            self._generator.set_state(self._states[0])
-        return token
+        with _drawing:
+            token = choice.drawn(logits, self.ahead(1)[0], warp)
+            if token is not None:
+                self._begin += 1
+                self._states.pop(0)
+                self._generator.set_state(self._states[0])
+            return token
 
     def _check(self) -> None:
         """Forget what was drawn ahead if the generator's state is not the one that was left."""
@@ -199,7 +202,6 @@ class NextTokenRule:
             chosen = chosen.where(self._unfinished, self._settings.pad_token)
         self._ids = torch.cat([self._ids, chosen[:, None]], dim=-1)
         self._unfinished = self._unfinished & ~self._criteria(self.ids, self.scores)
-        # The host waits for the device here, and nowhere else.
         tokens, unfinished, spoiled = torch.stack([chosen, self._unfinished.long(), no_choice.long()]).tolist()
         if any(spoiled):
             raise FloatingPointError(self._no_choice())

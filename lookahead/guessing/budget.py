@@ -8,12 +8,12 @@ step could have yielded tokens elsewhere (Dinkelbach 1967, "On nonlinear fractio
 import numpy as np
 
 from lookahead.guessing.source import Outcome
-from lookahead.passes.costs import StepCosts
+from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
 from ngram_pool.forks import Lock
 
-MAX_GUESSES = 127  # with the root, the most rows for which costs are measured
+MAX_GUESSES = RUNGS[-1] - 1  # with the root, the most rows for which costs are measured
 FADE = 0.98  # factor by which each step fades the sums that make up the rate and the trust
 FIRST_CLAIMS = 4.0  # accepted guesses that claims and experience begin with
 WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the next is tried only if this one pays

@@ -69,6 +69,11 @@ class Mixture:
             self._belief = {i: FADE * belief + shares.get(i, 0.0) / whole for i, belief in self._belief.items()}
 
 
+def trials_of(source: GuessSource) -> Trials | None:
+    """Find out whether asking a source pays; None for one that is free."""
+    return None if source.is_free else Trials(1, first=1)
+
+
 class Ledger:
     """What the sources of guesses have claimed and earned, over all calls."""
 
@@ -81,12 +86,12 @@ class Ledger:
         self._calibrations: dict[tuple[frozenset[int], frozenset[int]], Calibration] = {}
         self._mixtures: dict[frozenset[int], Mixture] = {}
         for source in sources:
-            self.enter(source)
+            self.enter(source, trials_of(source))
 
-    def enter(self, source: GuessSource) -> None:
-        """Add a source."""
+    def enter(self, source: GuessSource, trials: Trials | None) -> None:
+        """Add a source. trials: from `trials_of`."""
         self.names.append(type(source).__name__)
-        self.trials.append(None if source.is_free else Trials(1, first=1))
+        self.trials.append(trials)
 
     def calibration(self, speakers: frozenset[int], proposers: frozenset[int]) -> Calibration:
         """Return the calibration of guesses that exactly these of the speakers propose: agreement makes surer."""

@@ -260,8 +260,7 @@ class DraftModelSource(GuessSource):
                 config = engine.config
                 stack.enter_context(engine.call())
             elif config.cpu_kernels:
-                products.install(self.model)
-                stack.callback(products.remove, self.model)
+                stack.callback(products.remove, products.install(self.model))
             runner = choose_runner(self.model, config)[0]
             stack.callback(runner.end)
             yield runner
@@ -363,13 +362,17 @@ class DraftModelSource(GuessSource):
     def _catch_up(self, texts: list[list[int]]) -> bool:
         """Bring the cache to a prefix of each text that lacks a few tokens; False where the model cannot read them."""
         context = context_length(self.model)
-        for text, held in zip(texts, self._held, strict=True):
-            lacking = text[len(held) :]
-            if len(text) < 2 or len(text) + 2 * MAX_ROWS > context or max(lacking, default=0) >= self._vocabulary:
-                return False
-            if self._cache is None or len(lacking) not in range(1, MAX_LACKING + 1) or text[: len(held)] != held:
-                self._read(texts)
-                return True
+        lacking = [text[len(held) :] for text, held in zip(texts, self._held, strict=True)]
+        if any(len(text) < 2 or len(text) + 2 * MAX_ROWS > context for text in texts):
+            return False
+        if any(token >= self._vocabulary for new in lacking for token in new):
+            return False
+        is_close = all(
+            len(new) in range(1, MAX_LACKING + 1) and text[: len(held)] == held
+            for text, held, new in zip(texts, self._held, lacking, strict=True)
+        )
+        if self._cache is None or not is_close:
+            self._read(texts)
         return True
 
     def _read(self, texts: list[list[int]]) -> None:

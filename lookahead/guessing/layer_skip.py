@@ -135,6 +135,11 @@ def _unsupported(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
 _copies: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], tuple[tuple, PreTrainedModel]]] = WeakKeyDictionary()
 
 
+def forget(model: PreTrainedModel) -> None:
+    """Free the copies of a model."""
+    _copies.pop(model, None)
+
+
 def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the list of the model's layers and its name. Raises UnsupportedModelError unless there is exactly one."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers

@@ -123,7 +123,7 @@ class MedusaSource(GuessSource):
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         for b in self._batch.sequences_of(text):
-            self._states[b] = self._last(hidden_states)[-1], len(text)
+            self._states[b] = self._last(hidden_states)[-1].clone(), len(text)  # not the whole prompt's
 
     def observe(self, outcome: Outcome) -> None:
         states = self._last(outcome.hidden_states)

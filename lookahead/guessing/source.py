@@ -181,7 +181,7 @@ def draws_at(known: Sequence[np.ndarray | None], depths: list[list[int]], vocabu
     """
     if all(draws is None for draws in known):
         return None
-    found = torch.ones(len(depths), len(depths[0]), vocabulary)
+    found = torch.ones(len(depths), len(depths[0]), vocabulary, dtype=torch.float32, device="cpu")
     for rows, draws, by_row in zip(found, known, depths, strict=True):
         for row, depth in zip(rows, by_row, strict=True):
             if draws is not None and depth < len(draws):

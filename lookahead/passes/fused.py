@@ -77,7 +77,7 @@ class FusedRunner(EagerRunner):
             if rotary.rope_type == "longrope":
                 switch = rotary.config.rope_parameters["original_max_position_embeddings"]
             self._serves = range(switch, count) if position >= switch else range(min(switch, count))
-            positions = torch.arange(self._serves.stop)[None]
+            positions = torch.arange(self._serves.stop, device="cpu")[None]
             like = self._program.decoder.embedding.new_empty(1, 1, 1)
             for name in {name or "" for name in self._program.decoder.rotary}:
                 cos, sin = rotary(like, positions, *([name] if name else []))

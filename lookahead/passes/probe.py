@@ -1,6 +1,7 @@
 """Tries a model out: do the logits of a pass agree with plain decoding, which computes one token in a pass?"""
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -211,7 +212,7 @@ _Place = tuple[PlainRows, int]  # a row, and what plain decoding says of it
 
 
 def _without_noise(logits: torch.Tensor) -> PlainRows:
-    return PlainRows(logits, torch.zeros(len(logits), dtype=torch.float64))
+    return PlainRows(logits, torch.zeros(len(logits), dtype=torch.float64, device="cpu"))
 
 
 def _measure_noise(model: PreTrainedModel, adapter: ModelAdapter, lines: list[tuple[list[int], list[_Place]]]) -> None:
@@ -227,7 +228,7 @@ def _measure_noise(model: PreTrainedModel, adapter: ModelAdapter, lines: list[tu
     ids = torch.tensor([[*line, *[0] * (longest - len(line))] for line, _ in lines])
     every = [place for _, places in lines for place in places]
     if is_half(model.dtype):
-        noise = torch.zeros(len(every), dtype=torch.float64)
+        noise = torch.zeros(len(every), dtype=torch.float64, device="cpu")
         expected = torch.stack([plain.logits[row] for plain, row in every])
         for seed in range(NOISY_PASSES):
             with _moved_embeddings(model, seed):
@@ -252,12 +253,15 @@ def _measure_noise(model: PreTrainedModel, adapter: ModelAdapter, lines: list[tu
 
 @contextmanager
 def _moved_embeddings(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Run the block with the embeddings of tokens moved at random, by up to one rounding."""
-    generator = torch.Generator().manual_seed(seed)
+    """Run the block with the embeddings of tokens moved at random, by up to one rounding, in this thread's passes."""
+    generator, thread = torch.Generator().manual_seed(seed), threading.get_ident()
 
-    def move(module: torch.nn.Module, inputs: tuple, embeddings: torch.Tensor) -> torch.Tensor:
-        by = (torch.rand(embeddings.shape, generator=generator) - 0.5) * torch.finfo(embeddings.dtype).eps
-        return (embeddings.float() * (1 + by.to(embeddings.device))).to(embeddings.dtype)
+    def move(module: torch.nn.Module, inputs: tuple, embeddings: torch.Tensor) -> torch.Tensor | None:
+        if threading.get_ident() != thread:
+            return None
+        random = torch.rand(embeddings.shape, generator=generator, dtype=torch.float32, device="cpu")
+        by = (random - 0.5).to(embeddings.device) * torch.finfo(embeddings.dtype).eps
+        return (embeddings.float() * (1 + by)).to(embeddings.dtype)
 
     hook = model.get_input_embeddings().register_forward_hook(move)
     try:

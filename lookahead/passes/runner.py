@@ -5,7 +5,8 @@
     run(steps, cache)  compute a step of each sequence, in one pass
     end()              after the last step, even if it failed
 
-`EagerRunner` runs the model's own code. `compiled.CompiledRunner` and `graphs.GraphRunner` run some steps faster.
+`EagerRunner` runs the model's own code. `fused.FusedRunner`, `compiled.CompiledRunner` and `graphs.GraphRunner` run
+some steps faster.
 """
 
 import inspect
