@@ -148,7 +148,7 @@ def test_every_architecture_computes_the_same(name, monkeypatch):
     install(model)
     assert torch.equal(logits(model), plain), "outside of a pass, the layers are torch's"
     assert_near(logits(model, in_a_pass=True), plain)
-    remove(model)
+    remove(model.modules())
     assert not any(isinstance(module, DecodingLinear) for module in model.modules())
     assert not products.siblings(model)
 
