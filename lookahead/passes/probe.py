@@ -172,9 +172,10 @@ def _compare_with_plain(runner: EagerRunner, trial: Trial) -> str | None:
 
 def _error_beyond_rounding(runner: EagerRunner, logits: torch.Tensor, plain: PlainRows) -> float:
     """Return the largest error of a row that rounding does not explain; 0 if it explains all."""
+    dtype, rounds = runner.model.dtype, _rounds(runner.model)  # not for each row: it looks at all weights
     noise = plain.noise.clamp(min=runner.adapter.row_dependence).tolist()
     errors = row_errors(logits, plain.logits).nan_to_num(torch.inf).tolist()
-    beyond = [error for error, n in zip(errors, noise, strict=True) if error > _tolerance(runner.model, n)]
+    beyond = [error for error, n in zip(errors, noise, strict=True) if error > rounds * tolerance(dtype, n)]
     return max(beyond, default=0.0)
 
 
@@ -277,9 +278,13 @@ def _has_column_for_each(cache: LookaheadCache, logits: torch.Tensor) -> bool:
 
 
 def _tolerance(model: PreTrainedModel, noise: float = 0.0) -> float:
-    """`tolerance`, doubled for quantized weights: their products are rounded twice, before and after the scaling."""
-    is_quantized = not all(map(is_plain, model.parameters()))
-    return (1 + is_quantized) * tolerance(model.dtype, noise)
+    """`tolerance`, for a model whose products may be rounded more than once."""
+    return _rounds(model) * tolerance(model.dtype, noise)
+
+
+def _rounds(model: PreTrainedModel) -> int:
+    """How often a product is rounded: with quantized weights twice, before and after the scaling."""
+    return 1 if all(map(is_plain, model.parameters())) else 2
 
 
 def _unless_gross(errors: torch.Tensor) -> torch.Tensor:

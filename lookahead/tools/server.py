@@ -383,17 +383,15 @@ def check(body: dict) -> None:
             raise HTTPException(400, f"{name} must be {what}; it is {json.dumps(value):.80}")
 
 
-def taken_from(body: dict) -> Wishes:
-    """Take the seed and the stop strings out of a request: transformers would seed at once, and so disturb the request
-    that is being decoded."""
-    stop = body.pop("stop", None) or ()
+def wishes_of(body: dict, stops: tuple[str, ...] = ()) -> Wishes:
+    """Take the seed out of a request: transformers would seed at once, and so disturb the one that is being decoded."""
     samples = body.get("temperature") != 0 and any(body.get(name) is not None for name in ("temperature", "top_p"))
-    return Wishes(body.pop("seed", None), samples, (stop,) if isinstance(stop, str) else tuple(stop))
+    return Wishes(body.pop("seed", None), samples, stops)
 
 
 class Response(ResponseHandler):
     async def handle_request(self, body: dict, request_id: str) -> Any:
-        _wishes.set(taken_from(body))
+        _wishes.set(wishes_of(body))
         return await super().handle_request(body, request_id)
 
 
@@ -407,8 +405,9 @@ class Checked:
             body["max_tokens"] = most
         if biases := body.pop("logit_bias", None):
             body["logit_bias"] = {token: float(bias) for token, bias in biases.items()}
-        wishes = taken_from(body)
-        _wishes.set(wishes)
+        stop = body.pop("stop", None) or ()
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        _wishes.set(wishes_of(body, stops))
         try:
             response = await super().handle_request(body, request_id)  # type: ignore[misc]  # the class that is mixed in
         except (KeyError, TypeError, ValueError, jinja2.TemplateError) as error:
@@ -420,12 +419,12 @@ class Checked:
             raise HTTPException(500, f"decoding failed: {type(error).__name__}: {error}") from error
         if isinstance(response, StreamingResponse):
             response.body_iterator = events(response.body_iterator)
-        elif wishes.stops:
+        elif stops:
             answer = json.loads(response.body)
             for choice in answer["choices"]:
                 place, key = (choice["message"], "content") if "message" in choice else (choice, "text")
                 if place.get(key):
-                    place[key] = place[key][: before_stop(place[key], wishes.stops)]
+                    place[key] = place[key][: before_stop(place[key], stops)]
             response = JSONResponse(answer)
         return response
 

@@ -38,6 +38,6 @@ def write_results(out: Path, text: str, results: dict) -> None:
     """Write OUT.md and then OUT.json, each of them whole or not at all, and create their folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
     for suffix, content in ((".md", text), (".json", json.dumps(results, indent=1, default=str) + "\n")):
-        new = out.with_name(f"{out.name}{suffix}.new")  # not with_suffix: the name may have a dot
+        new = Path(f"{out}{suffix}.new")  # not with_suffix: the name may have a dot
         new.write_text(content, encoding="utf-8")
-        new.replace(out.with_name(f"{out.name}{suffix}"))
+        new.replace(f"{out}{suffix}")
