@@ -87,14 +87,14 @@ def attempt(name: str, plan: Plan, limit: float) -> None:
 
 def is_complete(path: Path) -> bool:
     try:
-        return json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["is_complete"]
+        return json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))["is_complete"]
     except (OSError, ValueError, KeyError):
         return False
 
 
 def what_became(path: Path) -> str:
     """Say how a stage ended, from its results."""
-    results = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    results = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
     if results.get("status"):
         return f"its command ended with exit status {results['status']}"
     if not results["is_complete"]:

@@ -35,9 +35,13 @@ def heading(where: dict) -> str:
 
 
 def write_results(out: Path, text: str, results: dict) -> None:
-    """Write OUT.md and then OUT.json, each of them whole or not at all, and create their folder."""
+    """Write OUT.md and then OUT.json, each of them whole or not at all, and create their folder.
+
+    out: its name may end in ``.md``, and may have other dots.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
+    stem = str(out).removesuffix(".md")
     for suffix, content in ((".md", text), (".json", json.dumps(results, indent=1, default=str) + "\n")):
-        new = Path(f"{out}{suffix}.new")  # not with_suffix: the name may have a dot
+        new = Path(f"{stem}{suffix}.new")
         new.write_text(content, encoding="utf-8")
-        new.replace(f"{out}{suffix}")
+        new.replace(f"{stem}{suffix}")
