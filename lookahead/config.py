@@ -46,6 +46,11 @@ class LookaheadConfig:
     (`passes.fused`), products and attention for others. They round differently from torch's. No effect on other
     devices."""
 
+    pack_weights: bool | Literal["auto"] = AUTO
+    """Whether passes that are one call read the weights from a copy that holds the same numbers in fewer bits
+    (`cpu.blocks`): bf16 numbers in 12 bits, those of GGUF files in the bits of the file. ``auto``: where the copy takes
+    at most half as much as the weights, or at most 1 GiB."""
+
     allow_row_dependent: bool = False
     """Whether to decode models whose logits depend on the other rows of a pass by more than rounding, as they do where
     activations are quantized in each pass. The texts of such models differ from plain decoding's."""
@@ -61,6 +66,8 @@ class LookaheadConfig:
     as long as the longest text so far stays on the GPU between calls."""
 
     def __post_init__(self) -> None:
+        if self.pack_weights not in (True, False, AUTO):
+            raise ValueError(f"pack_weights={self.pack_weights!r} must be True, False or {AUTO!r}")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}")
         bounds = {"budget": (0, MAX_ROWS - 1), "window_size": (0, MAX_ROWS - 1), "ngram_size": (2, MAX_NGRAM_SIZE)}

@@ -18,7 +18,7 @@ from lookahead.guessing import layer_skip
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
 from lookahead.passes import fused
-from lookahead.passes.capabilities import find_adapter
+from lookahead.passes.capabilities import find_adapter, fused_runner
 from ngram_pool import NgramPool
 
 
@@ -163,6 +163,7 @@ def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
     try:
         if not model.config.is_encoder_decoder:
             engine.adapter = find_adapter(model, engine.config.cpu_kernels)
+            fused_runner(model, engine.adapter, packs=engine.config.pack_weights)  # copies the weights now
     except BaseException:
         _use_kernels(model, before is not None and before.config.cpu_kernels)
         raise

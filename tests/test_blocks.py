@@ -67,6 +67,7 @@ def test_weights_unpacked_from_blocks_are_found_to_be(kind, outputs, groups, siz
     torch.manual_seed(seed)
     linear = Linear(unpacked(kind, outputs, groups, size), None, torch.randn(outputs))
     found = blocks.smallest(linear, torch.float32)
+    assert found.whole is None
     assert found.weight.dtype in (BITS[kind], torch.uint8), "fewer bits may do"
     for rows in (1, 5, 17):
         input = torch.randn(rows, 32 * groups)
@@ -77,7 +78,7 @@ def test_weights_unpacked_from_blocks_are_found_to_be(kind, outputs, groups, siz
     was = weight[place].clone()
     for other in (torch.nan, torch.inf, was * (1 + 2**-20) + 1e-40):
         weight[place] = other
-        assert blocks.smallest(linear, torch.float32, found) is linear, "not every weight is one"
+        assert blocks.smallest(linear, torch.float32, found, indexes=False) is linear, "not every weight is one"
     weight[place] = was
     weight[: 16 + len(weight) // 2] = -weight[: 16 + len(weight) // 2].flip(0)
     again = blocks.smallest(linear, torch.float32, found)
@@ -109,13 +110,68 @@ def test_int4_held_in_int8_is_packed(dtype, outputs, groups, size, seed):
     assert blocks.smallest(linear, dtype) is linear
 
 
+def can_index(dtype) -> bool:
+    return native.CAPABILITY.startswith("AVX512") or (native.CAPABILITY == "AVX2" and dtype == torch.float32)
+
+
+def as_products(linear, dtype, rows):
+    input = torch.randn(rows, (linear.weight if linear.whole is None else linear.whole).shape[1]).to(dtype)
+    return lambda layer: products.multiply(input, [layer])[0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    outputs=st.integers(1, 50),
+    groups=st.integers(1, 70),
+    spread=st.sampled_from([0.0, 1.0, 3.0]),
+    rare=st.sampled_from([0.0, 1e-4, 2e-4]),
+    seed=st.integers(0, 999),
+)
+def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed):
+    """spread: how much the sizes of rows differ. rare: the share of weights that are zeros, infinite or no numbers."""
+    note(f"{dtype=} {outputs=} {groups=} {spread=} {rare=} {seed=}")
+    torch.manual_seed(seed)
+    shape = outputs, 64 * groups
+    weight = (torch.randn(shape) * (spread * torch.randn(outputs, 1)).exp()).bfloat16().to(dtype)
+    odd = torch.tensor([0.0, -0.0, 1e-39, 1e30, torch.inf, torch.nan])[torch.randint(6, shape)].bfloat16().to(dtype)
+    weight = torch.where(torch.rand(shape) < rare, odd, weight)
+    linear = Linear(weight, None, torch.randn(outputs).to(dtype) if seed % 2 else None)
+    found = blocks.smallest(linear, dtype)
+    if not can_index(dtype):
+        assert found is linear
+        return
+    if rare == 0:
+        assert found.whole is weight
+        assert found.weight.nbytes <= outputs * (96.3 * groups + 80 + groups)
+    known = Linear(found.weight) if found is not linear else None
+    place = int(torch.randint(weight.numel(), ()))
+    weight.view(-1)[place] = 1e9 if seed % 3 else 0.0
+    again = blocks.smallest(linear, dtype, known)
+    for rows in (1, 2, 3, 5, 8, 12, 17):
+        product = as_products(linear, dtype, rows)
+        assert torch.equal(product(again).isnan(), product(linear).isnan())
+        assert torch.equal(product(again).nan_to_num(), product(linear).nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_worth_it_is_not_indexed(dtype):
+    weight = torch.randn(7, 256).bfloat16().to(dtype)
+    assert blocks.smallest(Linear(weight), dtype, indexes=False).whole is None
+    wide = (weight * 2.0 ** torch.randint(-60, 60, weight.shape)).to(dtype)
+    assert blocks.smallest(Linear(wide), dtype).whole is None, "too many upper bytes are not in its tables"
+    assert blocks.smallest(Linear(weight[:, :40].contiguous()), dtype).whole is None, "it has no whole blocks"
+    if dtype == torch.float32:
+        weight[3, 100] *= 1 + 2**-20
+        assert blocks.smallest(Linear(weight), dtype).whole is None, "one of its numbers is not of bf16"
+
+
 @pytest.mark.parametrize(
     "linear",
     [
         Linear(torch.randn(3, 64)),
         Linear(torch.randn(3, 16)),
         Linear(torch.randn(3, 40)),
-        Linear(torch.randn(3, 64).bfloat16()),
         Linear(torch.ones(3, 64, dtype=torch.int8), torch.ones(3)),
         Linear(torch.ones(3, 64, dtype=torch.int8), torch.ones(3, 4)),
     ],

@@ -1,6 +1,8 @@
 """Passes in one call: the logits, hidden states and caches of the model's own code, for as long as it is that code."""
 
 import copy
+import gc
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -15,10 +17,11 @@ from torchao.quantization.granularity import PerGroup
 from zoo import tiny_model
 
 import lookahead
-from lookahead.cpu import decoder, products
+from lookahead import LookaheadConfig
+from lookahead.cpu import decoder, native, products
 from lookahead.cpu import likeliest as fast
 from lookahead.models.decoder import UnknownDecoderError, read_decoder
-from lookahead.passes import capabilities
+from lookahead.passes import capabilities, fused
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.rounding import relative_error
 from lookahead.passes.runner import EagerRunner
@@ -232,9 +235,11 @@ def test_a_model_stays_fused_when_it_has_shown_its_hidden_states():
 
 
 def in_blocks(model, most):
-    """Weights such as GGUF's Q8_0 (most=127) and Q4_0 (most=-8) are unpacked to."""
+    """Weights such as GGUF's Q8_0 (most=127) and Q4_0 (most=-8) are unpacked to; most=1: numbers of bf16."""
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and most == 1:
+            module.weight.data.copy_(module.weight.bfloat16())
+        elif isinstance(module, nn.Linear):
             groups = module.weight.detach().unflatten(1, (-1, 32))
             largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
             numbers = (groups * (most / largest)).round().clamp(-abs(most), abs(most) - (most < 0))
@@ -262,7 +267,10 @@ def written_behind_its_back(model):
         parameter.data += 0.1 * torch.randn_like(parameter)
 
 
-@pytest.mark.parametrize(("most", "dtype"), [(0, torch.float32), (127, torch.int8), (-8, torch.uint8)])
+INDEXED = torch.float32 if native.CAPABILITY == "DEFAULT" else torch.uint8
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(0, torch.float32), (127, torch.int8), (-8, torch.uint8), (1, INDEXED)])
 @pytest.mark.parametrize("change", [trained, replaced, loaded, written_behind_its_back])
 def test_changed_weights_take_effect(change, most, dtype):
     model = tiny_model("llama", **SIZES)
@@ -294,6 +302,42 @@ def test_changed_weights_take_effect(change, most, dtype):
 def test_models_of_another_kind_are_refused_by_name(model_type, settings, reason):
     with pytest.raises(UnknownDecoderError, match=reason):
         read_decoder(tiny_model(model_type, **settings))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_packed_if_the_copy_is_small_or_asked_for(dtype, monkeypatch):
+    model = tiny_model("llama", **SIZES)
+    in_blocks(model, 1)
+    model = model.to(dtype)
+    has_copy = native.CAPABILITY.startswith("AVX512") or (native.CAPABILITY == "AVX2" and dtype == torch.float32)
+
+    def copied(**config):
+        lookahead.wrap(model, LookaheadConfig(budget=8, window_size=0, **config))
+        text = model.generate(IDS, **GREEDY).tolist()
+        report = model.lookahead.report()
+        assert ("weights: read from a copy of " in report) == (model.lookahead.copied_bytes > 0)
+        assert ("not asked for: weights in fewer bits" in report) == (config.get("pack_weights") is False)
+        return text, model.lookahead.copied_bytes
+
+    text, size = copied()
+    assert (size > 0) == has_copy
+    assert copied(pack_weights=False) == (text, 0), "the same numbers, to the last bit"
+    assert copied() == (text, size)
+    monkeypatch.setattr("lookahead.passes.fused.MOST_COPIED", 10_000)
+    assert copied() == (text, size if dtype == torch.float32 else 0), "a copy of bf16 is no small part of it"
+    assert copied(pack_weights=True) == (text, size)
+    lookahead.unwrap(model)
+    assert fused.copied_bytes(model) == 0
+
+
+def test_the_copy_does_not_keep_the_weights_alive():
+    model = tiny_model("llama", **SIZES)
+    in_blocks(model, 1)
+    lookahead.wrap(model).generate(IDS, **GREEDY)
+    old = weakref.ref(model.lm_head.weight)
+    replaced(model)
+    gc.collect()
+    assert old() is None
 
 
 def test_a_token_without_an_embedding_is_an_error_as_in_plain_decoding():

@@ -1,8 +1,8 @@
-// Blocks of 8 or 4 bits that weights were unpacked from, found again from the weights.
+// Weights in fewer bits. What is found makes the same weights, bit for bit but for the sign of a zero, or is not used.
 //
 // Quantised files hold weights in groups. A weight is a small whole number times a scale, and some formats add an
-// offset. Scales have few digits, so the products are exact, and what is found makes the same weights, bit for bit but
-// for the sign of a zero. Whatever does not is not used.
+// offset. Scales have few digits, so the products are exact. The blocks of 8 or 4 bits that floats were unpacked from
+// are found again from the floats. Numbers of bf16, also where they are held in float32, are indexed (`weights.h`).
 
 #include "products.h"
 
@@ -164,3 +164,99 @@ extern "C" void pack_bfloat16(const int8_t* bytes, long count, long size, Codes*
                               float* offsets, bool* found, long threads) {
     pack_all<ByPairs>(bytes, count, size, codes, scales, offsets, found, threads);
 }
+
+#ifdef __AVX2__
+
+static BFloat16 upper_half(BFloat16 x) { return x; }
+static BFloat16 upper_half(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits >> 16;
+}
+
+// Whether all numbers of a row are bf16 numbers.
+static bool are_bfloat16(const BFloat16*, long) { return true; }
+static bool are_bfloat16(const float* weights, long inputs) {
+    Ints lower = {};
+    for (long i = 0; i < inputs; i += L) lower |= *(const Unaligned<Ints>*)(weights + i);
+    return are_equal(lower & 0xffff, Ints{});
+}
+
+// Whether this row is the weights.
+template <class T>
+static bool are_indexed(const T* weights, long inputs, const Indexed* row) {
+    Ints differ = {};
+    for (long i = 0; i < inputs; i += Indexed::BLOCK) {
+        Ints two[2];
+        Indexed::read(row, weights, inputs, i, two);
+        differ |= two[0] ^ Indexed::pairs(weights + i);
+        differ |= two[1] ^ Indexed::pairs(weights + i + 2 * L);
+    }
+    return are_equal(differ, Ints{});
+}
+
+// Write a row of bf16 numbers. Its table has the most frequent upper bytes.
+template <class By>
+static void write_indexed(const typename By::Number* weights, long inputs, Indexed* row) {
+    uint8_t *const lower = (uint8_t*)row, *const codes = lower + Indexed::codes(inputs);
+    uint8_t *const table = lower + Indexed::table(inputs), *const others = lower + Indexed::others(inputs);
+    int counts[256] = {}, known = 0;
+    uint8_t bytes[256], code_of[256];
+    for (long i = 0; i < inputs; i++) {
+        const uint8_t byte = upper_half(weights[i]) >> 8;
+        if (!counts[byte]++) bytes[known++] = byte;
+    }
+    const int kept = std::min(known, 16);
+    std::partial_sort(bytes, bytes + kept, bytes + known, [&](int a, int b) { return counts[a] > counts[b]; });
+    memset(code_of, 16, sizeof code_of);
+    for (int i = 0; i < kept; i++) code_of[table[i] = bytes[i]] = i;
+    for (long i = 0; i < inputs; i += Indexed::BLOCK) {
+        uint8_t found[Indexed::BLOCK], all = 0;
+        for (long place = 0; place < Indexed::BLOCK; place++) {
+            const BFloat16 weight = upper_half(weights[i + Indexed::weight_at<By>(place)]);
+            lower[i + place] = weight & 255;
+            all |= found[place] = code_of[weight >> 8];
+        }
+        others[i / Indexed::BLOCK] = all >> 4;
+        for (long place = 0; place < Indexed::BLOCK / 2; place++)
+            codes[i / 2 + place] = (found[place] & 15) | found[place + Indexed::BLOCK / 2] << 4;
+    }
+}
+
+// Index a matrix, unless it is there already. It counts as found if hardly any block is read from the matrix itself.
+template <class By>
+static void index_all(const typename By::Number* weights, long outputs, long inputs, uint8_t* to, bool* found,
+                      long threads) {
+    volatile bool are_numbers = are_bfloat16(weights, inputs);
+    long others = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : others) if (are_numbers)
+    for (long o = 0; o < outputs; o++) {
+        if (!are_numbers) continue;
+        const typename By::Number* const of_output = weights + o * inputs;
+        Indexed* const row = (Indexed*)(to + o * Indexed::bytes(inputs));
+        if (!are_bfloat16(of_output, inputs)) {
+            are_numbers = false;
+            continue;
+        }
+        if (!are_indexed(of_output, inputs, row)) write_indexed<By>(of_output, inputs, row);
+        const uint8_t* const marks = (uint8_t*)row + Indexed::others(inputs);
+        others += std::count(marks, marks + inputs / Indexed::BLOCK, 1);
+    }
+    *found = are_numbers && others * 16 <= outputs * inputs / Indexed::BLOCK;
+}
+
+// size: inputs. bytes: [count][Indexed::bytes(size)], which must be zero at first.
+
+extern "C" void index_float32(const float* weights, long count, long size, uint8_t* bytes, float*, float*, bool* found,
+                              long threads) {
+    index_all<ByFloats>(weights, count, size, bytes, found, threads);
+}
+
+#ifdef __AVX512F__  // with AVX2, to unpack them takes as long as to read all their bits
+extern "C" void index_bfloat16(const BFloat16* weights, long count, long size, uint8_t* bytes, float*, float*,
+                               bool* found, long threads) {
+    index_all<ByPairs>(weights, count, size, bytes, found, threads);
+}
+#endif
+
+#endif

@@ -1,7 +1,8 @@
-"""Weights of 8 or 4 bits, found again from the numbers that they were unpacked to: `blocks.cpp`.
+"""The same weights in fewer bits: `blocks.cpp`.
 
-transformers unpacks a GGUF file to floats, and torchao holds int4 in int8. A pass takes as long as its weights are
-large, so it reads what is found here.
+A pass takes as long as its weights are large. transformers unpacks a GGUF file to floats, and torchao holds int4 in
+int8: their 8 or 4 bits are found again. bf16 numbers, also in a model that was loaded in float32, are indexed in 12
+bits.
 """
 
 import ctypes
@@ -19,25 +20,46 @@ _ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 4, cty
 _of_bytes = cache(partial(native.kernels, "blocks", "find_bytes", (torch.float32,), _ARGUMENTS))
 _of_codes = cache(partial(native.kernels, "blocks", "find_codes", (torch.float32,), _ARGUMENTS))
 _of_int4 = cache(partial(native.kernels, "blocks", "pack", native.FLOATS, _ARGUMENTS))
+_of_bfloat16 = cache(partial(native.kernels, "blocks", "index", native.FLOATS, _ARGUMENTS))
+INDEXED = 64 if native.CAPABILITY.startswith("AVX512") else 32  # Indexed::BLOCK in weights.h
 
 
-def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None) -> Linear:
+def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexes: bool = True) -> Linear:
     """The same layer with the fewest bits that make the same products exactly; the layer itself if it has them.
 
     dtype: of the layer's input. known: what was found before; it is written over where weights have changed since.
+    indexes: whether bf16 numbers may be indexed.
     Float32 becomes codes of 4 bits where it was unpacked from GGUF's Q4_0, Q4_1 or Q4_K, and int8 where it was unpacked
-    from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups becomes codes where it is int4.
+    from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups becomes codes where it is int4. bf16 becomes
+    12 bits, and so does float32 where all weights are bf16 numbers.
     """
     weight, scales = linear.weight, linear.scales
+    ways: list[Callable[[], Linear | None]] = []
     if scales is None and weight.dtype == torch.float32 and _of_codes():
-        found = _find(_of_codes()[dtype], linear, GROUP, GROUP, True, known)
-        for size in SIZES_OF_BYTES:
-            found = found or _find(_of_bytes()[dtype], linear, size, size, False, known)
+        ways = [partial(_find, _of_codes()[dtype], linear, GROUP, GROUP, True, known)]
+        ways += [partial(_find, _of_bytes()[dtype], linear, size, size, False, known) for size in SIZES_OF_BYTES]
     elif scales is not None and scales.ndim == 2 and _of_int4():
-        found = _find(_of_int4()[dtype], linear, GROUP, weight.shape[1] // scales.shape[1], True, known)
-    else:
-        found = None
-    return found or linear
+        ways = [partial(_find, _of_int4()[dtype], linear, GROUP, weight.shape[1] // scales.shape[1], True, known)]
+    if scales is None and indexes and dtype in _of_bfloat16():
+        was_indexed = known is not None and known.scales is None  # then it very likely is so still
+        ways.insert(0 if was_indexed else len(ways), partial(_index, _of_bfloat16()[dtype], linear, known))
+    return next((found for way in ways if (found := way())), linear)
+
+
+def _index(indexer: Callable[..., None], linear: Linear, known: Linear | None) -> Linear | None:
+    """Return the layer with its weight in 12 bits (`Indexed` in weights.h), if its weights are bf16 numbers."""
+    outputs, inputs = linear.weight.shape
+    if inputs % INDEXED:
+        return None
+    shape = outputs, -(-(inputs * 3 // 2 + 16 + inputs // INDEXED) // 64) * 64  # Indexed::bytes
+    weight = known.weight if known is not None and known.scales is None and known.weight.shape == shape else None
+    if weight is None:
+        weight = torch.zeros(shape, dtype=torch.uint8, device="cpu")
+    found = ctypes.c_bool()
+    indexer(
+        linear.weight.data_ptr(), outputs, inputs, weight.data_ptr(), 0, 0, ctypes.byref(found), torch.get_num_threads()
+    )
+    return Linear(weight, None, linear.bias, None, linear.weight) if found else None
 
 
 def _find(

@@ -82,11 +82,11 @@ class Decoder:
     logits_divisor: float
 
 
-def smallest(decoder: Decoder, known: dict[int, Linear]) -> Decoder:
+def smallest(decoder: Decoder, known: dict[int, Linear], indexes: bool) -> Decoder:
     """The same decoder, with weights of fewer bits where these make the same products exactly (`blocks.smallest`).
 
     known: what earlier calls have found, by place; the place of each linear layer is its own. Found anew where weights
-    have changed since.
+    have changed since. indexes: whether bf16 numbers may be indexed.
     """
     places = count()
 
@@ -94,7 +94,7 @@ def smallest(decoder: Decoder, known: dict[int, Linear]) -> Decoder:
         if not isinstance(field, Linear):
             return field
         place = next(places)
-        found = blocks.smallest(field, decoder.embedding.dtype, known.get(place))
+        found = blocks.smallest(field, decoder.embedding.dtype, known.get(place), indexes)
         if found is not field:
             known[place] = Linear(found.weight, found.scales, None, found.offsets)
         else:

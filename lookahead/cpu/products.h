@@ -4,189 +4,26 @@
 // along the inputs, and adds up the lanes of each vector at the end. So each weight is read once, in memory order, for
 // up to TILE rows of the input, and no weights are reordered. If the rows of a tile are too long for the processor's
 // first cache, the tile goes along a part of the inputs for some outputs, then along the next part: its vectors wait in
-// memory. So a sum is the same to the last bit, however many rows are multiplied. Weights may be of the input's type;
-// bytes with a scale for each output or for each group of inputs; or codes of 4 bits with a scale and an offset for each
-// group. Those are read as they are and converted on the way.
+// memory. So a sum is the same to the last bit, however many rows are multiplied, and however the weights are packed.
 
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 #include <utility>
 
-#include "vectors.h"
+#include "weights.h"
 
 namespace products {
 
 #ifdef __AVX512F__
-constexpr int L = 16, REGISTERS = 32, TILE = 12;
+constexpr int REGISTERS = 32, TILE = 12;
 #else
-constexpr int L = 8, REGISTERS = 16, TILE = 6;
+constexpr int REGISTERS = 16, TILE = 6;
 #endif
-constexpr int MAX_OUTPUTS = 4;      // outputs of a tile, at most
-constexpr long AHEAD = 12 * 1024;   // bytes between a weight and the one that is prefetched with it
-constexpr long NEAR = 27 * 1024;    // bytes of a tile's input that stay in the first cache, beside weights and sums
-constexpr long WAITING = 24;        // outputs whose vectors wait in memory, at most
-typedef Lanes<L>::Floats Floats;
-typedef Lanes<L>::Ints Ints;
-
-template <class T>
-using Unaligned __attribute__((aligned(1), may_alias)) = T;
-
-// A byte that is multiplied by the scale of its group of inputs.
-struct Grouped {
-    int8_t byte;
-};
-
-// Two codes of 4 bits. The weight is code * scale + offset.
-struct Codes {
-    uint8_t two;
-};
-
-template <class Weight>
-constexpr unsigned long PACKED = std::is_same_v<Weight, Codes> ? 2 : 1;  // weights in a Weight
-
-#define UNROLL _Pragma("GCC unroll 64")
-#define INLINE inline __attribute__((always_inline))
-
-// L bytes as integers. GCC's own conversion takes them one by one.
-static INLINE Ints widened(const int8_t* x) {
-#if defined(__AVX512F__)
-    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x));
-#elif defined(__AVX2__)
-    return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x));
-#else
-    return __builtin_convertvector(*(const Unaligned<Lanes<L>::Bytes>*)x, Ints);
-#endif
-}
-
-// L codes are the bits of a word that is in all lanes: each lane shifts its own code down. Other bits stay above it.
-#ifdef __AVX512F__
-typedef uint64_t Word;
-static const Ints SHIFTS = {0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28};
-#else
-typedef uint32_t Word;
-static const Ints SHIFTS = {0, 4, 8, 12, 16, 20, 24, 28};
-#endif
-typedef Word Words __attribute__((vector_size(4 * L)));
-
-static INLINE void pack(Ints codes, Codes* to) {
-    const Words shifted = (Words)(codes << SHIFTS);
-    Word all = 0;
-    UNROLL for (int i = 0; i < 8; i++) all |= shifted[i];
-    memcpy(to, &all, sizeof all);
-}
-
-static INLINE Ints codes(const Codes* x) {
-    Word all;
-    memcpy(&all, x, sizeof all);
-    return (Ints)(Words{} + all) >> SHIFTS;
-}
-
-// The weights of L codes, rounded once if the processor can, else twice: then a scale must have few digits. AVX-512 looks
-// them up in a table of the weights of all codes.
-#ifdef __AVX512F__
-static INLINE Floats table_of(float scale, float offset) {
-    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return (Floats)_mm512_fmadd_ps(numbers, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
-}
-static INLINE Floats looked_up(const Codes* x, Floats table) {
-    return (Floats)_mm512_permutexvar_ps((__m512i)codes(x), (__m512)table);
-}
-static INLINE Floats weights(const Codes* x, float scale, float offset) { return looked_up(x, table_of(scale, offset)); }
-#else
-static INLINE Floats weights(const Codes* x, float scale, float offset) {
-    const Floats numbers = __builtin_convertvector(codes(x) & 15, Floats);
-#ifdef __AVX2__
-    return (Floats)_mm256_fmadd_ps((__m256)numbers, _mm256_set1_ps(scale), _mm256_set1_ps(offset));
-#else
-    return numbers * scale + offset;
-#endif
-}
-#endif
-
-// How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
-// after `prepare`, if the kernel does not take it as it is. A byte is exactly a number of either type; times a scale,
-// it is rounded to one.
-struct ByFloats {
-    typedef float Number;
-    typedef float Prepared;
-    typedef Floats Factors;
-    static constexpr int STRIDE = L;
-    static INLINE Floats factors(const float* x) { return *(const Unaligned<Floats>*)x; }
-    static INLINE Floats factors(const int8_t* x) { return __builtin_convertvector(widened(x), Floats); }
-    static INLINE Floats factors(const Grouped* x, float scale) { return factors(&x->byte) * scale; }
-    static INLINE Floats factors(const Codes* x, float scale, float offset) { return weights(x, scale, offset); }
-    static INLINE void pack(const int8_t* codes, Codes* to) { products::pack(widened(codes), to); }
-    static INLINE void add(Floats& sum, const float* x, Floats w) { sum += factors(x) * w; }
-};
-
-#ifdef __AVX512BF16__
-struct ByPairs {
-    typedef BFloat16 Number;
-    typedef BFloat16 Prepared;
-    typedef Ints Factors;
-    static constexpr int STRIDE = 2 * L;
-    static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
-    template <class Byte, class... Scale>
-    static INLINE Ints factors(const Byte* x, Scale... scale) {
-        const Floats low = ByFloats::factors(x, scale...), high = ByFloats::factors(x + L / PACKED<Byte>, scale...);
-        return (Ints)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    }
-    static INLINE void pack(const int8_t* codes, Codes* to) {
-        ByFloats::pack(codes, to);
-        ByFloats::pack(codes + L, to + L / 2);
-    }
-    static INLINE void add(Floats& sum, const BFloat16* x, Ints w) {
-        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors(x), (__m512bh)w);
-    }
-};
-#else
-// A lane holds two bf16 numbers. Each is a float once the bits of the other are cleared. The input is split beforehand:
-// of each STRIDE numbers, first those at even places, then those at odd places.
-struct ByPairs {
-    typedef BFloat16 Number;
-    typedef float Prepared;
-    typedef Ints Factors;
-    static constexpr int STRIDE = 2 * L;
-    static INLINE Floats low(Ints pairs) { return (Floats)(pairs << 16); }
-    static INLINE Floats high(Ints pairs) { return (Floats)(pairs & ~0xffff); }
-    static INLINE void prepare(const BFloat16* x, float* to) {
-        *(Unaligned<Floats>*)to = low(factors(x));
-        *(Unaligned<Floats>*)(to + L) = high(factors(x));
-    }
-    static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
-    static INLINE Floats even(Ints pairs) { return __builtin_convertvector(pairs << 24 >> 24, Floats); }
-    static INLINE Floats odd(Ints pairs) { return __builtin_convertvector(pairs >> 8, Floats); }
-    static INLINE Ints pairs(const int8_t* x) {
-        return __builtin_convertvector(*(const Unaligned<Lanes<L>::Shorts>*)x, Ints);
-    }
-    static INLINE Ints factors(const int8_t* x) {
-        return ((Ints)even(pairs(x)) >> 16 & 0xffff) | (Ints)odd(pairs(x));
-    }
-    static INLINE Ints factors(const Grouped* x, float scale) {
-        const Ints some = pairs(&x->byte);
-        return rounded<Ints>(even(some) * scale) | rounded<Ints>(odd(some) * scale) << 16;
-    }
-    static INLINE Ints factors(const Codes* x, float scale, float offset) {  // first those at even places
-#ifdef __AVX512F__
-        const Floats table = (Floats)(rounded<Ints>(table_of(scale, offset)) << 16);
-        return ((Ints)looked_up(x, table) >> 16 & 0xffff) | (Ints)looked_up(x + L / 2, table);
-#else
-        return rounded<Ints>(weights(x, scale, offset)) | rounded<Ints>(weights(x + L / 2, scale, offset)) << 16;
-#endif
-    }
-    static INLINE void pack(const int8_t* codes, Codes* to) {
-        const Ints some = pairs(codes);
-        products::pack(some & 0xff, to);
-        products::pack(some >> 8, to + L / 2);
-    }
-    static INLINE void add(Floats& sum, const float* x, Ints w) {
-        sum += *(const Unaligned<Floats>*)x * low(w);
-        sum += *(const Unaligned<Floats>*)(x + L) * high(w);
-    }
-};
-#endif
+constexpr int MAX_OUTPUTS = 4;     // outputs of a tile, at most
+constexpr long AHEAD = 12 * 1024;  // bytes between a weight and the one that is prefetched with it
+constexpr long NEAR = 27 * 1024;   // bytes of a tile's input that stay in the first cache, beside weights and sums
+constexpr long WAITING = 24;       // outputs whose vectors wait in memory, at most
 
 // Join two vectors of partial sums. In a and in b, each block of STEP lanes holds partial sums of STEP vectors.
 // Neighbouring blocks are added. A block of the result has 2 * STEP lanes: those of a, then those of b.
@@ -215,49 +52,41 @@ static INLINE Floats lanes_added(const Floats* v) {
 // Whether weights have a scale for each group of inputs.
 template <class Weight>
 constexpr bool IS_GROUPED = std::is_same_v<Weight, Grouped> || std::is_same_v<Weight, Codes>;
+template <class Weight>
+constexpr bool IS_INDEXED = std::is_same_v<Weight, Indexed>;
 
-// Add to partial[m][o] the products of row m of x with the weights of output o, from input `begin` to `end`. Rows of x
-// and of weights are `inputs` numbers apart. scales, offsets: if the weights are grouped, one for each `group` inputs of
-// each output; then begin and end are multiples of `group`.
-template <class By, int M, int O, class Weight>
-static INLINE void add_products(const typename By::Prepared* x, const Weight* weights, const float* scales,
-                                const float* offsets, long group, long inputs, long begin, long end, Floats* partial) {
-    const long size = IS_GROUPED<Weight> ? group : end - begin, groups = inputs / group, row = inputs / PACKED<Weight>;
-    for (long g = begin / group; begin < end; begin += size, g++)
-        for (long i = begin; i < begin + size; i += By::STRIDE) {
-            typename By::Factors w[O];
-            UNROLL for (int o = 0; o < O; o++) {
-                const Weight* const at = weights + o * row + i / PACKED<Weight>;
-                if constexpr (std::is_same_v<Weight, Codes>)
-                    w[o] = By::factors(at, scales[o * groups + g], offsets[o * groups + g]);
-                else if constexpr (std::is_same_v<Weight, Grouped>)
-                    w[o] = By::factors(at, scales[o * groups + g]);
-                else
-                    w[o] = By::factors(at);
-                __builtin_prefetch((const char*)at + AHEAD, 0, 1);
-            }
-            UNROLL for (int m = 0; m < M; m++)
-                UNROLL for (int o = 0; o < O; o++) By::add(partial[m * O + o], x + m * inputs + i, w[o]);
-        }
+template <class Weight>
+static INLINE long bytes_of_row(long inputs) {
+    if (IS_INDEXED<Weight>) return Indexed::bytes(inputs);
+    return std::is_same_v<Weight, Codes> ? inputs / 2 : inputs * sizeof(Weight);
 }
 
 template <class T>
 struct Matrix {
-    const void* weights;         // [outputs][inputs]: of type T, int8_t if there are scales, Codes if there are offsets
+    const void* weights;         // [outputs] rows of type T, int8_t if there are scales, Codes if there are offsets
     const T* scales;             // [outputs], or null: what the sum of each output is multiplied by
     const float* group_scales;   // [outputs][inputs / group], or null: what each weight is multiplied by
     const float* group_offsets;  // the same, or null: what is then added to each weight
     const T* bias;               // [outputs], or null
     T* out;                      // [rows][outputs]
     long outputs;
-    long group;  // inputs with one scale: all, if there are no group_scales
+    long group;      // inputs with one scale: all, if there are no group_scales
+    const T* whole;  // [outputs][inputs], or null: what the weights were made of; then their type is Indexed
+
+    template <class Weight>
+    const Weight* row(long output, long inputs) const {
+        return (const Weight*)((const char*)weights + output * bytes_of_row<Weight>(inputs));
+    }
 
     // Outputs first..first+count-1 alone, which go elsewhere.
     Matrix part(long first, long count, long inputs, T* to) const {
-        const long bits = group_offsets ? 4 : scales || group_scales ? 8 : 8 * sizeof(T);
-        return {(const char*)weights + first * inputs * bits / 8, scales ? scales + first : nullptr,
-                of_groups(group_scales, first, inputs), of_groups(group_offsets, first, inputs),
-                bias ? bias + first : nullptr, to, count, group};
+        const void* const from = whole                    ? (const void*)row<Indexed>(first, inputs)
+                                 : group_offsets          ? (const void*)row<Codes>(first, inputs)
+                                 : scales || group_scales ? (const void*)row<int8_t>(first, inputs)
+                                                          : (const void*)row<T>(first, inputs);
+        return {from, scales ? scales + first : nullptr, of_groups(group_scales, first, inputs),
+                of_groups(group_offsets, first, inputs), bias ? bias + first : nullptr, to, count, group,
+                whole ? whole + first * inputs : nullptr};
     }
 
     // The scales or offsets from an output on.
@@ -286,11 +115,48 @@ struct Matrix {
     }
 };
 
-// Inputs in each part of the way along `inputs`, for tiles of M rows: whole groups.
+// Add to partial[m][o] the products of row m of x with the weights of output first + o, from input `begin` to `end`.
+// Rows of x are `inputs` numbers apart. If the weights are grouped, begin and end are multiples of `group`.
+template <class By, int M, int O, class Weight>
+static INLINE void add_products(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long first,
+                                long inputs, long begin, long end, Floats* partial) {
+    const Weight* const rows = matrix.template row<Weight>(first, inputs);
+    const long bytes = bytes_of_row<Weight>(inputs), group = matrix.group, groups = inputs / group;
+    const float* const scales = matrix.of_groups(matrix.group_scales, first, inputs);
+    const float* const offsets = matrix.of_groups(matrix.group_offsets, first, inputs);
+    const auto* const whole = IS_INDEXED<Weight> ? matrix.whole + first * inputs : nullptr;
+    constexpr int VECTORS = IS_INDEXED<Weight> ? 2 : 1;  // that are read at a time
+    constexpr long STRIDE = IS_INDEXED<Weight> ? 2 * L : By::STRIDE;
+    typedef std::conditional_t<IS_INDEXED<Weight>, Ints, typename By::Factors> Factors;
+    const long size = IS_GROUPED<Weight> ? group : end - begin;
+    for (long g = begin / group; begin < end; begin += size, g++)
+        for (long i = begin; i < begin + size; i += VECTORS * STRIDE) {
+            Factors w[O][VECTORS];
+            UNROLL for (int o = 0; o < O; o++) {
+                const char* const row = (const char*)rows + o * bytes;
+                const char* const at = row + (IS_INDEXED<Weight> ? i * 3 / 2 : bytes_of_row<Weight>(i));
+                if constexpr (IS_INDEXED<Weight>)
+                    Indexed::read((const Indexed*)row, whole + o * inputs, inputs, i, w[o]);
+                else if constexpr (std::is_same_v<Weight, Codes>)
+                    w[o][0] = By::factors((const Codes*)at, scales[o * groups + g], offsets[o * groups + g]);
+                else if constexpr (std::is_same_v<Weight, Grouped>)
+                    w[o][0] = By::factors((const Grouped*)at, scales[o * groups + g]);
+                else
+                    w[o][0] = By::factors((const Weight*)at);
+                UNROLL for (int v = 0; v < VECTORS; v++) __builtin_prefetch(at + 64 * v + AHEAD, 0, 1);
+            }
+            UNROLL for (int v = 0; v < VECTORS; v++)
+                UNROLL for (int m = 0; m < M; m++)
+                    UNROLL for (int o = 0; o < O; o++)
+                        By::add(partial[m * O + o], x + m * inputs + i + v * STRIDE, w[o][v]);
+        }
+}
+
+// Inputs in each part of the way along `inputs`, for tiles of M rows: whole groups or blocks.
 template <class By, class Weight, int M>
 static INLINE long inputs_of_part(long inputs, long group) {
     const long parts = (M * inputs * (long)sizeof(typename By::Prepared) + NEAR - 1) / NEAR;
-    const long unit = IS_GROUPED<Weight> ? group : By::STRIDE;
+    const long unit = IS_GROUPED<Weight> ? group : IS_INDEXED<Weight> ? Indexed::BLOCK : By::STRIDE;
     return ((inputs + parts - 1) / parts + unit - 1) / unit * unit;
 }
 
@@ -311,10 +177,7 @@ static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<ty
                 Floats partial[N] = {};
                 Floats* const kept = waiting[(o - first) / O];
                 if (from > 0) memcpy(partial, kept, sizeof partial);
-                add_products<By, M, O>(x, (const Weight*)matrix.weights + o * inputs / PACKED<Weight>,
-                                       matrix.of_groups(matrix.group_scales, o, inputs),
-                                       matrix.of_groups(matrix.group_offsets, o, inputs), matrix.group, inputs, from,
-                                       to, partial);
+                add_products<By, M, O, Weight>(x, matrix, o, inputs, from, to, partial);
                 if (to < inputs) {
                     memcpy(kept, partial, sizeof partial);
                     continue;
@@ -352,7 +215,10 @@ static void multiply(long rows, const typename By::Prepared* x, const Matrix<typ
     const auto some = matrix.group_offsets  ? multiply_some<By, Codes>
                       : matrix.group_scales ? multiply_some<By, Grouped>
                       : matrix.scales       ? multiply_some<By, int8_t>
-                                            : multiply_some<By, typename By::Number>;
+#ifdef __AVX2__
+                      : matrix.whole ? multiply_some<By, Indexed>
+#endif
+                                     : multiply_some<By, typename By::Number>;
     for (long row = 0; row < rows; row += rows_of_tile)
         some(std::min(rows_of_tile, rows - row), x + row * inputs, matrix, row, inputs, begin, end);
     if (matrix.scales) matrix.scale(0, rows, begin, end);

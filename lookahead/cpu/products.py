@@ -29,7 +29,7 @@ STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads
 _PLAIN = nn.Parameter, torch.Tensor
 # Names of layers in a module that usually have the same input. If they do not, only time is lost.
 SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-FIELDS, OUT = 8, 5  # of a Matrix in products.h: how many there are, and the place of its output
+FIELDS, OUT = 9, 5  # of a Matrix in products.h: how many there are, and the place of its output
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 kernels = cache(partial(native.kernels, "products", "multiply", native.FLOATS, _ARGUMENTS))
 
@@ -41,13 +41,15 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     of the input's dtype, what the sums are multiplied by; or float32 [outputs, groups], what the weights of each group
     of inputs are multiplied by before they are rounded to the input's dtype. bias: [outputs], of that dtype, or None.
     offsets: None, or float32 [outputs, groups], what is added before that. The weight is then in codes of 4 bits, uint8
-    [outputs, inputs / 2], as `blocks` makes them.
+    [outputs, inputs / 2], as `blocks` makes them. whole: None, or the weight [outputs, inputs] that `blocks` has made
+    this one of, rows of `Indexed` in weights.h, uint8.
     """
 
     weight: torch.Tensor
     scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
 
     @classmethod
     def of(cls, layer: nn.Linear) -> "Linear":
@@ -60,19 +62,20 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
 
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
         """The fields of a Matrix in products.h."""
-        weight, scales, bias, offsets = self
-        outputs, inputs = weight.shape
+        weight, scales, bias, offsets, whole = self
+        outputs, inputs = weight.shape if whole is None else whole.shape
         inputs *= 1 if offsets is None else 2
         of_outputs, of_groups = pointer(scales), 0
         if scales is not None and scales.ndim == 2:
             of_outputs, of_groups, inputs = 0, of_outputs, inputs // scales.shape[1]
         return (
-            weight.data_ptr(), of_outputs, of_groups, pointer(offsets), pointer(bias), pointer(out), outputs, inputs
+            weight.data_ptr(), of_outputs, of_groups, pointer(offsets), pointer(bias), pointer(out), outputs, inputs,
+            pointer(whole),
         )  # fmt: skip
 
     def is_served(self, dtype: torch.dtype) -> bool:
         """Whether our kernel takes this layer, if its input has this dtype."""
-        weight, scales, bias, _ = self
+        weight, scales, bias, *_ = self
         return (
             type(weight) in _PLAIN
             and weight.dtype == (dtype if scales is None else torch.int8)

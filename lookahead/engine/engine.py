@@ -19,6 +19,7 @@ from lookahead.guessing.source import GuessSource, Needs
 from lookahead.models.adapter import ModelAdapter
 from lookahead.passes.capabilities import choose_runner
 from lookahead.passes.costs import step_costs
+from lookahead.passes.fused import copied_bytes
 from lookahead.passes.graphs import GraphRunner, StepGraphs
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
@@ -62,6 +63,8 @@ class Lookahead:
     """What the model's layers can do, as the last call found out, or `wrap` before the first."""
     passes: str = EagerRunner.name
     """How the last call ran its steps."""
+    copied_bytes: int = 0
+    """Bytes of the weights' copy in fewer bits (`pack_weights`), as the last call found it."""
     lock: Lock = field(default_factory=Lock, repr=False)
     """Guards what several threads write to here."""
     _running: int = 0  # number of calls under way
@@ -126,6 +129,8 @@ class Lookahead:
             f"guesses: {'trees' if adapter.can_branch else 'single chains'}",
             f"sources: {', '.join(map(self._described, range(len(self.ledger.trials))))}",
         ]
+        if self.copied_bytes:
+            lines.append(f"weights: read from a copy of {self.copied_bytes / 1e6:.1f} MB in fewer bits")
         reasons = list(adapter.given_up)
         reasons += [f"{what}: {reason}" for what, reason in self._why_not_faster.items()]
         reasons += [f"kernel {name}: {reason}" for name, reason in missing.items() if reason is not None]
@@ -136,6 +141,8 @@ class Lookahead:
         lines += [f"given up: {reason}" for reason in reasons]
         if not self.config.compile_passes and self.passes == EagerRunner.name:
             lines.append("not asked for: compiled passes (compile_passes=True)")
+        if not self.config.pack_weights:
+            lines.append("not asked for: weights in fewer bits (pack_weights=True)")
         if not self.config.cpu_kernels:
             lines.append("not asked for: kernels of our own on a CPU (cpu_kernels=True)")
         return "\n".join(lines)
@@ -176,7 +183,7 @@ class Lookahead:
                 self.graphs = self.graphs or StepGraphs(model)
             runner = GraphRunner(self.graphs, runner)
         # The runner itself is not kept: it holds the model, which holds this.
-        self.adapter, self.passes = runner.adapter, runner.name
+        self.adapter, self.passes, self.copied_bytes = runner.adapter, runner.name, copied_bytes(model)
         return runner
 
     @property

@@ -80,8 +80,9 @@ class LayerSkipSource(DraftModelSource):
     def _running(self) -> Iterator[EagerRunner]:
         self.model = _without(self._whole, self.skipped)
         engine = vars(self._whole).get("lookahead")
-        # The whole model's kernels are in place already, or are not wanted.
-        runner = choose_runner(self.model, engine.config if engine is not None else LookaheadConfig())[0]
+        # The whole model's kernels are in place already, or are not wanted. Its weights are not copied once more.
+        config = replace(engine.config if engine is not None else LookaheadConfig(), pack_weights=False)
+        runner = choose_runner(self.model, config)[0]
         if not runner.adapter.can_grow:
             raise _unsupported(self._whole, "its passes take no mask of ours")
         try:

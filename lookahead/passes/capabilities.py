@@ -7,7 +7,7 @@ decoding, because a model may accept a custom mask and ignore it.
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ def choose_runner(
     adapter = find_adapter(model, config.cpu_kernels)
     reasons: dict[str, str] = {}
     if adapter.uses_kernels and device_of(model).type == "cpu":
-        fused = fused_runner(model, adapter, hidden_states)
+        fused = fused_runner(model, adapter, hidden_states, config.pack_weights)
         if isinstance(fused, FusedRunner):
             return fused, reasons
         reasons["fused passes"] = fused
@@ -80,14 +80,15 @@ def fused_runner(
     model: PreTrainedModel,
     adapter: ModelAdapter,
     hidden_states: tuple[int, ...] = (),
+    packs: bool | Literal["auto"] = False,
     trials: dict[tuple[bool, int], probe.Trial] | None = None,
 ) -> FusedRunner | str:
     """Return a runner of fused passes, probed once for each way of computing; or the reason why there is none.
 
-    trials: as for `probe.compare_with_plain`.
+    packs: `LookaheadConfig.pack_weights`. trials: as for `probe.compare_with_plain`.
     """
     try:
-        runner = FusedRunner(model, adapter, hidden_states)
+        runner = FusedRunner(model, adapter, hidden_states, packs)
     except UnknownDecoderError as error:
         return str(error)
     wrong = _once(model, ("fused", *_way(model, True)), lambda: probe.compare_with_plain(runner, trials=trials))

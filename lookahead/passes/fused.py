@@ -1,6 +1,6 @@
 """Passes over single sequences in one call, for models built like Llama on a CPU (`cpu.decoder`)."""
 
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,6 +16,7 @@ from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, pad
 
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
+MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the weights, unless it is asked for
 
 _known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionary()  # for `decoder.smallest`
 
@@ -23,14 +24,21 @@ _known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionar
 class FusedRunner(EagerRunner):
     """Runs steps of single sequences in one call. Everything else runs eagerly.
 
-    The model is looked at anew for each call of generate(), and its weights are read where they are, or in the few
-    bits that they were unpacked from (`decoder.smallest`). Those are a copy, which is kept for the next call.
-    Raises UnknownDecoderError if the model cannot be run so.
+    The model is looked at anew for each call of generate(), and its weights are read where they are, or in a copy that
+    holds them in fewer bits (`decoder.smallest`), which is kept for the next call. Raises UnknownDecoderError if the
+    model cannot be run so.
     """
 
     name = "fused"
 
-    def __init__(self, model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: ModelAdapter,
+        hidden_states: tuple[int, ...] = (),
+        packs: bool | Literal["auto"] = False,
+    ):
+        """packs: `LookaheadConfig.pack_weights`."""
         super().__init__(model, adapter, hidden_states)
         if not (adapter.splits_attention and adapter.uses_kernels and adapter.takes_position_ids):
             raise UnknownDecoderError("it does not take our attention or our kernels")
@@ -39,7 +47,11 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError(
                 "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
             )
-        found = decoder.smallest(found, _known.setdefault(model, {}))
+        if packs:
+            is_small = found.embedding.dtype == torch.float32 or decoder.weight_bytes(found) * 3 / 4 <= MOST_COPIED
+            found = decoder.smallest(found, _known.setdefault(model, {}), indexes=packs is True or is_small)
+        else:
+            forget(model)
         self._program = decoder.Program(found)
         self.weight_bytes = decoder.weight_bytes(found)
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -93,6 +105,12 @@ class FusedRunner(EagerRunner):
         keys, values = layer.buffers
         offset = first * keys.shape[3] * keys.element_size()
         return keys.data_ptr() + offset, values.data_ptr() + offset, seen, keys.stride(1)
+
+
+def copied_bytes(model: PreTrainedModel) -> int:
+    """Bytes of what is kept for the next call."""
+    copies = _known.get(model, {}).values()
+    return sum(tensor.nbytes for linear in copies for tensor in linear if tensor is not None)
 
 
 def forget(model: PreTrainedModel) -> None:

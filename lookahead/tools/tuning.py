@@ -80,7 +80,7 @@ def time_steps(
     """
     adapter = find_adapter(model, config.cpu_kernels)
     ways: dict[str, EagerRunner] = {}
-    fused = fused_runner(model, adapter)
+    fused = fused_runner(model, adapter, packs=config.pack_weights)
     if isinstance(fused, FusedRunner):
         ways[FUSED] = fused
     if config.compile_passes and why_not_compiled(model, adapter) is None:

@@ -1,0 +1,238 @@
+// How the kernels read weights and multiply with them. Weights may be numbers of the input's type, float32 or bf16;
+// bytes with a scale for each output or for each group of inputs; codes of 4 bits with a scale and an offset for each
+// group; or bf16 numbers in 12 bits. They are read as they are and become factors in registers.
+
+#pragma once
+
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace products {
+
+#ifdef __AVX512F__
+constexpr int L = 16;
+#else
+constexpr int L = 8;
+#endif
+typedef Lanes<L>::Floats Floats;
+typedef Lanes<L>::Ints Ints;
+
+template <class T>
+using Unaligned __attribute__((aligned(1), may_alias)) = T;
+
+// A byte that is multiplied by the scale of its group of inputs.
+struct Grouped {
+    int8_t byte;
+};
+
+// Two codes of 4 bits. The weight is code * scale + offset.
+struct Codes {
+    uint8_t two;
+};
+
+#define UNROLL _Pragma("GCC unroll 64")
+#define INLINE inline __attribute__((always_inline))
+
+// L bytes as integers. GCC's own conversion takes them one by one.
+static INLINE Ints widened(const int8_t* x) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x));
+#else
+    return __builtin_convertvector(*(const Unaligned<Lanes<L>::Bytes>*)x, Ints);
+#endif
+}
+
+// L codes are the bits of a word that is in all lanes: each lane shifts its own code down. Other bits stay above it.
+#ifdef __AVX512F__
+typedef uint64_t Word;
+static const Ints SHIFTS = {0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28};
+#else
+typedef uint32_t Word;
+static const Ints SHIFTS = {0, 4, 8, 12, 16, 20, 24, 28};
+#endif
+typedef Word Words __attribute__((vector_size(4 * L)));
+
+static INLINE void pack(Ints codes, Codes* to) {
+    const Words shifted = (Words)(codes << SHIFTS);
+    Word all = 0;
+    UNROLL for (int i = 0; i < 8; i++) all |= shifted[i];
+    memcpy(to, &all, sizeof all);
+}
+
+static INLINE Ints codes(const Codes* x) {
+    Word all;
+    memcpy(&all, x, sizeof all);
+    return (Ints)(Words{} + all) >> SHIFTS;
+}
+
+// The weights of L codes, rounded once if the processor can, else twice: then a scale must have few digits. AVX-512 looks
+// them up in a table of the weights of all codes.
+#ifdef __AVX512F__
+static INLINE Floats table_of(float scale, float offset) {
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (Floats)_mm512_fmadd_ps(numbers, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
+}
+static INLINE Floats looked_up(const Codes* x, Floats table) {
+    return (Floats)_mm512_permutexvar_ps((__m512i)codes(x), (__m512)table);
+}
+static INLINE Floats weights(const Codes* x, float scale, float offset) { return looked_up(x, table_of(scale, offset)); }
+#else
+static INLINE Floats weights(const Codes* x, float scale, float offset) {
+    const Floats numbers = __builtin_convertvector(codes(x) & 15, Floats);
+#ifdef __AVX2__
+    return (Floats)_mm256_fmadd_ps((__m256)numbers, _mm256_set1_ps(scale), _mm256_set1_ps(offset));
+#else
+    return numbers * scale + offset;
+#endif
+}
+#endif
+
+// A lane holds two bf16 numbers. Each is a float once the bits of the other are cleared.
+static INLINE Floats low(Ints pairs) { return (Floats)(pairs << 16); }
+static INLINE Floats high(Ints pairs) { return (Floats)(pairs & ~0xffff); }
+
+// How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
+// after `prepare`, if the kernel does not take it as it is. A byte is exactly a number of either type; times a scale,
+// it is rounded to one.
+struct ByFloats {
+    typedef float Number;
+    typedef float Prepared;
+    typedef Floats Factors;
+    static constexpr int STRIDE = L;
+    static INLINE Floats factors(const float* x) { return *(const Unaligned<Floats>*)x; }
+    static INLINE Floats factors(const int8_t* x) { return __builtin_convertvector(widened(x), Floats); }
+    static INLINE Floats factors(const Grouped* x, float scale) { return factors(&x->byte) * scale; }
+    static INLINE Floats factors(const Codes* x, float scale, float offset) { return weights(x, scale, offset); }
+    static INLINE void pack(const int8_t* codes, Codes* to) { products::pack(widened(codes), to); }
+    static INLINE void add(Floats& sum, const float* x, Floats w) { sum += factors(x) * w; }
+    static INLINE void add(Floats& sum, const float* x, Ints w) {  // two bf16 numbers in a lane
+        sum += factors(x) * low(w);
+        sum += factors(x + L) * high(w);
+    }
+};
+
+#ifdef __AVX512BF16__
+struct ByPairs {
+    typedef BFloat16 Number;
+    typedef BFloat16 Prepared;
+    typedef Ints Factors;
+    static constexpr int STRIDE = 2 * L;
+    static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+    template <class Byte, class... Scale>
+    static INLINE Ints factors(const Byte* x, Scale... scale) {
+        const Floats low = ByFloats::factors(x, scale...), high = ByFloats::factors(x + L / (std::is_same_v<Byte, Codes> ? 2 : 1), scale...);
+        return (Ints)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    }
+    static INLINE void pack(const int8_t* codes, Codes* to) {
+        ByFloats::pack(codes, to);
+        ByFloats::pack(codes + L, to + L / 2);
+    }
+    static INLINE void add(Floats& sum, const BFloat16* x, Ints w) {
+        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors(x), (__m512bh)w);
+    }
+};
+#else
+// The input is split beforehand: of each STRIDE numbers, first those at even places, then those at odd places.
+struct ByPairs {
+    typedef BFloat16 Number;
+    typedef float Prepared;
+    typedef Ints Factors;
+    static constexpr int STRIDE = 2 * L;
+    static INLINE void prepare(const BFloat16* x, float* to) {
+        *(Unaligned<Floats>*)to = low(factors(x));
+        *(Unaligned<Floats>*)(to + L) = high(factors(x));
+    }
+    static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+    static INLINE Floats even(Ints pairs) { return __builtin_convertvector(pairs << 24 >> 24, Floats); }
+    static INLINE Floats odd(Ints pairs) { return __builtin_convertvector(pairs >> 8, Floats); }
+    static INLINE Ints pairs(const int8_t* x) {
+        return __builtin_convertvector(*(const Unaligned<Lanes<L>::Shorts>*)x, Ints);
+    }
+    static INLINE Ints factors(const int8_t* x) {
+        return ((Ints)even(pairs(x)) >> 16 & 0xffff) | (Ints)odd(pairs(x));
+    }
+    static INLINE Ints factors(const Grouped* x, float scale) {
+        const Ints some = pairs(&x->byte);
+        return rounded<Ints>(even(some) * scale) | rounded<Ints>(odd(some) * scale) << 16;
+    }
+    static INLINE Ints factors(const Codes* x, float scale, float offset) {  // first those at even places
+#ifdef __AVX512F__
+        const Floats table = (Floats)(rounded<Ints>(table_of(scale, offset)) << 16);
+        return ((Ints)looked_up(x, table) >> 16 & 0xffff) | (Ints)looked_up(x + L / 2, table);
+#else
+        return rounded<Ints>(weights(x, scale, offset)) | rounded<Ints>(weights(x + L / 2, scale, offset)) << 16;
+#endif
+    }
+    static INLINE void pack(const int8_t* codes, Codes* to) {
+        const Ints some = pairs(codes);
+        products::pack(some & 0xff, to);
+        products::pack(some >> 8, to + L / 2);
+    }
+    static INLINE void add(Floats& sum, const float* x, Ints w) { ByFloats::add(sum, x, w); }
+};
+#endif
+
+// A row of bf16 numbers in 12 bits each. Trained weights have few exponents, so the upper bytes of a row are seldom more
+// than sixteen. The row holds the lower bytes of all weights; codes of 4 bits, which say where the upper bytes stand in
+// a table; the table; and for each block of weights whether it has an upper byte that is not in the table. Such a block
+// is read from the matrix that the row was made of. That may be float32, if its weights are bf16 numbers.
+struct Indexed {
+    static constexpr long BLOCK = 4 * L;  // weights that are read at a time, as two vectors of pairs
+
+    static INLINE long codes(long inputs) { return inputs; }
+    static INLINE long table(long inputs) { return inputs * 3 / 2; }
+    static INLINE long others(long inputs) { return inputs * 3 / 2 + 16; }
+    static INLINE long bytes(long inputs) { return (others(inputs) + inputs / BLOCK + 63) / 64 * 64; }
+
+    // The weight of a block whose bytes stand at this place, so that they are unpacked into the order of the inputs. The
+    // pairs of bf16 inputs are neighbours. Those of floats are L numbers apart.
+    template <class By>
+    static long weight_at(long place) {
+        const long in_vector = place / 16 * 8 + place % 8, vector = place % 16 / 8;
+        const long number = By::STRIDE == L ? in_vector % 2 * L + in_vector / 2 : in_vector;
+        return vector * 2 * L + number;
+    }
+
+    // 2 * L weights as pairs, from a matrix of bf16 numbers.
+    static INLINE Ints pairs(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+    static INLINE Ints pairs(const float* x) {
+        const Ints first = *(const Unaligned<Ints>*)x, second = *(const Unaligned<Ints>*)(x + L);
+        return (first >> 16 & 0xffff) | (second & ~0xffff);
+    }
+
+    // Read the block that begins at input i of a row. whole: the row that this one was made of. There is no such way of
+    // reading without AVX2.
+    template <class T>
+    static void read(const Indexed* indexed, const T* whole, long inputs, long i, Ints* two);
+};
+
+#ifdef __AVX2__
+template <class T>
+INLINE void Indexed::read(const Indexed* indexed, const T* whole, long inputs, long i, Ints* two) {
+    const uint8_t* const row = (const uint8_t*)indexed;
+    if (row[others(inputs) + i / BLOCK]) {
+        two[0] = pairs(whole + i), two[1] = pairs(whole + i + 2 * L);
+        return;
+    }
+    const __m128i sixteen = _mm_loadu_si128((const __m128i*)(row + table(inputs)));
+#ifdef __AVX512F__
+    const __m256i half = _mm256_loadu_si256((const __m256i*)(row + codes(inputs) + i / 2));
+    const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(half), _mm256_srli_epi16(half, 4), 1);
+    const __m512i code = _mm512_and_si512(all, _mm512_set1_epi8(15)), lower = _mm512_loadu_si512(row + i);
+    const __m512i upper = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen), code);
+    two[0] = (Ints)_mm512_unpacklo_epi8(lower, upper), two[1] = (Ints)_mm512_unpackhi_epi8(lower, upper);
+#else
+    const __m128i half = _mm_loadu_si128((const __m128i*)(row + codes(inputs) + i / 2));
+    const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(half), _mm_srli_epi16(half, 4), 1);
+    const __m256i code = _mm256_and_si256(all, _mm256_set1_epi8(15));
+    const __m256i lower = _mm256_loadu_si256((const __m256i*)(row + i));
+    const __m256i upper = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(sixteen), code);
+    two[0] = (Ints)_mm256_unpacklo_epi8(lower, upper), two[1] = (Ints)_mm256_unpackhi_epi8(lower, upper);
+#endif
+}
+#endif
+
+}  // namespace products
