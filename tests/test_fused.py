@@ -325,6 +325,9 @@ def test_weights_are_packed_if_the_copy_is_small_or_asked_for(dtype, monkeypatch
     assert copied() == (text, size)
     monkeypatch.setattr("lookahead.passes.fused.MOST_COPIED", 10_000)
     assert copied() == (text, size if dtype == torch.float32 else 0), "a copy of bf16 is no small part of it"
+    assert ("weights in fewer bits: their copy would take 0.0 GB" in model.lookahead.report()) == (
+        has_copy and dtype == torch.bfloat16
+    )
     assert copied(pack_weights=True) == (text, size)
     lookahead.unwrap(model)
     assert fused.copied_bytes(model) == 0

@@ -223,26 +223,37 @@ static void write_indexed(const typename By::Number* weights, long inputs, Index
     }
 }
 
-// Index a matrix, unless it is there already. It counts as found if hardly any block is read from the matrix itself.
+// Index a row, unless it is there already. Returns how many of its blocks must be read from the weights, or more than it
+// has if not all weights are bf16 numbers.
+template <class By>
+static long index_row(const typename By::Number* weights, long inputs, Indexed* row) {
+    const long blocks = inputs / Indexed::BLOCK;
+    if (!are_bfloat16(weights, inputs)) return blocks + 1;
+    if (!are_indexed(weights, inputs, row)) write_indexed<By>(weights, inputs, row);
+    const uint8_t* const others = (uint8_t*)row + Indexed::others(inputs);
+    return std::count(others, others + blocks, 1);
+}
+
+// Index a matrix. It counts as found if hardly any block must be read from the weights. The first rows are tried first.
 template <class By>
 static void index_all(const typename By::Number* weights, long outputs, long inputs, uint8_t* to, bool* found,
                       long threads) {
-    volatile bool are_numbers = are_bfloat16(weights, inputs);
+    const long blocks = inputs / Indexed::BLOCK, first = std::min(outputs, 16L);
     long others = 0;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : others) if (are_numbers)
-    for (long o = 0; o < outputs; o++) {
-        if (!are_numbers) continue;
-        const typename By::Number* const of_output = weights + o * inputs;
-        Indexed* const row = (Indexed*)(to + o * Indexed::bytes(inputs));
-        if (!are_bfloat16(of_output, inputs)) {
-            are_numbers = false;
-            continue;
-        }
-        if (!are_indexed(of_output, inputs, row)) write_indexed<By>(of_output, inputs, row);
-        const uint8_t* const marks = (uint8_t*)row + Indexed::others(inputs);
-        others += std::count(marks, marks + inputs / Indexed::BLOCK, 1);
-    }
-    *found = are_numbers && others * 16 <= outputs * inputs / Indexed::BLOCK;
+    volatile bool are_numbers = true;
+    const auto index = [&](long o) {
+        const long count = index_row<By>(weights + o * inputs, inputs, (Indexed*)(to + o * Indexed::bytes(inputs)));
+        if (count > blocks) are_numbers = false;
+        return count;
+    };
+    const auto is_found = [&](long rows) { return are_numbers && others * 16 <= rows * blocks; };
+    for (long o = 0; o < first && are_numbers; o++) others += index(o);
+    *found = is_found(first);
+    if (!*found) return;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : others)
+    for (long o = first; o < outputs; o++)
+        if (are_numbers) others += index(o);
+    *found = is_found(outputs);
 }
 
 // size: inputs. bytes: [count][Indexed::bytes(size)], which must be zero at first.

@@ -40,10 +40,15 @@ def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, in
         ways += [partial(_find, _of_bytes()[dtype], linear, size, size, False, known) for size in SIZES_OF_BYTES]
     elif scales is not None and scales.ndim == 2 and _of_int4():
         ways = [partial(_find, _of_int4()[dtype], linear, GROUP, weight.shape[1] // scales.shape[1], True, known)]
-    if scales is None and indexes and dtype in _of_bfloat16():
+    if scales is None and indexes and can_index(dtype):
         was_indexed = known is not None and known.scales is None  # then it very likely is so still
         ways.insert(0 if was_indexed else len(ways), partial(_index, _of_bfloat16()[dtype], linear, known))
     return next((found for way in ways if (found := way())), linear)
+
+
+def can_index(dtype: torch.dtype) -> bool:
+    """Whether this processor can read numbers of this dtype in 12 bits."""
+    return dtype in _of_bfloat16()
 
 
 def _index(indexer: Callable[..., None], linear: Linear, known: Linear | None) -> Linear | None:
@@ -54,6 +59,9 @@ def _index(indexer: Callable[..., None], linear: Linear, known: Linear | None) -
     shape = outputs, -(-(inputs * 3 // 2 + 16 + inputs // INDEXED) // 64) * 64  # Indexed::bytes
     weight = known.weight if known is not None and known.scales is None and known.weight.shape == shape else None
     if weight is None:
+        first = linear.weight[0]
+        if not torch.equal(first, first.bfloat16().to(first.dtype)):  # nothing large is allocated in vain
+            return None
         weight = torch.zeros(shape, dtype=torch.uint8, device="cpu")
     found = ctypes.c_bool()
     indexer(

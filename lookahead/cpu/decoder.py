@@ -110,6 +110,12 @@ def weight_bytes(decoder: Decoder) -> int:
     return sum(linear.weight.nbytes for linear in _linears(decoder))
 
 
+def indexed_bytes(decoder: Decoder) -> int:
+    """Bytes, about, of a copy in which `smallest` has indexed all weights; 0 if it cannot."""
+    numbers = sum(linear.weight.numel() for linear in _linears(decoder) if linear.scales is None)
+    return numbers * 3 // 2 if blocks.can_index(decoder.embedding.dtype) else 0
+
+
 class _Pass(ctypes.Structure):
     """Pass in decoder.cpp."""
 

@@ -66,6 +66,10 @@ def choose_runner(
     if adapter.uses_kernels and device_of(model).type == "cpu":
         fused = fused_runner(model, adapter, hidden_states, config.pack_weights)
         if isinstance(fused, FusedRunner):
+            if size := fused.declined_bytes:
+                reasons["weights in fewer bits"] = (
+                    f"their copy would take {size / 1e9:.1f} GB (pack_weights=True makes it)"
+                )
             return fused, reasons
         reasons["fused passes"] = fused
     if config.compile_passes and not hidden_states:

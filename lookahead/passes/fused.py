@@ -47,9 +47,14 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError(
                 "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
             )
+        self.declined_bytes = 0
+        """Bytes, about, of a copy of the weights that was not made because it is large."""
         if packs:
-            is_small = found.embedding.dtype == torch.float32 or decoder.weight_bytes(found) * 3 / 4 <= MOST_COPIED
-            found = decoder.smallest(found, _known.setdefault(model, {}), indexes=packs is True or is_small)
+            copied = decoder.indexed_bytes(found)
+            is_small = copied <= MOST_COPIED or 2 * copied <= decoder.weight_bytes(found)
+            if not (packs is True or is_small):
+                self.declined_bytes = copied
+            found = decoder.smallest(found, _known.setdefault(model, {}), indexes=not self.declined_bytes)
         else:
             forget(model)
         self._program = decoder.Program(found)

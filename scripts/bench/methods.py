@@ -27,6 +27,7 @@ LOOKAHEAD = {
     "auto": {},
     "auto-shared": {},
     "auto-torch": {"cpu_kernels": False},
+    "auto-packed": {"pack_weights": True},
     "auto-unpacked": {"pack_weights": False},
     "steps-of-one-compiled": {"budget": 0, "window_size": 0, "compile_passes": True},
     "auto-compiled": {"compile_passes": True},
