@@ -163,6 +163,33 @@ def test_prompts_are_multiplied_where_torch_is_slow(slow, multiplied, monkeypatc
     assert bool(multiplied) == bool(slow)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(products.MANY_ROWS - 2, products.MANY_ROWS + 70),
+    strides=st.integers(1, 8),
+    outputs=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    bias=st.booleans(),
+    at_once=st.sampled_from([1, 1000, products.AT_ONCE]),
+    seed=st.integers(0, 99),
+)
+def test_many_rows_are_rounded_once(rows, strides, outputs, bias, at_once, seed):
+    note(f"{rows=} {strides=} {outputs=} {bias=} {at_once=} {seed=}")
+    torch.manual_seed(seed)
+    input = torch.randn(1, rows, 32 * strides).bfloat16()
+    linears = [
+        Linear(torch.randn(n, 32 * strides).bfloat16(), None, torch.randn(n).bfloat16() if bias else None)
+        for n in outputs
+    ]
+    with mock.patch.multiple(products, SLOW_IN_TORCH=(torch.bfloat16,), AT_ONCE=at_once):
+        got = products.multiply(input, linears)
+    for linear, product in zip(linears, got, strict=True):
+        exact = input.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+        assert product.shape == exact.shape
+        assert product.dtype == torch.bfloat16
+        rounding = exact.abs() * 2**-8 + 1e-5 * (32 * strides)  # half a unit of bf16, and sums in float32
+        assert ((product.double() - exact).abs() <= rounding).all()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     calls=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.booleans()), max_size=12),

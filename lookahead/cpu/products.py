@@ -25,6 +25,8 @@ MIN_WEIGHTS = 2**16  # Weights in one call, at least. Below this, torch is faste
 MAX_ROWS = 64  # Rows of an input, at most. Beyond this, torch is faster, except for these dtypes:
 # if the processor has no instructions for bf16, torch takes three to four times as long, however many rows there are.
 SLOW_IN_TORCH = (torch.bfloat16,) if platform.machine() in ("x86_64", "AMD64") and not native.HAS_BF16 else ()
+MANY_ROWS = 128  # Beyond this, torch's products in float32 are quicker than ours in these dtypes,
+AT_ONCE = 2**22  # although the weights have to be converted: so many at a time, at most.
 STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads at a time
 _PLAIN = nn.Parameter, torch.Tensor
 # Names of layers in a module that usually have the same input. If they do not, only time is lost.
@@ -196,6 +198,8 @@ def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
     input = input.contiguous()
     *shape, inputs = input.shape
     rows = math.prod(shape)
+    if rows > MANY_ROWS and input.dtype in SLOW_IN_TORCH and all(linear.scales is None for linear in linears):
+        return [_multiply_floats(input, linear) for linear in linears]
     matrices: list[int] = []
     outs: list[torch.Tensor] = []
     for linear in linears:
@@ -208,6 +212,18 @@ def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
         torch.get_num_threads(),
     )  # fmt: skip
     return outs
+
+
+def _multiply_floats(input: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """`multiply` by torch, in float32, rounded once."""
+    inputs = input.shape[-1]
+    out = input.new_empty((*input.shape[:-1], linear.weight.shape[0]))
+    rows, out_rows = input.view(-1, inputs).float(), out.view(-1, out.shape[-1])
+    for first in range(0, out.shape[-1], size := max(AT_ONCE // inputs, 1)):
+        part = slice(first, first + size)
+        bias = None if linear.bias is None else linear.bias[part].float()
+        out_rows[:, part] = nn.functional.linear(rows, linear.weight[part].float(), bias)
+    return out
 
 
 def _taken_early(layer: nn.Linear, input: torch.Tensor) -> Linear | None:
