@@ -50,6 +50,14 @@ def unpacked(kind: str, outputs: int, blocks_of_32: int, size: float) -> torch.T
     return (scales * numbers).flatten(1)
 
 
+def assert_same_products(found: Linear, linear: Linear, dtype: torch.dtype, rows: tuple[int, ...] = (1, 5, 17)) -> None:
+    """Both layers make the same of random inputs, to the last bit. linear: not packed."""
+    for n in rows:
+        input = torch.randn(n, linear.weight.shape[1]).to(dtype)
+        (expected,), (got,) = products.multiply(input, [linear]), products.multiply(input, [found])
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_there_are_finders():
     assert native.why_missing("blocks") is None
 
@@ -69,10 +77,7 @@ def test_weights_unpacked_from_blocks_are_found_to_be(kind, outputs, groups, siz
     found = blocks.smallest(linear, torch.float32)
     assert found.whole is None
     assert found.weight.dtype in (BITS[kind], torch.uint8), "fewer bits may do"
-    for rows in (1, 5, 17):
-        input = torch.randn(rows, 32 * groups)
-        (expected,), (got,) = products.multiply(input, [linear]), products.multiply(input, [found])
-        assert torch.equal(got, expected)
+    assert_same_products(found, linear, torch.float32)
     weight = linear.weight.view(-1)
     place = int(torch.randint(len(weight), ()))
     was = weight[place].clone()
@@ -81,9 +86,8 @@ def test_weights_unpacked_from_blocks_are_found_to_be(kind, outputs, groups, siz
         assert blocks.smallest(linear, torch.float32, found, indexes=False) is linear, "not every weight is one"
     weight[place] = was
     weight[: 16 + len(weight) // 2] = -weight[: 16 + len(weight) // 2].flip(0)
-    again = blocks.smallest(linear, torch.float32, found)
-    (expected,), (got,) = products.multiply(input, [linear]), products.multiply(input, [again])
-    assert torch.equal(got, expected), "what was found before is written over"
+    again = blocks.smallest(linear, torch.float32, found)  # what was found before is written over
+    assert_same_products(again, linear, torch.float32)
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,21 +106,13 @@ def test_int4_held_in_int8_is_packed(dtype, outputs, groups, size, seed):
     found = blocks.smallest(linear, dtype)
     if native.CAPABILITY != "DEFAULT" or dtype == torch.bfloat16:
         assert found.weight.dtype == torch.uint8, "without FMA, weights are rounded twice if scales have many digits"
-    for rows in (1, 5, 17):
-        input = torch.randn(rows, groups * size).to(dtype)
-        (expected,), (got,) = products.multiply(input, [linear]), products.multiply(input, [found])
-        assert torch.equal(got, expected)
+    assert_same_products(found, linear, dtype)
     numbers.view(-1)[seed % numbers.numel()] = 8 if seed % 2 else -9
     assert blocks.smallest(linear, dtype) is linear
 
 
 def can_index(dtype) -> bool:
     return native.CAPABILITY.startswith("AVX512") or (native.CAPABILITY == "AVX2" and dtype == torch.float32)
-
-
-def as_products(linear, dtype, rows):
-    input = torch.randn(rows, (linear.weight if linear.whole is None else linear.whole).shape[1]).to(dtype)
-    return lambda layer: products.multiply(input, [layer])[0]
 
 
 @settings(max_examples=200, deadline=None)
@@ -148,10 +144,7 @@ def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed)
     place = int(torch.randint(weight.numel(), ()))
     weight.view(-1)[place] = 1e9 if seed % 3 else 0.0
     again = blocks.smallest(linear, dtype, known)
-    for rows in (1, 2, 3, 5, 8, 12, 17):
-        product = as_products(linear, dtype, rows)
-        assert torch.equal(product(again).isnan(), product(linear).isnan())
-        assert torch.equal(product(again).nan_to_num(), product(linear).nan_to_num())
+    assert_same_products(again, linear, dtype, rows=(1, 2, 3, 5, 8, 12, 17))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

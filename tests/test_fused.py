@@ -18,7 +18,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.cpu import decoder, native, products
+from lookahead.cpu import blocks, decoder, products
 from lookahead.cpu import likeliest as fast
 from lookahead.models.decoder import UnknownDecoderError, read_decoder
 from lookahead.passes import capabilities, fused
@@ -267,7 +267,7 @@ def written_behind_its_back(model):
         parameter.data += 0.1 * torch.randn_like(parameter)
 
 
-INDEXED = torch.float32 if native.CAPABILITY == "DEFAULT" else torch.uint8
+INDEXED = torch.uint8 if blocks.can_index(torch.float32) else torch.float32
 
 
 @pytest.mark.parametrize(("most", "dtype"), [(0, torch.float32), (127, torch.int8), (-8, torch.uint8), (1, INDEXED)])
@@ -309,7 +309,7 @@ def test_weights_are_packed_if_the_copy_is_small_or_asked_for(dtype, monkeypatch
     model = tiny_model("llama", **SIZES)
     in_blocks(model, 1)
     model = model.to(dtype)
-    has_copy = native.CAPABILITY.startswith("AVX512") or (native.CAPABILITY == "AVX2" and dtype == torch.float32)
+    has_copy = blocks.can_index(dtype)
 
     def copied(**config):
         lookahead.wrap(model, LookaheadConfig(budget=8, window_size=0, **config))
