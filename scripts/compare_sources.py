@@ -1,8 +1,9 @@
 """Compare sources of guesses, alone and together, by tokens per step and by time.
 
-The n-gram pool runs alone, with a fresh pool for each prompt and with one pool kept over all of them; each other source
-runs alone and beside a fresh pool; several run all together, too. For each prompt they run in turn, in an order that
-rotates from prompt to prompt. Chat models get prompts in their chat template. The seed is the prompt's number.
+The n-gram pool runs alone, with a fresh pool for each prompt, with one that begins with the model's bigrams if
+`lookahead tune --bigrams` has kept them, and with one pool kept over all prompts; each other source runs alone and
+beside a fresh pool; several run all together, too. For each prompt they run in turn, in an order that rotates from
+prompt to prompt. Chat models get prompts in their chat template. The seed is the prompt's number.
 
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --heads FOLDER --heads FOLDER --out OUT
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --draft SMALL --temperature 0,0.7,1 --out OUT
@@ -12,6 +13,7 @@ rotates from prompt to prompt. Chat models get prompts in their chat template. T
 
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -37,11 +39,12 @@ from lookahead import (
     PoolSource,
     RetrievalSource,
 )
+from lookahead.guessing.bigrams import bigrams_file, new_pool
 from lookahead.passes.environment import environment
 from lookahead.tools.loading import load
 from lookahead.tools.prompts import read_prompts
 
-PLAIN, POOL, KEPT = "plain", "pool", "pool, kept"
+PLAIN, POOL, BIGRAMS, KEPT = "plain", "pool", "pool, bigrams", "pool, kept"
 COLUMNS = (
     "sources", "tokens/step", "guesses/step", "accepted", "asked", "ms/token", "x plain", "x pool", "equal texts",
 )  # fmt: skip
@@ -64,27 +67,37 @@ class Row:
     As with a model that stays wrapped, what is known of the sources' worth is kept from prompt to prompt.
     """
 
-    def __init__(self, sources: list[GuessSource], guesses: int | str, keeps_pool: bool = False):
-        config, self._keeps_pool = LookaheadConfig(budget=guesses), keeps_pool
+    def __init__(
+        self, sources: list[GuessSource], guesses: int | str, pool_of: Callable[[LookaheadConfig], NgramPool] | None
+    ):
+        """pool_of: makes the pool of each prompt; None if one is kept over all prompts."""
+        config, self._pool_of = LookaheadConfig(budget=guesses), pool_of
         self.engine = Lookahead(config, NgramPool(config.pool_memory_mb), sources)
         self.total, self.seconds, self.equal = lookahead.Stats(), [], 0
 
     def decode(self, model: PreTrainedModel, ids: list[int], options: dict, seed: int) -> tuple[list[int], float]:
         """Return the text of a prompt, and the seconds for it."""
-        if not self._keeps_pool:
-            self.engine.pool = NgramPool(self.engine.config.pool_memory_mb)
+        if self._pool_of is not None:
+            self.engine.pool = self._pool_of(self.engine.config)
         (text,), took = timed_by(self.engine, model, as_inputs(ids, model.device), options, seed)
         return text, took
 
 
-def rows_of(others: dict[str, GuessSource], guesses: int | str) -> dict[str, Row]:
+def empty_pool(config: LookaheadConfig) -> NgramPool:
+    return NgramPool(config.pool_memory_mb)
+
+
+def rows_of(model: PreTrainedModel, others: dict[str, GuessSource], guesses: int | str) -> dict[str, Row]:
     pool = PoolSource()
-    rows = {POOL: Row([pool], guesses), KEPT: Row([pool], guesses, keeps_pool=True)}
+    rows = {POOL: Row([pool], guesses, empty_pool)}
+    if bigrams_file(model).is_file():
+        rows[BIGRAMS] = Row([pool], guesses, partial(new_pool, model))
+    rows[KEPT] = Row([pool], guesses, None)
     for name, source in others.items():
-        rows[name] = Row([source], guesses)
-        rows[f"pool + {name}"] = Row([pool, source], guesses)
+        rows[name] = Row([source], guesses, empty_pool)
+        rows[f"pool + {name}"] = Row([pool, source], guesses, empty_pool)
     if len(others) > 1:
-        rows["all"] = Row([pool, *others.values()], guesses)
+        rows["all"] = Row([pool, *others.values()], guesses, empty_pool)
     return rows
 
 
@@ -92,7 +105,7 @@ def measure(
     model: PreTrainedModel, prompts: list[list[int]], options: dict, others: dict[str, GuessSource], guesses: list
 ) -> list[dict]:
     """Decode all prompts with each row of sources and each number of guesses; return a result for each of them."""
-    rows = {(budget, name): row for budget in guesses for name, row in rows_of(others, budget).items()}
+    rows = {(budget, name): row for budget in guesses for name, row in rows_of(model, others, budget).items()}
     plain_seconds: list[float] = []
 
     def call(ids: list[int], seed: int, key: tuple, _: int) -> tuple[list[int], float]:
