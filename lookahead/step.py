@@ -79,18 +79,6 @@ class Step:
         positions = length + self.depths
         return positions if last is None else np.minimum(positions, max(last, length))
 
-    def contexts(self, text: list[int], length: int) -> np.ndarray:
-        """Return the last ``length`` tokens that end with the root, and with each guess: int64 [1 + guesses, length].
-
-        Places before the beginning of the text hold -1. text: all tokens before the root.
-        """
-        tail = text[-length:]
-        lines = [[-1] * (length - len(tail)) + tail]  # for the root's parent, so row i is at index i + 1
-        rows = slice(0, self.guesses + 1)
-        for token, parent in zip(self.ids[rows].tolist(), self.parents[rows].tolist(), strict=True):
-            lines.append([*lines[parent + 1][1:], token])
-        return np.array(lines[1:], np.int64)
-
 
 def grow(ids: Sequence[int], parents: Sequence[int], computed: int) -> Step:
     """Make a step of these rows, parents first. Earlier passes have computed the first ``computed`` of them."""

@@ -59,7 +59,7 @@ MIN_VARIATE = 1e-12
 # outweighs older. The context of no tokens forgets slowly.
 RATES = np.array([0.25, 0.25, 0.65, 0.15, 0.1])
 SLOW_RATE = 0.02
-LOGITS = 2
+TEXT, LOGITS = 1, 2
 
 ROUNDING = 0.001  # the probabilities of a row may exceed 1 by this in total, those of an entry by twice this
 
@@ -72,6 +72,7 @@ _MULTIPLIERS = _random(LONGEST) | np.uint64(1)
 _SALTS = _random(len(KINDS))
 _HALF = np.uint64(32)
 _EMPTY = np.uint64(0)
+NO_DISTRIBUTIONS = "probabilities and the sum of each row must lie in 0..1, without NaN"
 
 
 class Table(NamedTuple):
@@ -248,8 +249,8 @@ def _observe(table, keys, tokens, probabilities, source, clock):
 
 @_compiled
 def are_ids(tokens) -> bool:
-    """Whether all tokens, at least one, lie in 0..2**31-1."""
-    return tokens.min() >= 0 and tokens.max() < 2**31
+    """Whether all tokens lie in 0..2**31-1."""
+    return len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < 2**31)
 
 
 @_compiled
@@ -321,14 +322,53 @@ def learn_text(table, tokens, start, source, clock) -> tuple[int, int]:
 
 
 @_compiled
-def learn_rows(table, credence, contexts, tokens, probabilities, sources, true_rows, clock) -> None:
-    """Calibrate by the rows of the true text, then learn a distribution from each. The clock ticks once for each."""
-    if len(true_rows):
-        calibrate(table, credence, contexts, tokens, probabilities, true_rows)
+def learn_rows(table, contexts, tokens, probabilities, source, clock) -> int:
+    """Learn a distribution from each row. The clock ticks once for each. Returns the largest token learned, or -1."""
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64)
+    largest = -1
     for row in range(len(contexts)):
         _hash(contexts[row], contexts.shape[1], sums, keys)
-        _observe(table, keys, tokens[row], probabilities[row], sources[row], clock + row)
+        _observe(table, keys, tokens[row], probabilities[row], source, clock + row)
+        for column in range(tokens.shape[1]):
+            if probabilities[row, column] > 0:
+                largest = max(largest, tokens[row, column])
+    return largest
+
+
+@_compiled
+def flaw_in_step(line, guesses, parents, tokens, probabilities) -> str:
+    """Say which argument of `learn_step` holds a number out of its range; "" if none does."""
+    if not (are_ids(line) and are_ids(guesses) and are_ids(tokens.reshape(-1))):
+        return "token ids must lie in 0..2**31-1"
+    for guess in range(len(parents)):
+        if not -1 <= parents[guess] < guess:
+            return "the parent of each guess must be an earlier one, or -1"
+    return "" if are_distributions(probabilities) else NO_DISTRIBUTIONS
+
+
+@_compiled
+def learn_step(table, credence, line, start, guesses, parents, tokens, probabilities, clock) -> int:
+    """Learn what the model said after the text line[:start], and after each guess; then the tokens line[start:], with
+    which the text goes on. First calibrate by what was said about those.
+
+    The clock ticks once for each row and each token. Returns the largest token learned, or -1.
+    """
+    rows = len(guesses) + 1
+    contexts = np.full((rows, LONGEST), NO_TOKEN)
+    known = min(start, LONGEST)
+    contexts[0, LONGEST - known :] = line[start - known : start]
+    for row in range(1, rows):
+        contexts[row, :-1] = contexts[parents[row - 1] + 1, 1:]
+        contexts[row, -1] = guesses[row - 1]
+    path, accepted = np.zeros(rows, np.int64), 1  # the rows of the text, beginning with that before all guesses
+    for row in range(1, rows):  # parents come first
+        place = start + accepted - 1
+        if place < len(line) - 1 and parents[row - 1] + 1 == path[accepted - 1] and guesses[row - 1] == line[place]:
+            path[accepted] = row
+            accepted += 1
+    calibrate(table, credence, contexts, tokens, probabilities, path[:accepted])
+    said = learn_rows(table, contexts, tokens, probabilities, LOGITS, clock)
+    return max(said, learn_text(table, line, start, TEXT, clock + rows)[1])
 
 
 @_compiled
@@ -665,7 +705,9 @@ def compile_loops() -> None:
     table, credence = empty_table(WAYS), prior_credence()
     row, certain = np.zeros((1, LONGEST), np.int64), np.ones((1, LONGEST))
     learn_text(table, row[0], 0, 0, 0)
-    learn_rows(table, credence, row, row, certain, row[0, :1], row[0, :1], 0)
+    learn_rows(table, row, row, certain, 0, 0)
+    flaw_in_step(row[0], row[0, :0], row[0, :0], row, certain)
+    learn_step(table, credence, row[0], 1, row[0, :0], row[0, :0], row, certain, 0)
     calibrate(table, credence, row, row, certain, row[0, :1])
     calibrate_text(table, credence, row[0], 0)
     are_ids(row[0])

@@ -108,36 +108,49 @@ class NgramPool:
         self._learn_text(_text(tokens), int(Source(source)), start)
 
     def learn_next(
-        self,
-        contexts: ArrayLike,
-        tokens: ArrayLike,
-        probabilities: ArrayLike,
-        source: Source | np.ndarray = Source.LOGITS,
-        true_rows: Ints = (),
+        self, contexts: ArrayLike, tokens: ArrayLike, probabilities: ArrayLike, source: Source = Source.LOGITS
     ) -> None:
         """Learn distributions over the next token.
 
         contexts: int [n, c], the tokens before, newest last; a negative id where there is no token.
         tokens: int [n, k], distinct within a row. probabilities: float [n, k], in 0..1, each row's sum at most 1.
-        source: the evidence's origin, of all rows or [n] of each.
-        true_rows: rows whose contexts are of the true text: before all is learned, `calibrate` by these.
-        Raises ValueError for rows that do not exist, for ids or probabilities out of range or NaN, and for shapes that
-        do not match.
+        source: the evidence's origin.
+        Raises ValueError for ids or probabilities out of range or NaN, and for shapes that do not match.
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
-        sources = np.array(np.broadcast_to(source, len(contexts)))
-        if sources.dtype.kind not in "iu" or sources.min(initial=0) < 0 or sources.max(initial=0) >= len(Source):
-            raise ValueError(f"source={source} must be a Source, or hold one for each row")
-        rows = _for_loops(np.asarray(true_rows), np.int64)
-        if len(rows) and not 0 <= rows.min() <= rows.max() < len(contexts):
-            raise ValueError(f"true_rows={true_rows} must lie in 0..{len(contexts) - 1}")
         with self._lock:
-            self._largest = max(self._largest, int(tokens.max(where=probabilities > 0, initial=-1)))
-            kernels.learn_rows(
-                self._table, self._credence, contexts, tokens, probabilities, sources.astype(np.int64), rows,
-                self._clock,
-            )  # fmt: skip
+            largest = kernels.learn_rows(self._table, contexts, tokens, probabilities, int(Source(source)), self._clock)
+            self._largest = max(self._largest, largest)
             self._count(len(contexts), len(contexts))
+
+    def learn_step(
+        self, text: Ints, guesses: Ints, parents: Ints, tokens: ArrayLike, probabilities: ArrayLike, emitted: Ints
+    ) -> None:
+        """Learn from a step of decoding: what the model said after a text and after each guess, and the text itself.
+
+        text: sequence of ids; only the last LONGEST count. guesses, parents: int [n], as in a `GuessTree`.
+        tokens: int [1 + n, k], distinct within a row. probabilities: float [1 + n, k]. Row 0 is what the model said
+        after the text, row 1 + i after guess i. emitted: the ids with which the text goes on.
+        Rows of the true text `calibrate` before all is learned. Errors as for `learn_next`.
+        """
+        recent = text[-LONGEST:]
+        line, guesses, parents = _whole([*recent, *emitted]), _whole(guesses), _whole(parents)
+        tokens, probabilities = _whole(tokens), _for_loops(np.asarray(probabilities), np.float64)
+        n = len(guesses)
+        if parents.shape != (n,) or tokens.ndim != 2 or len(tokens) != 1 + n or tokens.shape != probabilities.shape:
+            raise ValueError(
+                f"guesses {guesses.shape}, parents {parents.shape}, tokens {tokens.shape} and probabilities "
+                f"{probabilities.shape} must be [n], [n], [1 + n, k] and [1 + n, k]"
+            )
+        if flaw := kernels.flaw_in_step(line, guesses, parents, tokens, probabilities):
+            raise ValueError(flaw)
+        with self._lock:
+            largest = kernels.learn_step(
+                self._table, self._credence, line, len(recent), guesses, parents, tokens, probabilities, self._clock
+            )
+            self._largest = max(self._largest, largest)
+            learned = len(tokens) + len(emitted)
+            self._count(learned, learned)
 
     def learn_ngrams(self, ngrams: ArrayLike, source: Source = Source.JACOBI) -> None:
         """Learn each n-gram (int [m, n], n >= 2) as a text of its own: its first token predicts the second, and so on.
@@ -354,13 +367,17 @@ def contexts_of(text: Ints, count: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[len(text) + 1 - count :]
 
 
+def _whole(numbers: ArrayLike) -> np.ndarray:
+    """Return whole numbers as the compiled loops take them. Those that do not fit become negative."""
+    numbers = np.asarray(numbers)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be whole numbers in 0..2**31-1, not of dtype {numbers.dtype}")
+    return _for_loops(numbers, np.int64)
+
+
 def _ids(tokens: ArrayLike) -> np.ndarray:
     tokens = np.asarray(tokens)
-    if tokens.size == 0:
-        return tokens.astype(np.int64)
-    if tokens.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be whole numbers in 0..2**31-1, not of dtype {tokens.dtype}")
-    ids = _for_loops(tokens, np.int64)  # ids that do not fit become negative
+    ids = _whole(tokens)
     if not kernels.are_ids(ids.ravel()):
         raise ValueError(f"token ids must lie in 0..2**31-1, not {tokens.min()}..{tokens.max()}")
     return ids
@@ -397,7 +414,7 @@ def _rows(
         )
     probabilities = _for_loops(probabilities, np.float64)
     if not kernels.are_distributions(probabilities):
-        raise ValueError("probabilities and the sum of each row must lie in 0..1, without NaN")
+        raise ValueError(kernels.NO_DISTRIBUTIONS)
     return _for_loops(contexts[:, -LONGEST:], np.int64), tokens, probabilities
 
 

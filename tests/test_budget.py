@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, TRIAL_STEPS, WINDOW_SIZES, Pace, WindowTrials
+from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, TRIAL_STEPS, WINDOW_SIZES, Pace, Verified, WindowTrials
 from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
@@ -81,7 +81,7 @@ def test_no_fixed_budget_does_better_in_the_long_run(per_row):
     pace = Pace(costs)
 
     def count(tree, chosen, path):
-        pace.count_regret(stats, tree, chosen, path, 0)
+        pace.count_regret(stats, [Verified(tree, chosen, path, 0)])
         pace.count(len(path), 1 + len(chosen), 0)
 
     rate = decode(lambda tree: pace.choose([tree], 0, 0), count)
@@ -97,10 +97,10 @@ def test_regret_of_known_steps():
     the third guess is expected."""
     pace, stats = Pace(costs_of(1.0, 1.0, overhead=1e-12)), Stats()
     tree = GuessTree(np.arange(3), np.arange(-1, 2), np.arange(1, 4), np.array([0.8, 0.6, 0.5]), np.zeros(3, np.int64))
-    pace.count_regret(stats, tree, tree.likeliest(2), [0, 1, 2], 0)
-    assert stats.fixed_budgets[:4, 0].tolist() == pytest.approx([3, 3, 3, 3.5])
-    assert stats.fixed_budgets[:4, 1].tolist() == pytest.approx([3 * 2, 1.5 * 3, 4, 5])
-    assert stats.chosen_budgets.tolist() == pytest.approx([3, 4])
+    pace.count_regret(stats, [Verified(tree, tree.likeliest(2), [0, 1, 2], 0)] * 2)
+    assert (stats.fixed_budgets[:4, 0] / 2).tolist() == pytest.approx([3, 3, 3, 3.5])
+    assert (stats.fixed_budgets[:4, 1] / 2).tolist() == pytest.approx([3 * 2, 1.5 * 3, 4, 5])
+    assert (stats.chosen_budgets / 2).tolist() == pytest.approx([3, 4])
     assert stats.regret == 0
 
 

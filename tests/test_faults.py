@@ -108,8 +108,10 @@ def test_the_cache_runs_out_of_memory(wrapped, monkeypatch, stage, at):
     still_right()
 
 
-@pytest.mark.parametrize("at", [1, 3, 20])
-@pytest.mark.parametrize("stage", ["learn", "learn_next", "guess"])
+@pytest.mark.parametrize(
+    ("stage", "at"),
+    [("learn", 1), ("learn_next", 1), *((stage, at) for stage in ("learn_step", "guess") for at in (1, 3, 20))],
+)
 def test_the_pool_is_interrupted(wrapped, monkeypatch, stage, at):
     model, ids, still_right = wrapped
     fault = RaisesAt(at, KeyboardInterrupt())

@@ -191,21 +191,37 @@ def test_pool_is_what_a_plain_pool_would_be(actions, context, budget, floor):
     assert pool._credence.votes == pytest.approx(plain.votes, abs=1e-4)
 
 
-def test_true_rows_calibrate_before_all_is_learned():
-    rng = random.Random(0)
+@pytest.mark.parametrize("seed", range(30))
+def test_a_step_is_learned_at_once_as_in_parts(seed):
+    """First the rows of the true text calibrate, then all rows are learned, then the tokens of the text."""
+    rng = random.Random(seed)
     at_once, apart = NgramPool(0.1), NgramPool(0.1)
     for pool in (at_once, apart):
-        learn_something(pool, random.Random(1))
-    contexts = np.array([random_text(rng, LONGEST, 8) for _ in range(9)])
-    tokens = np.array([rng.sample(range(8), 4) for _ in range(9)])
-    probabilities, true_rows = np.full((9, 4), 0.25), np.array([0, 2, 5])
+        learn_something(pool, random.Random(seed))
+    text, parents, guesses, lines = random_text(rng, rng.randrange(25), 8), [], [], [[]]
+    for guess in range(rng.randrange(12)):
+        parents.append(rng.randrange(-1, guess))
+        taken = [token for token, parent in zip(guesses, parents, strict=False) if parent == parents[-1]]
+        guesses.append(rng.choice([token for token in range(16) if token not in taken]))
+        lines.append([*lines[parents[-1] + 1], guesses[-1]])
+    path = [0]
+    while (below := [row for row in range(1, len(lines)) if parents[row - 1] + 1 == path[-1]]) and rng.random() < 0.8:
+        path.append(rng.choice(below))
+    emitted = [*lines[path[-1]], rng.randrange(16)]  # the last may be a guess, too, where a text ends
+    tokens = [rng.sample(range(20), 4) for _ in lines]
+    probabilities = np.array([[rng.choice([0, 0.1, 0.25]) for _ in range(4)] for _ in lines])
+    contexts = np.array([([-1] * LONGEST + text + line)[-LONGEST:] for line in lines])
     before = apart.belief.copy()
-    apart.calibrate(contexts[true_rows], tokens[true_rows], probabilities[true_rows])
+    apart.calibrate(contexts[path], np.array(tokens)[path], probabilities[path])
     apart.learn_next(contexts, tokens, probabilities)
-    at_once.learn_next(contexts, tokens, probabilities, true_rows=true_rows.tolist())
-    assert not np.array_equal(apart.belief, before)
-    for one, other in zip(apart._credence + apart._table, at_once._credence + at_once._table, strict=True):
-        assert np.array_equal(one, other)
+    recent = text[-LONGEST:]
+    apart.learn(recent + emitted, Source.TEXT, len(recent))
+    at_once.learn_step(text, guesses, parents, tokens, probabilities, emitted)
+    assert not np.array_equal(apart.belief, before), seed
+    states = at_once.__getstate__(), apart.__getstate__()
+    for one, other in zip(*(state.pop("_credence") + state.pop("_table") for state in states), strict=True):
+        assert np.array_equal(one, other), (seed, text, guesses, parents, emitted)
+    assert states[0] == states[1], seed
 
 
 def random_text(rng: random.Random, length: int, vocabulary: int = 30) -> list[int]:
@@ -400,13 +416,24 @@ def test_orders_that_collide_in_no_way():
         (lambda p: p.learn_next([[1], [2]], [[2]], [[0.5]]), "2 contexts"),
         (lambda p: p.learn_next([[2**31]], [[2]], [[0.5]]), "ids of contexts"),
         (lambda p: p.learn_next([[1]], [[-2]], [[0.5]]), "ids"),
-        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=-1), "source"),
-        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=[7]), "source"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=-1), "Source"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=[7]), "Source"),
         (lambda p: p.calibrate([[1]], [[2]], [[float("inf")]]), "probabilities"),
-        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=1.9), "source"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=1.9), "Source"),
         (lambda p: p.learn_next([[1.5]], [[2]], [[0.5]]), "contexts"),
-        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], true_rows=[1]), "true_rows"),
-        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], true_rows=[-1]), "true_rows"),
+        (lambda p: p.learn_step([1], [2], [0], [[3], [4]], [[0.5], [0.5]], [5]), "parent"),
+        (lambda p: p.learn_step([1], [2], [-2], [[3], [4]], [[0.5], [0.5]], [5]), "parent"),
+        (lambda p: p.learn_step([1], [2], [-1], [[3]], [[0.5]], [5]), r"guesses \(1,\), .* tokens \(1, 1\)"),
+        (lambda p: p.learn_step([1], [2], [-1, -1], [[3], [4]], [[0.5], [0.5]], [5]), "guesses"),
+        (lambda p: p.learn_step([1], [], [], [3], [0.5], [5]), "guesses"),
+        (lambda p: p.learn_step([1], [], [], [[3, 4]], [[0.5]], [5]), "guesses"),
+        (lambda p: p.learn_step([-1], [], [], [[3]], [[0.5]], [5]), "ids"),
+        (lambda p: p.learn_step([1], [-2], [-1], [[3], [4]], [[0.5], [0.5]], [5]), "ids"),
+        (lambda p: p.learn_step([1], [2.5], [-1], [[3], [4]], [[0.5], [0.5]], [5]), "ids"),
+        (lambda p: p.learn_step([1], [], [], [[2**31]], [[0.5]], [5]), "ids"),
+        (lambda p: p.learn_step([1], [], [], [[3]], [[0.5]], [-5]), "ids"),
+        (lambda p: p.learn_step([1], [], [], [[3]], [[float("nan")]], [5]), "probabilities"),
+        (lambda p: p.learn_step([1], [], [], [[3]], [[1.5]], [5]), "probabilities"),
         (lambda p: p.guess([[1, 2]], 4), "one sequence"),
         (lambda p: p.guess([1, -5], 4), "ids"),
         (lambda p: p.guess([1, 2**40], 4), "ids"),
@@ -455,6 +482,7 @@ def test_nothing_to_learn_is_no_error():
     pool.learn_next([[1]], np.empty((1, 0), int), np.empty((1, 0)))
     pool.calibrate(np.empty((0, 8), int), np.empty((0, 1), int), np.empty((0, 1)))
     pool.learn_ngrams(np.empty((0, 3), int))
+    pool.learn_step([1], [], [], np.empty((1, 0), int), np.empty((1, 0)), [])
     for context, budget in (([], 5), ([1], 0), ([1], -3), ([1], 5)):
         assert len(pool.guess(context, budget)) == 0
     assert pool.largest_token == -1

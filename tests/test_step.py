@@ -101,20 +101,6 @@ def test_mask(seed, visibility):
                 assert result[b, 0, query, column] == expected, (seed, b, query, column)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_contexts(seed):
-    """A row's context is the text up to the root and then its own line of ancestors."""
-    rng = random.Random(seed)
-    step, _, _ = random_step(rng)
-    text = [100 + i for i in range(rng.randint(0, 10))]
-    contexts = step.contexts(text, 6)
-    assert len(contexts) == step.guesses + 1
-    for row in range(step.guesses + 1):
-        line = step.ids[np.flatnonzero(step.ancestors[row])].tolist()
-        expected = ([-1] * 6 + text + line)[-6:]
-        assert contexts[row].tolist() == expected
-
-
 def test_children_and_positions():
     tree = GuessTree.of([5, 7, 6], [-1, 0, -1], Source.TEXT)
     step = lay_out(4, tree)

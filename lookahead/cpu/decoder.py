@@ -240,11 +240,12 @@ class Program:
 def can_move(buffers: Sequence[torch.Tensor]) -> bool:
     """Whether `move_rows` takes these buffers."""
     first = buffers[0]
+    shape, dtype = first.shape[1::2], first.dtype
     return (
         first.is_cpu
         and len(first) == 1
         and torch.uint8 in _movers()
-        and all(buffer.shape[1::2] == first.shape[1::2] and buffer.dtype == first.dtype for buffer in buffers)
+        and all(buffer.shape[1::2] == shape and buffer.dtype == dtype for buffer in buffers)
     )
 
 

@@ -5,6 +5,8 @@ the most tokens per second if each step maximises its tokens less its cost times
 step could have yielded tokens elsewhere (Dinkelbach 1967, "On nonlinear fractional programming").
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from lookahead.guessing.source import Outcome
@@ -22,6 +24,19 @@ PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by thi
 TRIAL_STEPS = 24
 WAITING = 32  # steps whose regret is counted together: between two passes alone, each would find cold caches
 MAX_LOSS = 4.0  # tokens; a trial that has lost more than these, and more than chance explains, ends early
+
+
+class Verified(NamedTuple):
+    """A step of one sequence, for `Pace.count_regret`."""
+
+    tree: GuessTree
+    """All guesses."""
+    chosen: GuessTree
+    """The likeliest part of them, which was verified."""
+    path: list[int]
+    """The accepted rows."""
+    length: int
+    """Committed positions."""
 
 
 class Pace:
@@ -79,22 +94,24 @@ class Pace:
             self._claimed = FADE * self._claimed + sum(float(tree.probabilities.sum()) for tree in chosen)
             self._accepted = FADE * self._accepted + sum(len(path) - 1 for path in paths)
 
-    def count_regret(self, stats: Stats, tree: GuessTree, chosen: GuessTree, path: list[int], length: int) -> None:
-        """Add to ``stats`` what a sequence's step yielded, and what each fixed budget would have yielded.
+    def count_regret(self, stats: Stats, steps: list[Verified]) -> None:
+        """Add to ``stats`` what steps of single sequences yielded, and what each fixed budget would have yielded.
 
-        tree: all guesses. chosen: its likeliest part, which was verified. path: the accepted rows.
         With a smaller budget it is known which of these tokens would have been accepted, and so how many steps they
         would have taken. The tokens that a larger budget would have added are estimated by the guesses' probabilities.
         """
-        ranks = {node + 1: rank for rank, node in enumerate(chosen.ranking.tolist())}  # by row of the step
-        accepted = [ranks[row] for row in path[1:]]
-        expected = [0.0, *np.cumsum(tree.probabilities[tree.ranking]).tolist()]
-        guesses = [min(budget, len(tree)) for budget in FIXED_BUDGETS]
-        *costs, cost_of_chosen = self.costs.of_step(1 + np.array([*guesses, len(chosen)]), length).tolist()
-        more = [self.trust() * max(expected[count] - expected[len(chosen)], 0.0) for count in guesses]
-        steps = [len(path) / (1 + sum(rank < count for rank in accepted)) for count in guesses]
-        stats.fixed_budgets += [(len(path) + m, n * cost) for m, n, cost in zip(more, steps, costs, strict=True)]
-        stats.chosen_budgets += len(path), cost_of_chosen
+        sizes = np.array([[*(min(n, len(step.tree)) for n in FIXED_BUDGETS), len(step.chosen)] for step in steps])
+        costs = self.costs.of_step(1 + sizes, np.array([[step.length] for step in steps]))
+        trust = self.trust()
+        for step, guesses, (*fixed, cost) in zip(steps, sizes.tolist(), costs.tolist(), strict=True):
+            ranks = {node + 1: rank for rank, node in enumerate(step.chosen.ranking.tolist())}  # by row of the step
+            accepted = [ranks[row] for row in step.path[1:]]
+            expected = [0.0, *np.cumsum(step.tree.probabilities[step.tree.ranking]).tolist()]
+            wrote, count = len(step.path), guesses.pop()
+            more = [trust * max(expected[n] - expected[count], 0.0) for n in guesses]
+            taken = [wrote / (1 + sum(rank < n for rank in accepted)) for n in guesses]
+            stats.fixed_budgets += [(wrote + m, n * c) for m, n, c in zip(more, taken, fixed, strict=True)]
+            stats.chosen_budgets += wrote, cost
 
 
 class Budget:
@@ -110,7 +127,7 @@ class Budget:
         self.pace = pace
         self._chooser = pace if guesses is None else None
         self._stats = stats
-        self._waiting: list[tuple[GuessTree, GuessTree, list[int], int]] = []  # arguments of `Pace.count_regret`
+        self._waiting: list[Verified] = []
 
     def limit(self, sequences: int) -> int:
         """Return the number of guesses to look for, for each sequence of a batch."""
@@ -134,15 +151,16 @@ class Budget:
             return
         if self._chooser:
             self._chooser.count_guesses(chosen, outcome.paths)
-            self._waiting += zip(trees, chosen, outcome.paths, [length] * len(trees), strict=True)
+            self._waiting += map(Verified, trees, chosen, outcome.paths, [length] * len(trees))
             if len(self._waiting) >= WAITING:
                 self.end()
         self.pace.count(sum(map(len, outcome.paths)), outcome.rows, length, seconds)
 
     def end(self) -> None:
         """Count the regret of the last steps."""
-        while self._chooser and self._waiting:
-            self._chooser.count_regret(self._stats, *self._waiting.pop())
+        steps, self._waiting = self._waiting, []
+        if self._chooser and steps:
+            self._chooser.count_regret(self._stats, steps)
 
 
 class Trials:

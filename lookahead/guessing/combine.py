@@ -207,7 +207,7 @@ class Combined(GuessSource):
         self._budget = budget
         self._stats = [stats.source(self._name(i)) for i in range(len(sources))]
         self._begun: list[GuessSource] = []
-        self._seconds = np.zeros(len(sources))  # that each source took in the current step
+        self._seconds = [0.0] * len(sources)  # that each source took in the current step
         self._has_observed: set[int] = set()  # sources that have observed a step of this call
         self._window_rows = 0  # of each sequence in this step
         self._proposed: list[dict[int, GuessTree]] = []  # for each sequence, the trees of this step by source
@@ -216,7 +216,7 @@ class Combined(GuessSource):
     @property
     def paid_seconds(self) -> float:
         """What the sources that are not free took in the current step."""
-        return float(self._seconds[[not source.is_free for source in self._sources]].sum())
+        return sum(took for took, source in zip(self._seconds, self._sources, strict=True) if not source.is_free)
 
     def start(self, batch: Batch) -> None:
         self._vocabulary = batch.vocabulary
@@ -233,7 +233,7 @@ class Combined(GuessSource):
             source.attach(model, cache)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
-        self._seconds[:] = 0
+        self._seconds = [0.0] * len(self._sources)
         self._asked = [i for i in self._parts if self._ledger.is_asked(i)]
         proposed: list[dict[int, GuessTree]] = [{} for _ in texts]
         for i in self._asked:
@@ -276,7 +276,7 @@ class Combined(GuessSource):
             earned, cost, is_first = 0, 0.0, False
             if i in self._asked:
                 earned, fewer = self._earned(i, outcome)
-                seconds, is_first = float(self._seconds[i]), i not in self._has_observed
+                seconds, is_first = self._seconds[i], i not in self._has_observed
                 self._has_observed.add(i)
                 if pace and trials:
                     cost = pace.rate() * seconds + pace.price(outcome.rows, fewer, max(map(len, outcome.texts)))

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, likeliest
 from ngram_pool import GuessTree, NgramPool, Source, contexts_of
-from ngram_pool.kernels import LONGEST
 from ngram_pool.tree import Ints
 
 TOP_K = 8  # next tokens learned from each row of logits
@@ -50,18 +48,9 @@ class PoolSource(GuessSource):
         ]
 
     def observe(self, outcome: Outcome) -> None:
-        by_sequence = [
-            step.contexts(text[:-1], LONGEST) for step, text in zip(outcome.steps, outcome.texts, strict=True)
-        ]
-        rows = [len(contexts) for contexts in by_sequence]
-        said = likeliest(outcome.logits[:, : max(rows)], self._temperature, TOP_K)
-        tokens, probabilities = (np.concatenate([x[b, :n] for b, n in enumerate(rows)]) for x in said)
-        contexts = np.concatenate(by_sequence)
-        begins = np.cumsum([0, *rows[:-1]])
-        taken = np.concatenate(
-            [begin + np.array(path, np.int64) for begin, path in zip(begins, outcome.paths, strict=True)]
-        )
-        self._pool.learn_next(contexts, tokens, probabilities, Source.LOGITS, taken)
-        for text, new in zip(outcome.texts, outcome.emitted, strict=True):
-            recent = text[-LONGEST:]
-            self._pool.learn(recent + new, Source.TEXT, start=len(recent))
+        most = max(step.guesses for step in outcome.steps)
+        tokens, probabilities = likeliest(outcome.logits[:, : 1 + most], self._temperature, TOP_K)
+        for b, (text, step, new) in enumerate(zip(outcome.texts, outcome.steps, outcome.emitted, strict=True)):
+            tree, rows = slice(1, 1 + step.guesses), slice(0, 1 + step.guesses)
+            guesses, parents = step.ids[tree], step.parents[tree] - 1  # the root is row 0 of a step
+            self._pool.learn_step(text, guesses, parents, tokens[b, rows], probabilities[b, rows], new)

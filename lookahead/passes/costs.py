@@ -67,22 +67,21 @@ class StepCosts:
     _kept: np.ndarray | None = None  # `_summary` of the costs in the file
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def __call__(self, rows: np.ndarray | int, length: int) -> np.ndarray:
+    def __call__(self, rows: np.ndarray | int, length: np.ndarray | int) -> np.ndarray:
         """Return the seconds of passes over ``rows`` rows when each sequence holds ``length`` positions."""
-        rows = np.asarray(rows)
         base = np.interp(rows, _RUNGS, self.seconds)
-        if rows.max(initial=0) > RUNGS[-1]:
+        if (rows if isinstance(rows, int) else rows.max(initial=0)) > RUNGS[-1]:
             slope = (self.seconds[-1] - self.seconds[-3]) / (RUNGS[-1] - RUNGS[-3])
             base = base + slope * np.maximum(rows - RUNGS[-1], 0)
         return base + length * (self.per_position[0] + self.per_position[1] * (rows - 1))
 
-    def of_step(self, rows: np.ndarray | int, length: int) -> np.ndarray:
+    def of_step(self, rows: np.ndarray | int, length: np.ndarray | int) -> np.ndarray:
         """Return the seconds of whole steps: their passes, and what is done between them."""
         return self(rows, length) + self.between(rows)
 
-    def between(self, rows: np.ndarray | int) -> np.ndarray:
+    def between(self, rows: np.ndarray | int) -> np.ndarray | float:
         """Return the seconds of steps outside of their passes."""
-        return self.overhead + self.overhead_per_row * (np.asarray(rows) - 1)
+        return self.overhead + self.overhead_per_row * (rows - 1)
 
     def follow(self, rows: int, length: int, seconds: float, overhead: float | None = None) -> None:
         """Correct the costs by a step whose pass took ``seconds``, with ``overhead`` seconds outside of it, if known.
