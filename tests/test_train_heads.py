@@ -34,7 +34,9 @@ from bench.trained_heads import (
     tokens_of_heads,
     train,
 )
-from lookahead import EagleSource, LookaheadConfig, MedusaSource, PoolSource
+from lookahead import EagleSource, LookaheadConfig, MedusaSource, NgramPool, PoolSource
+from lookahead.guessing.bigrams import bigrams_file
+from lookahead.passes import costs
 
 KINDS = ["medusa", "eagle", "eagle3"]
 DEMO = Path(lookahead.__file__).parent / "demo_model"
@@ -231,7 +233,9 @@ def test_the_command(tmp_path, few, demo, kind, vocabulary):
     source_of(kind, demo[0], tmp_path / "heads")
 
 
-def test_sources_are_compared(tmp_path, demo):
+def test_sources_are_compared(tmp_path, demo, monkeypatch):
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    NgramPool().save(bigrams_file(demo[0]))
     write_heads(tmp_path / "heads", demo[0], new_heads(demo[0], "eagle", torch.arange(4096)), torch.arange(4096))
     prompts, files = tmp_path / "prompts.jsonl", tmp_path / "files"
     prompts.write_text('{"question_id": 1, "category": "code", "turns": ["import os\\nimport "]}\n')
@@ -248,11 +252,12 @@ def test_sources_are_compared(tmp_path, demo):
         str(DEMO),
     ]
     command += ["--published", "--files", str(files), "--max-new-tokens", "8", "--guesses", "4,auto"]
+    command += ["--dtype", "bfloat16"]  # that of the bigrams
     command += ["--out", str(tmp_path / "out")]
     result = CliRunner().invoke(compare_sources.main, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
-    names = ["pool", "pool, kept"]
+    names = ["pool", "pool, bigrams", "pool, kept"]
     classes = {
         "Eagle": "EagleSource", "draft model": "DraftModelSource", "files": "RetrievalSource",
         "Token Recycling": "TokenRecyclingSource", "RACER": "RacerSource", "Goose": "GooseSource",
@@ -264,7 +269,7 @@ def test_sources_are_compared(tmp_path, demo):
     for row in rows:
         assert row["equal"] == row["prompts"] == len(row["milliseconds"]) == 1
         assert row["tokens_per_step"] >= 1
-        assert (row["asked"] is None) == (row["sources"] in names[:2])
+        assert (row["asked"] is None) == (row["sources"] in names[:3])
         assert classes.get(row["sources"], "PoolSource") in row["stats"]["sources"]
     text = (tmp_path / "out.md").read_text()
     assert text.count("\n| all |") == 4

@@ -21,7 +21,7 @@ constexpr int REGISTERS = 32, TILE = 12;
 constexpr int REGISTERS = 16, TILE = 6;
 #endif
 constexpr int MAX_OUTPUTS = 4;     // outputs of a tile, at most
-constexpr long AHEAD = 12 * 1024;  // bytes between a weight and the one that is prefetched with it
+constexpr long AHEAD = 12 * 1024;  // bytes between a row of weights and the one that is prefetched with it, at least
 constexpr long NEAR = 27 * 1024;   // bytes of a tile's input that stay in the first cache, beside weights and sums
 constexpr long WAITING = 24;       // outputs whose vectors wait in memory, at most
 
@@ -115,11 +115,27 @@ struct Matrix {
     }
 };
 
+// Where the weights stand that a tile will want when it has done with others.
+struct Next {
+    long outputs, inputs;  // so many further on
+};
+
+// Prefetch the weight of input i of a row, with its neighbours.
+template <class Weight>
+static INLINE void prefetch(const char* row, long inputs, long i) {
+    if constexpr (IS_INDEXED<Weight>) {
+        __builtin_prefetch(row + i, 0, 1);
+        __builtin_prefetch(row + Indexed::codes(inputs) + i / 2, 0, 1);
+    } else {
+        __builtin_prefetch(row + bytes_of_row<Weight>(i), 0, 1);
+    }
+}
+
 // Add to partial[m][o] the products of row m of x with the weights of output first + o, from input `begin` to `end`.
 // Rows of x are `inputs` numbers apart. If the weights are grouped, begin and end are multiples of `group`.
 template <class By, int M, int O, class Weight>
 static INLINE void add_products(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long first,
-                                long inputs, long begin, long end, Floats* partial) {
+                                long inputs, long begin, long end, Next next, Floats* partial) {
     const Weight* const rows = matrix.template row<Weight>(first, inputs);
     const long bytes = bytes_of_row<Weight>(inputs), group = matrix.group, groups = inputs / group;
     const float* const scales = matrix.of_groups(matrix.group_scales, first, inputs);
@@ -134,7 +150,7 @@ static INLINE void add_products(const typename By::Prepared* x, const Matrix<typ
             Factors w[O][VECTORS];
             UNROLL for (int o = 0; o < O; o++) {
                 const char* const row = (const char*)rows + o * bytes;
-                const char* const at = row + (IS_INDEXED<Weight> ? i * 3 / 2 : bytes_of_row<Weight>(i));
+                const char* const at = row + bytes_of_row<Weight>(i);
                 if constexpr (IS_INDEXED<Weight>)
                     Indexed::read((const Indexed*)row, whole + o * inputs, inputs, i, w[o]);
                 else if constexpr (std::is_same_v<Weight, Codes>)
@@ -143,12 +159,11 @@ static INLINE void add_products(const typename By::Prepared* x, const Matrix<typ
                     w[o][0] = By::factors((const Grouped*)at, scales[o * groups + g]);
                 else
                     w[o][0] = By::factors((const Weight*)at);
-                UNROLL for (int v = 0; v < VECTORS; v++) __builtin_prefetch(at + 64 * v + AHEAD, 0, 1);
+                prefetch<Weight>(row + next.outputs * bytes, inputs, i + next.inputs);
             }
             UNROLL for (int v = 0; v < VECTORS; v++)
                 UNROLL for (int m = 0; m < M; m++)
-                    UNROLL for (int o = 0; o < O; o++)
-                        By::add(partial[m * O + o], x + m * inputs + i + v * STRIDE, w[o][v]);
+                    By::template add<O>(partial + m * O, x + m * inputs + i + v * STRIDE, w, v);
         }
 }
 
@@ -167,17 +182,21 @@ static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<ty
     constexpr int N = M * O;
     const long part = inputs_of_part<By, Weight, M>(inputs, matrix.group);
     const long outputs = part < inputs ? WAITING / O * O : O;  // that go along a part together
+    const long bytes = bytes_of_row<Weight>(inputs);
     Floats waiting[WAITING / O][N];
     long first = begin;
     while (first + O <= end) {
         const long last = std::min(first + outputs, end) - O;
         for (long from = 0; from < inputs; from += part) {
             const long to = std::min(from + part, inputs);
+            const Next next = part >= inputs ? Next{(AHEAD + bytes - 1) / bytes, 0}  // and nothing waits
+                              : to < inputs  ? Next{0, part}
+                                             : Next{outputs, -from};
             for (long o = first; o <= last; o += O) {
                 Floats partial[N] = {};
                 Floats* const kept = waiting[(o - first) / O];
                 if (from > 0) memcpy(partial, kept, sizeof partial);
-                add_products<By, M, O, Weight>(x, matrix, o, inputs, from, to, partial);
+                add_products<By, M, O, Weight>(x, matrix, o, inputs, from, to, next, partial);
                 if (to < inputs) {
                     memcpy(kept, partial, sizeof partial);
                     continue;

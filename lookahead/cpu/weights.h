@@ -94,6 +94,18 @@ static INLINE Floats weights(const Codes* x, float scale, float offset) {
 static INLINE Floats low(Ints pairs) { return (Floats)(pairs << 16); }
 static INLINE Floats high(Ints pairs) { return (Floats)(pairs & ~0xffff); }
 
+// A vector that the compiler keeps in a register. Else it reads it from memory for each output anew, and then a processor
+// has more to read than to multiply.
+template <class Vector>
+static INLINE Vector in_register(Vector x) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(x));
+#elif defined(__AVX2__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
 // How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
 // after `prepare`, if the kernel does not take it as it is. A byte is exactly a number of either type; times a scale,
 // it is rounded to one.
@@ -107,10 +119,19 @@ struct ByFloats {
     static INLINE Floats factors(const Grouped* x, float scale) { return factors(&x->byte) * scale; }
     static INLINE Floats factors(const Codes* x, float scale, float offset) { return weights(x, scale, offset); }
     static INLINE void pack(const int8_t* codes, Codes* to) { products::pack(widened(codes), to); }
-    static INLINE void add(Floats& sum, const float* x, Floats w) { sum += factors(x) * w; }
-    static INLINE void add(Floats& sum, const float* x, Ints w) {  // two bf16 numbers in a lane
-        sum += factors(x) * low(w);
-        sum += factors(x + L) * high(w);
+    // Add the product of x and w[o][v] to the sum of each output o.
+    template <int O, int V>
+    static INLINE void add(Floats* sums, const float* x, const Floats (*w)[V], int v) {
+        const Floats numbers = in_register(factors(x));
+        UNROLL for (int o = 0; o < O; o++) sums[o] += numbers * w[o][v];
+    }
+    template <int O, int V>
+    static INLINE void add(Floats* sums, const float* x, const Ints (*w)[V], int v) {  // two bf16 numbers in a lane
+        const Floats first = in_register(factors(x)), second = in_register(factors(x + L));
+        UNROLL for (int o = 0; o < O; o++) {
+            sums[o] += first * low(w[o][v]);
+            sums[o] += second * high(w[o][v]);
+        }
     }
 };
 
@@ -130,8 +151,11 @@ struct ByPairs {
         ByFloats::pack(codes, to);
         ByFloats::pack(codes + L, to + L / 2);
     }
-    static INLINE void add(Floats& sum, const BFloat16* x, Ints w) {
-        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors(x), (__m512bh)w);
+    template <int O, int V>
+    static INLINE void add(Floats* sums, const BFloat16* x, const Ints (*w)[V], int v) {
+        const Ints pairs = in_register(factors(x));
+        UNROLL for (int o = 0; o < O; o++)
+            sums[o] = (Floats)_mm512_dpbf16_ps((__m512)sums[o], (__m512bh)pairs, (__m512bh)w[o][v]);
     }
 };
 #else
@@ -171,7 +195,10 @@ struct ByPairs {
         products::pack(some & 0xff, to);
         products::pack(some >> 8, to + L / 2);
     }
-    static INLINE void add(Floats& sum, const float* x, Ints w) { ByFloats::add(sum, x, w); }
+    template <int O, int V>
+    static INLINE void add(Floats* sums, const float* x, const Ints (*w)[V], int v) {
+        ByFloats::add<O>(sums, x, w, v);
+    }
 };
 #endif
 
@@ -219,8 +246,9 @@ INLINE void Indexed::read(const Indexed* indexed, const T* whole, long inputs, l
     }
     const __m128i sixteen = _mm_loadu_si128((const __m128i*)(row + table(inputs)));
 #ifdef __AVX512F__
-    const __m256i half = _mm256_loadu_si256((const __m256i*)(row + codes(inputs) + i / 2));
-    const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(half), _mm256_srli_epi16(half, 4), 1);
+    const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(row + codes(inputs) + i / 2)));
+    const __m512i down = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);  // the upper half
+    const __m512i all = _mm512_srlv_epi16(twice, down);
     const __m512i code = _mm512_and_si512(all, _mm512_set1_epi8(15)), lower = _mm512_loadu_si512(row + i);
     const __m512i upper = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen), code);
     two[0] = (Ints)_mm512_unpacklo_epi8(lower, upper), two[1] = (Ints)_mm512_unpackhi_epi8(lower, upper);
