@@ -59,7 +59,7 @@ MIN_VARIATE = 1e-12
 # outweighs older. The context of no tokens forgets slowly.
 RATES = np.array([0.25, 0.25, 0.65, 0.15, 0.1])
 SLOW_RATE = 0.02
-TEXT, LOGITS = 1, 2
+TEXT, LOGITS = np.int64(1), np.int64(2)  # not Python's own numbers: for these, numba would compile loops once more
 
 ROUNDING = 0.001  # the probabilities of a row may exceed 1 by this in total, those of an entry by twice this
 

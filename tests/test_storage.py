@@ -75,6 +75,9 @@ def test_nothing_is_compiled_twice(saved):
     loaded.guess(fixed, 3)
     loaded.learn_next(fixed[None, ::2], fixed[None, :8], np.broadcast_to(0.1, (1, 8)))
     loaded.calibrate(fixed[:, None], fixed[:, None], np.asfortranarray(np.full((16, 1), 0.1)))
+    loaded.learn_step(
+        fixed, fixed[::2], np.arange(-1, 7, dtype=np.int32), fixed.reshape(16, 1)[7:], np.full((9, 1), 0.1), [1]
+    )
     loaded.merge(NgramPool.load(saved))
     loaded.most_confident()
     for name, loop in vars(kernels).items():
