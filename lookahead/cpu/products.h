@@ -189,7 +189,7 @@ static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<ty
         const long last = std::min(first + outputs, end) - O;
         for (long from = 0; from < inputs; from += part) {
             const long to = std::min(from + part, inputs);
-            const Next next = part >= inputs ? Next{(AHEAD + bytes - 1) / bytes, 0}  // and nothing waits
+            const Next next = part >= inputs ? Next{(AHEAD + bytes - 1) / bytes, 0}  // in one part
                               : to < inputs  ? Next{0, part}
                                              : Next{outputs, -from};
             for (long o = first; o <= last; o += O) {
