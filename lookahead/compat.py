@@ -4,6 +4,7 @@ The rest of the package does not use them. tests/test_compat.py shows which one 
 """
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -184,12 +185,19 @@ def multinomial_is_race() -> bool:
 
 
 def cpu_capability() -> str:
-    """The instructions that torch uses: DEFAULT, AVX2, AVX512 or AVX512_BF16. DEFAULT if torch does not say."""
+    """The instructions that torch uses: DEFAULT, AVX2, AVX512, AVX512_BF16 or AVX512_AMX. DEFAULT if torch does not say.
+
+    ONEDNN_MAX_CPU_ISA, which keeps torch's products in bf16 from some instructions, counts here too. For AMX, the
+    system is asked to let this process use the unit.
+    """
     capability = "DEFAULT"
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
     with suppress(AttributeError, RuntimeError):
         capability = torch.backends.cpu.get_cpu_capability()
-        if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
+        if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported() and most not in ("AVX512_CORE", "AVX512_CORE_VNNI"):
             capability = "AVX512_BF16"
+            if ("AMX" in most or most in ("DEFAULT", "ALL")) and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+                capability = "AVX512_AMX"
     return capability
 
 

@@ -182,56 +182,62 @@ static bool are_bfloat16(const float* weights, long inputs) {
     return are_equal(lower & 0xffff, Ints{});
 }
 
-// Whether this row is the weights.
+// Whether these rows of a matrix are indexed already, from row `first` to row `last`.
 template <class T>
-static bool are_indexed(const T* weights, long inputs, const Indexed* row) {
+static bool are_indexed(const T* matrix, long first, long last, const Indexed::Rows<const uint8_t>& rows) {
     Ints differ = {};
-    for (long i = 0; i < inputs; i += Indexed::BLOCK) {
-        Ints two[2];
-        Indexed::read(row, weights, inputs, i, two);
-        differ |= two[0] ^ Indexed::pairs(weights + i);
-        differ |= two[1] ^ Indexed::pairs(weights + i + 2 * L);
-    }
+    for (long row = first; row < last; row++)
+        for (long i = 0; i < rows.inputs; i += Indexed::BLOCK) {
+            const T* const weights = matrix + row * rows.inputs;
+            Ints two[2];
+            Indexed::read(rows, row, weights, i, two);
+            differ |= two[0] ^ Indexed::pairs(weights + i);
+            differ |= two[1] ^ Indexed::pairs(weights + i + 2 * L);
+        }
     return are_equal(differ, Ints{});
 }
 
-// Write a row of bf16 numbers. Its table has the most frequent upper bytes.
+// Index these rows. Their table has the most frequent upper bytes.
 template <class By>
-static void write_indexed(const typename By::Number* weights, long inputs, Indexed* row) {
-    uint8_t *const lower = (uint8_t*)row, *const codes = lower + Indexed::codes(inputs);
-    uint8_t *const table = lower + Indexed::table(inputs), *const others = lower + Indexed::others(inputs);
+static void write_indexed(const typename By::Number* matrix, long first, long last, const Indexed::Rows<uint8_t>& rows) {
+    const long inputs = rows.inputs;
     int counts[256] = {}, known = 0;
     uint8_t bytes[256], code_of[256];
-    for (long i = 0; i < inputs; i++) {
-        const uint8_t byte = upper_half(weights[i]) >> 8;
+    for (long i = first * inputs; i < last * inputs; i++) {
+        const uint8_t byte = upper_half(matrix[i]) >> 8;
         if (!counts[byte]++) bytes[known++] = byte;
     }
     const int kept = std::min(known, 16);
     std::partial_sort(bytes, bytes + kept, bytes + known, [&](int a, int b) { return counts[a] > counts[b]; });
     memset(code_of, 16, sizeof code_of);
-    for (int i = 0; i < kept; i++) code_of[table[i] = bytes[i]] = i;
+    for (int i = 0; i < kept; i++) code_of[rows.table()[i] = bytes[i]] = i;
     for (long i = 0; i < inputs; i += Indexed::BLOCK) {
-        uint8_t found[Indexed::BLOCK], all = 0;
-        for (long place = 0; place < Indexed::BLOCK; place++) {
-            const BFloat16 weight = upper_half(weights[i + Indexed::weight_at<By>(place)]);
-            lower[i + place] = weight & 255;
-            all |= found[place] = code_of[weight >> 8];
+        uint8_t all = 0;
+        for (long row = first; row < last; row++) {
+            uint8_t found[Indexed::BLOCK];
+            for (long place = 0; place < Indexed::BLOCK; place++) {
+                const BFloat16 weight = upper_half(matrix[row * inputs + i + Indexed::weight_at<By>(place)]);
+                rows.lower(row, i)[place] = weight & 255;
+                all |= found[place] = code_of[weight >> 8];
+            }
+            for (long place = 0; place < Indexed::BLOCK / 2; place++)
+                rows.codes(row, i)[place] = (found[place] & 15) | found[place + Indexed::BLOCK / 2] << 4;
         }
-        others[i / Indexed::BLOCK] = all >> 4;
-        for (long place = 0; place < Indexed::BLOCK / 2; place++)
-            codes[i / 2 + place] = (found[place] & 15) | found[place + Indexed::BLOCK / 2] << 4;
+        *rows.others(i) = all >> 4;
     }
 }
 
-// Index a row, unless it is there already. Returns how many of its blocks must be read from the weights, or more than it
-// has if not all weights are bf16 numbers.
+// Index the rows that lie together from row `first` on, unless they are there already. Returns how many blocks must be
+// read from the matrix, or more than there are if not all weights are bf16 numbers.
 template <class By>
-static long index_row(const typename By::Number* weights, long inputs, Indexed* row) {
-    const long blocks = inputs / Indexed::BLOCK;
-    if (!are_bfloat16(weights, inputs)) return blocks + 1;
-    if (!are_indexed(weights, inputs, row)) write_indexed<By>(weights, inputs, row);
-    const uint8_t* const others = (uint8_t*)row + Indexed::others(inputs);
-    return std::count(others, others + blocks, 1);
+static long index_rows(const typename By::Number* matrix, long first, long last, long inputs, uint8_t* to) {
+    for (long row = first; row < last; row++)
+        if (!are_bfloat16(matrix + row * inputs, inputs)) return (last - first) * inputs;
+    const Indexed::Rows<uint8_t> rows(to, first, inputs);
+    if (!are_indexed(matrix, first, last, {to, first, inputs})) write_indexed<By>(matrix, first, last, rows);
+    long others = 0;
+    for (long i = 0; i < inputs; i += Indexed::BLOCK) others += *rows.others(i) ? last - first : 0;
+    return others;
 }
 
 // Index a matrix. It counts as found if hardly any block must be read from the weights. The first rows are tried first.
@@ -242,21 +248,21 @@ static void index_all(const typename By::Number* weights, long outputs, long inp
     long others = 0;
     volatile bool are_numbers = true;
     const auto index = [&](long o) {
-        const long count = index_row<By>(weights + o * inputs, inputs, (Indexed*)(to + o * Indexed::bytes(inputs)));
-        if (count > blocks) are_numbers = false;
+        const long count = index_rows<By>(weights, o, std::min(outputs, o + Indexed::TOGETHER), inputs, to);
+        if (count > blocks * Indexed::TOGETHER) are_numbers = false;
         return count;
     };
-    const auto is_found = [&](long rows) { return are_numbers && others * 16 <= rows * blocks; };
-    for (long o = 0; o < first && are_numbers; o++) others += index(o);
+    const auto is_found = [&](long rows) { return are_numbers && others * 8 <= rows * blocks; };
+    for (long o = 0; o < first && are_numbers; o += Indexed::TOGETHER) others += index(o);
     *found = is_found(first);
     if (!*found) return;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : others)
-    for (long o = first; o < outputs; o++)
+    for (long o = first; o < outputs; o += Indexed::TOGETHER)
         if (are_numbers) others += index(o);
     *found = is_found(outputs);
 }
 
-// size: inputs. bytes: [count][Indexed::bytes(size)], which must be zero at first.
+// size: inputs. bytes: [count, in whole groups of rows together][Indexed::bytes(size)], which must be zero at first.
 
 extern "C" void index_float32(const float* weights, long count, long size, uint8_t* bytes, float*, float*, bool* found,
                               long threads) {

@@ -21,7 +21,8 @@ _of_bytes = cache(partial(native.kernels, "blocks", "find_bytes", (torch.float32
 _of_codes = cache(partial(native.kernels, "blocks", "find_codes", (torch.float32,), _ARGUMENTS))
 _of_int4 = cache(partial(native.kernels, "blocks", "pack", native.FLOATS, _ARGUMENTS))
 _of_bfloat16 = cache(partial(native.kernels, "blocks", "index", native.FLOATS, _ARGUMENTS))
-INDEXED = 64 if native.CAPABILITY.startswith("AVX512") else 32  # Indexed::BLOCK in weights.h
+TOGETHER = 16 if native.HAS_TILES else 1  # Indexed::TOGETHER in weights.h, and Indexed::BLOCK:
+INDEXED = 64 if native.CAPABILITY.startswith("AVX512") else 32
 
 
 def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexes: bool = True) -> Linear:
@@ -56,7 +57,7 @@ def _index(indexer: Callable[..., None], linear: Linear, known: Linear | None) -
     outputs, inputs = linear.weight.shape
     if inputs % INDEXED:
         return None
-    shape = outputs, -(-(inputs * 3 // 2 + 16 + inputs // INDEXED) // 64) * 64  # Indexed::bytes
+    shape = -(-outputs // TOGETHER) * TOGETHER, -(-(inputs * 3 // 2 + 16 + inputs // INDEXED) // 64) * 64
     weight = known.weight if known is not None and known.scales is None and known.weight.shape == shape else None
     if weight is None:
         first = linear.weight[0]

@@ -18,7 +18,11 @@
 
 using namespace products;
 
-constexpr long BLOCK = 48;        // outputs that a thread takes at a time
+#ifdef HAS_TILES
+constexpr long BLOCK = 192;  // outputs that a thread takes at a time
+#else
+constexpr long BLOCK = 48;
+#endif
 constexpr long LEAST_KEYS = 128;  // keys that are worth a thread of their own, at least
 constexpr int SPINS = 4096;
 
@@ -144,25 +148,23 @@ static void activate(bool is_gelu, const T* gate, T* up, long n) {
 template <class By>
 struct Thread {
     typedef typename By::Number T;
-    typedef typename By::Prepared Prepared;
 
     const Pass<T>& pass;
     Barrier& barrier;
     const long index;
     T *const x, *const normed;  // [rows][hidden]
-    Prepared* const prepared;   // the input of a product, if it is not taken as it is
+    void* const prepared;       // the input of a product, if it is not taken as it is
     T* const scratch;           // [rows][BLOCK]
 
     void meet() { barrier.wait(pass.threads); }
 
-    // The input of a product as the kernel takes it.
-    const Prepared* prepare(const T* x, long inputs) {
-        if constexpr (sizeof(Prepared) == sizeof(T)) {
-            return x;
-        } else {
-            for (long i = 0; i < pass.rows * inputs; i += By::STRIDE) By::prepare(x + i, prepared + i);
-            return prepared;
-        }
+    // The input of products with some matrices.
+    Input<By> prepare(const T* x, long inputs, std::initializer_list<const Matrix<T>*> matrices) {
+        bool in_tiles = false;
+        for (const Matrix<T>* matrix : matrices) in_tiles |= Input<By>::are_tiles(*matrix, inputs);
+        const Input<By> input = {x, pass.rows, inputs, prepared, in_tiles};
+        for (long part = 0; part < input.parts(); part++) input.make(part);
+        return input;
     }
 
     // All rows, [rows][hidden], after a norm, if there is one.
@@ -174,16 +176,16 @@ struct Thread {
     }
 
     // Outputs begin..end-1 of all rows.
-    void multiply(const Prepared* x, const Matrix<T>& matrix, long inputs, long begin, long end) {
-        for (long first = begin; first < end; first += BLOCK)
-            products::multiply<By>(pass.rows, x, matrix, inputs, first, std::min(end, first + BLOCK));
+    void multiply(const Input<By>& x, const Matrix<T>& matrix, long begin, long end) {
+        const long size = Input<By>::are_tiles(matrix, x.inputs) ? end - begin : BLOCK;
+        for (long first = begin; first < end; first += size) products::multiply(x, matrix, first, std::min(end, first + size));
     }
 
     // This thread's share of n outputs, in whole groups of 16.
     long share(long n, long of) const { return std::min(n, (n + 15) / 16 * of / pass.threads * 16); }
 
-    void multiply_share(const Prepared* x, const Matrix<T>& matrix, long inputs) {
-        multiply(x, matrix, inputs, share(matrix.outputs, index), share(matrix.outputs, index + 1));
+    void multiply_share(const T* x, const Matrix<T>& matrix, long inputs) {
+        multiply(prepare(x, inputs, {&matrix}), matrix, share(matrix.outputs, index), share(matrix.outputs, index + 1));
     }
 
     // x += product, after a norm, if there is one
@@ -195,14 +197,14 @@ struct Thread {
     }
 
     void query_key_value(const Layer<T>& layer) {
-        const Prepared* taken = prepare(normalize_rows(x, layer.input_norm), pass.hidden);
-        const Matrix<T>* matrices[] = {&layer.q, &layer.k, &layer.v};
+        const auto matrices = {&layer.q, &layer.k, &layer.v};
+        const Input<By> taken = prepare(normalize_rows(x, layer.input_norm), pass.hidden, matrices);
         const long n = layer.q.outputs + layer.k.outputs + layer.v.outputs;
         long before = 0;
         for (const Matrix<T>* matrix : matrices) {  // the share of all three together
             const long begin = std::max(share(n, index) - before, 0L);
             const long end = std::min(share(n, index + 1) - before, matrix->outputs);
-            if (begin < end) multiply(taken, *matrix, pass.hidden, begin, end);
+            if (begin < end) multiply(taken, *matrix, begin, end);
             before += matrix->outputs;
         }
     }
@@ -267,13 +269,13 @@ struct Thread {
     }
 
     void gated(const Layer<T>& layer) {
-        const Prepared* taken = prepare(normalize_rows(x, layer.mlp_norm), pass.hidden);
+        const Input<By> taken = prepare(normalize_rows(x, layer.mlp_norm), pass.hidden, {&layer.gate, &layer.up});
         const long n = pass.intermediate, inputs = pass.hidden;
         const long begin = share(n, index), end = share(n, index + 1);
         for (long first = begin; first < end; first += BLOCK) {
             const long last = std::min(end, first + BLOCK), width = last - first;
-            multiply(taken, layer.gate.part(first, width, inputs, scratch), inputs, 0, width);
-            multiply(taken, layer.up, inputs, first, last);
+            multiply(taken, layer.gate.part(first, width, inputs, scratch), 0, width);
+            multiply(taken, layer.up, first, last);
             for (long row = 0; row < pass.rows; row++)
                 activate(pass.is_gelu, scratch + row * width, pass.mlp + row * n + first, width);
         }
@@ -302,12 +304,12 @@ struct Thread {
             meet();
             attend(layer);
             meet();
-            multiply_share(prepare(pass.attended, pass.heads * pass.size), layer.o, pass.heads * pass.size);
+            multiply_share(pass.attended, layer.o, pass.heads * pass.size);
             meet();
             add_product(layer.o_norm);
             gated(layer);
             meet();
-            multiply_share(prepare(pass.mlp, pass.intermediate), layer.down, pass.intermediate);
+            multiply_share(pass.mlp, layer.down, pass.intermediate);
             meet();
             add_product(layer.down_norm);
             if (i + 1 < pass.layer_count) keep(layer.output);
@@ -315,17 +317,17 @@ struct Thread {
         normalize_rows(x, pass.norm);
         if (T* to = pass.layers[pass.layer_count - 1].output; to && index == 0)  // the last is given after the norm
             memcpy(to, normed, pass.rows * pass.hidden * sizeof(T));
-        multiply_share(prepare(normed, pass.hidden), pass.head, pass.hidden);
+        multiply_share(normed, pass.head, pass.hidden);
     }
 };
 
 template <class By>
 static void run(const Pass<typename By::Number>& pass) {
     typedef typename By::Number T;
-    typedef typename By::Prepared Prepared;
     Barrier barrier;
 #pragma omp parallel num_threads(pass.threads)
     {
+        const TileUnit unit;
         const long index = omp_get_thread_num();
         Pass<T> here = pass;
         here.threads = omp_get_num_threads();  // may be fewer than were asked for
@@ -334,13 +336,17 @@ static void run(const Pass<typename By::Number>& pass) {
         char* x = aligned((char*)pass.room + index * pass.room_bytes);
         char* normed = aligned(x + pass.rows * pass.hidden * sizeof(T));
         char* prepared = aligned(normed + pass.rows * pass.hidden * sizeof(T));
-        char* scratch = aligned(prepared + pass.rows * widest * sizeof(Prepared));
-        Thread<By>{here, barrier, index, (T*)x, (T*)normed, (Prepared*)prepared, (T*)scratch}.run();
+        char* scratch = aligned(prepared + Input<By>::bytes(pass.rows, widest));
+        Thread<By>{here, barrier, index, (T*)x, (T*)normed, prepared, (T*)scratch}.run();
     }
 }
 
 extern "C" void run_float32(const Pass<float>* pass) { run<ByFloats>(*pass); }
 extern "C" void run_bfloat16(const Pass<BFloat16>* pass) { run<ByPairs>(*pass); }
+
+// Bytes that the input of a product takes, at most.
+extern "C" long room_float32(long rows, long inputs) { return Input<ByFloats>::bytes(rows, inputs); }
+extern "C" long room_bfloat16(long rows, long inputs) { return Input<ByPairs>::bytes(rows, inputs); }
 
 // Move rows of `bytes` bytes from the columns `sources` to the columns `targets`, both ascending and targets[i] <=
 // sources[i], of each head of each buffer. strides: bytes from head to head, of each buffer.

@@ -20,8 +20,9 @@ from lookahead.cpu.products import Linear
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
 MAX_ROWS = 64  # Rows of a pass, at most. Beyond this, torch's products are faster.
-_BLOCK = 48  # BLOCK in decoder.cpp
+_BLOCK = 192 if native.HAS_TILES else 48  # BLOCK in decoder.cpp
 _kernels = cache(partial(native.kernels, "decoder", "run", native.FLOATS, [ctypes.c_void_p]))
+_rooms = cache(partial(native.kernels, "decoder", "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
 _movers = cache(partial(native.kernels, "decoder", "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
 
@@ -169,8 +170,8 @@ class Program:
     def __init__(self, decoder: Decoder):
         self.decoder, self.head_dim = decoder, decoder.head_dim
         first = decoder.layers[0]
-        self.key_heads = first.k.weight.shape[0] // decoder.head_dim
-        self._heads = first.q.weight.shape[0] // decoder.head_dim
+        self.key_heads = first.k.outputs // decoder.head_dim
+        self._heads = first.q.outputs // decoder.head_dim
         self._norms_of_rows = first.q_norm is not None and len(first.q_norm) > decoder.head_dim
         self._room = np.empty(0, np.uint8)
         self._table = np.zeros((len(decoder.layers), _PLACES["output"] + 1), np.int64)
@@ -199,18 +200,19 @@ class Program:
         """
         decoder, rows, table = self.decoder, len(ids), self._table
         heads, itemsize = self._heads, decoder.embedding.element_size()
-        width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.weight.shape[0]
+        width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.outputs
         of_heads, of_keys = heads * decoder.head_dim, self.key_heads * decoder.head_dim
         threads = torch.get_num_threads()
         parts = rows * heads * threads
-        for_each = rows * (itemsize * (2 * width + _BLOCK) + 4 * max(width, of_heads, intermediate)) + 256
+        input_bytes = _rooms()[decoder.embedding.dtype](rows, max(width, of_heads, intermediate))
+        for_each = rows * itemsize * (2 * width + _BLOCK) + input_bytes + 256
         sizes = [itemsize * rows * n for n in (width, of_heads, of_heads, intermediate, of_keys, of_keys)]
         sizes += [4 * parts, 4 * parts, 4 * parts * decoder.head_dim, threads * for_each]
         places = np.cumsum([0] + [-(-size // 64) * 64 for size in sizes])
         if self._room.nbytes < places[-1]:
             self._room = np.empty(places[-1], np.uint8)
         product, q, attended, mlp, k, v, largest, total, sums, room, _ = (self._room.ctypes.data + places).tolist()
-        logits = decoder.embedding.new_empty(1, rows, decoder.head.weight.shape[0])
+        logits = decoder.embedding.new_empty(1, rows, decoder.head.outputs)
         kept = {i: decoder.embedding.new_empty(1, rows, width) for i in outputs}
         for name, out in (("q", q), ("k", k), ("v", v), ("o", product), ("up", mlp), ("down", product)):
             table[:, _PLACES[name] + products.OUT] = out

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import torch
@@ -35,7 +36,7 @@ DAY = 24 * 60 * 60
 _DIGEST = hashlib.sha256().digest_size
 
 FLOATS = torch.float32, torch.bfloat16
-Kernels = Mapping[torch.dtype, Callable[..., None]]
+Kernels = Mapping[torch.dtype, Callable[..., Any]]
 """The versions of a function in a library, by the dtype of their arguments. Empty if there is no library."""
 
 
@@ -46,11 +47,17 @@ def _capability() -> str:
 
 
 CAPABILITY = _capability()
-"""Key of `toolchain.INSTRUCTIONS` for the instructions that torch uses. ATEN_CPU_CAPABILITY can lower it."""
-HAS_BF16 = CAPABILITY == "AVX512_BF16"
+"""Key of `toolchain.INSTRUCTIONS` for the instructions that torch uses.
+
+ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA can lower it.
+"""
+HAS_TILES = CAPABILITY == "AVX512_AMX"
+HAS_BF16 = HAS_TILES or CAPABILITY == "AVX512_BF16"
 
 
-def kernels(name: str, function: str, dtypes: Iterable[torch.dtype], arguments: Sequence[type]) -> Kernels:
+def kernels(
+    name: str, function: str, dtypes: Iterable[torch.dtype], arguments: Sequence[type], result: type | None = None
+) -> Kernels:
     """Return ``function`` of ``name``.cpp, for each dtype that it is defined for; empty if the library is missing."""
     library = _library(name)
     if isinstance(library, str):
@@ -58,7 +65,7 @@ def kernels(name: str, function: str, dtypes: Iterable[torch.dtype], arguments: 
     symbols = {dtype: f"{function}_{str(dtype).removeprefix('torch.')}" for dtype in dtypes}
     found = {dtype: library[symbol] for dtype, symbol in symbols.items() if hasattr(library, symbol)}
     for kernel in found.values():
-        kernel.argtypes, kernel.restype = arguments, None
+        kernel.argtypes, kernel.restype = arguments, result
     return found
 
 

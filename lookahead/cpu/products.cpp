@@ -7,39 +7,40 @@ using namespace products;
 constexpr long BLOCK = 96;        // outputs that a thread takes at a time
 constexpr long SMALL_BLOCK = 24;  // the same for several tiles, so that the weights stay in the processor's cache
 
-// Multiply x [rows][inputs] with each matrix. inputs is a multiple of STRIDE. room: as many floats as x has numbers.
+// Multiply x [rows][inputs] with each matrix. inputs is a multiple of STRIDE. room: as `Input` needs it.
 template <class By>
 static void multiply_all(const typename By::Number* x, const Matrix<typename By::Number>* matrices, long count,
-                         long rows, long inputs, float* room, long threads) {
-    typedef typename By::Prepared Prepared;
+                         long rows, long inputs, void* room, long threads) {
     if (rows == 0) return;
-    const long size = rows > TILE ? SMALL_BLOCK : BLOCK;
+    const long size = BLOCK;
     long blocks = 0;
-    for (long i = 0; i < count; i++) blocks += (matrices[i].outputs + size - 1) / size;
+    bool in_tiles = false;
+    for (long i = 0; i < count; i++) {
+        blocks += (matrices[i].outputs + size - 1) / size;
+        in_tiles |= Input<By>::are_tiles(matrices[i], inputs);
+    }
+    const Input<By> input = {x, rows, inputs, room, in_tiles};
 #pragma omp parallel num_threads(threads)
     {
-        const Prepared* prepared;
-        if constexpr (sizeof(Prepared) == sizeof(typename By::Number)) {
-            prepared = x;
-        } else {
-            prepared = room;
+        const TileUnit unit;
 #pragma omp for schedule(static)
-            for (long i = 0; i < rows * inputs; i += By::STRIDE) By::prepare(x + i, room + i);
-        }
+        for (long part = 0; part < input.parts(); part++) input.make(part);
 #pragma omp for schedule(static)
         for (long block = 0; block < blocks; block++) {
             long before = block, which = 0;
             for (long its; before >= (its = (matrices[which].outputs + size - 1) / size); which++) before -= its;
-            const Matrix<typename By::Number>& matrix = matrices[which];
-            const long begin = before * size, end = std::min(matrix.outputs, begin + size);
-            multiply<By>(rows, prepared, matrix, inputs, begin, end);
+            const long begin = before * size, end = std::min(matrices[which].outputs, begin + size);
+            multiply(input, matrices[which], begin, end);
         }
     }
 }
 
+extern "C" long room_float32(long rows, long inputs) { return Input<ByFloats>::bytes(rows, inputs); }
+extern "C" long room_bfloat16(long rows, long inputs) { return Input<ByPairs>::bytes(rows, inputs); }
+
 #define FOR(NAME, T, BY)                                                                                         \
-    extern "C" void NAME(const T* x, const Matrix<T>* matrices, long count, long rows, long inputs, float* room, \
-                         long threads) {                                                                         \
+    extern "C" void NAME(const T* x, const Matrix<T>* matrices, long count, long rows, long inputs, void* room, \
+                         long threads) {                                                                          \
         multiply_all<BY>(x, matrices, count, rows, inputs, room, threads);                                           \
     }
 

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "weights.h"
+#include "tiles.h"
 
 namespace products {
 
@@ -49,72 +49,6 @@ static INLINE Floats lanes_added(const Floats* v) {
                             std::make_integer_sequence<int, L>());
 }
 
-// Whether weights have a scale for each group of inputs.
-template <class Weight>
-constexpr bool IS_GROUPED = std::is_same_v<Weight, Grouped> || std::is_same_v<Weight, Codes>;
-template <class Weight>
-constexpr bool IS_INDEXED = std::is_same_v<Weight, Indexed>;
-
-template <class Weight>
-static INLINE long bytes_of_row(long inputs) {
-    if (IS_INDEXED<Weight>) return Indexed::bytes(inputs);
-    return std::is_same_v<Weight, Codes> ? inputs / 2 : inputs * sizeof(Weight);
-}
-
-template <class T>
-struct Matrix {
-    const void* weights;         // [outputs] rows of type T, int8_t if there are scales, Codes if there are offsets
-    const T* scales;             // [outputs], or null: what the sum of each output is multiplied by
-    const float* group_scales;   // [outputs][inputs / group], or null: what each weight is multiplied by
-    const float* group_offsets;  // the same, or null: what is then added to each weight
-    const T* bias;               // [outputs], or null
-    T* out;                      // [rows][outputs]
-    long outputs;
-    long group;      // inputs with one scale: all, if there are no group_scales
-    const T* whole;  // [outputs][inputs], or null: what the weights were made of; then their type is Indexed
-
-    template <class Weight>
-    const Weight* row(long output, long inputs) const {
-        return (const Weight*)((const char*)weights + output * bytes_of_row<Weight>(inputs));
-    }
-
-    // Outputs first..first+count-1 alone, which go elsewhere.
-    Matrix part(long first, long count, long inputs, T* to) const {
-        const void* const from = whole                    ? (const void*)row<Indexed>(first, inputs)
-                                 : group_offsets          ? (const void*)row<Codes>(first, inputs)
-                                 : scales || group_scales ? (const void*)row<int8_t>(first, inputs)
-                                                          : (const void*)row<T>(first, inputs);
-        return {from, scales ? scales + first : nullptr, of_groups(group_scales, first, inputs),
-                of_groups(group_offsets, first, inputs), bias ? bias + first : nullptr, to, count, group,
-                whole ? whole + first * inputs : nullptr};
-    }
-
-    // The scales or offsets from an output on.
-    const float* of_groups(const float* all, long output, long inputs) const {
-        return all ? all + output * (inputs / group) : nullptr;
-    }
-
-    // Store outputs first..first+O-1 of M rows from sums[m][o], an array of 32 numbers.
-    template <int M, int O>
-    INLINE void put(float* sums, long row, long first) const {
-        T numbers[32];
-        if (bias && !scales)
-            UNROLL for (int i = 0; i < M * O; i++) sums[i] += number(bias[first + i % O]);
-        UNROLL for (int i = 0; i < M * O; i += 16) store(*(const Unaligned<Lanes<16>::Floats>*)(sums + i), numbers + i);
-        UNROLL for (int m = 0; m < M; m++) memcpy(out + (row + m) * outputs + first, numbers + m * O, O * sizeof(T));
-    }
-
-    // Multiply stored sums by the scales, and add the bias. Rounds twice, as torchao does.
-    void scale(long row, long rows, long begin, long end) const {
-        for (; rows > 0; rows--, row++) {
-            T* to = out + row * outputs;
-            for (long i = begin; i < end; i++) store(number(to[i]) * number(scales[i]), to + i);
-            if (bias)
-                for (long i = begin; i < end; i++) store(number(to[i]) + number(bias[i]), to + i);
-        }
-    }
-};
-
 // Where the weights stand that a tile will want when it has done with others.
 struct Next {
     long outputs, inputs;  // so many further on
@@ -124,8 +58,9 @@ struct Next {
 template <class Weight>
 static INLINE void prefetch(const char* row, long inputs, long i) {
     if constexpr (IS_INDEXED<Weight>) {
-        __builtin_prefetch(row + i, 0, 1);
-        __builtin_prefetch(row + Indexed::codes(inputs) + i / 2, 0, 1);
+        const Indexed::Rows<const uint8_t> of = {(const uint8_t*)row, 0, inputs};
+        __builtin_prefetch(of.lower(0, i), 0, 1);
+        __builtin_prefetch(of.codes(0, i), 0, 1);
     } else {
         __builtin_prefetch(row + bytes_of_row<Weight>(i), 0, 1);
     }
@@ -152,7 +87,7 @@ static INLINE void add_products(const typename By::Prepared* x, const Matrix<typ
                 const char* const row = (const char*)rows + o * bytes;
                 const char* const at = row + bytes_of_row<Weight>(i);
                 if constexpr (IS_INDEXED<Weight>)
-                    Indexed::read((const Indexed*)row, whole + o * inputs, inputs, i, w[o]);
+                    Indexed::read({(const uint8_t*)row, 0, inputs}, 0, whole + o * inputs, i, w[o]);
                 else if constexpr (std::is_same_v<Weight, Codes>)
                     w[o][0] = By::factors((const Codes*)at, scales[o * groups + g], offsets[o * groups + g]);
                 else if constexpr (std::is_same_v<Weight, Grouped>)
@@ -226,21 +161,61 @@ static void multiply_some(int rows, const typename By::Prepared* x, const Matrix
     }
 }
 
+// An input of products as the kernels take it. What is not taken as it is, is made ready in a number of parts.
+template <class By>
+struct Input {
+    typedef typename By::Number T;
+    typedef typename By::Prepared Prepared;
+    static constexpr bool IS_CONVERTED = sizeof(Prepared) != sizeof(T);
+
+    const T* x;  // [rows][inputs]
+    long rows, inputs;
+    void* room;  // of `bytes`
+    bool in_tiles;
+
+#ifdef HAS_TILES
+    static long bytes(long rows, long inputs) { return bytes_of_tiles<T>(rows, inputs); }
+    static bool are_tiles(const Matrix<T>& matrix, long inputs) { return takes_tiles(matrix, inputs); }
+    long parts() const { return in_tiles ? inputs / DEPTH : 0; }
+    void make(long part) const { fill_tiles(x, rows, inputs, part, (Ints*)room); }
+#else
+    static long bytes(long rows, long inputs) { return IS_CONVERTED ? rows * inputs * sizeof(Prepared) : 0; }
+    static bool are_tiles(const Matrix<T>&, long) { return false; }
+    long parts() const { return IS_CONVERTED ? rows : 0; }
+    void make(long part) const {
+        if constexpr (IS_CONVERTED)
+            for (long i = part * inputs; i < (part + 1) * inputs; i += By::STRIDE)
+                By::prepare(x + i, (Prepared*)room + i);
+    }
+#endif
+    const Prepared* row(long row) const { return (IS_CONVERTED ? (const Prepared*)room : (const Prepared*)x) + row * inputs; }
+};
+
 // The same for any number of rows, in tiles of about equal size, and for weights of any type.
 template <class By>
-static void multiply(long rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long inputs,
-                     long begin, long end) {
-    const long tiles = (rows + TILE - 1) / TILE, rows_of_tile = (rows + tiles - 1) / tiles;
+static void multiply_vectors(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end) {
+    const long tiles = (x.rows + TILE - 1) / TILE, rows_of_tile = (x.rows + tiles - 1) / tiles;
     const auto some = matrix.group_offsets  ? multiply_some<By, Codes>
                       : matrix.group_scales ? multiply_some<By, Grouped>
                       : matrix.scales       ? multiply_some<By, int8_t>
-#ifdef __AVX2__
+#if defined(__AVX2__) && !defined(HAS_TILES)
                       : matrix.whole ? multiply_some<By, Indexed>
 #endif
                                      : multiply_some<By, typename By::Number>;
-    for (long row = 0; row < rows; row += rows_of_tile)
-        some(std::min(rows_of_tile, rows - row), x + row * inputs, matrix, row, inputs, begin, end);
-    if (matrix.scales) matrix.scale(0, rows, begin, end);
+    for (long row = 0; row < x.rows; row += rows_of_tile)
+        some(std::min(rows_of_tile, x.rows - row), x.row(row), matrix, row, x.inputs, begin, end);
+}
+
+// The products of all rows with outputs begin..end-1.
+template <class By>
+static void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end) {
+#ifdef HAS_TILES
+    if (x.are_tiles(matrix, x.inputs))
+        multiply_in_tiles<By>(x.rows, (const Ints*)x.room, matrix, x.inputs, begin, end);
+    else
+#endif
+        multiply_vectors<By>(x, matrix, begin, end);
+    if (matrix.scales) matrix.scale(0, x.rows, begin, end);
 }
 
 }  // namespace products

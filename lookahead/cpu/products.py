@@ -34,6 +34,7 @@ SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FIELDS, OUT = 9, 5  # of a Matrix in products.h: how many there are, and the place of its output
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 kernels = cache(partial(native.kernels, "products", "multiply", native.FLOATS, _ARGUMENTS))
+_rooms = cache(partial(native.kernels, "products", "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
 
 
 class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
@@ -61,6 +62,10 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
             return cls(weight, None, layer.bias)
         data, scales = quantized  # torchao, too, rounds scales of outputs, and computes weights of groups in float32
         return cls(data, scales.to(weight.dtype if scales.ndim == 1 else torch.float32), layer.bias)
+
+    @property
+    def outputs(self) -> int:
+        return (self.weight if self.whole is None else self.whole).shape[0]
 
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
         """The fields of a Matrix in products.h."""
@@ -203,12 +208,11 @@ def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
     matrices: list[int] = []
     outs: list[torch.Tensor] = []
     for linear in linears:
-        outs.append(input.new_empty((*shape, linear.weight.shape[0])))
+        outs.append(input.new_empty((*shape, linear.outputs)))
         matrices += linear.matrix(outs[-1])
-    is_prepared = input.dtype == torch.bfloat16 and not native.HAS_BF16  # the kernel first converts the input to floats
-    room = input.new_empty(rows * inputs, dtype=torch.float32) if is_prepared else None
+    room = input.new_empty(_rooms()[input.dtype](rows, inputs), dtype=torch.uint8)
     kernels()[input.dtype](
-        input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(linears), rows, inputs, pointer(room),
+        input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(linears), rows, inputs, room.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return outs

@@ -13,6 +13,7 @@ from pathlib import Path
 SECONDS = 120  # time limit for the compiler, which needs about two seconds
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 INSTRUCTIONS = {  # compiler options by the processor's capability, in torch's words
+    "AVX512_AMX": (*_AVX512, "-mavx512bf16", "-DHAS_TILES"),
     "AVX512_BF16": (*_AVX512, "-mavx512bf16"),
     "AVX512": _AVX512,
     "AVX2": ("-mavx2", "-mfma"),

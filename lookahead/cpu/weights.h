@@ -202,17 +202,39 @@ struct ByPairs {
 };
 #endif
 
-// A row of bf16 numbers in 12 bits each. Trained weights have few exponents, so the upper bytes of a row are seldom more
-// than sixteen. The row holds the lower bytes of all weights; codes of 4 bits, which say where the upper bytes stand in
-// a table; the table; and for each block of weights whether it has an upper byte that is not in the table. Such a block
-// is read from the matrix that the row was made of. That may be float32, if its weights are bf16 numbers.
+// Rows of bf16 numbers in 12 bits each. Trained weights have few exponents, so the upper bytes of a row are seldom more
+// than sixteen. Held are the lower bytes of all weights; codes of 4 bits, which say where the upper bytes stand in a
+// table; the table; and for each block of weights whether it has an upper byte that is not in the table. Such a block is
+// read from the matrix that the rows were made of. That may be float32, if its weights are bf16 numbers.
 struct Indexed {
-    static constexpr long BLOCK = 4 * L;  // weights that are read at a time, as two vectors of pairs
+    static constexpr long BLOCK = 4 * L;  // weights of a row that are read at a time, as two vectors of pairs
+#ifdef HAS_TILES
+    static constexpr long TOGETHER = 16;  // rows with one table, whose blocks take turns: a tile is read in one go
+#else
+    static constexpr long TOGETHER = 1;
+#endif
 
-    static INLINE long codes(long inputs) { return inputs; }
-    static INLINE long table(long inputs) { return inputs * 3 / 2; }
-    static INLINE long others(long inputs) { return inputs * 3 / 2 + 16; }
-    static INLINE long bytes(long inputs) { return (others(inputs) + inputs / BLOCK + 63) / 64 * 64; }
+    uint8_t byte;
+
+    static INLINE long bytes(long inputs) { return (inputs * 3 / 2 + 16 + inputs / BLOCK + 63) / 64 * 64; }
+
+    // Where the parts of TOGETHER rows stand, of which `row` is one.
+    template <class Byte>
+    struct Rows {
+        Byte* const first;
+        const long inputs;
+
+        Rows(Byte* matrix, long row, long inputs) : first(matrix + row / TOGETHER * TOGETHER * bytes(inputs)), inputs(inputs) {}
+        Byte* table() const { return first + inputs * 3 / 2 * TOGETHER; }
+        Byte* others(long i) const { return table() + 16 + i / BLOCK; }  // of the blocks that begin at input i
+        Byte* lower(long row, long i) const {
+            return first + (TOGETHER == 1 ? i : i * 3 / 2 * TOGETHER + row % TOGETHER * BLOCK);
+        }
+        Byte* codes(long row, long i) const {
+            return first + (TOGETHER == 1 ? inputs + i / 2
+                                          : (i * 3 / 2 + BLOCK) * TOGETHER + row % TOGETHER * BLOCK / 2);
+        }
+    };
 
     // The weight of a block whose bytes stand at this place, so that they are unpacked into the order of the inputs. The
     // pairs of bf16 inputs are neighbours. Those of floats are L numbers apart.
@@ -230,33 +252,34 @@ struct Indexed {
         return (first >> 16 & 0xffff) | (second & ~0xffff);
     }
 
-    // Read the block that begins at input i of a row. whole: the row that this one was made of. There is no such way of
-    // reading without AVX2.
+    // A block of these bytes and codes. There is no such way of reading without AVX2.
+    static void look_up(const uint8_t* lower, const uint8_t* codes, const uint8_t* table, Ints* two);
+
+    // The block that begins at input i of a row. whole: the row that this one was made of.
     template <class T>
-    static void read(const Indexed* indexed, const T* whole, long inputs, long i, Ints* two);
+    static INLINE void read(const Rows<const uint8_t>& rows, long row, const T* whole, long i, Ints* two) {
+        if (*rows.others(i))
+            two[0] = pairs(whole + i), two[1] = pairs(whole + i + 2 * L);
+        else
+            look_up(rows.lower(row, i), rows.codes(row, i), rows.table(), two);
+    }
 };
 
 #ifdef __AVX2__
-template <class T>
-INLINE void Indexed::read(const Indexed* indexed, const T* whole, long inputs, long i, Ints* two) {
-    const uint8_t* const row = (const uint8_t*)indexed;
-    if (row[others(inputs) + i / BLOCK]) {
-        two[0] = pairs(whole + i), two[1] = pairs(whole + i + 2 * L);
-        return;
-    }
-    const __m128i sixteen = _mm_loadu_si128((const __m128i*)(row + table(inputs)));
+INLINE void Indexed::look_up(const uint8_t* lower_bytes, const uint8_t* codes, const uint8_t* table, Ints* two) {
+    const __m128i sixteen = _mm_loadu_si128((const __m128i*)table);
 #ifdef __AVX512F__
-    const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(row + codes(inputs) + i / 2)));
+    const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)codes));
     const __m512i down = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);  // the upper half
     const __m512i all = _mm512_srlv_epi16(twice, down);
-    const __m512i code = _mm512_and_si512(all, _mm512_set1_epi8(15)), lower = _mm512_loadu_si512(row + i);
+    const __m512i code = _mm512_and_si512(all, _mm512_set1_epi8(15)), lower = _mm512_loadu_si512(lower_bytes);
     const __m512i upper = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen), code);
     two[0] = (Ints)_mm512_unpacklo_epi8(lower, upper), two[1] = (Ints)_mm512_unpackhi_epi8(lower, upper);
 #else
-    const __m128i half = _mm_loadu_si128((const __m128i*)(row + codes(inputs) + i / 2));
+    const __m128i half = _mm_loadu_si128((const __m128i*)codes);
     const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(half), _mm_srli_epi16(half, 4), 1);
     const __m256i code = _mm256_and_si256(all, _mm256_set1_epi8(15));
-    const __m256i lower = _mm256_loadu_si256((const __m256i*)(row + i));
+    const __m256i lower = _mm256_loadu_si256((const __m256i*)lower_bytes);
     const __m256i upper = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(sixteen), code);
     two[0] = (Ints)_mm256_unpacklo_epi8(lower, upper), two[1] = (Ints)_mm256_unpackhi_epi8(lower, upper);
 #endif

@@ -1,0 +1,78 @@
+// A matrix of weights, in whatever form they are, and what becomes of its sums.
+
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "weights.h"
+
+namespace products {
+
+// Whether weights have a scale for each group of inputs.
+template <class Weight>
+constexpr bool IS_GROUPED = std::is_same_v<Weight, Grouped> || std::is_same_v<Weight, Codes>;
+template <class Weight>
+constexpr bool IS_INDEXED = std::is_same_v<Weight, Indexed>;
+
+template <class Weight>
+static INLINE long bytes_of_row(long inputs) {
+    if (IS_INDEXED<Weight>) return Indexed::bytes(inputs);
+    return std::is_same_v<Weight, Codes> ? inputs / 2 : inputs * sizeof(Weight);
+}
+
+template <class T>
+struct Matrix {
+    const void* weights;         // [outputs] rows of type T, int8_t if there are scales, Codes if there are offsets
+    const T* scales;             // [outputs], or null: what the sum of each output is multiplied by
+    const float* group_scales;   // [outputs][inputs / group], or null: what each weight is multiplied by
+    const float* group_offsets;  // the same, or null: what is then added to each weight
+    const T* bias;               // [outputs], or null
+    T* out;                      // [rows][outputs]
+    long outputs;
+    long group;      // inputs with one scale: all, if there are no group_scales
+    const T* whole;  // [outputs][inputs], or null: what the weights were made of; then their type is Indexed
+
+    template <class Weight>
+    const Weight* row(long output, long inputs) const {
+        return (const Weight*)((const char*)weights + output * bytes_of_row<Weight>(inputs));
+    }
+
+    // Outputs first..first+count-1 alone, which go elsewhere.
+    Matrix part(long first, long count, long inputs, T* to) const {
+        const void* const from = whole                    ? (const void*)row<Indexed>(first, inputs)
+                                 : group_offsets          ? (const void*)row<Codes>(first, inputs)
+                                 : scales || group_scales ? (const void*)row<int8_t>(first, inputs)
+                                                          : (const void*)row<T>(first, inputs);
+        return {from, scales ? scales + first : nullptr, of_groups(group_scales, first, inputs),
+                of_groups(group_offsets, first, inputs), bias ? bias + first : nullptr, to, count, group,
+                whole ? whole + first * inputs : nullptr};
+    }
+
+    // The scales or offsets from an output on.
+    const float* of_groups(const float* all, long output, long inputs) const {
+        return all ? all + output * (inputs / group) : nullptr;
+    }
+
+    // Store outputs first..first+O-1 of M rows from sums[m][o], an array of 32 numbers.
+    template <int M, int O>
+    INLINE void put(float* sums, long row, long first) const {
+        T numbers[32];
+        if (bias && !scales)
+            UNROLL for (int i = 0; i < M * O; i++) sums[i] += number(bias[first + i % O]);
+        UNROLL for (int i = 0; i < M * O; i += 16) store(*(const Unaligned<Lanes<16>::Floats>*)(sums + i), numbers + i);
+        UNROLL for (int m = 0; m < M; m++) memcpy(out + (row + m) * outputs + first, numbers + m * O, O * sizeof(T));
+    }
+
+    // Multiply stored sums by the scales, and add the bias. Rounds twice, as torchao does.
+    void scale(long row, long rows, long begin, long end) const {
+        for (; rows > 0; rows--, row++) {
+            T* to = out + row * outputs;
+            for (long i = begin; i < end; i++) store(number(to[i]) * number(scales[i]), to + i);
+            if (bias)
+                for (long i = begin; i < end; i++) store(number(to[i]) + number(bias[i]), to + i);
+        }
+    }
+};
+
+}  // namespace products
