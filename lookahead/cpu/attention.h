@@ -15,6 +15,7 @@
 namespace attention {
 
 constexpr int KEYS = 64, MAX_SIZE = 256, LANES = 32;
+constexpr int TILE_QUERIES = 128;  // queries that share the tiles of keys and values
 // Lanes of a vector, at most: a wider one than the processor's would stay in memory. And vectors for sums.
 #ifdef __AVX512F__
 constexpr int WIDEST = 16, REGISTERS = 16;
@@ -22,6 +23,11 @@ constexpr int WIDEST = 16, REGISTERS = 16;
 constexpr int WIDEST = 8, REGISTERS = 8;
 #else
 constexpr int WIDEST = 4, REGISTERS = 8;
+#endif
+#ifdef HAS_TILES
+constexpr bool HAS_TILE_UNIT = true;
+#else
+constexpr bool HAS_TILE_UNIT = false;
 #endif
 constexpr float HIDDEN = std::numeric_limits<float>::lowest();
 
@@ -152,6 +158,13 @@ struct Part {
 };
 
 template <class T>
+struct Attention;
+
+#ifdef HAS_TILES
+static void block_in_tiles(const Attention<BFloat16>& all, long head, long first, long begin, long end, const Part* part);
+#endif
+
+template <class T>
 struct Attention {
     const T *query, *key, *value;
     const T* mask;       // [rows][masked], added to the scores of the last keys
@@ -161,11 +174,17 @@ struct Attention {
     float scaling;
 
     long queries() const { return heads / key_heads * rows; }  // of a key head
-    long blocks() const { return (queries() + LANES - 1) / LANES; }
+    bool in_tiles() const { return HAS_TILE_UNIT && sizeof(T) == 2 && size % 32 == 0; }
+    long lanes() const { return in_tiles() ? TILE_QUERIES : LANES; }
+    long blocks() const { return (queries() + lanes() - 1) / lanes(); }
 
-    // Queries of a key head, from `first` on, LANES at most, over keys begin..end-1. Without a part, these are all keys,
+    // Queries of a key head, from `first` on, `lanes` at most, over keys begin..end-1. Without a part, these are all keys,
     // and the result goes to `out`.
     void block(long head, long first, long begin, long end, const Part* part = nullptr) const {
+#ifdef HAS_TILES
+        if constexpr (sizeof(T) == 2)
+            if (in_tiles()) return block_in_tiles(*this, head, first, begin, end, part);
+#endif
 #ifdef __AVX512BF16__
         if constexpr (sizeof(T) == 2)
             if (size % 16 == 0) return block_by<ByPairs>(head, first, begin, end, part);

@@ -13,8 +13,8 @@
 #include <omp.h>
 #include <sched.h>
 
-#include "attention.h"
 #include "products.h"
+#include "tile_attention.h"
 
 using namespace products;
 
@@ -258,7 +258,7 @@ struct Thread {
                                    pass.sums + i * queries * pass.size};
         };
         for (long item = index; item < heads * blocks * parts; item += pass.threads) {
-            const long part = item % parts, head = item / parts % heads, first = item / parts / heads * attention::LANES;
+            const long part = item % parts, head = item / parts % heads, first = item / parts / heads * all.lanes();
             const attention::Part to = part_of(head * parts + part);
             all.block(head, first, keys * part / parts, keys * (part + 1) / parts, parts > 1 ? &to : nullptr);
         }

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "tiles.h"
+#include "tile_products.h"
 
 namespace products {
 

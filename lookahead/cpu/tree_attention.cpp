@@ -1,13 +1,17 @@
 // Attention of single layers (`attention.h`).
 
-#include "attention.h"
+#include "tile_attention.h"
 
 template <class T>
 static void attend(const attention::Attention<T>& attention, long threads) {
     const long blocks = attention.blocks();
-#pragma omp parallel for num_threads(threads)
-    for (long item = 0; item < attention.key_heads * blocks; item++)
-        attention.block(item / blocks, item % blocks * attention::LANES, 0, attention.keys);
+#pragma omp parallel num_threads(threads)
+    {
+        const products::TileUnit unit;
+#pragma omp for
+        for (long item = 0; item < attention.key_heads * blocks; item++)
+            attention.block(item / blocks, item % blocks * attention.lanes(), 0, attention.keys);
+    }
 }
 
 // query [heads][rows][size], with strides. key, value [key_heads][keys][size], key_stride from head to head. size is at

@@ -1,0 +1,207 @@
+// Attention in bf16 by the processor's matrix unit (`tiles.h`), with the arguments and the sums of `attention.h`.
+//
+// The lanes of a vector are SIDE queries that share a key head. The unit multiplies them with SIDE keys, and the weights
+// that become of the scores, rounded to bf16, with SIDE numbers of the values.
+
+#pragma once
+
+#include "attention.h"
+#include "tiles.h"
+
+namespace attention {
+
+#ifdef HAS_TILES
+
+using products::DEPTH, products::Floats, products::Ints, products::repeat, products::SIDE;
+
+struct TileBlock {
+    static constexpr long KEYS = 256, GROUPS = TILE_QUERIES / SIDE, STEPS = MAX_SIZE / DEPTH, PLACES = MAX_SIZE / SIDE;
+    typedef Ints Tile[SIDE];
+
+    const Attention<BFloat16>& all;
+    const long head, first, size = all.size;
+    const bool is_causal = !all.mask && !all.hidden;
+    const long free = all.keys - (is_causal ? all.rows : all.masked);  // number of first keys, which all rows see
+    const BFloat16* key;                                               // the first of those at hand
+    alignas(64) Tile queries[GROUPS][STEPS];             // pairs of numbers by queries
+    alignas(64) Tile values[KEYS / DEPTH][PLACES];       // pairs of keys by numbers
+    alignas(64) Tile weights[KEYS / DEPTH];              // queries by pairs of keys
+    alignas(64) BFloat16 last_keys[SIDE * MAX_SIZE];     // if they are fewer than SIDE: then followed by others
+    alignas(64) Floats scores[KEYS], products[4][SIDE];  // by queries; by numbers
+    alignas(64) Floats sums[GROUPS][SIDE][PLACES], largest[GROUPS], total[GROUPS];
+    int row[GROUPS][SIDE];
+
+    TileBlock(const Attention<BFloat16>& all, long head, long first) : all(all), head(head), first(first) {}
+
+    int groups() const { return std::min<long>(GROUPS, (all.queries() - first + SIDE - 1) / SIDE); }
+    int lanes(int group) const { return std::min<long>(SIDE, all.queries() - first - group * SIDE); }
+    long head_of(int group, int lane) const {
+        return head * (all.heads / all.key_heads) + (first + group * SIDE + lane) / all.rows;
+    }
+
+    void take_queries(int group) {
+        for (int lane = 0; lane < SIDE; lane++) row[group][lane] = (first + group * SIDE + lane) % all.rows;
+        for (long step = 0; step < size / DEPTH; step++) {
+            Ints v[SIDE] = {};
+            for (int lane = 0; lane < lanes(group); lane++) {
+                const long offset = head_of(group, lane) * all.head_stride + row[group][lane] * all.row_stride;
+                v[lane] = *(const products::Unaligned<Ints>*)(all.query + offset + step * DEPTH);
+            }
+            products::transpose(v);
+            memcpy(queries[group][step], v, sizeof v);
+        }
+        memset(sums[group], 0, sizeof sums[group]);
+        largest[group] = Floats{} + HIDDEN, total[group] = Floats{};
+    }
+
+    // n keys and values from key `begin` on.
+    void take_keys(long begin, long n) {
+        const long offset = head * all.key_stride + begin * size;
+        const BFloat16* const value = all.value + offset;
+        key = all.key + offset;
+        memcpy(last_keys, key + n / SIDE * SIDE * size, n % SIDE * size * sizeof(BFloat16));
+        for (long j = 0; j < n; j += 2)
+            for (long place = 0; place < size / SIDE; place += 2)
+                pair(value + j * size + place * SIDE, j + 1 < n, &values[j / DEPTH][place][j % DEPTH / 2]);
+        for (long j = n + n % 2; j % DEPTH; j += 2)
+            for (long place = 0; place < size / SIDE; place++) values[j / DEPTH][place][j % DEPTH / 2] = Ints{};
+    }
+
+    // DEPTH numbers of a value, paired with those of the next value, or else with zeros: a row of each of two tiles.
+    INLINE void pair(const BFloat16* x, bool has_next, Ints* to) const {
+        const __m512i a = _mm512_loadu_si512(x), b = has_next ? _mm512_loadu_si512(x + size) : _mm512_setzero_si512();
+        const __m512i halves = _mm512_or_si512(products::PLACES, _mm512_slli_epi32(_mm512_or_si512(products::PLACES, _mm512_set1_epi32(32)), 16));
+        to[0] = (Ints)_mm512_permutex2var_epi16(a, halves, b);
+        to[SIDE] = (Ints)_mm512_permutex2var_epi16(a, _mm512_add_epi16(halves, _mm512_set1_epi16(16)), b);
+    }
+
+    // Let the queries of a group see n keys.
+    void see(int group, long begin, long n) {
+        const int* const rows = row[group];
+        if (is_causal && begin > free + *std::max_element(rows, rows + lanes(group))) return;
+        for (long j = 0; j < n; j += 4 * SIDE) score(group, j, n);
+        const long least = is_causal ? *std::min_element(rows, rows + lanes(group)) + 1 : 0;  // masked keys that all see
+        Floats now = largest[group];
+        for (long j = 0; j < n; j++) scores[j] *= all.scaling;
+        for (long j = std::max(0L, free + least - begin); j < n; j += SIDE) mask(group, begin + j - free, scores + j, n - j);
+        for (long j = 0; j < n; j++) now = scores[j] > now ? scores[j] : now;
+        const Floats fade = exponential<SIDE>(largest[group] - now);
+        total[group] *= fade, largest[group] = now;
+        for (long j = 0; j < n; j += DEPTH) total[group] += weigh(now, j, n);
+        for (long place = 0; place < size / SIDE;)
+            place += size / SIDE - place < 4 ? add<2>(group, place, n, fade) : add<4>(group, place, n, fade);
+    }
+
+    // The scores of up to four tiles of keys.
+    INLINE void score(int group, long j, long n) {
+        repeat<4>([](auto tile) { products::clear_tile<tile>(); });
+        for (long step = 0; step < size / DEPTH; step++) {
+            products::load_tile<7>(queries[group][step], products::TILE_BYTES / SIDE);
+            repeat<4>([&](auto tile) {
+                const long of = j + tile * SIDE;
+                if (of >= n) return;
+                constexpr int KEY = 4 + tile % 3;
+                products::load_tile<KEY>((of + SIDE > n ? last_keys : key + of * size) + step * DEPTH, size * sizeof(BFloat16));
+                products::add_tiles<tile, KEY, 7>();
+            });
+        }
+        repeat<4>([&](auto tile) { products::store_tile<tile>(scores + j + tile * SIDE); });
+    }
+
+    // The weights of the values of DEPTH keys, as a tile. Returns what they add up to.
+    INLINE Floats weigh(Floats largest, long j, long n) {
+        Floats added[2] = {};
+        Ints v[SIDE];
+        UNROLL for (int i = 0; i < SIDE; i++) {
+            Ints halves[2];
+            UNROLL for (int k = 0; k < 2; k++) {
+                const Floats weight = j + 2 * i + k < n ? exponential<SIDE>(scores[j + 2 * i + k] - largest) : Floats{};
+                added[k] += weight;
+                halves[k] = (Ints)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)weight));
+            }
+            v[i] = halves[0] | halves[1] << 16;
+        }
+        products::transpose(v);
+        memcpy(weights[j / DEPTH], v, sizeof v);
+        return added[0] + added[1];
+    }
+
+    // Add D tiles of the weighted values. Returns D.
+    template <int D>
+    INLINE int add(int group, long place, long n, Floats fade) {
+        repeat<D>([](auto tile) { products::clear_tile<tile>(); });
+        for (long j = 0; j < n; j += DEPTH) {
+            products::load_tile<7>(weights[j / DEPTH], products::TILE_BYTES / SIDE);
+            repeat<D>([&](auto tile) {
+                constexpr int VALUE = 4 + tile % 3;
+                products::load_tile<VALUE>(values[j / DEPTH][place + tile], products::TILE_BYTES / SIDE);
+                products::add_tiles<tile, 7, VALUE>();
+            });
+        }
+        repeat<D>([&](auto tile) { products::store_tile<tile>(products[tile]); });
+        for (int lane = 0; lane < lanes(group); lane++)
+            repeat<D>([&](auto tile) {
+                Floats& sum = sums[group][lane][place + tile];
+                sum = sum * fade[lane] + products[tile][lane];
+            });
+        return D;
+    }
+
+    // Add to the scores of up to SIDE masked keys, from masked key j on, whose places are given.
+    INLINE void mask(int group, long j, Floats* places, long n) const {
+        const __mmask16 some = n < SIDE ? (1 << n) - 1 : -1;
+        Floats added[SIDE] = {};
+        if (is_causal) {
+            const Ints rows = *(const products::Unaligned<Ints>*)row[group];
+            for (int i = 0; i < SIDE; i++) added[i] = Ints{} + int(j + i) > rows ? Floats{} + HIDDEN : Floats{};
+        } else {
+            for (int lane = 0; lane < lanes(group); lane++) {
+                const long of = row[group][lane] * all.masked + j;
+                if (all.mask) {
+                    const __m256i numbers = _mm256_maskz_loadu_epi16(some, all.mask + of);
+                    added[lane] = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16);
+                } else {
+                    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, all.hidden + of));
+                    added[lane] = (Ints)bytes != 0 ? Floats{} + HIDDEN : Floats{};
+                }
+            }
+            products::transpose(added);
+        }
+        for (long i = 0; i < std::min<long>(n, SIDE); i++) places[i] += added[i];
+    }
+
+    void put(int group, const Part* part) {
+        for (int lane = 0; lane < lanes(group); lane++) {
+            const long query = first + group * SIDE + lane;
+            BFloat16* const out = all.out + (row[group][lane] * all.heads + head_of(group, lane)) * size;
+            if (part) part->largest[query] = largest[group][lane], part->total[query] = total[group][lane];
+            for (long place = 0; place < size / SIDE; place++) {
+                const Floats sum = sums[group][lane][place];
+                if (part)
+                    store(sum, part->sums + query * size + place * SIDE);
+                else
+                    store(sum / total[group][lane], out + place * SIDE);
+            }
+        }
+    }
+
+    void run(long begin, long end, const Part* part) {
+        for (int group = 0; group < groups(); group++) take_queries(group);
+        const long rows = first % all.rows + std::min<long>(all.queries() - first, TILE_QUERIES);  // if in one head
+        if (is_causal) end = std::min(end, free + std::min(rows, all.rows));
+        for (; begin < end; begin += KEYS) {
+            const long n = std::min<long>(KEYS, end - begin);
+            take_keys(begin, n);
+            for (int group = 0; group < groups(); group++) see(group, begin, n);
+        }
+        for (int group = 0; group < groups(); group++) put(group, part);
+    }
+};
+
+static void block_in_tiles(const Attention<BFloat16>& all, long head, long first, long begin, long end, const Part* part) {
+    TileBlock(all, head, first).run(begin, end, part);
+}
+
+#endif
+
+}  // namespace attention
