@@ -187,16 +187,19 @@ def multinomial_is_race() -> bool:
 def cpu_capability() -> str:
     """The instructions that torch uses: DEFAULT, AVX2, AVX512, AVX512_BF16 or AVX512_AMX. DEFAULT if torch does not say.
 
-    ONEDNN_MAX_CPU_ISA, which keeps torch's products in bf16 from some instructions, counts here too. For AMX, the
-    system is asked to let this process use the unit.
+    ONEDNN_MAX_CPU_ISA, which keeps torch's products in bf16 from using some of them, counts here too. AMX counts if the
+    system lets this process use it.
     """
     capability = "DEFAULT"
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     with suppress(AttributeError, RuntimeError):
         capability = torch.backends.cpu.get_cpu_capability()
-        if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported() and most not in ("AVX512_CORE", "AVX512_CORE_VNNI"):
+        if capability != "AVX512" or most in ("AVX512_CORE", "AVX512_CORE_VNNI"):
+            return capability
+        if torch.cpu._is_avx512_bf16_supported():
             capability = "AVX512_BF16"
-            if ("AMX" in most or most in ("DEFAULT", "ALL")) and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+            allowed = most in ("ALL", "DEFAULT") or "AMX" in most
+            if allowed and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
                 capability = "AVX512_AMX"
     return capability
 

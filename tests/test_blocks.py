@@ -51,11 +51,13 @@ def unpacked(kind: str, outputs: int, blocks_of_32: int, size: float) -> torch.T
 
 
 def assert_same_products(found: Linear, linear: Linear, dtype: torch.dtype, rows: tuple[int, ...] = (1, 5, 17)) -> None:
-    """Both layers make the same of random inputs, to the last bit. linear: not packed."""
+    """Both layers make the same of random inputs, to the last bit, if the same kernel serves them. linear: not packed."""
+    in_tiles = native.HAS_TILES and dtype == torch.float32 and found.whole is not None
     for n in rows:
         input = torch.randn(n, linear.weight.shape[1]).to(dtype)
         (expected,), (got,) = products.multiply(input, [linear]), products.multiply(input, [found])
-        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        error = 1e-6 * (input.abs() @ linear.weight.abs().T + 1) if in_tiles else torch.zeros(())
+        assert (((got - expected).abs() <= error) | (got.isnan() & expected.isnan()) | (got == expected)).all()
 
 
 def test_there_are_finders():
@@ -129,7 +131,9 @@ def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed)
     note(f"{dtype=} {outputs=} {groups=} {spread=} {rare=} {seed=}")
     torch.manual_seed(seed)
     shape = outputs, 64 * groups
-    weight = (torch.randn(shape) * (spread * torch.randn(outputs, 1)).exp()).bfloat16().to(dtype)
+    numbers = torch.randn(shape)
+    numbers += 0.01 * numbers.sign()  # none is so small that its upper byte is rare
+    weight = (numbers * (spread * torch.randn(outputs, 1)).exp()).bfloat16().to(dtype)
     odd = torch.tensor([0.0, -0.0, 1e-39, 1e30, torch.inf, torch.nan])[torch.randint(6, shape)].bfloat16().to(dtype)
     weight = torch.where(torch.rand(shape) < rare, odd, weight)
     linear = Linear(weight, None, torch.randn(outputs).to(dtype) if seed % 2 else None)
@@ -137,9 +141,10 @@ def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed)
     if not can_index(dtype):
         assert found is linear
         return
-    if rare == 0:
+    together = blocks.TOGETHER
+    if rare == 0 and (spread == 0 or together == 1):  # rows together have one table
         assert found.whole is weight
-        assert found.weight.nbytes <= outputs * (96 * groups + 2 * groups + 80)
+        assert found.weight.nbytes <= -(-outputs // together) * together * (96 * groups + 2 * groups + 80)
     known = Linear(found.weight) if found is not linear else None
     place = int(torch.randint(weight.numel(), ()))
     weight.view(-1)[place] = 1e9 if seed % 3 else 0.0

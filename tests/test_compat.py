@@ -203,13 +203,22 @@ def test_versions_of_tensors():
 
 
 def test_cpu_capability(monkeypatch):
-    known = {"DEFAULT", "AVX2", "AVX512", "AVX512_BF16"}
+    known = {"DEFAULT", "AVX2", "AVX512", "AVX512_BF16", "AVX512_AMX"}
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        assert hasattr(torch.cpu, "_is_avx512_bf16_supported"), moved("torch.cpu._is_avx512_bf16_supported", "torch")
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+        functions = "_is_avx512_bf16_supported", "_is_amx_tile_supported", "_init_amx"
+        for function, capability in zip(functions, ["AVX512", "AVX512_BF16", "AVX512_BF16"], strict=True):
+            assert hasattr(torch.cpu, function), moved(f"torch.cpu.{function}", "torch")
+            monkeypatch.setattr(torch.cpu, function, lambda: False)
+            assert compat.cpu_capability() == capability
+            monkeypatch.setattr(torch.cpu, function, lambda: True)
+        assert compat.cpu_capability() == "AVX512_AMX"
+        for most, capability in (("avx512_core", "AVX512"), ("AVX512_CORE_BF16", "AVX512_BF16")):
+            monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
+            assert compat.cpu_capability() == capability
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+        monkeypatch.delattr(torch.cpu, "_init_amx")
         assert compat.cpu_capability() == "AVX512_BF16"
-        monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
-        assert compat.cpu_capability() == "AVX512"
     assert compat.cpu_capability() in known | {torch.backends.cpu.get_cpu_capability()}
     monkeypatch.delattr(torch.backends.cpu, "get_cpu_capability")
     assert compat.cpu_capability() == "DEFAULT"

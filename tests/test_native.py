@@ -503,6 +503,8 @@ def test_what_torch_does_not_know_of_the_processor_is_not_used(says, monkeypatch
 
 
 def test_bf16_is_multiplied_only_where_torch_says_so(monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert native._capability() == "AVX512_BF16"
@@ -514,19 +516,39 @@ def test_bf16_is_multiplied_only_where_torch_says_so(monkeypatch):
     assert native._capability() == "AVX2"
 
 
-LOWER = {"AVX512_BF16": ["avx2", "default"], "AVX512": ["avx2", "default"], "AVX2": ["default"]}
+def test_the_matrix_unit_is_used_only_if_it_multiplies_bf16_and_the_system_allows_it(monkeypatch):
+    monkeypatch.setattr(native, "cpu_capability", lambda: "AVX512_AMX")
+    for flags, capability in (
+        ("amx_tile amx_bf16", "AVX512_AMX"),
+        ("amx_tile amx_int8", "AVX512_BF16"),
+        ("", "AVX512_BF16"),
+    ):
+        monkeypatch.setattr(native, "_processor_flags", lambda flags=flags: f"flags : fpu {flags}\n")
+        assert native._capability() == capability
+
+
+LOWER = {
+    "AVX512_AMX": ["AVX512_BF16", "AVX512", "AVX2", "DEFAULT"],
+    "AVX512_BF16": ["AVX512", "AVX2", "DEFAULT"],
+    "AVX512": ["AVX2", "DEFAULT"],
+    "AVX2": ["DEFAULT"],
+}
 
 
 @pytest.mark.parametrize("capability", LOWER.get(native.CAPABILITY, []))
 def test_kernels_are_right_on_lesser_processors(capability, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_tree_attention.py"]
     command += ["tests/test_products.py::test_products_are_what_the_formula_says"]
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "XDG_CACHE_HOME": str(tmp_path)}
+    isa = {"AVX512_BF16": "AVX512_CORE_BF16", "AVX512": "AVX512_CORE"}
+    lowered = (
+        {"ONEDNN_MAX_CPU_ISA": isa[capability]} if capability in isa else {"ATEN_CPU_CAPABILITY": capability.lower()}
+    )
+    environment = os.environ | lowered | {"XDG_CACHE_HOME": str(tmp_path)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
     built = sorted(file.name for file in (tmp_path / "lookahead" / "kernels").iterdir())
     for library, name in zip(built, ["products", "tree_attention"], strict=True):
-        assert library.startswith(f"{name}-{capability.upper()}-")
+        assert library.startswith(f"{name}-{capability}-")
 
 
 def test_one_openmp_serves_torch_and_what_is_built():

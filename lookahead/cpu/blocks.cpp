@@ -174,12 +174,18 @@ static BFloat16 upper_half(float x) {
     return bits >> 16;
 }
 
-// Whether all numbers of a row are bf16 numbers.
+// Whether all numbers of a row are bf16 numbers. Tiles take the input in parts, some of which may be zero: then float32
+// numbers must also be finite.
 static bool are_bfloat16(const BFloat16*, long) { return true; }
 static bool are_bfloat16(const float* weights, long inputs) {
     Ints lower = {};
-    for (long i = 0; i < inputs; i += L) lower |= *(const Unaligned<Ints>*)(weights + i);
-    return are_equal(lower & 0xffff, Ints{});
+    Floats zeros = {};
+    for (long i = 0; i < inputs; i += L) {
+        const Floats some = ByFloats::factors(weights + i);
+        lower |= (Ints)some;
+        if (Indexed::TOGETHER > 1) zeros += some * 0.0f;
+    }
+    return are_equal(lower & 0xffff, Ints{}) && are_equal(zeros, Floats{});
 }
 
 // Whether these rows of a matrix are indexed already, from row `first` to row `last`.
@@ -240,7 +246,7 @@ static long index_rows(const typename By::Number* matrix, long first, long last,
     return others;
 }
 
-// Index a matrix. It counts as found if hardly any block must be read from the weights. The first rows are tried first.
+// Index a matrix. It counts as found if few blocks must be read from the weights. The first rows are tried first.
 template <class By>
 static void index_all(const typename By::Number* weights, long outputs, long inputs, uint8_t* to, bool* found,
                       long threads) {
@@ -252,7 +258,7 @@ static void index_all(const typename By::Number* weights, long outputs, long inp
         if (count > blocks * Indexed::TOGETHER) are_numbers = false;
         return count;
     };
-    const auto is_found = [&](long rows) { return are_numbers && others * 8 <= rows * blocks; };
+    const auto is_found = [&](long rows) { return are_numbers && others * 4 <= rows * blocks; };
     for (long o = 0; o < first && are_numbers; o += Indexed::TOGETHER) others += index(o);
     *found = is_found(first);
     if (!*found) return;

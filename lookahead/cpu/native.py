@@ -40,9 +40,20 @@ Kernels = Mapping[torch.dtype, Callable[..., Any]]
 """The versions of a function in a library, by the dtype of their arguments. Empty if there is no library."""
 
 
+def _processor_flags() -> str:
+    """What the processor can do, because CXX may tell the compiler to use all of it. Empty if Linux does not say."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""
+
+
 def _capability() -> str:
     """The processor's capability according to torch; DEFAULT if our kernels are not built for it."""
     capability = cpu_capability()
+    if capability == "AVX512_AMX" and "amx_bf16" not in _processor_flags().split():
+        capability = "AVX512_BF16"
     return capability if capability in toolchain.INSTRUCTIONS else "DEFAULT"
 
 
@@ -190,15 +201,6 @@ def _key(name: str, compiler: list[str]) -> str:
     for source in (SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))):
         hashed.update(hashlib.sha256(source.read_bytes()).digest())
     return hashed.hexdigest()[:32]
-
-
-def _processor_flags() -> str:
-    """What the processor can do, because CXX may tell the compiler to use all of it. Empty if Linux does not say."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return ""
 
 
 def _digest(content: bytes, key: str) -> bytes:
