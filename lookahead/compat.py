@@ -185,7 +185,7 @@ def multinomial_is_race() -> bool:
 
 
 def cpu_capability() -> str:
-    """The instructions that torch uses: DEFAULT, AVX2, AVX512, AVX512_BF16 or AVX512_AMX. DEFAULT if torch does not say.
+    """The instructions that torch uses: DEFAULT (also if it does not say), AVX2, AVX512, AVX512_BF16 or AVX512_AMX.
 
     ONEDNN_MAX_CPU_ISA, which keeps torch's products in bf16 from using some of them, counts here too. AMX counts if the
     system lets this process use it.

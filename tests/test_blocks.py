@@ -51,7 +51,7 @@ def unpacked(kind: str, outputs: int, blocks_of_32: int, size: float) -> torch.T
 
 
 def assert_same_products(found: Linear, linear: Linear, dtype: torch.dtype, rows: tuple[int, ...] = (1, 5, 17)) -> None:
-    """Both layers make the same of random inputs, to the last bit, if the same kernel serves them. linear: not packed."""
+    """Both layers make the same of random inputs, to the last bit if one kernel serves both. linear: not packed."""
     in_tiles = native.HAS_TILES and dtype == torch.float32 and found.whole is not None
     for n in rows:
         input = torch.randn(n, linear.weight.shape[1]).to(dtype)

@@ -90,6 +90,10 @@ def answer(said: dict, seconds: float, speculates: bool) -> Answer:
     )  # fmt: skip
 
 
+class Crashed(RuntimeError):
+    """llama-server ended before it was ready."""
+
+
 class Server:
     """A llama-server. It ends with this process."""
 
@@ -99,19 +103,26 @@ class Server:
             port = free.getsockname()[1]
         self._address = f"http://127.0.0.1:{port}"
         speculation = ["--spec-type", method] if method in SPECULATION else []
-        self._process = subprocess.Popen(
-            [
-                str(SERVER), "--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--threads",
-                str(threads), "--threads-batch", str(threads), "--ctx-size", str(positions), "--parallel", "1",
-                "--cache-ram", "0", *speculation, "--offline",
-            ],
-            stdout=sys.stderr,
-        )  # fmt: skip
+        command = [
+            str(SERVER), "--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--threads", str(threads),
+            "--threads-batch", str(threads), "--ctx-size", str(positions), "--parallel", "1", "--cache-ram", "0",
+            *speculation, "--offline",
+        ]  # fmt: skip
+        try:
+            self._begin(command)
+        except (
+            Crashed
+        ):  # Its kernels for Intel's AMX, which it repacks quantised weights for, crash on some processors.
+            print(f"{method}: llama-server crashed, and begins again with --no-repack", file=sys.stderr)
+            self._begin([*command, "--no-repack"])
+
+    def _begin(self, command: list[str]) -> None:
+        self._process = subprocess.Popen(command, stdout=sys.stderr)
         atexit.register(self._process.kill)
         begin = time.monotonic()
         while not self._is_ready():
             if self._process.poll() is not None:
-                raise RuntimeError(f"llama-server ended with status {self._process.returncode}")
+                raise Crashed(f"llama-server ended with status {self._process.returncode}")
             if time.monotonic() - begin > PATIENCE:
                 raise RuntimeError(f"llama-server did not load the model within {PATIENCE} s")
             time.sleep(0.1)
