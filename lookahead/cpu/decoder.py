@@ -19,7 +19,8 @@ from lookahead.cpu import blocks, native, products
 from lookahead.cpu.products import Linear
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
-MAX_ROWS = 64  # Rows of a pass, at most. Beyond this, torch's products are faster.
+# Rows of a pass, at most: a root and its guesses. Beyond this, torch's products are faster.
+MAX_ROWS = 129 if native.HAS_TILES else 65
 _BLOCK = 192 if native.HAS_TILES else 48  # BLOCK in decoder.cpp
 _kernels = cache(partial(native.kernels, "decoder", "run", native.FLOATS, [ctypes.c_void_p]))
 _rooms = cache(partial(native.kernels, "decoder", "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
