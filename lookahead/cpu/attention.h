@@ -161,7 +161,8 @@ template <class T>
 struct Attention;
 
 #ifdef HAS_TILES
-static void block_in_tiles(const Attention<BFloat16>& all, long head, long first, long begin, long end, const Part* part);
+static void block_in_tiles(const Attention<BFloat16>& all, long head, long first, long begin, long end,
+                           const Part* part);  // tile_attention.h
 #endif
 
 template <class T>
@@ -178,8 +179,8 @@ struct Attention {
     long lanes() const { return in_tiles() ? TILE_QUERIES : LANES; }
     long blocks() const { return (queries() + lanes() - 1) / lanes(); }
 
-    // Queries of a key head, from `first` on, `lanes` at most, over keys begin..end-1. Without a part, these are all keys,
-    // and the result goes to `out`.
+    // Queries of a key head, from `first` on, `lanes` at most, over keys begin..end-1. Without a part, these are all
+    // keys, and the result goes to `out`.
     void block(long head, long first, long begin, long end, const Part* part = nullptr) const {
 #ifdef HAS_TILES
         if constexpr (sizeof(T) == 2)

@@ -205,7 +205,8 @@ static bool are_indexed(const T* matrix, long first, long last, const Indexed::R
 
 // Index these rows. Their table has the most frequent upper bytes.
 template <class By>
-static void write_indexed(const typename By::Number* matrix, long first, long last, const Indexed::Rows<uint8_t>& rows) {
+static void write_indexed(const typename By::Number* matrix, long first, long last,
+                          const Indexed::Rows<uint8_t>& rows) {
     const long inputs = rows.inputs;
     int counts[256] = {}, known = 0;
     uint8_t bytes[256], code_of[256];

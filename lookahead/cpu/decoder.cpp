@@ -178,7 +178,8 @@ struct Thread {
     // Outputs begin..end-1 of all rows.
     void multiply(const Input<By>& x, const Matrix<T>& matrix, long begin, long end) {
         const long size = Input<By>::are_tiles(matrix, x.inputs) ? end - begin : BLOCK;
-        for (long first = begin; first < end; first += size) products::multiply(x, matrix, first, std::min(end, first + size));
+        for (long first = begin; first < end; first += size)
+            products::multiply(x, matrix, first, std::min(end, first + size));
     }
 
     // This thread's share of n outputs, in whole groups of 16.

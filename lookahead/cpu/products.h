@@ -188,7 +188,9 @@ struct Input {
                 By::prepare(x + i, (Prepared*)room + i);
     }
 #endif
-    const Prepared* row(long row) const { return (IS_CONVERTED ? (const Prepared*)room : (const Prepared*)x) + row * inputs; }
+    const Prepared* row(long row) const {
+        return (const Prepared*)(IS_CONVERTED ? room : (const void*)x) + row * inputs;
+    }
 };
 
 // The same for any number of rows, in tiles of about equal size, and for weights of any type.
@@ -212,9 +214,11 @@ static void multiply(const Input<By>& x, const Matrix<typename By::Number>& matr
 #ifdef HAS_TILES
     if (x.are_tiles(matrix, x.inputs))
         multiply_in_tiles<By>(x.rows, (const Ints*)x.room, matrix, x.inputs, begin, end);
-    else
-#endif
+    else if constexpr (sizeof(typename By::Number) == 4)  // bf16 is always in tiles
         multiply_vectors<By>(x, matrix, begin, end);
+#else
+    multiply_vectors<By>(x, matrix, begin, end);
+#endif
     if (matrix.scales) matrix.scale(0, x.rows, begin, end);
 }
 

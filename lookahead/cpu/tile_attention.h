@@ -1,7 +1,7 @@
 // Attention in bf16 by the processor's matrix unit (`tiles.h`), with the arguments and the sums of `attention.h`.
 //
-// The lanes of a vector are SIDE queries that share a key head. The unit multiplies them with SIDE keys, and the weights
-// that become of the scores, rounded to bf16, with SIDE numbers of the values.
+// The lanes of a vector are SIDE queries that share a key head. The unit multiplies them with SIDE keys. Of the scores,
+// weights are made and rounded to bf16, which the unit multiplies with SIDE numbers of the values.
 
 #pragma once
 
@@ -70,7 +70,8 @@ struct TileBlock {
     // DEPTH numbers of a value, paired with those of the next value, or else with zeros: a row of each of two tiles.
     INLINE void pair(const BFloat16* x, bool has_next, Ints* to) const {
         const __m512i a = _mm512_loadu_si512(x), b = has_next ? _mm512_loadu_si512(x + size) : _mm512_setzero_si512();
-        const __m512i halves = _mm512_or_si512(products::PLACES, _mm512_slli_epi32(_mm512_or_si512(products::PLACES, _mm512_set1_epi32(32)), 16));
+        const __m512i of_b = _mm512_add_epi32(products::PLACES, _mm512_set1_epi32(32));
+        const __m512i halves = _mm512_or_si512(products::PLACES, _mm512_slli_epi32(of_b, 16));  // a0 b0 a1 b1 ...
         to[0] = (Ints)_mm512_permutex2var_epi16(a, halves, b);
         to[SIDE] = (Ints)_mm512_permutex2var_epi16(a, _mm512_add_epi16(halves, _mm512_set1_epi16(16)), b);
     }
@@ -80,10 +81,11 @@ struct TileBlock {
         const int* const rows = row[group];
         if (is_causal && begin > free + *std::max_element(rows, rows + lanes(group))) return;
         for (long j = 0; j < n; j += 4 * SIDE) score(group, j, n);
-        const long least = is_causal ? *std::min_element(rows, rows + lanes(group)) + 1 : 0;  // masked keys that all see
+        const long seen = is_causal ? *std::min_element(rows, rows + lanes(group)) + 1 : 0;  // masked keys, by all rows
         Floats now = largest[group];
         for (long j = 0; j < n; j++) scores[j] *= all.scaling;
-        for (long j = std::max(0L, free + least - begin); j < n; j += SIDE) mask(group, begin + j - free, scores + j, n - j);
+        for (long j = std::max(0L, free + seen - begin); j < n; j += SIDE)
+            mask(group, begin + j - free, scores + j, n - j);
         for (long j = 0; j < n; j++) now = scores[j] > now ? scores[j] : now;
         const Floats fade = exponential<SIDE>(largest[group] - now);
         total[group] *= fade, largest[group] = now;
@@ -101,7 +103,8 @@ struct TileBlock {
                 const long of = j + tile * SIDE;
                 if (of >= n) return;
                 constexpr int KEY = 4 + tile % 3;
-                products::load_tile<KEY>((of + SIDE > n ? last_keys : key + of * size) + step * DEPTH, size * sizeof(BFloat16));
+                const BFloat16* const keys = of + SIDE > n ? last_keys : key + of * size;
+                products::load_tile<KEY>(keys + step * DEPTH, size * sizeof(BFloat16));
                 products::add_tiles<tile, KEY, 7>();
             });
         }
@@ -198,7 +201,8 @@ struct TileBlock {
     }
 };
 
-static void block_in_tiles(const Attention<BFloat16>& all, long head, long first, long begin, long end, const Part* part) {
+static void block_in_tiles(const Attention<BFloat16>& all, long head, long first, long begin, long end,
+                           const Part* part) {
     TileBlock(all, head, first).run(begin, end, part);
 }
 

@@ -1,9 +1,9 @@
 // Products by the processor's matrix unit (`tiles.h`).
 //
-// A tile of weights is SIDE rows of the matrix, as they stand in memory or as they are unpacked. The rows of the input are
-// the columns of tiles, which are made once, for all outputs. A float32 number of the input is the sum of three bf16
-// numbers, which have 8 of its 24 binary digits each, and its row takes three columns. So float32 is served where weights
-// are bf16 numbers or bytes. A row is rounded the same alone and among others.
+// A tile of weights is SIDE rows of the matrix, as they stand in memory or as they are unpacked. Rows of the input become
+// columns of tiles, once for all outputs. A float32 number of the input is the sum of three bf16 numbers, which have 8 of
+// its 24 binary digits each, and its row takes three columns. So float32 is served where weights are bf16 numbers or
+// bytes. A row is rounded the same alone and among others.
 
 #pragma once
 
@@ -88,8 +88,8 @@ static INLINE Ints pairs_of(const Weight* row, const Matrix<typename By::Number>
     }
 }
 
-// Products of rows that take N tiles. A unit of work is SIDE outputs by two steps along the inputs: while the matrix unit
-// multiplies, the weights of the next are unpacked. Sums are stored after the next unit of work, so nothing waits for
+// Products of rows that take N tiles. A unit of work is O tiles of outputs by two steps along the inputs. While the matrix
+// unit multiplies, the weights of the next unit of work are unpacked. Sums are stored after that, so nothing waits for
 // them.
 template <class By, class Weight, int N>
 struct Products {
@@ -169,7 +169,8 @@ struct Products {
         if (first >= end) return first;
         const auto take = [&](long first, long step, int buffer) {
             for (long o = 0; o < WIDTH; o += SIDE)
-                unpack(first + o, std::min<long>(SIDE, end - first - o), step, unpacked[buffer][0] + o, unpacked[buffer][1] + o);
+                unpack(first + o, std::min<long>(SIDE, end - first - o), step, unpacked[buffer][0] + o,
+                       unpacked[buffer][1] + o);
         };
         take(first, 0, 0);
         for (long unit = 0, step = 0; first < end; unit++) {
@@ -232,7 +233,8 @@ struct Products {
     // `transpose` for n columns.
     static INLINE void collect(Floats* columns, long n) {
         Floats few[FEW];
-        for (long i = 0; i < n; i++) few[i] = (Floats)_mm512_i32gather_ps(_mm512_slli_epi32(PLACES, 4), (float*)columns + i, 4);
+        const __m512i places = _mm512_slli_epi32(PLACES, 4);
+        for (long i = 0; i < n; i++) few[i] = (Floats)_mm512_i32gather_ps(places, (float*)columns + i, 4);
         std::copy_n(few, n, columns);
     }
 

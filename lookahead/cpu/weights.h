@@ -224,7 +224,8 @@ struct Indexed {
         Byte* const first;
         const long inputs;
 
-        Rows(Byte* matrix, long row, long inputs) : first(matrix + row / TOGETHER * TOGETHER * bytes(inputs)), inputs(inputs) {}
+        Rows(Byte* matrix, long row, long inputs)
+            : first(matrix + row / TOGETHER * TOGETHER * bytes(inputs)), inputs(inputs) {}
         Byte* table() const { return first + inputs * 3 / 2 * TOGETHER; }
         Byte* others(long i) const { return table() + 16 + i / BLOCK; }  // of the blocks that begin at input i
         Byte* lower(long row, long i) const {
