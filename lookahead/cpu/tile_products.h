@@ -103,8 +103,8 @@ struct Products {
     const long row, rows, inputs;
     const long steps = inputs / DEPTH;
     alignas(64) Ints unpacked[2][2][O * SIDE] = {};  // weights of this unit of work and of the next
-    alignas(64) Floats sums[O * N][SIDE];        // of outputs by columns
-    long stored = 0, outputs_stored = 0;         // which outputs have sums that are not in the matrix yet, and how many
+    alignas(64) Floats sums[O * N][SIDE];            // of outputs by columns
+    long stored = 0, outputs_stored = 0;             // which outputs' sums are not in the matrix yet, and how many
 
     // Add the products of a step with OUT tiles of weights.
     template <int OUT>
@@ -154,7 +154,7 @@ struct Products {
     }
 
     void run(long first, long end) {
-        if constexpr (std::is_same_v<Weight, BFloat16>)
+        if constexpr (IS_PLAIN)
             first = run_plain(first, end);
         else if constexpr (O > 1)
             first = run_unpacked<O>(first, end);
