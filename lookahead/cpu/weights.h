@@ -214,8 +214,6 @@ struct Indexed {
     static constexpr long TOGETHER = 1;
 #endif
 
-    uint8_t byte;
-
     static INLINE long bytes(long inputs) { return (inputs * 3 / 2 + 16 + inputs / BLOCK + 63) / 64 * 64; }
 
     // Where the parts of TOGETHER rows stand, of which `row` is one.
