@@ -18,10 +18,11 @@
 
 using namespace products;
 
+constexpr long BLOCK = 48;  // outputs that a thread takes at a time, by vectors
 #ifdef HAS_TILES
-constexpr long BLOCK = 192;  // outputs that a thread takes at a time
+constexpr long GATED = 192;  // outputs of an MLP's halves that a thread takes at a time
 #else
-constexpr long BLOCK = 48;
+constexpr long GATED = BLOCK;
 #endif
 constexpr long LEAST_KEYS = 128;  // keys that are worth a thread of their own, at least
 constexpr int SPINS = 4096;
@@ -154,7 +155,7 @@ struct Thread {
     const long index;
     T *const x, *const normed;  // [rows][hidden]
     void* const prepared;       // the input of a product, if it is not taken as it is
-    T* const scratch;           // [rows][BLOCK]
+    T* const scratch;           // [rows][GATED]
 
     void meet() { barrier.wait(pass.threads); }
 
@@ -273,8 +274,8 @@ struct Thread {
         const Input<By> taken = prepare(normalize_rows(x, layer.mlp_norm), pass.hidden, {&layer.gate, &layer.up});
         const long n = pass.intermediate, inputs = pass.hidden;
         const long begin = share(n, index), end = share(n, index + 1);
-        for (long first = begin; first < end; first += BLOCK) {
-            const long last = std::min(end, first + BLOCK), width = last - first;
+        for (long first = begin; first < end; first += GATED) {
+            const long last = std::min(end, first + GATED), width = last - first;
             multiply(taken, layer.gate.part(first, width, inputs, scratch), 0, width);
             multiply(taken, layer.up, first, last);
             for (long row = 0; row < pass.rows; row++)

@@ -21,7 +21,7 @@ from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
 # Rows of a pass, at most: a root and its guesses. Beyond this, torch's products are faster.
 MAX_ROWS = 129 if native.HAS_TILES else 65
-_BLOCK = 192 if native.HAS_TILES else 48  # BLOCK in decoder.cpp
+_GATED = 192 if native.HAS_TILES else 48  # GATED in decoder.cpp
 _kernels = cache(partial(native.kernels, "decoder", "run", native.FLOATS, [ctypes.c_void_p]))
 _rooms = cache(partial(native.kernels, "decoder", "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
@@ -206,7 +206,7 @@ class Program:
         threads = torch.get_num_threads()
         parts = rows * heads * threads
         input_bytes = _rooms()[decoder.embedding.dtype](rows, max(width, of_heads, intermediate))
-        for_each = rows * itemsize * (2 * width + _BLOCK) + input_bytes + 256
+        for_each = rows * itemsize * (2 * width + _GATED) + input_bytes + 256
         sizes = [itemsize * rows * n for n in (width, of_heads, of_heads, intermediate, of_keys, of_keys)]
         sizes += [4 * parts, 4 * parts, 4 * parts * decoder.head_dim, threads * for_each]
         places = np.cumsum([0] + [-(-size // 64) * 64 for size in sizes])

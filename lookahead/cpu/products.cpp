@@ -5,20 +5,18 @@
 using namespace products;
 
 constexpr long BLOCK = 96;        // outputs that a thread takes at a time
-constexpr long SMALL_BLOCK = 24;  // the same for several tiles, so that the weights stay in the processor's cache
+constexpr long SMALL_BLOCK = 24;  // the same for several tiles of rows, so that the weights stay in the first caches
 
 // Multiply x [rows][inputs] with each matrix. inputs is a multiple of STRIDE. room: as `Input` needs it.
 template <class By>
 static void multiply_all(const typename By::Number* x, const Matrix<typename By::Number>* matrices, long count,
                          long rows, long inputs, void* room, long threads) {
     if (rows == 0) return;
-    const long size = BLOCK;
-    long blocks = 0;
     bool in_tiles = false;
-    for (long i = 0; i < count; i++) {
-        blocks += (matrices[i].outputs + size - 1) / size;
-        in_tiles |= Input<By>::are_tiles(matrices[i], inputs);
-    }
+    for (long i = 0; i < count; i++) in_tiles |= Input<By>::are_tiles(matrices[i], inputs);
+    const long size = rows > TILE && !in_tiles ? SMALL_BLOCK : BLOCK;
+    long blocks = 0;
+    for (long i = 0; i < count; i++) blocks += (matrices[i].outputs + size - 1) / size;
     const Input<By> input = {x, rows, inputs, room, in_tiles};
 #pragma omp parallel num_threads(threads)
     {

@@ -210,9 +210,10 @@ def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
     for linear in linears:
         outs.append(input.new_empty((*shape, linear.outputs)))
         matrices += linear.matrix(outs[-1])
-    room = input.new_empty(_rooms()[input.dtype](rows, inputs), dtype=torch.uint8)
+    is_taken_as_it_is = not native.HAS_TILES and (native.HAS_BF16 or input.dtype == torch.float32)
+    room = None if is_taken_as_it_is else input.new_empty(_rooms()[input.dtype](rows, inputs), dtype=torch.uint8)
     kernels()[input.dtype](
-        input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(linears), rows, inputs, room.data_ptr(),
+        input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(linears), rows, inputs, pointer(room),
         torch.get_num_threads(),
     )  # fmt: skip
     return outs
