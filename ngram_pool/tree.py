@@ -113,6 +113,8 @@ class GuessTree:
         """Return the tree of the ``count`` likeliest nodes, in their present order."""
         if count >= len(self):
             return self
+        if count <= 0:
+            return GuessTree.empty()
         return self.part(np.sort(self.ranking[:count]))  # holds each node's parent, which is at least as likely
 
     def likeliest_chain(self) -> "GuessTree":

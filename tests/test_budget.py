@@ -50,6 +50,22 @@ def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, toke
     assert 8 <= pace.reach <= MAX_GUESSES
 
 
+@given(
+    seconds=st.lists(st.floats(1e-3, 1), min_size=len(RUNGS), max_size=len(RUNGS)),
+    length=st.integers(0, 4000),
+    tokens=st.integers(1, 30),
+    accepted=st.integers(0, 9),
+)
+def test_guesses_below_the_least_probability_do_not_pay(seconds, length, tokens, accepted):
+    note(f"{seconds=} {length=} {tokens=} {accepted=}")
+    pace = Pace(StepCosts(np.array(sorted(seconds)), np.array([1e-6, 1e-7])))
+    pace.count(tokens, 1, 0)
+    chain = GuessTree.chain(list(range(9)), probabilities=0.5)
+    pace.count_guesses([chain], [list(range(1 + accepted))])
+    guesses = tree_of([min(0.999 * pace.least(length), 1.0)] * pace.reach)
+    assert pace.choose([guesses], length, 0) == 0
+
+
 def test_a_row_that_costs_nothing_is_used_and_one_that_costs_a_step_is_not():
     guesses = [tree_of([0.9, 0.5, 0.2, 0.01])]
     assert Pace(costs_of(1.0, 0.0)).choose(guesses, 0, 0) == 4

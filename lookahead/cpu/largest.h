@@ -11,11 +11,17 @@ typedef Lanes<L>::Floats Floats;
 typedef Lanes<L>::Ints Ints;
 
 static inline bool any(Ints lanes) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes);
+#else
     typedef int64_t Pairs __attribute__((vector_size(sizeof lanes)));
     const Pairs pairs = (Pairs)lanes;
     int64_t found = 0;
     for (int l = 0; l < L / 2; l++) found |= pairs[l];
     return found;
+#endif
 }
 
 // The largest numbers so far, in descending order, and their places. Of equal ones, the first.
@@ -35,17 +41,29 @@ struct Largest {
         numbers[i] = x, places[i] = place;
     }
 
+    // Offer a row of n numbers. tops: room for the highest numbers of each block, lane by lane; or null. Returns the
+    // row's sum, which is NaN or infinite if one of them is.
     template <class T>
-    void offer_row(const T* x, long n) {
+    float offer_row(const T* x, long n, Floats* tops = nullptr) {
+        Floats sums = {};
         long i = 0;
-        for (; i + BLOCK * L <= n; i += BLOCK * L) {  // few blocks have one: to look at each vector takes longer
-            Ints found = {};
-            for (long b = 0; b < BLOCK; b++) found |= load(x + i + b * L) > numbers[count - 1];
-            if (any(found))
+        for (; i + BLOCK * L <= n; i += BLOCK * L) {
+            Floats top = load(x + i), sum = top;
+            for (long b = 1; b < BLOCK; b++) {
+                const Floats some = load(x + i + b * L);
+                top = some > top ? some : top;
+                sum += some;
+            }
+            sums += sum;
+            if (tops) *tops++ = top;
+            if (any(top > numbers[count - 1]))  // few blocks have one: to look at each vector takes longer
                 for (long j = i; j < i + BLOCK * L; j += L)
                     if (any(load(x + j) > numbers[count - 1]))
                         for (int l = 0; l < L; l++) offer(number(x[j + l]), j + l);
         }
-        for (; i < n; i++) offer(number(x[i]), i);
+        float sum = 0;
+        for (int l = 0; l < L; l++) sum += sums[l];
+        for (; i < n; i++) offer(number(x[i]), i), sum += number(x[i]);
+        return sum;
     }
 };

@@ -21,8 +21,8 @@ def serves(logits: torch.Tensor, count: int) -> bool:
 def likeliest(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the ``count`` likeliest tokens of each row and their probabilities, [..., count], likeliest first.
 
-    logits: [..., vocabulary]. The probabilities are a softmax of logits / temperature over the whole vocabulary, in
-    float32. Those of a row with a NaN or an infinity are 0.
+    logits: [..., vocabulary]. The probabilities are a softmax of logits / temperature over the whole vocabulary, to
+    four digits. Those of a row with a NaN or an infinity are 0.
     """
     logits = logits.contiguous()
     *shape, vocabulary = logits.shape

@@ -37,9 +37,14 @@ static inline float number(BFloat16 x) {
     return y;
 }
 
-// The bits of L numbers, each in the lower half of its lane.
+// The bits of L numbers, each in the lower half of its lane. GCC's own conversion takes a vector in parts.
 template <int L>
 static inline typename Lanes<L>::Ints bits(const BFloat16* x) {
+#if defined(__AVX512F__)
+    if constexpr (L == 16) return (typename Lanes<L>::Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x));
+#elif defined(__AVX2__)
+    if constexpr (L == 8) return (typename Lanes<L>::Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)x));
+#endif
     typename Lanes<L>::BFloat16s some;
     memcpy(&some, x, sizeof some);
     return __builtin_convertvector(some, typename Lanes<L>::Ints);

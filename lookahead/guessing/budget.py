@@ -78,6 +78,10 @@ class Pace:
             return 0.0
         return self.rate() * float(self.costs.of_step(rows, length) - self.costs.of_step(fewer, length))
 
+    def least(self, length: int) -> float:
+        """Return a probability so small that as many such guesses as `reach` are not worth the first one's row."""
+        return self.price(2, 1, length) / (self.trust() * self.reach)
+
     def count(self, tokens: int, rows: int, length: int, seconds: float = 0.0) -> None:
         """Add a step to the rate: the tokens that it wrote and the rows that it had, over all sequences.
 
@@ -100,18 +104,24 @@ class Pace:
         With a smaller budget it is known which of these tokens would have been accepted, and so how many steps they
         would have taken. The tokens that a larger budget would have added are estimated by the guesses' probabilities.
         """
-        sizes = np.array([[*(min(n, len(step.tree)) for n in FIXED_BUDGETS), len(step.chosen)] for step in steps])
-        costs = self.costs.of_step(1 + sizes, np.array([[step.length] for step in steps]))
-        trust = self.trust()
-        for step, guesses, (*fixed, cost) in zip(steps, sizes.tolist(), costs.tolist(), strict=True):
-            ranks = {node + 1: rank for rank, node in enumerate(step.chosen.ranking.tolist())}  # by row of the step
-            accepted = [ranks[row] for row in step.path[1:]]
-            expected = [0.0, *np.cumsum(step.tree.probabilities[step.tree.ranking]).tolist()]
-            wrote, count = len(step.path), guesses.pop()
-            more = [trust * max(expected[n] - expected[count], 0.0) for n in guesses]
-            taken = [wrote / (1 + sum(rank < n for rank in accepted)) for n in guesses]
-            stats.fixed_budgets += [(wrote + m, n * c) for m, n, c in zip(more, taken, fixed, strict=True)]
-            stats.chosen_budgets += wrote, cost
+        proposed = np.array([[len(step.tree)] for step in steps])
+        chosen = np.array([[len(step.chosen)] for step in steps])
+        fixed = np.minimum(FIXED_BUDGETS, proposed)
+        wrote = np.array([[len(step.path)] for step in steps])
+        expected = np.zeros((len(steps), 1 + proposed.max()))  # tokens by number of guesses
+        accepted = np.zeros(fixed.shape)  # guesses among the likeliest
+        for i, step in enumerate(steps):
+            expected[i, 1 : 1 + len(step.tree)] = step.tree.probabilities[step.tree.ranking]
+            if len(step.path) > 1:
+                ranks = np.argsort(step.chosen.ranking)[np.array(step.path[1:]) - 1]  # the root is row 0
+                accepted[i] = (ranks < fixed[i][:, None]).sum(1)
+        expected = expected.cumsum(1)
+        more = np.take_along_axis(expected, fixed, 1) - np.take_along_axis(expected, chosen, 1)
+        lengths = np.array([[step.length] for step in steps])
+        costs = self.costs.of_step(1 + fixed, lengths) * wrote / (1 + accepted)
+        tokens = wrote + self.trust() * np.maximum(more, 0)
+        stats.fixed_budgets += np.stack([tokens.sum(0), costs.sum(0)], axis=1)
+        stats.chosen_budgets += wrote.sum(), self.costs.of_step(1 + chosen, lengths).sum()
 
 
 class Budget:
@@ -132,6 +142,10 @@ class Budget:
     def limit(self, sequences: int) -> int:
         """Return the number of guesses to look for, for each sequence of a batch."""
         return self._chooser.reach if self._chooser else -(-self.max_guesses // sequences)
+
+    def least(self, sequences: int, length: int) -> float:
+        """Return a probability below which no guess is worth looking for. In a batch, others may pay for its row."""
+        return self._chooser.least(length) if self._chooser and sequences == 1 else 0.0
 
     def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> list[GuessTree]:
         """Return the part of each tree that is verified. Arguments as for `Pace.choose`."""
