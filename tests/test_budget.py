@@ -4,13 +4,27 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from zoo import tiny_model
 
-from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, TRIAL_STEPS, WINDOW_SIZES, Pace, Verified, WindowTrials
+import lookahead
+from lookahead import GuessSource, LookaheadConfig
+from lookahead.guessing.budget import (
+    FIRST_PAUSE,
+    FRUITLESS,
+    MAX_GUESSES,
+    TRIAL_STEPS,
+    WAKING,
+    WINDOW_SIZES,
+    Pace,
+    Verified,
+    WindowTrials,
+)
 from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
-from ngram_pool import GuessTree
+from ngram_pool import GuessTree, Source
 
 
 def costs_of(base: float, per_row: float, per_position: float = 0.0, overhead: float = 1e-9) -> StepCosts:
@@ -48,22 +62,6 @@ def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, toke
     best = max(range(max(map(len, trees)) + 1), key=worth)
     assert worth(chosen) == pytest.approx(worth(best), abs=1e-9)
     assert 8 <= pace.reach <= MAX_GUESSES
-
-
-@given(
-    seconds=st.lists(st.floats(1e-3, 1), min_size=len(RUNGS), max_size=len(RUNGS)),
-    length=st.integers(0, 4000),
-    tokens=st.integers(1, 30),
-    accepted=st.integers(0, 9),
-)
-def test_guesses_below_the_least_probability_do_not_pay(seconds, length, tokens, accepted):
-    note(f"{seconds=} {length=} {tokens=} {accepted=}")
-    pace = Pace(StepCosts(np.array(sorted(seconds)), np.array([1e-6, 1e-7])))
-    pace.count(tokens, 1, 0)
-    chain = GuessTree.chain(list(range(9)), probabilities=0.5)
-    pace.count_guesses([chain], [list(range(1 + accepted))])
-    guesses = tree_of([min(0.999 * pace.least(length), 1.0)] * pace.reach)
-    assert pace.choose([guesses], length, 0) == 0
 
 
 def test_a_row_that_costs_nothing_is_used_and_one_that_costs_a_step_is_not():
@@ -118,6 +116,52 @@ def test_regret_of_known_steps():
     assert (stats.fixed_budgets[:4, 1] / 2).tolist() == pytest.approx([3 * 2, 1.5 * 3, 4, 5])
     assert (stats.chosen_budgets / 2).tolist() == pytest.approx([3, 4])
     assert stats.regret == 0
+
+
+def test_guesses_are_seldom_looked_for_where_none_comes_true():
+    pace, guesses = Pace(costs_of(1.0, 0.1)), tree_of([0.1])
+    rests = []
+    for _ in range(FRUITLESS + 10 * WAKING):
+        rests.append(pace.rests)
+        pace.count_guesses([guesses], [[0]])
+    assert not any(rests[:FRUITLESS])
+    assert rests[FRUITLESS:] == [step % WAKING > 0 for step in range(FRUITLESS, len(rests))]
+    pace.count_guesses([guesses], [[0, 1]])
+    assert not pace.rests
+
+
+class Asked(GuessSource):
+    """Guesses token 1 or nothing, and notes whether it may guess."""
+
+    is_free = True
+
+    def __init__(self, guesses: bool):
+        self.guesses = guesses
+        self.may = []
+
+    def start(self, batch):
+        self.texts = batch.texts
+
+    def propose(self, texts, limits):
+        assert all(depth >= 0 for depth in limits.depths)
+        self.may += [depth > 0 for depth in limits.depths]
+        return [GuessTree.chain([1] if self.guesses else [], Source.TEXT, 0.9) for _ in texts]
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+def test_a_text_without_luck_is_the_same(guesses):
+    """Steps look for guesses at first, and seldom after a while: the source's first copy notes it in the same list."""
+    model, ids = tiny_model("llama"), torch.arange(3, 9)[None]
+    options = {"max_new_tokens": 3 * FRUITLESS, "min_new_tokens": 3 * FRUITLESS, "do_sample": True, "temperature": 9.0}
+    torch.manual_seed(0)
+    expected = model.generate(ids, **options)
+    source = Asked(guesses)
+    lookahead.wrap(model, LookaheadConfig(window_size=0), source=source)
+    torch.manual_seed(0)
+    assert model.generate(ids, **options).tolist() == expected.tolist()
+    assert all(source.may[:FRUITLESS])
+    if not guesses:
+        assert sum(source.may[FRUITLESS:-1]) == pytest.approx(2 * FRUITLESS / WAKING, abs=2)
 
 
 def drive(trials: WindowTrials, earns: dict, steps: int) -> list:

@@ -271,7 +271,8 @@ class _Call:
         stats, cache = self.stats, self._cache
         texts, last = [self._texts[b] for b in live], [self._last[b] for b in live]
         depths = [max(end - length, 0) for end, length in zip(last, cache.lengths, strict=True)]
-        if self._is_spoiled or len(cache.replay) > MAX_REPLAYED:
+        rests = self._budget.rests
+        if self._is_spoiled or rests or len(cache.replay) > MAX_REPLAYED:
             depths = [0] * len(live)
         stats.steps += 1
         began, before = time.perf_counter(), stats.seconds["forward"]
@@ -297,7 +298,7 @@ class _Call:
                 self._recorder.record(len(text) - 1, step, tree, path, tokens)
             text += tokens
             stats.count(step, tree, path, self._names)
-        if self._pace:
+        if self._pace and not rests:
             in_pass = stats.seconds["forward"] - before
             rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
             overhead = time.perf_counter() - began - in_pass - self._source.paid_seconds

@@ -45,14 +45,12 @@ class StepPlanner:
         """
         pace = self._budget.pace
         rate = pace.rate() if pace else None
-        length = max(map(len, texts))
-        least = max(self._least, self._budget.least(len(texts), length))
-        limits = Limits(depths, self._budget.limit(len(texts)), least, self._is_chain, rate, draws)
+        limits = Limits(depths, self._budget.limit(len(texts)), self._least, self._is_chain, rate, draws)
         with decoding_pass(splits_attention=False, uses_kernels=self._uses_kernels):
             self._guessed = self._source.propose(texts, limits)
         windows = self._source.look_ahead(limits)
         window_rows = max(sum(map(len, rows)) for rows in windows)
-        self._chosen = self._budget.choose(self._guessed, length, window_rows)
+        self._chosen = self._budget.choose(self._guessed, max(map(len, texts)), window_rows)
         planned = zip(texts, self._chosen, windows, strict=True)
         return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], self._chosen
 
@@ -63,12 +61,15 @@ class StepPlanner:
         self._budget.count(self._guessed, self._chosen, outcome, length, self._source.paid_seconds)
         pace = self._budget.pace
         if self._trials and pace:
-            fewer = len(outcome.steps) * max(1 + step.guesses for step in outcome.steps)
-            earned = sum(
-                int(np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Source.JACOBI))
-                for tree, path in zip(self._chosen, outcome.paths, strict=True)
-            )
-            self._trials.count(earned, pace.price(outcome.rows, fewer, length))
+            earned, cost = 0, 0.0
+            if self._trials.size:
+                fewer = len(outcome.steps) * max(1 + step.guesses for step in outcome.steps)
+                cost = pace.price(outcome.rows, fewer, length)
+                earned = sum(
+                    int(np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Source.JACOBI))
+                    for tree, path in zip(self._chosen, outcome.paths, strict=True)
+                )
+            self._trials.count(earned, cost)
 
     def keep(self, sequences: list[int]) -> None:
         """Keep only these sequences of the batch."""

@@ -17,6 +17,8 @@ from ngram_pool.forks import Lock
 
 MAX_GUESSES = RUNGS[-1] - 1  # with the root, the most rows for which costs are measured
 FADE = 0.98  # factor by which each step fades the sums that make up the rate and the trust
+FRUITLESS = 64  # steps in a row in which no guess comes true, before only one of WAKING steps looks for guesses
+WAKING = 4
 FIRST_CLAIMS = 4.0  # accepted guesses that claims and experience begin with
 WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the next is tried only if this one pays
 FIRST_PAUSE = 128  # steps before the first trial of a window, and in the first pause
@@ -47,6 +49,7 @@ class Pace:
         self._lock = Lock()
         self._tokens, self._seconds = 1.0, float(costs.of_step(1, 0))  # the rate of plain decoding
         self._claimed = self._accepted = FIRST_CLAIMS
+        self._fruitless = 0  # steps since a guess came true
         self.reach = 16
         """Number of guesses to look for: about twice as many as were worth verifying lately."""
 
@@ -60,6 +63,11 @@ class Pace:
         Sources calibrate themselves, but on a new text they err in the same direction for dozens of steps.
         """
         return self._accepted / self._claimed
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next step looks for no guesses, for none has come true for long. Now and then, one does."""
+        return self._fruitless >= FRUITLESS and self._fruitless % WAKING > 0
 
     def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> int:
         """Return the number of guesses to verify for each sequence of a batch.
@@ -78,10 +86,6 @@ class Pace:
             return 0.0
         return self.rate() * float(self.costs.of_step(rows, length) - self.costs.of_step(fewer, length))
 
-    def least(self, length: int) -> float:
-        """Return a probability so small that as many such guesses as `reach` are not worth the first one's row."""
-        return self.price(2, 1, length) / (self.trust() * self.reach)
-
     def count(self, tokens: int, rows: int, length: int, seconds: float = 0.0) -> None:
         """Add a step to the rate: the tokens that it wrote and the rows that it had, over all sequences.
 
@@ -92,9 +96,10 @@ class Pace:
             self._seconds = FADE * self._seconds + float(self.costs.of_step(rows, length)) + seconds
 
     def count_guesses(self, chosen: list[GuessTree], paths: list[list[int]]) -> None:
-        """Let `reach` and `trust` follow the guesses that a step verified, and the rows that it accepted."""
+        """Let `reach`, `trust` and `rests` follow the guesses that a step verified, and the rows that it accepted."""
         self.reach = min(max(self.reach - 1, 2 * max(map(len, chosen)) + 8), MAX_GUESSES)
         with self._lock:
+            self._fruitless = self._fruitless + 1 if max(map(len, paths)) == 1 else 0
             self._claimed = FADE * self._claimed + sum(float(tree.probabilities.sum()) for tree in chosen)
             self._accepted = FADE * self._accepted + sum(len(path) - 1 for path in paths)
 
@@ -143,9 +148,10 @@ class Budget:
         """Return the number of guesses to look for, for each sequence of a batch."""
         return self._chooser.reach if self._chooser else -(-self.max_guesses // sequences)
 
-    def least(self, sequences: int, length: int) -> float:
-        """Return a probability below which no guess is worth looking for. In a batch, others may pay for its row."""
-        return self._chooser.least(length) if self._chooser and sequences == 1 else 0.0
+    @property
+    def rests(self) -> bool:
+        """Whether the next step looks for no guesses."""
+        return self._chooser is not None and self._chooser.rests
 
     def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> list[GuessTree]:
         """Return the part of each tree that is verified. Arguments as for `Pace.choose`."""
@@ -164,7 +170,10 @@ class Budget:
         if self.pace is None:
             return
         if self._chooser:
+            rested = self.rests
             self._chooser.count_guesses(chosen, outcome.paths)
+            if rested:
+                return
             self._waiting += map(Verified, trees, chosen, outcome.paths, [length] * len(trees))
             if len(self._waiting) >= WAITING:
                 self.end()
