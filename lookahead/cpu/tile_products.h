@@ -95,7 +95,7 @@ template <class By, class Weight, int N>
 struct Products {
     typedef typename By::Number T;
     static constexpr bool IS_PLAIN = std::is_same_v<Weight, BFloat16>;
-    static constexpr int O = N < 3 ? 2 : 1;  // tiles of outputs at a time
+    static constexpr int O = N < 4 ? 2 : 1;  // tiles of outputs at a time
 
     const Ints* x;      // tiles of the input
     const long stride;  // from those of a step to those of the next
@@ -110,6 +110,16 @@ struct Products {
     template <int OUT>
     INLINE void add(long step, const void* weights, long bytes) const {
         constexpr int FREE = 8 - OUT * N, WEIGHTS = std::min(OUT, FREE - 1), INPUTS = FREE - WEIGHTS;  // registers
+        if constexpr (WEIGHTS < OUT) {  // weights are nearer than the input
+            repeat<N>([&](auto n) {
+                load_tile<7>(x + step * stride + n * SIDE, TILE_BYTES / SIDE);
+                repeat<OUT>([&](auto o) {
+                    load_tile<6>((const char*)weights + o * SIDE * bytes, bytes);
+                    add_tiles<o * N + n, 6, 7>();
+                });
+            });
+            return;
+        }
         repeat<OUT>([&](auto o) {
             constexpr int WEIGHT = OUT * N + o % WEIGHTS;
             load_tile<WEIGHT>((const char*)weights + o * SIDE * bytes, bytes);
