@@ -197,7 +197,8 @@ def main(
     others: dict[str, GuessSource] = {}
     for folder in heads:
         source = heads_of(model, folder)
-        others[type(source).__name__.removesuffix("Source")] = source
+        name = type(source).__name__.removesuffix("Source")
+        others[name if name not in others else f"{name}, {folder.name}"] = source
     if draft:
         others["draft model"] = DraftModelSource(load(draft, dtype, "cpu")[0])
     if files:

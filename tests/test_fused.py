@@ -40,7 +40,10 @@ def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
     return GuessTree.of(tokens.tolist(), parents, Source.TEXT) if rows else GuessTree.empty()
 
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "gemma3_text"]
+FAMILIES = [
+    "llama", "mistral", "ministral", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2",
+    "olmo3", "exaone4", "gemma", "gemma3_text",
+]  # fmt: skip
 
 
 @settings(max_examples=70, deadline=None, phases=[Phase.explicit, Phase.generate])
@@ -292,7 +295,7 @@ def test_changed_weights_take_effect(change, most, dtype):
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("gemma", {}, "GemmaForCausalLM is none of"),
+        ("gemma2", {}, "Gemma2ForCausalLM is none of"),
         ("llama", {"hidden_act": "gelu"}, "neither SiLU nor GELU"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "changes with the"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "its logits are capped"),

@@ -236,7 +236,8 @@ def test_the_command(tmp_path, few, demo, kind, vocabulary):
 def test_sources_are_compared(tmp_path, demo, monkeypatch):
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     NgramPool().save(bigrams_file(demo[0]))
-    write_heads(tmp_path / "heads", demo[0], new_heads(demo[0], "eagle", torch.arange(4096)), torch.arange(4096))
+    for folder in ("heads", "more"):
+        write_heads(tmp_path / folder, demo[0], new_heads(demo[0], "eagle", torch.arange(4096)), torch.arange(4096))
     prompts, files = tmp_path / "prompts.jsonl", tmp_path / "files"
     prompts.write_text('{"question_id": 1, "category": "code", "turns": ["import os\\nimport "]}\n')
     files.mkdir()
@@ -248,6 +249,8 @@ def test_sources_are_compared(tmp_path, demo, monkeypatch):
         str(prompts),
         "--heads",
         str(tmp_path / "heads"),
+        "--heads",
+        str(tmp_path / "more"),
         "--draft",
         str(DEMO),
     ]
@@ -259,8 +262,8 @@ def test_sources_are_compared(tmp_path, demo, monkeypatch):
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
     names = ["pool", "pool, bigrams", "pool, kept"]
     classes = {
-        "Eagle": "EagleSource", "draft model": "DraftModelSource", "files": "RetrievalSource",
-        "Token Recycling": "TokenRecyclingSource", "RACER": "RacerSource", "Goose": "GooseSource",
+        "Eagle": "EagleSource", "Eagle, more": "EagleSource", "draft model": "DraftModelSource",
+        "files": "RetrievalSource", "Token Recycling": "TokenRecyclingSource", "RACER": "RacerSource", "Goose": "GooseSource",
     }  # fmt: skip
     names += [prefix + name for name in classes for prefix in ("", "pool + ")]
     assert [(row["temperature"], row["guesses"], row["sources"]) for row in rows] == [

@@ -69,6 +69,14 @@ SETTINGS = {
     "falcon_h1": {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
 }
+# Built like models above, but for details of their settings. Only their passes are tested.
+ALIKE = {
+    "ministral": {**HEAD, **MIXED},
+    "cwm": {**HEAD, **MIXED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "seed_oss": HEAD,
+    "olmo3": MIXED,
+    "exaone4": {**HEAD, **MIXED},
+}
 WITH_STATE = {"lfm2", "qwen3_next", "falcon_h1", "mamba2"}
 CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their cache position
 
@@ -76,7 +84,7 @@ CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their cache p
 def tiny_model(model_type: str, seed: int = 0, **settings):
     """Return a random float32 model in eval mode, whose logits are spread enough for varied, non-uniform sampling."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**COMMON, **SETTINGS.get(model_type, {}), **settings})
+    config = AutoConfig.for_model(model_type, **{**COMMON, **(SETTINGS | ALIKE).get(model_type, {}), **settings})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():

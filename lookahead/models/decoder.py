@@ -5,7 +5,7 @@ must be exactly of its class, with no hook, no forward of its own and no adapter
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -41,17 +41,25 @@ class Family(NamedTuple):
     """One layer gives query, key and value, and one gives both halves of the gated MLP."""
     logits_divisor: str | None = None
     """The name of the setting that logits are divided by."""
+    turns: Callable[[Any], bool] = lambda attention: getattr(attention, "use_rope", True)
+    """Whether this attention turns queries and keys by their positions."""
 
 
 FAMILIES = {
     "Llama": Family(),
     "Mistral": Family(),
+    "Ministral": Family(),
+    "Cwm": Family(),
+    "SeedOss": Family(),
     "Qwen2": Family(),
     "Qwen3": Family(),
     "SmolLM3": Family(),
     "Phi3": Family(activation="activation_fn", is_joined=True),
     "Granite": Family(logits_divisor="logits_scaling"),
     "Olmo2": Family(_AFTER, norms_round_once=True, rotary_rounds_once=True),
+    "Olmo3": Family(_AFTER, norms_round_once=True, rotary_rounds_once=True),
+    "Exaone4": Family(_AFTER, turns=lambda attention: attention.is_sliding or attention.sliding_window is None),
+    "Gemma": Family(norm_offset=1.0, norms_round_once=True, embedding="TextScaledWordEmbedding"),
     "Gemma3": Family(
         _AROUND, norm_offset=1.0, norms_round_once=True, model="TextModel", embedding="TextScaledWordEmbedding"
     ),
@@ -143,7 +151,7 @@ class _Reader:
             if rope_type == "dynamic" or (rope_type == "longrope" and name):
                 raise UnknownDecoderError(f"its rotary embedding is {rope_type}, which changes with the length")
         names = inner.config.layer_types if isinstance(types, dict) else [""] * len(layers)
-        turned = [getattr(layer.self_attn, "use_rope", True) for layer in layers]
+        turned = [self._family.turns(layer.self_attn) for layer in layers]
         return [name if is_turned else None for name, is_turned in zip(names, turned, strict=False)]
 
     def _layer(self, layer: nn.Module) -> Layer:
