@@ -263,7 +263,8 @@ def test_sources_are_compared(tmp_path, demo, monkeypatch):
     names = ["pool", "pool, bigrams", "pool, kept"]
     classes = {
         "Eagle": "EagleSource", "Eagle, more": "EagleSource", "draft model": "DraftModelSource",
-        "files": "RetrievalSource", "Token Recycling": "TokenRecyclingSource", "RACER": "RacerSource", "Goose": "GooseSource",
+        "files": "RetrievalSource", "Token Recycling": "TokenRecyclingSource", "RACER": "RacerSource",
+        "Goose": "GooseSource",
     }  # fmt: skip
     names += [prefix + name for name in classes for prefix in ("", "pool + ")]
     assert [(row["temperature"], row["guesses"], row["sources"]) for row in rows] == [
