@@ -420,6 +420,15 @@ def test_the_likeliest_tokens(shape, vocabulary, count, temperature, spread, dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_that_a_model_rules_out_have_no_share(dtype):
+    logits = torch.randn(3, 700).to(dtype)
+    logits[:, 5:600] = -torch.inf
+    tokens, probabilities = map(torch.from_numpy, fast.likeliest(logits, 1.0, 8))
+    expected = logits.double().softmax(-1).gather(-1, tokens)
+    torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_overflowed_row_counts_for_nothing(dtype):
     logits = torch.randn(4, 50).to(dtype)
     logits[1, 7], logits[2, 9], logits[3, :] = torch.nan, torch.inf, -torch.inf
