@@ -792,7 +792,7 @@ def test_hidden_states_are_those_of_plain_passes(model_type, batch, options):
 
 
 def test_what_sees_hidden_states_gets_eager_passes():
-    model = tiny_model("gemma")
+    model = tiny_model("gemma2")
     expected = model.generate(IDS, **GREEDY)
     config = LookaheadConfig(compile_passes=True, cuda_graphs=True, budget=8)
     lookahead.wrap(model, config, source=[PoolSource(), Sees(expected.tolist())])

@@ -1,6 +1,6 @@
 // The likeliest tokens of rows of logits, and their probabilities at a temperature.
 
-#include <vector>
+#include <cstdlib>
 
 #include "largest.h"
 
@@ -42,17 +42,27 @@ static void find(const T* x, long n, float temperature, Largest& largest, Floats
 }
 
 // logits [rows][vocabulary]. probabilities, tokens [rows][count]; count is at most MAX_COUNT and the vocabulary.
-#define FOR(NAME, T)                                                                                              \
+template <class T>
+static void find_all(const T* logits, long rows, long vocabulary, long count, float* probabilities, long* tokens,
+                     long threads, float temperature) {
+    const long bytes = (vocabulary / (BLOCK * L) + 1) * sizeof(Floats);  // no vector: kernels in a wheel need C alone
+#pragma omp parallel num_threads(threads)
+    {
+        Floats* const tops = (Floats*)aligned_alloc(sizeof(Floats), bytes);
+#pragma omp for
+        for (long row = 0; row < rows; row++) {
+            Largest largest(count);
+            find(logits + row * vocabulary, vocabulary, temperature, largest, tops, probabilities + row * count,
+                 tokens + row * count);
+        }
+        free(tops);
+    }
+}
+
+#define FOR(NAME, T)                                                                                                \
     extern "C" void likeliest_##NAME(const T* logits, long rows, long vocabulary, long count, float* probabilities, \
-                                     long* tokens, long threads, float temperature) {                              \
-        _Pragma("omp parallel num_threads(threads)") {                                                              \
-            std::vector<Floats> tops(vocabulary / (BLOCK * L));                                                     \
-            _Pragma("omp for") for (long row = 0; row < rows; row++) {                                              \
-                Largest largest(count);                                                                             \
-                find(logits + row * vocabulary, vocabulary, temperature, largest, tops.data(),                      \
-                     probabilities + row * count, tokens + row * count);                                            \
-            }                                                                                                       \
-        }                                                                                                           \
+                                     long* tokens, long threads, float temperature) {                               \
+        find_all(logits, rows, vocabulary, count, probabilities, tokens, threads, temperature);                     \
     }
 
 FOR(float32, float)
