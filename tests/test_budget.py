@@ -139,9 +139,6 @@ class Asked(GuessSource):
         self.guesses = guesses
         self.may = []
 
-    def start(self, batch):
-        self.texts = batch.texts
-
     def propose(self, texts, limits):
         assert all(depth >= 0 for depth in limits.depths)
         self.may += [depth > 0 for depth in limits.depths]
@@ -150,7 +147,7 @@ class Asked(GuessSource):
 
 @pytest.mark.parametrize("guesses", [False, True])
 def test_a_text_without_luck_is_the_same(guesses):
-    """Steps look for guesses at first, and seldom after a while: the source's first copy notes it in the same list."""
+    """Steps look for guesses at first, and seldom after a while. Each call's copy of the source shares its list."""
     model, ids = tiny_model("llama"), torch.arange(3, 9)[None]
     options = {"max_new_tokens": 3 * FRUITLESS, "min_new_tokens": 3 * FRUITLESS, "do_sample": True, "temperature": 9.0}
     torch.manual_seed(0)

@@ -109,8 +109,8 @@ struct Products {
     // Add the products of a step with OUT tiles of weights.
     template <int OUT>
     INLINE void add(long step, const void* weights, long bytes) const {
-        constexpr int FREE = 8 - OUT * N, WEIGHTS = std::min(OUT, FREE - 1), INPUTS = FREE - WEIGHTS;  // registers
-        if constexpr (WEIGHTS < OUT) {  // weights are nearer than the input
+        constexpr int INPUTS = 8 - OUT * N - OUT;  // registers that sums and weights leave
+        if constexpr (INPUTS < 1)  // weights are nearer than the input, so they are loaded again
             repeat<N>([&](auto n) {
                 load_tile<7>(x + step * stride + n * SIDE, TILE_BYTES / SIDE);
                 repeat<OUT>([&](auto o) {
@@ -118,17 +118,15 @@ struct Products {
                     add_tiles<o * N + n, 6, 7>();
                 });
             });
-            return;
-        }
-        repeat<OUT>([&](auto o) {
-            constexpr int WEIGHT = OUT * N + o % WEIGHTS;
-            load_tile<WEIGHT>((const char*)weights + o * SIDE * bytes, bytes);
-            repeat<N>([&](auto n) {
-                constexpr int INPUT = 8 - INPUTS + n % INPUTS;
-                if (o == 0 || N > INPUTS) load_tile<INPUT>(x + step * stride + n * SIDE, TILE_BYTES / SIDE);
-                add_tiles<o * N + n, WEIGHT, INPUT>();
+        else
+            repeat<OUT>([&](auto o) {
+                load_tile<OUT * N + o>((const char*)weights + o * SIDE * bytes, bytes);
+                repeat<N>([&](auto n) {
+                    constexpr int INPUT = 8 - INPUTS + n % INPUTS;
+                    if (o == 0) load_tile<INPUT>(x + step * stride + n * SIDE, TILE_BYTES / SIDE);
+                    add_tiles<o * N + n, OUT * N + o, INPUT>();
+                });
             });
-        });
     }
 
     // Unpack the weights of some outputs, SIDE at most, at a step and the next.
