@@ -151,7 +151,8 @@ def wrap(
             after.pool = pool if pool is not None else before.pool
         return model
     config = config or LookaheadConfig()
-    _prepare(model, Lookahead(config, pool if pool is not None else new_pool(model, config), source))
+    begins_with = new_pool(model, config) if pool is None else pool
+    _prepare(model, Lookahead(config, begins_with, source, lacks_bigrams=pool is None and not begins_with))
     model.__class__ = _wrapped_class(type(model))  # type: ignore[assignment, arg-type]  # of both classes
     return model
 

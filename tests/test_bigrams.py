@@ -10,6 +10,7 @@ import lookahead
 from lookahead import LookaheadConfig, NgramPool, UnsupportedModelError
 from lookahead.guessing import bigrams
 from lookahead.guessing.bigrams import bigrams_file, learn_bigrams, new_pool
+from lookahead.guessing.jacobi import JacobiSource
 from lookahead.guessing.pool import TOP_K
 from lookahead.passes import costs
 from lookahead.passes.capabilities import find_adapter
@@ -85,6 +86,20 @@ def test_bigrams_do_not_change_the_text():
         assert torch.equal(text, plain)
     assert torch.equal(lookahead.wrap(model).generate(IDS, max_new_tokens=30, do_sample=False), plain)
     assert model.lookahead.last.tokens_per_step > 1
+
+
+def test_the_report_says_where_a_pool_could_have_begun_with_bigrams():
+    model = tiny_model("llama")
+    keep(model, learned(model))
+    for wrapped, misses in [
+        (lookahead.wrap(model), False),
+        (lookahead.wrap(unkept := tiny_model("llama").to(torch.bfloat16)), True),
+        (lookahead.wrap(unkept, LookaheadConfig(budget=4)), True),
+        (lookahead.wrap(tiny_model("llama").to(torch.bfloat16), pool=NgramPool()), False),
+        (lookahead.wrap(tiny_model("llama").to(torch.bfloat16), source=JacobiSource(2)), False),
+    ]:
+        wrapped.generate(IDS, max_new_tokens=2, do_sample=False)
+        assert ("not made: bigrams" in wrapped.lookahead.report()) == misses
 
 
 def test_files_of_others_are_left_alone():

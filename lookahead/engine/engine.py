@@ -51,6 +51,8 @@ class Lookahead:
     """Evidence for guesses, kept for the life of the wrap."""
     source: GuessSource | Sequence[GuessSource] | None = None
     """One source of guesses, or several, as `wrap` was given them; None: `default_sources`."""
+    lacks_bigrams: bool = False
+    """Whether the pool is a new one that began empty, for `lookahead tune --bigrams` has kept none for this model."""
     stats: Stats = field(default_factory=Stats)
     """Statistics of all calls together."""
     last: Stats = field(default_factory=Stats)
@@ -139,6 +141,9 @@ class Lookahead:
         if self.needs.hidden_states and (self.config.compile_passes or self.config.cuda_graphs):
             reasons.append("compiled passes and CUDA graphs: a source of guesses wants hidden states")
         lines += [f"given up: {reason}" for reason in reasons]
+        has_pool = any(isinstance(source, PoolSource) for source in self.sources)
+        if self.lacks_bigrams and has_pool and adapter.can_branch:
+            lines.append("not made: bigrams, with which new pools begin (lookahead tune --bigrams)")
         if not self.config.compile_passes and self.passes == EagerRunner.name:
             lines.append("not asked for: compiled passes (compile_passes=True)")
         if not self.config.pack_weights:
