@@ -18,7 +18,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.cpu import blocks, decoder, products
+from lookahead.cpu import blocks, decoder, native, products
 from lookahead.cpu import likeliest as fast
 from lookahead.models.decoder import UnknownDecoderError, read_decoder
 from lookahead.passes import capabilities, fused
@@ -108,6 +108,65 @@ def test_it_computes_what_the_model_computes(
         torch.set_num_threads(before)
 
 
+@settings(max_examples=70, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    family=st.sampled_from(FAMILIES),
+    counts=st.lists(st.integers(1, 300) | st.sampled_from([32, 33, 64, 65, 192, 193]), min_size=1, max_size=3),
+    keep=st.integers(1, 80),
+    dtype=st.sampled_from(DTYPES),
+    packs=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_it_reads_prompts_as_the_model_does(family, counts, keep, dtype, packs, seed):
+    """The parts of a prompt, one behind the other. packs: all weights are numbers of bf16, which are packed."""
+    note(f"{family=} {counts=} {keep=} {dtype=} {packs=} {seed=}")
+    model = tiny_model(family, seed, max_position_embeddings=1024, **SIZES)
+    if packs:
+        in_blocks(model, 1)
+    model = model.to(dtype)
+    adapter, layers = capabilities.find_adapter(model), (0, 2)
+    eager, fused = EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers, packs)
+    caches = [adapter.make_cache() for _ in range(2)]
+    rng = np.random.default_rng(seed)
+    allowed = 1e-4 if dtype == torch.float32 else 8e-2
+    for count in counts:
+        prompt = torch.from_numpy(rng.integers(3, 97, (1, count)))
+        with torch.no_grad(), mock.patch.object(fused._program, "run", side_effect=fused._program.run) as passes:
+            expected, found = (
+                runner.read(prompt, cache, keep=keep) for runner, cache in zip((eager, fused), caches, strict=True)
+            )
+        if native.HAS_TILES and dtype == torch.bfloat16:
+            assert fused._most_read == 192
+        assert passes.called == (count <= fused._most_read)
+        assert found.logits.shape == expected.logits.shape == (min(keep, count), 97)
+        assert relative_error(found.logits, expected.logits) < allowed
+        for layer in layers:
+            assert found.hidden_states[layer].shape == expected.hidden_states[layer].shape
+            assert relative_error(found.hidden_states[layer], expected.hidden_states[layer]) < allowed
+    assert caches[1].lengths == caches[0].lengths == [sum(counts)]
+    for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
+        window = getattr(mine, "sliding_window", 2**20) - 1
+        for ours, own in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            assert relative_error(ours[0, :, -window:].flatten(0, 1), own[0, :, -window:].flatten(0, 1)) < allowed
+
+
+@pytest.mark.parametrize("config", [{}, {"prefill_chunk_size": 4}], ids=str)
+def test_prompts_that_a_pass_does_not_take_are_read_by_the_model(config):
+    model = lookahead.wrap(tiny_model("llama", max_position_embeddings=16))
+    with mock.patch.object(EagerRunner, "read", autospec=True, side_effect=EagerRunner.read) as reads:
+        model.generate(IDS, max_new_tokens=2, do_sample=False, **config)
+        assert reads.called == bool(config)
+        with torch.autocast("cpu", torch.bfloat16):
+            model.generate(IDS, max_new_tokens=2, do_sample=False)
+        assert reads.call_count == 1 + bool(config)
+        model.generate(inputs_embeds=model.get_input_embeddings()(IDS), max_new_tokens=2, do_sample=False)
+        assert reads.call_count == 2 + bool(config)
+        with pytest.warns(UserWarning, match="the prompt has 17 tokens, the model was made for 16"):
+            model.generate(torch.arange(3, 20)[None], max_new_tokens=1, do_sample=False)
+        with pytest.raises(IndexError):
+            model.generate(torch.tensor([[3, 97]]), max_new_tokens=2, do_sample=False)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_are_those_of_generate(family):
     model = tiny_model(family)
@@ -152,9 +211,13 @@ def test_each_side_of_the_length_where_longrope_changes():
     model = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=32, sliding_window=None)
     adapter = capabilities.find_adapter(model)
     runners = EagerRunner(model, adapter), FusedRunner(model, adapter)
-    for held in (10, 60, 20):
+    for held in (10, 60, 20, 32, 33):
         eager, fused = of_both(runners, held, rows=6)
         assert relative_error(fused.logits[0], eager.logits[0]) < 1e-4
+        prompt = torch.arange(held)[None] % 97
+        with torch.no_grad():
+            expected, found = (runner.read(prompt, adapter.make_cache()).logits for runner in runners)
+        assert relative_error(found, expected) < 1e-4
 
 
 def with_weights_scaled_in_small_groups(model):

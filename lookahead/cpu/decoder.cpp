@@ -4,7 +4,7 @@
 //     x = embedding[ids]
 //     each layer   x += o(attention(rope(q(norm(x))), rope(k(norm(x))), v(norm(x))))
 //                  x += down(activation(gate(norm(x))) * up(norm(x)))
-//     logits = head(norm(x))
+//     logits = head(norm(x)), of the last rows that are to be shown
 //
 // Families differ in which norms there are, in factors, and in where they round. Every thread keeps x and computes its
 // norms for itself, which costs less than to meet. It multiplies with a share of the outputs of each matrix. Wherever
@@ -52,7 +52,7 @@ struct Pass {
     T* first_hidden;                  // [rows][hidden]: the embedding goes here too, if it is asked for
     float *largest, *total, *sums;    // parts of attention (`attention::Part`), for all heads and threads
     void* room;                       // what a thread needs for itself: `room_bytes` for each
-    long room_bytes, layer_count, rows, hidden, heads, key_heads, size, rotary, intermediate, threads;
+    long room_bytes, layer_count, rows, shown, hidden, heads, key_heads, size, rotary, intermediate, threads;
     long is_gelu;                              // the activation: GELU as approximated by tanh, or SiLU
     long norms_round_once;                     // not before they multiply with their weights
     long rotary_rounds_once;                   // not before products are added up
@@ -159,11 +159,11 @@ struct Thread {
 
     void meet() { barrier.wait(pass.threads); }
 
-    // The input of products with some matrices.
-    Input<By> prepare(const T* x, long inputs, std::initializer_list<const Matrix<T>*> matrices) {
+    // The input of products with some matrices, [rows][inputs].
+    Input<By> prepare(const T* x, long rows, long inputs, std::initializer_list<const Matrix<T>*> matrices) {
         bool in_tiles = false;
         for (const Matrix<T>* matrix : matrices) in_tiles |= Input<By>::are_tiles(*matrix, inputs);
-        const Input<By> input = {x, pass.rows, inputs, prepared, in_tiles};
+        const Input<By> input = {x, rows, inputs, prepared, in_tiles};
         for (long part = 0; part < input.parts(); part++) input.make(part);
         return input;
     }
@@ -186,8 +186,8 @@ struct Thread {
     // This thread's share of n outputs, in whole groups of 16.
     long share(long n, long of) const { return std::min(n, (n + 15) / 16 * of / pass.threads * 16); }
 
-    void multiply_share(const T* x, const Matrix<T>& matrix, long inputs) {
-        multiply(prepare(x, inputs, {&matrix}), matrix, share(matrix.outputs, index), share(matrix.outputs, index + 1));
+    void multiply_share(const T* x, const Matrix<T>& matrix, long rows, long inputs) {
+        multiply(prepare(x, rows, inputs, {&matrix}), matrix, share(matrix.outputs, index), share(matrix.outputs, index + 1));
     }
 
     // x += product, after a norm, if there is one
@@ -200,7 +200,7 @@ struct Thread {
 
     void query_key_value(const Layer<T>& layer) {
         const auto matrices = {&layer.q, &layer.k, &layer.v};
-        const Input<By> taken = prepare(normalize_rows(x, layer.input_norm), pass.hidden, matrices);
+        const Input<By> taken = prepare(normalize_rows(x, layer.input_norm), pass.rows, pass.hidden, matrices);
         const long n = layer.q.outputs + layer.k.outputs + layer.v.outputs;
         long before = 0;
         for (const Matrix<T>* matrix : matrices) {  // the share of all three together
@@ -271,7 +271,8 @@ struct Thread {
     }
 
     void gated(const Layer<T>& layer) {
-        const Input<By> taken = prepare(normalize_rows(x, layer.mlp_norm), pass.hidden, {&layer.gate, &layer.up});
+        const Input<By> taken =
+            prepare(normalize_rows(x, layer.mlp_norm), pass.rows, pass.hidden, {&layer.gate, &layer.up});
         const long n = pass.intermediate, inputs = pass.hidden;
         const long begin = share(n, index), end = share(n, index + 1);
         for (long first = begin; first < end; first += GATED) {
@@ -306,12 +307,12 @@ struct Thread {
             meet();
             attend(layer);
             meet();
-            multiply_share(pass.attended, layer.o, pass.heads * pass.size);
+            multiply_share(pass.attended, layer.o, pass.rows, pass.heads * pass.size);
             meet();
             add_product(layer.o_norm);
             gated(layer);
             meet();
-            multiply_share(pass.mlp, layer.down, pass.intermediate);
+            multiply_share(pass.mlp, layer.down, pass.rows, pass.intermediate);
             meet();
             add_product(layer.down_norm);
             if (i + 1 < pass.layer_count) keep(layer.output);
@@ -319,7 +320,7 @@ struct Thread {
         normalize_rows(x, pass.norm);
         if (T* to = pass.layers[pass.layer_count - 1].output; to && index == 0)  // the last is given after the norm
             memcpy(to, normed, pass.rows * pass.hidden * sizeof(T));
-        multiply_share(normed, pass.head, pass.hidden);
+        multiply_share(normed + (pass.rows - pass.shown) * pass.hidden, pass.head, pass.shown, pass.hidden);
     }
 };
 

@@ -126,8 +126,8 @@ class _Pass(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("ids", "embedding", "norm", "positions")]
         + [(name, ctypes.c_void_p) for name in ("product", "q", "attended", "mlp")]
         + [(name, ctypes.c_void_p) for name in ("first_hidden", "largest", "total", "sums", "room")]
-        + [(name, ctypes.c_long) for name in ("room_bytes", "layer_count", "rows", "hidden", "heads", "key_heads")]
-        + [(name, ctypes.c_long) for name in ("size", "rotary", "intermediate", "threads")]
+        + [(name, ctypes.c_long) for name in ("room_bytes", "layer_count", "rows", "shown", "hidden")]
+        + [(name, ctypes.c_long) for name in ("heads", "key_heads", "size", "rotary", "intermediate", "threads")]
         + [(name, ctypes.c_long) for name in ("is_gelu", "norms_round_once", "rotary_rounds_once", "norms_of_rows")]
         + [(name, ctypes.c_double) for name in ("epsilon", "scaling", "norm_offset")]
         + [(name, ctypes.c_double) for name in ("embedding_factor", "residual_factor")]
@@ -188,8 +188,9 @@ class Program:
         caches: Sequence[tuple[int, int, int, int]],
         hidden: Sequence[np.ndarray],
         outputs: tuple[int, ...] = (),
+        shown: int | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Compute T rows, append their keys and values to the caches, and return logits [1, T, vocabulary].
+        """Compute T rows, append their keys and values to the caches, and return logits [1, shown, vocabulary].
 
         ids, positions: int64 [T].
         rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each.
@@ -198,6 +199,7 @@ class Program:
         hidden: for each layer, which of the last keys each row must not see, bool [T, keys].
         outputs: layers whose output [1, T, hidden] is returned too, as transformers counts them: 0 is the embedding,
         and the last is the output of the final norm.
+        shown: rows whose logits are computed, the last ones; default: all.
         """
         decoder, rows, table = self.decoder, len(ids), self._table
         heads, itemsize = self._heads, decoder.embedding.element_size()
@@ -213,7 +215,8 @@ class Program:
         if self._room.nbytes < places[-1]:
             self._room = np.empty(places[-1], np.uint8)
         product, q, attended, mlp, k, v, largest, total, sums, room, _ = (self._room.ctypes.data + places).tolist()
-        logits = decoder.embedding.new_empty(1, rows, decoder.head.outputs)
+        shown = rows if shown is None else shown
+        logits = decoder.embedding.new_empty(1, shown, decoder.head.outputs)
         kept = {i: decoder.embedding.new_empty(1, rows, width) for i in outputs}
         for name, out in (("q", q), ("k", k), ("v", v), ("o", product), ("up", mlp), ("down", product)):
             table[:, _PLACES[name] + products.OUT] = out
@@ -229,11 +232,11 @@ class Program:
                 _Pass(
                     table.ctypes.data, decoder.head.matrix(logits), ids.ctypes.data, decoder.embedding.data_ptr(),
                     decoder.norm.data_ptr(), positions.ctypes.data, product, q, attended, mlp,
-                    products.pointer(kept.get(0)), largest, total, sums, room, for_each, len(table), rows, width, heads,
-                    self.key_heads, decoder.head_dim, next(iter(rotary.values()))[0].shape[1], intermediate, threads,
-                    decoder.is_gelu, decoder.norms_round_once, decoder.rotary_rounds_once, self._norms_of_rows,
-                    decoder.epsilon, decoder.scaling, decoder.norm_offset, decoder.embedding_factor,
-                    decoder.residual_factor,
+                    products.pointer(kept.get(0)), largest, total, sums, room, for_each, len(table), rows, shown, width,
+                    heads, self.key_heads, decoder.head_dim, next(iter(rotary.values()))[0].shape[1], intermediate,
+                    threads, decoder.is_gelu, decoder.norms_round_once, decoder.rotary_rounds_once,
+                    self._norms_of_rows, decoder.epsilon, decoder.scaling, decoder.norm_offset,
+                    decoder.embedding_factor, decoder.residual_factor,
                 )
             )
         )  # fmt: skip

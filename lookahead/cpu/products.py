@@ -91,6 +91,11 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
             and (bias is None or is_plain_of(bias, dtype))
         )
 
+    def is_in_tiles(self, dtype: torch.dtype) -> bool:
+        """Whether the processor's matrix unit multiplies it with an input of this dtype: `takes_tiles` in C++."""
+        scales = self.scales is not None and self.scales.ndim == 1
+        return native.HAS_TILES and (dtype == torch.bfloat16 or self.whole is not None or scales)
+
 
 def _are_scales(scales: torch.Tensor, inputs: int, dtype: torch.dtype) -> bool:
     if scales.ndim == 1:

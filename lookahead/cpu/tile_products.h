@@ -17,6 +17,7 @@ namespace products {
 constexpr int MOST = 4;                     // tiles of the input whose sums the registers hold
 constexpr long UNPACKED_AHEAD = 32 * 1024;  // bytes between weights that are unpacked and those prefetched with them
 constexpr long PLAIN_AHEAD = 256 * 1024;    // the same for weights that are taken as they are, at most
+constexpr long IN_TURN = 192;               // outputs whose weights serve all rows before the next are read
 constexpr int FEW = 4;                      // columns that are cheaper to collect than to transpose
 
 // bf16 numbers that add up to a number of the input, and rows of the input that fit into MOST tiles.
@@ -270,15 +271,17 @@ template <class By, class Weight>
 static void multiply_tiles(long rows, const Ints* x, const Matrix<typename By::Number>& matrix, long inputs, long begin,
                            long end) {
     typedef typename By::Number T;
-    const long stride = tiles_of<T>(rows) * SIDE;
-    for (long row = 0; row < rows; row += ROWS<T>, x += MOST * SIDE) {
-        const long some = std::min(ROWS<T>, rows - row), tiles = tiles_of<T>(some);
-        repeat<MOST>([&](auto fewer) {
-            if (tiles != fewer + 1) return;
-            Products<By, Weight, fewer + 1> products = {x, stride, matrix, row, some, inputs};
-            products.run(begin, end);
-        });
-    }
+    const long stride = tiles_of<T>(rows) * SIDE, size = rows > ROWS<T> ? IN_TURN : end - begin;
+    for (; begin < end; begin += size)
+        for (long row = 0; row < rows; row += ROWS<T>) {
+            const Ints* const tiles_of_rows = x + row / ROWS<T> * MOST * SIDE;
+            const long some = std::min(ROWS<T>, rows - row), tiles = tiles_of<T>(some);
+            repeat<MOST>([&](auto fewer) {
+                if (tiles != fewer + 1) return;
+                Products<By, Weight, fewer + 1> products = {tiles_of_rows, stride, matrix, row, some, inputs};
+                products.run(begin, std::min(end, begin + size));
+            });
+        }
 }
 
 // The same for weights of any type.

@@ -7,14 +7,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.cpu import decoder
+from lookahead.cpu import decoder, native
 from lookahead.cpu.products import Linear
-from lookahead.models.adapter import ModelAdapter
+from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import LookaheadCache
 from lookahead.models.decoder import UnknownDecoderError, read_decoder
 from lookahead.passes.runner import EagerRunner, Output
-from lookahead.step import Step, pad
+from lookahead.step import Step, chain, pad
 
+# Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit, and without it.
+MOST_READ_IN_TILES, MOST_READ = 192, 64 if native.CAPABILITY.startswith("AVX512") else 32
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the weights, unless it is asked for
 
@@ -22,7 +24,7 @@ _known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionar
 
 
 class FusedRunner(EagerRunner):
-    """Runs steps of single sequences in one call. Everything else runs eagerly.
+    """Runs steps of single sequences, and their shorter prompts, in one call. Everything else runs eagerly.
 
     The model is looked at anew for each call of generate(), and its weights are read where they are, or in a copy that
     holds them in fewer bits (`decoder.smallest`), which is kept for the next call. Raises UnknownDecoderError if the
@@ -58,19 +60,39 @@ class FusedRunner(EagerRunner):
         else:
             forget(model)
         self._program = decoder.Program(found)
+        in_tiles = all(linear.is_in_tiles(found.embedding.dtype) for linear in (found.head, *found.layers[0][:7]))
+        self._most_read = MOST_READ_IN_TILES if in_tiles else MOST_READ
         self.weight_bytes = decoder.weight_bytes(found)
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
-        serves = len(steps) == 1 and len(steps[0]) - steps[0].computed <= decoder.MAX_ROWS
-        if not serves or torch.is_autocast_enabled("cpu"):
+        step = steps[0]
+        if len(steps) > 1 or len(step) - step.computed > decoder.MAX_ROWS or not self._takes(step.ids):
             return super().run(steps, cache, last)
-        ids, positions, ancestors = pad(steps, cache.lengths, last)
-        if ids.max() >= len(self._program.decoder.embedding):  # the model's own code raises an error
-            return super().run(steps, cache, last)
+        return self._compute(step, cache, last)
+
+    def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
+        count = new.shape[1]
+        fits = count <= min(self._most_read, chunk_size or count, context_length(self.model) - cache.lengths[0])
+        if new.ndim > 2 or not fits or not self._takes(ids := new[0].cpu().numpy()):
+            return super().read(new, cache, chunk_size, keep)
+        step = chain(ids)
+        output = self._compute(step, cache, shown=min(keep, count))
+        cache.commit([step], [list(range(count))])
+        return Output(output.logits[0], {i: states[0] for i, states in output.hidden_states.items()})
+
+    def _takes(self, ids: np.ndarray) -> bool:
+        """Whether a pass can compute these tokens. Otherwise, the model's own code does, or raises an error."""
+        return ids.max() < len(self._program.decoder.embedding) and not torch.is_autocast_enabled("cpu")
+
+    def _compute(
+        self, step: Step, cache: LookaheadCache, last: list[int] | None = None, shown: int | None = None
+    ) -> Output:
+        """Run a step of a single sequence. shown: rows whose logits are returned, the last ones; default: all."""
+        ids, positions, ancestors = pad([step], cache.lengths, last)
         rows = ids.shape[1]
-        cache.begin(rows, steps[0].computed)
+        cache.begin(rows, step.computed)
         hidden = self.adapter.hidden(ancestors, positions, cache)
         of_one = {visibility: np.ascontiguousarray(found[0]) for visibility, found in hidden.items()}
         logits, outputs = self._program.run(
@@ -80,6 +102,7 @@ class FusedRunner(EagerRunner):
             [self._extended(layer, rows) for layer in cache.layers],
             [of_one[visibility] for visibility in self.adapter.layers if visibility is not None],
             self._requested,
+            shown,
         )
         return Output(logits, outputs)
 
