@@ -3,8 +3,8 @@
 torch reorders the weights of a linear layer in each call. For the few rows of a step, this takes longer than the
 product itself. Our kernel reads the weights as they are. So nothing is copied, and every change of a weight takes
 effect. Layers with the same input, such as query, key and value, are computed in one call. Weights that torchao holds
-in int8 are read in int8, with a scale for each output or for each group of inputs. Prompts are left to torch; in bf16
-on processors without instructions for it, to our kernel or to torch's float32, whichever is quicker.
+in int8 are read in int8, with a scale for each output or for each group of inputs. Long prompts are left to torch; in
+bf16 on processors without instructions for it, to our kernel or to torch's float32, whichever is quicker.
 """
 
 import ctypes
