@@ -163,8 +163,9 @@ def test_prompts_that_a_pass_does_not_take_are_read_by_the_model(config):
         assert reads.call_count == 2 + bool(config)
         with pytest.warns(UserWarning, match="the prompt has 17 tokens, the model was made for 16"):
             model.generate(torch.arange(3, 20)[None], max_new_tokens=1, do_sample=False)
-        with pytest.raises(IndexError):
-            model.generate(torch.tensor([[3, 97]]), max_new_tokens=2, do_sample=False)
+        for unknown in (97, -1):
+            with pytest.raises(IndexError):
+                model.generate(torch.tensor([[3, unknown]]), max_new_tokens=2, do_sample=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -84,7 +84,8 @@ class FusedRunner(EagerRunner):
 
     def _takes(self, ids: np.ndarray) -> bool:
         """Whether a pass can compute these tokens. Otherwise, the model's own code does, or raises an error."""
-        return ids.max() < len(self._program.decoder.embedding) and not torch.is_autocast_enabled("cpu")
+        are_known = ids.min() >= 0 and ids.max() < len(self._program.decoder.embedding)
+        return bool(are_known) and not torch.is_autocast_enabled("cpu")
 
     def _compute(
         self, step: Step, cache: LookaheadCache, last: list[int] | None = None, shown: int | None = None
