@@ -87,12 +87,6 @@ def grow(ids: Sequence[int], parents: Sequence[int], computed: int) -> Step:
     return Step(np.array(ids, np.int64), forest, ancestors.sum(1) - 1, ancestors, len(ids) - 1, computed)
 
 
-def chain(ids: np.ndarray) -> Step:
-    """Make a step of tokens, int64 [T], each of which continues the one before."""
-    rows = np.arange(len(ids))
-    return Step(ids, rows - 1, rows, np.tri(len(ids), dtype=bool), len(ids) - 1)
-
-
 def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> Step:
     """Make a step of the root, the guesses and the rows of a Jacobi window, int64 [W] each."""
     ids = np.concatenate([[root], tree.tokens])

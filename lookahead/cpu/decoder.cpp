@@ -187,7 +187,8 @@ struct Thread {
     long share(long n, long of) const { return std::min(n, (n + 15) / 16 * of / pass.threads * 16); }
 
     void multiply_share(const T* x, const Matrix<T>& matrix, long rows, long inputs) {
-        multiply(prepare(x, rows, inputs, {&matrix}), matrix, share(matrix.outputs, index), share(matrix.outputs, index + 1));
+        const long begin = share(matrix.outputs, index), end = share(matrix.outputs, index + 1);
+        multiply(prepare(x, rows, inputs, {&matrix}), matrix, begin, end);
     }
 
     // x += product, after a norm, if there is one

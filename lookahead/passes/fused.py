@@ -13,7 +13,7 @@ from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import LookaheadCache
 from lookahead.models.decoder import UnknownDecoderError, read_decoder
 from lookahead.passes.runner import EagerRunner, Output
-from lookahead.step import Step, chain, pad
+from lookahead.step import Step, grow, pad
 
 # Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit, and without it.
 MOST_READ_IN_TILES, MOST_READ = 192, 64 if native.CAPABILITY.startswith("AVX512") else 32
@@ -77,7 +77,7 @@ class FusedRunner(EagerRunner):
         fits = count <= min(self._most_read, chunk_size or count, context_length(self.model) - cache.lengths[0])
         if new.ndim > 2 or not fits or not self._takes(ids := new[0].cpu().numpy()):
             return super().read(new, cache, chunk_size, keep)
-        step = chain(ids)
+        step = grow(ids.tolist(), range(-1, count - 1), computed=0)
         output = self._compute(step, cache, shown=min(keep, count))
         cache.commit([step], [list(range(count))])
         return Output(output.logits[0], {i: states[0] for i, states in output.hidden_states.items()})
