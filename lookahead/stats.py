@@ -24,6 +24,8 @@ class SourceStats:
 
     asked: int = 0
     """Steps in which it was asked."""
+    passes: int = 0
+    """Passes of its own model or heads in these steps."""
     proposed: int = 0
     """Guesses proposed that could have been verified."""
     accepted: int = 0
@@ -220,7 +222,8 @@ class Stats:
             best = f"those of the best fixed budget, {self.best_fixed_budget}"
             budgets = f"tokens/s according to step costs: {1 - self.regret:.3f} of {best}\n"
         sources = "".join(
-            f"{name}: asked in {source.asked} steps, {source.proposed} guesses, {source.accepted} accepted, "
+            f"{name}: asked in {source.asked} steps, {f'{source.passes} passes, ' if source.passes else ''}"
+            f"{source.proposed} guesses, {source.accepted} accepted, "
             f"{source.earned} by it alone, {1000 * source.seconds / max(self.steps, 1):.2f} ms a step\n"
             for name, source in self.sources.items()
             if source.proposed

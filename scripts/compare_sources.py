@@ -46,7 +46,8 @@ from lookahead.tools.prompts import read_prompts
 
 PLAIN, POOL, BIGRAMS, KEPT = "plain", "pool", "pool, bigrams", "pool, kept"
 COLUMNS = (
-    "sources", "tokens/step", "guesses/step", "accepted", "asked", "ms/token", "x plain", "x pool", "equal texts",
+    "sources", "tokens/step", "guesses/step", "accepted", "asked", "passes/step", "ms/token", "x plain", "x pool",
+    "equal texts",
 )  # fmt: skip
 
 
@@ -134,12 +135,13 @@ def measure(
     results = []
     for (budget, name), row in rows.items():
         of_pool = rows[budget, POOL].seconds
-        others_asked = [stats.asked for of, stats in row.total.sources.items() if of != "PoolSource"]
+        others_did = [stats for of, stats in row.total.sources.items() if of != "PoolSource"]
         results.append({
             "temperature": options.get("temperature", 0), "guesses": budget, "sources": name,
             "tokens_per_step": row.total.tokens_per_step, "guesses_per_step": row.total.draft_length,
             "acceptance": row.total.acceptance_rate,
-            "asked": max(others_asked) / row.total.steps if others_asked else None,
+            "asked": max(stats.asked for stats in others_did) / row.total.steps if others_did else None,
+            "passes_per_step": sum(stats.passes for stats in others_did) / row.total.steps if others_did else None,
             "milliseconds": [1000 * each for each in row.seconds],
             "x_plain": sum(plain_seconds) / sum(row.seconds), "x_pool": sum(of_pool) / sum(row.seconds),
             "plain_milliseconds": [1000 * each for each in plain_seconds],
@@ -158,15 +160,17 @@ def page(where: dict, results: list[dict]) -> str:
         cells = [
             [
                 one["sources"], one["tokens_per_step"], one["guesses_per_step"], f"{one['acceptance']:.0%}",
-                None if one["asked"] is None else f"{one['asked']:.0%}", statistics.mean(one["milliseconds"]),
-                one["x_plain"], one["x_pool"], f"{one['equal']} of {one['prompts']}",
+                None if one["asked"] is None else f"{one['asked']:.0%}", one["passes_per_step"],
+                statistics.mean(one["milliseconds"]), one["x_plain"], one["x_pool"],
+                f"{one['equal']} of {one['prompts']}",
             ]
             for one in rows
         ]  # fmt: skip
-        parts.append(table(list(COLUMNS), cells, "lrrrrrrrr"))
+        parts.append(table(list(COLUMNS), cells, "lrrrrrrrrr"))
     parts.append(
         "Times contain the prompt. x plain and x pool: the sum of the times per token of plain decoding, or of the "
-        "fresh pool,\nby that row's. asked: share of the steps in which the sources other than the pool were asked."
+        "fresh pool,\nby that row's. asked: share of the steps in which the sources other than the pool were asked. "
+        "passes/step: those\nof their own models or heads."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -198,7 +202,7 @@ def main(
     for folder in heads:
         source = heads_of(model, folder)
         name = type(source).__name__.removesuffix("Source")
-        others[name if name not in others else f"{name}, {folder.name}"] = source
+        others[name if name not in others else f"{name}, {folder}"] = source
     if draft:
         others["draft model"] = DraftModelSource(load(draft, dtype, "cpu")[0])
     if files:

@@ -386,19 +386,24 @@ def test_passes_stop_where_they_do_not_pay(monkeypatch):
 # -- statistics -------------------------------------------------------------------------------------------------------
 
 
-def test_statistics_say_what_each_source_did():
+def test_statistics_say_what_each_source_did(monkeypatch):
+    passes, compute = [], DraftModelSource._compute
+    monkeypatch.setattr(DraftModelSource, "_compute", lambda *given: passes.append(1) or compute(*given))
     model, medium = tiny_model("llama"), lookahead.wrap(tiny_model("llama"))
     lookahead.wrap(model, LookaheadConfig(budget=16), source=[PoolSource(), DraftModelSource(medium)])
     for _ in range(2):
+        of_last_call = len(passes)
         model.generate(IDS, max_new_tokens=40, do_sample=False)
-    for stats in (model.lookahead.last, model.lookahead.stats):
+    for stats, made in ((model.lookahead.last, len(passes) - of_last_call), (model.lookahead.stats, len(passes))):
         pool, drafts = stats.sources["PoolSource"], stats.sources["DraftModelSource"]
         assert pool.asked == drafts.asked == stats.steps
         assert max(pool.accepted, drafts.accepted) <= stats.accepted.total() <= pool.accepted + drafts.accepted
         assert max(pool.earned, drafts.earned) <= stats.accepted.total()
         assert 0 < drafts.accepted <= drafts.proposed
         assert drafts.seconds > 0
-        assert f"DraftModelSource: asked in {drafts.asked} steps" in str(stats)
+        assert (pool.passes, drafts.passes) == (0, made)
+        assert f"DraftModelSource: asked in {drafts.asked} steps, {drafts.passes} passes, " in str(stats)
+        assert f"PoolSource: asked in {pool.asked} steps, {pool.proposed} guesses, " in str(stats)
         assert stats.as_dict()["sources"]["DraftModelSource"]["earned"] == drafts.earned
     assert model.lookahead.stats.sources["PoolSource"].asked == model.lookahead.stats.steps
     inner = medium.lookahead.stats.sources["PoolSource"]

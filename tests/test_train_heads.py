@@ -236,7 +236,7 @@ def test_the_command(tmp_path, few, demo, kind, vocabulary):
 def test_sources_are_compared(tmp_path, demo, monkeypatch):
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     NgramPool().save(bigrams_file(demo[0]))
-    for folder in ("heads", "more"):
+    for folder in ("heads", "more/heads", "other/heads"):
         write_heads(tmp_path / folder, demo[0], new_heads(demo[0], "eagle", torch.arange(4096)), torch.arange(4096))
     prompts, files = tmp_path / "prompts.jsonl", tmp_path / "files"
     prompts.write_text('{"question_id": 1, "category": "code", "turns": ["import os\\nimport "]}\n')
@@ -250,7 +250,9 @@ def test_sources_are_compared(tmp_path, demo, monkeypatch):
         "--heads",
         str(tmp_path / "heads"),
         "--heads",
-        str(tmp_path / "more"),
+        str(tmp_path / "more" / "heads"),
+        "--heads",
+        str(tmp_path / "other" / "heads"),
         "--draft",
         str(DEMO),
     ]
@@ -262,7 +264,8 @@ def test_sources_are_compared(tmp_path, demo, monkeypatch):
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
     names = ["pool", "pool, bigrams", "pool, kept"]
     classes = {
-        "Eagle": "EagleSource", "Eagle, more": "EagleSource", "draft model": "DraftModelSource",
+        "Eagle": "EagleSource", f"Eagle, {tmp_path / 'more/heads'}": "EagleSource",
+        f"Eagle, {tmp_path / 'other/heads'}": "EagleSource", "draft model": "DraftModelSource",
         "files": "RetrievalSource", "Token Recycling": "TokenRecyclingSource", "RACER": "RacerSource",
         "Goose": "GooseSource",
     }  # fmt: skip
@@ -275,6 +278,8 @@ def test_sources_are_compared(tmp_path, demo, monkeypatch):
         assert row["tokens_per_step"] >= 1
         assert (row["asked"] is None) == (row["sources"] in names[:3])
         assert classes.get(row["sources"], "PoolSource") in row["stats"]["sources"]
+        if row["guesses"] == 4 and row["sources"] in ("draft model", "files"):
+            assert (row["passes_per_step"] > 0) == (row["sources"] == "draft model")
     text = (tmp_path / "out.md").read_text()
     assert text.count("\n| all |") == 4
     assert text.count("\n## Temperature ") == 4

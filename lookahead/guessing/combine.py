@@ -237,8 +237,10 @@ class Combined(GuessSource):
         self._asked = [i for i in self._parts if self._ledger.is_asked(i)]
         proposed: list[dict[int, GuessTree]] = [{} for _ in texts]
         for i in self._asked:
+            before = self._sources[i].passes
             with self._timed(i):
                 trees = self._sources[i].propose(texts, limits) or []
+            self._stats[i].passes += self._sources[i].passes - before
             if len(trees) != len(texts):
                 raise ValueError(f"{self._name(i)} proposes {len(trees)} trees for {len(texts)} sequences")
             for by_source, tree, depth in zip(proposed, trees, limits.depths, strict=True):

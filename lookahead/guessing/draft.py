@@ -470,6 +470,7 @@ class DraftModelSource(GuessSource):
         began = time.perf_counter()
         self._steps = [draft.step(computed if can_grow else 0) for draft in self._drafts]
         logits = self._runner.run(self._steps, self._cached).logits
+        self.passes += 1
         synchronize(logits.device)
         rows, length = logits.shape[0] * logits.shape[1], max(self._cached.lengths)
         if self._costs:

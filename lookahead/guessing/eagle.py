@@ -307,6 +307,7 @@ class EagleSource(GuessSource):
             self._drafts.append(None)
             return GuessTree.empty()
         features = self._catch_up(one, text)[-1:]
+        self.passes += 1
         draft = Draft(text[-1:], self._sharpness[draws is not None])
         self._drafts.append(draft)
         draft.take(*self._likeliest(features, [0], draws))
@@ -324,6 +325,7 @@ class EagleSource(GuessSource):
             positions = torch.from_numpy(step.depths[new]).to(self._head.device) + len(text) - 2
             place, above = one.length + draft.computed - 1, features[step.parents[new]]
             made = self._head.compute(one, place, step.ids[new].tolist(), above, positions, sees)
+            self.passes += 1
             features = torch.cat([features, made])
             draft.take(*self._likeliest(made, step.depths[new].tolist(), draws))
             synchronize(self._head.device)

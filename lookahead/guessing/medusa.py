@@ -147,6 +147,7 @@ class MedusaSource(GuessSource):
         with torch.inference_mode():
             states = torch.stack([state for _, state in known]).to(self._device)
             logits = torch.stack([head(states) for head in heads], dim=1)
+        self.passes += 1
         count, size = 1 if limits.is_chain else TOP_K, self._batch.vocabulary
         depths = [list(range(len(heads)))] * len(known)
         draws = draws_at([limits.draws[b] for b, _ in known] if limits.draws else [], depths, size)

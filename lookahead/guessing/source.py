@@ -102,6 +102,8 @@ class GuessSource(Protocol):
     is_free: bool = False
     """Whether asking it takes almost no time. Other sources are asked only while the tokens that they alone propose are
     worth the time, and are tried again from time to time. They have no part in calls that are too short for that."""
+    passes: int = 0
+    """Passes of its own model or heads that it has made in this call to propose, for the statistics."""
 
     def start(self, batch: Batch) -> None:
         """Begin a call."""
