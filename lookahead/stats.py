@@ -69,9 +69,9 @@ class Stats:
     """Tokens of the Jacobi window computed."""
     accepted: Counter = field(default_factory=Counter)
     """Accepted guesses. The pool's are counted by the origin of their evidence: prompt, text, logits, jacobi or file;
-    those of another source by the name of its class."""
+    those of another source by the name of its class, with a 2 behind for a second one of that class."""
     sources: dict[str, SourceStats] = field(default_factory=dict)
-    """By the name of its class, what each source of guesses did."""
+    """What each source of guesses did, by the same names."""
     accepted_per_step: Counter = field(default_factory=Counter)
     """Number of steps by the number of guesses that they accepted."""
     deciles: np.ndarray = field(default_factory=lambda: np.zeros((DECILES, 3)))

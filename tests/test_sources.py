@@ -689,7 +689,7 @@ def says(*tokens: int, chance: float = 0.9) -> GuessTree:
 def test_a_source_earns_what_the_step_would_not_have_written_without_it(trees, earned):
     """The text goes on with 1, 2, 3, 4. No claim is corrected yet."""
     stats = Stats()
-    sources = [type(f"Source{i}", (Says,), {})(tree) for i, tree in enumerate(trees)]
+    sources = [Says(tree) for tree in trees]
     budget = Budget(2 if earned[1] < 0 else 9, None, stats)
     whole = Combined(sources, Ledger(sources), budget, stats)
     whole.start(Batch([[1]], 1.0, VOCABULARY, NgramPool(0.1)))
@@ -703,6 +703,15 @@ def test_a_source_earns_what_the_step_would_not_have_written_without_it(trees, e
     logits = torch.zeros(1, len(step), VOCABULARY)
     whole.observe(Outcome([[0]], [step], logits, [path], [[1, 2, 3, 4][: accepted + 1]]))
     assert [each.earned for each in whole._stats] == earned
+
+
+def test_sources_of_one_class_are_counted_apart():
+    model = known_model("llama", 0)
+    sources = [Wrong(), Knows(answers_of(model, {"input_ids": IDS}, **GREEDY)), Wrong()]
+    stats = check_identical(model, [IDS], GREEDY, LookaheadConfig(budget=16, window_size=0), 0, source=sources)
+    assert list(stats.sources) == ["Wrong", "Knows", "Wrong 2"]
+    assert all(each.asked == stats.steps for each in stats.sources.values())
+    assert stats.accepted["Knows"] > 0 == stats.accepted["Wrong"] == stats.accepted["Wrong 2"]
 
 
 def test_a_fixed_budget_asks_always(monkeypatch):

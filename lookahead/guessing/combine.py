@@ -80,7 +80,7 @@ class Ledger:
     def __init__(self, sources: Sequence[GuessSource]):
         self.names = [origin.name.lower() for origin in Source]
         """The name that an accepted guess is counted under, by its number in `GuessTree.sources`: the origins of
-        evidence in a pool, then the sources of guesses."""
+        evidence in a pool, then the sources of guesses by class; a second of one class has a 2 behind."""
         self.trials: list[Trials | None] = []
         """For each source, whether asking it pays."""
         self._calibrations: dict[tuple[frozenset[int], frozenset[int]], Calibration] = {}
@@ -90,7 +90,9 @@ class Ledger:
 
     def enter(self, source: GuessSource, trials: Trials | None) -> None:
         """Add a source. trials: from `trials_of`."""
-        self.names.append(type(source).__name__)
+        name = type(source).__name__
+        same = sum(known.split()[0] == name for known in self.names)
+        self.names.append(f"{name} {same + 1}" if same else name)
         self.trials.append(trials)
 
     def calibration(self, speakers: frozenset[int], proposers: frozenset[int]) -> Calibration:
@@ -205,7 +207,8 @@ class Combined(GuessSource):
         self.needs = needs_of(list(self._parts.values()))
         self._ledger = ledger
         self._budget = budget
-        self._stats = [stats.source(self._name(i)) for i in range(len(sources))]
+        self._names = ledger.names[len(Source) :]
+        self._stats = [stats.source(name) for name in self._names[: len(sources)]]
         self._begun: list[GuessSource] = []
         self._seconds = [0.0] * len(sources)  # that each source took in the current step
         self._has_observed: set[int] = set()  # sources that have observed a step of this call
@@ -242,11 +245,11 @@ class Combined(GuessSource):
                 trees = self._sources[i].propose(texts, limits) or []
             self._stats[i].passes += self._sources[i].passes - before
             if len(trees) != len(texts):
-                raise ValueError(f"{self._name(i)} proposes {len(trees)} trees for {len(texts)} sequences")
+                raise ValueError(f"{self._names[i]} proposes {len(trees)} trees for {len(texts)} sequences")
             for by_source, tree, depth in zip(proposed, trees, limits.depths, strict=True):
                 if not isinstance(tree, GuessTree):
                     raise TypeError(
-                        f"{self._name(i)} proposes {tree!r:.60} in place of a GuessTree: propose GuessTree.empty() "
+                        f"{self._names[i]} proposes {tree!r:.60} in place of a GuessTree: propose GuessTree.empty() "
                         "where there is nothing to guess"
                     )
                 if len(tree):
@@ -312,7 +315,7 @@ class Combined(GuessSource):
         """Return the part of a source's tree that can be verified, each node with a known number in ``sources``."""
         if tree.tokens.max() >= self._vocabulary:
             raise ValueError(
-                f"{self._name(i)} proposes token {tree.tokens.max()}, but the model knows {self._vocabulary} tokens"
+                f"{self._names[i]} proposes token {tree.tokens.max()}, but the model knows {self._vocabulary} tokens"
             )
         if tree.depths.max() > depth:
             tree = tree.part(np.flatnonzero(tree.depths <= depth))
@@ -351,9 +354,6 @@ class Combined(GuessSource):
             if place < accepted:
                 for i in node.claims:
                     self._stats[i].accepted += 1
-
-    def _name(self, i: int) -> str:
-        return type(self._sources[i]).__name__
 
     @contextmanager
     def _timed(self, i: int) -> Iterator[None]:
