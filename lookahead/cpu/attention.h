@@ -14,15 +14,16 @@
 
 namespace attention {
 
-constexpr int KEYS = 64, MAX_SIZE = 256, LANES = 32;
+constexpr int KEYS = 64, MAX_SIZE = 256;
 constexpr int TILE_QUERIES = 128;  // queries that share the tiles of keys and values
-// Lanes of a vector, at most: a wider one than the processor's would stay in memory. And vectors for sums.
+// Lanes of a vector, at most: a wider one than the processor's would stay in memory. Vectors for sums. Lanes computed at
+// a time.
 #ifdef __AVX512F__
-constexpr int WIDEST = 16, REGISTERS = 16;
+constexpr int WIDEST = 16, REGISTERS = 24, LANES = 48;
 #elif defined(__AVX2__)
-constexpr int WIDEST = 8, REGISTERS = 8;
+constexpr int WIDEST = 8, REGISTERS = 8, LANES = 32;
 #else
-constexpr int WIDEST = 4, REGISTERS = 8;
+constexpr int WIDEST = 4, REGISTERS = 8, LANES = 32;
 #endif
 #ifdef HAS_TILES
 constexpr bool HAS_TILE_UNIT = true;
@@ -218,6 +219,8 @@ struct Attention {
             run<By, NARROW, 8 / NARROW>(head, first, begin, end, part);
         else if (left <= 16)
             run<By, WIDEST, 16 / WIDEST>(head, first, begin, end, part);
+        else if (left <= 32)
+            run<By, WIDEST, 32 / WIDEST>(head, first, begin, end, part);
         else
             run<By, WIDEST, LANES / WIDEST>(head, first, begin, end, part);
     }

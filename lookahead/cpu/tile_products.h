@@ -2,8 +2,9 @@
 //
 // A tile of weights is SIDE rows of the matrix, as they stand in memory or as they are unpacked. Rows of the input become
 // columns of tiles, once for all outputs. A float32 number of the input is the sum of three bf16 numbers, which have 8 of
-// its 24 binary digits each, and its row takes three columns. So float32 is served where weights are bf16 numbers or
-// bytes. A row is rounded the same alone and among others.
+// its 24 binary digits each, and its row takes three columns: neighbours, or the same column of three tiles if the rows
+// need as many. So float32 is served where weights are bf16 numbers or bytes. A row is rounded the same alone and among
+// others.
 
 #pragma once
 
@@ -20,21 +21,34 @@ constexpr long PLAIN_AHEAD = 256 * 1024;    // the same for weights that are tak
 constexpr long IN_TURN = 192;               // outputs whose weights serve all rows before the next are read
 constexpr int FEW = 4;                      // columns that are cheaper to collect than to transpose
 
-// bf16 numbers that add up to a number of the input, and rows of the input that fit into MOST tiles.
+// bf16 numbers that add up to a number of the input; rows of the input whose sums the registers hold; and their tiles.
 template <class T>
 constexpr int PARTS = sizeof(T) == 4 ? 3 : 1;
 template <class T>
-constexpr long ROWS = MOST * SIDE / PARTS<T>;
+constexpr long ROWS = MOST / PARTS<T> * SIDE;
+
+template <class T>
+constexpr int TILES = ROWS<T> / SIDE * PARTS<T>;
 
 // Tiles that rows of the input take at each step.
 template <class T>
 static INLINE long tiles_of(long rows) {
-    return rows / ROWS<T> * MOST + (rows % ROWS<T> * PARTS<T> + SIDE - 1) / SIDE;
+    return rows / ROWS<T> * TILES<T> + (rows % ROWS<T> * PARTS<T> + SIDE - 1) / SIDE;
 }
 
 template <class T>
 static INLINE long bytes_of_tiles(long rows, long inputs) {
     return tiles_of<T>(rows) * (inputs / DEPTH) * TILE_BYTES;
+}
+
+// Columns from one row to the next, and from one part of a row to the next, where rows take so many tiles.
+template <class T>
+static INLINE constexpr long row_stride(long tiles) {
+    return tiles == PARTS<T> ? 1 : PARTS<T>;
+}
+template <class T>
+static INLINE constexpr long part_stride(long tiles) {
+    return tiles == PARTS<T> ? SIDE : 1;
 }
 
 // DEPTH numbers of a row as PARTS vectors of pairs of bf16 numbers, in the order of `Indexed::pairs`.
@@ -54,11 +68,15 @@ template <class T>
 static void fill_tiles(const T* x, long rows, long inputs, long step, Ints* tiles) {
     tiles += step * tiles_of<T>(rows) * SIDE;
     for (; rows > 0; rows -= ROWS<T>, x += ROWS<T> * inputs) {
-        const long some = std::min(rows, ROWS<T>);
-        Ints columns[MOST * SIDE];
-        for (long row = 0; row < some; row++) split(x + row * inputs + step * DEPTH, columns + row * PARTS<T>);
-        std::fill(columns + some * PARTS<T>, columns + tiles_of<T>(some) * SIDE, Ints{});
-        for (long tile = 0; tile < tiles_of<T>(some); tile++, tiles += SIDE) {
+        const long some = std::min(rows, ROWS<T>), count = tiles_of<T>(some);
+        Ints columns[TILES<T> * SIDE] = {};
+        for (long row = 0; row < some; row++) {
+            Ints parts[PARTS<T>];
+            split(x + row * inputs + step * DEPTH, parts);
+            for (int part = 0; part < PARTS<T>; part++)
+                columns[row * row_stride<T>(count) + part * part_stride<T>(count)] = parts[part];
+        }
+        for (long tile = 0; tile < count; tile++, tiles += SIDE) {
             transpose(columns + tile * SIDE);
             memcpy(tiles, columns + tile * SIDE, TILE_BYTES);
         }
@@ -97,6 +115,7 @@ struct Products {
     typedef typename By::Number T;
     static constexpr bool IS_PLAIN = std::is_same_v<Weight, BFloat16>;
     static constexpr int O = N < 4 ? 2 : 1;  // tiles of outputs at a time
+    static constexpr bool ARE_ADDED_FIRST = PARTS<T> == 3 && N == 3;  // the parts of a row, tile by tile
 
     const Ints* x;      // tiles of the input
     const long stride;  // from those of a step to those of the next
@@ -226,13 +245,15 @@ struct Products {
         for (long done = 0; done < outputs_stored; done += SIDE) {
             Floats columns[N * SIDE];
             memcpy(columns, sums[done / SIDE * N], sizeof columns);
+            if constexpr (ARE_ADDED_FIRST)
+                UNROLL for (int i = 0; i < SIDE; i++) columns[i] += columns[SIDE + i] + columns[2 * SIDE + i];
             if (rows * PARTS<T> <= FEW)
                 collect(columns, rows * PARTS<T>);
             else
-                repeat<N>([&](auto tile) { transpose(columns + tile * SIDE); });
+                repeat<ARE_ADDED_FIRST ? 1 : N>([&](auto tile) { transpose(columns + tile * SIDE); });
             for (long i = 0; i < rows; i++) {
-                const Floats* const of = columns + i * PARTS<T>;
-                const Floats sum = PARTS<T> == 1 ? of[0] : of[0] + (of[1] + of[2]);
+                const Floats* const of = columns + i * row_stride<T>(N);
+                const Floats sum = PARTS<T> == 1 || ARE_ADDED_FIRST ? of[0] : of[0] + (of[1] + of[2]);
                 put_row(sum, row + i, stored + done, std::min<long>(SIDE, outputs_stored - done));
             }
         }
@@ -274,9 +295,9 @@ static void multiply_tiles(long rows, const Ints* x, const Matrix<typename By::N
     const long stride = tiles_of<T>(rows) * SIDE, size = rows > ROWS<T> ? IN_TURN : end - begin;
     for (; begin < end; begin += size)
         for (long row = 0; row < rows; row += ROWS<T>) {
-            const Ints* const tiles_of_rows = x + row / ROWS<T> * MOST * SIDE;
+            const Ints* const tiles_of_rows = x + row / ROWS<T> * TILES<T> * SIDE;
             const long some = std::min(ROWS<T>, rows - row), tiles = tiles_of<T>(some);
-            repeat<MOST>([&](auto fewer) {
+            repeat<TILES<T>>([&](auto fewer) {
                 if (tiles != fewer + 1) return;
                 Products<By, Weight, fewer + 1> products = {tiles_of_rows, stride, matrix, row, some, inputs};
                 products.run(begin, std::min(end, begin + size));
