@@ -41,6 +41,13 @@ class SourceStats:
         """Tokens earned per second of the source's own time."""
         return self.earned / self.seconds if self.seconds else 0.0
 
+    def __str__(self) -> str:
+        passes = f"{self.passes} passes, " if self.passes else ""
+        return (
+            f"asked in {self.asked} steps, {passes}{self.proposed} guesses, {self.accepted} accepted, "
+            f"{self.earned} by it alone in {self.seconds:.3f} s: {self.rate:.0f} a second"
+        )
+
     def __iadd__(self, other: "SourceStats") -> "SourceStats":
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
@@ -212,6 +219,10 @@ class Stats:
             "overhead": self.overhead,
         }
 
+    def by_source(self) -> list[str]:
+        """Return a line for each source that has proposed something."""
+        return [f"{name}: {source}" for name, source in self.sources.items() if source.proposed]
+
     def __str__(self) -> str:
         if self.plain:
             return f"plain decoding: lookahead does not decode {self.plain}"
@@ -221,13 +232,7 @@ class Stats:
         if self.chosen_budgets[1]:
             best = f"those of the best fixed budget, {self.best_fixed_budget}"
             budgets = f"tokens/s according to step costs: {1 - self.regret:.3f} of {best}\n"
-        sources = "".join(
-            f"{name}: asked in {source.asked} steps, {f'{source.passes} passes, ' if source.passes else ''}"
-            f"{source.proposed} guesses, {source.accepted} accepted, "
-            f"{source.earned} by it alone, {1000 * source.seconds / max(self.steps, 1):.2f} ms a step\n"
-            for name, source in self.sources.items()
-            if source.proposed
-        )
+        sources = "".join(f"{line}\n" for line in self.by_source())
         return (
             f"{self.tokens} tokens in {self.steps} steps: {self.tokens_per_step:.2f} tokens per step\n"
             f"draft length {self.draft_length:.1f}, acceptance rate {self.acceptance_rate:.1%}; accepted: {accepted}\n"

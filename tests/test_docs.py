@@ -239,7 +239,7 @@ def test_the_report_that_the_page_shows():
     page = (DOCS / "slow.md").read_text(encoding="utf-8")
     for line in model.lookahead.report().splitlines():
         assert line.split(":")[0] + ":" in page
-        if not line.startswith(("kernels", "given up", "weights")):  # these depend on the machine
+        if not line.startswith(("kernels", "given up", "weights", "PoolSource")):  # these depend on the machine
             assert f"    {line}\n" in page
 
 

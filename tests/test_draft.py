@@ -408,4 +408,6 @@ def test_statistics_say_what_each_source_did(monkeypatch):
     assert model.lookahead.stats.sources["PoolSource"].asked == model.lookahead.stats.steps
     inner = medium.lookahead.stats.sources["PoolSource"]
     assert 0 < inner.accepted <= inner.proposed, "what the draft model's own pool guessed of it is not counted"
-    assert "sources: PoolSource, DraftModelSource" in model.lookahead.report()
+    report = model.lookahead.report().splitlines()
+    assert "sources: PoolSource, DraftModelSource" in report
+    assert f"DraftModelSource: {model.lookahead.stats.sources['DraftModelSource']}" in report

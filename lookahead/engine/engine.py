@@ -115,7 +115,7 @@ class Lookahead:
         warn_plain(model, reason)
 
     def report(self) -> str:
-        """Lines of text: how passes are run, and why not in a faster way."""
+        """Lines of text: how passes are run, why not in a faster way, and what the sources did in all calls."""
         if self.last.plain:
             return f"the model's own decoding: lookahead does not decode {self.last.plain}"
         adapter = self.adapter
@@ -130,6 +130,7 @@ class Lookahead:
             f"kernels: of our own on a CPU: {', '.join(served)}" if served else "kernels: torch's",
             f"guesses: {'trees' if adapter.can_branch else 'single chains'}",
             f"sources: {', '.join(map(self._described, range(len(self.ledger.trials))))}",
+            *self.stats.by_source(),
         ]
         if self.copied_bytes:
             lines.append(f"weights: read from a copy of {self.copied_bytes / 1e6:.1f} MB in fewer bits")
