@@ -69,7 +69,8 @@ static void fill_tiles(const T* x, long rows, long inputs, long step, Ints* tile
     tiles += step * tiles_of<T>(rows) * SIDE;
     for (; rows > 0; rows -= ROWS<T>, x += ROWS<T> * inputs) {
         const long some = std::min(rows, ROWS<T>), count = tiles_of<T>(some);
-        Ints columns[TILES<T> * SIDE] = {};
+        Ints columns[TILES<T> * SIDE];
+        std::fill_n(columns, count * SIDE, Ints{});
         for (long row = 0; row < some; row++) {
             Ints parts[PARTS<T>];
             split(x + row * inputs + step * DEPTH, parts);
