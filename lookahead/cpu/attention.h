@@ -16,8 +16,8 @@ namespace attention {
 
 constexpr int KEYS = 64, MAX_SIZE = 256;
 constexpr int TILE_QUERIES = 128;  // queries that share the tiles of keys and values
-// Lanes of a vector, at most: a wider one than the processor's would stay in memory. Vectors for sums. Lanes computed at
-// a time.
+// Lanes of a vector, at most: a wider one than the processor's would stay in memory. Then vectors for sums, and lanes that
+// are computed at a time.
 #ifdef __AVX512F__
 constexpr int WIDEST = 16, REGISTERS = 24, LANES = 48;
 #elif defined(__AVX2__)

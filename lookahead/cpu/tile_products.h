@@ -41,14 +41,10 @@ static INLINE long bytes_of_tiles(long rows, long inputs) {
     return tiles_of<T>(rows) * (inputs / DEPTH) * TILE_BYTES;
 }
 
-// Columns from one row to the next, and from one part of a row to the next, where rows take so many tiles.
+// Whether each part of the rows has a tile of its own, where they take so many tiles. Otherwise parts are neighbours.
 template <class T>
-static INLINE constexpr long row_stride(long tiles) {
-    return tiles == PARTS<T> ? 1 : PARTS<T>;
-}
-template <class T>
-static INLINE constexpr long part_stride(long tiles) {
-    return tiles == PARTS<T> ? SIDE : 1;
+static INLINE constexpr bool are_apart(long tiles) {
+    return PARTS<T> > 1 && tiles == PARTS<T>;
 }
 
 // DEPTH numbers of a row as PARTS vectors of pairs of bf16 numbers, in the order of `Indexed::pairs`.
@@ -75,7 +71,7 @@ static void fill_tiles(const T* x, long rows, long inputs, long step, Ints* tile
             Ints parts[PARTS<T>];
             split(x + row * inputs + step * DEPTH, parts);
             for (int part = 0; part < PARTS<T>; part++)
-                columns[row * row_stride<T>(count) + part * part_stride<T>(count)] = parts[part];
+                columns[are_apart<T>(count) ? part * SIDE + row : row * PARTS<T> + part] = parts[part];
         }
         for (long tile = 0; tile < count; tile++, tiles += SIDE) {
             transpose(columns + tile * SIDE);
@@ -116,7 +112,7 @@ struct Products {
     typedef typename By::Number T;
     static constexpr bool IS_PLAIN = std::is_same_v<Weight, BFloat16>;
     static constexpr int O = N < 4 ? 2 : 1;  // tiles of outputs at a time
-    static constexpr bool ARE_ADDED_FIRST = PARTS<T> == 3 && N == 3;  // the parts of a row, tile by tile
+    static constexpr bool ARE_APART = are_apart<T>(N);
 
     const Ints* x;      // tiles of the input
     const long stride;  // from those of a step to those of the next
@@ -246,15 +242,15 @@ struct Products {
         for (long done = 0; done < outputs_stored; done += SIDE) {
             Floats columns[N * SIDE];
             memcpy(columns, sums[done / SIDE * N], sizeof columns);
-            if constexpr (ARE_ADDED_FIRST)
+            if constexpr (ARE_APART)
                 UNROLL for (int i = 0; i < SIDE; i++) columns[i] += columns[SIDE + i] + columns[2 * SIDE + i];
             if (rows * PARTS<T> <= FEW)
                 collect(columns, rows * PARTS<T>);
             else
-                repeat<ARE_ADDED_FIRST ? 1 : N>([&](auto tile) { transpose(columns + tile * SIDE); });
+                repeat<ARE_APART ? 1 : N>([&](auto tile) { transpose(columns + tile * SIDE); });
             for (long i = 0; i < rows; i++) {
-                const Floats* const of = columns + i * row_stride<T>(N);
-                const Floats sum = PARTS<T> == 1 || ARE_ADDED_FIRST ? of[0] : of[0] + (of[1] + of[2]);
+                const Floats* const of = columns + i * (ARE_APART ? 1 : PARTS<T>);
+                const Floats sum = PARTS<T> == 1 || ARE_APART ? of[0] : of[0] + (of[1] + of[2]);
                 put_row(sum, row + i, stored + done, std::min<long>(SIDE, outputs_stored - done));
             }
         }
