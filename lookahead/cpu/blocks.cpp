@@ -188,18 +188,32 @@ static bool are_bfloat16(const float* weights, long inputs) {
     return are_equal(lower & 0xffff, Ints{}) && are_equal(zeros, Floats{});
 }
 
+// The vectors of the lines of a block of these rows: first[line], second[line].
+template <class T>
+static void lines_of(const T* weights, long rows, long inputs, Ints* first, Ints* second) {
+#ifdef HAS_TILES
+    take_block(weights, rows, inputs, first, second);
+#else
+    *first = Indexed::pairs(weights), *second = Indexed::pairs(weights + 2 * L);
+#endif
+}
+
 // Whether these rows of a matrix are indexed already, from row `first` to row `last`.
 template <class T>
 static bool are_indexed(const T* matrix, long first, long last, const Indexed::Rows<const uint8_t>& rows) {
     Ints differ = {};
-    for (long row = first; row < last; row++)
-        for (long i = 0; i < rows.inputs; i += Indexed::BLOCK) {
-            const T* const weights = matrix + row * rows.inputs;
+    for (long i = 0; i < rows.inputs; i += Indexed::BLOCK) {
+        if (*rows.others(i)) continue;
+        Ints halves[2][Indexed::TOGETHER];
+        lines_of(matrix + first * rows.inputs + i, last - first, rows.inputs, halves[0], halves[1]);
+        for (long line = 0; line < Indexed::TOGETHER; line++) {
             Ints two[2];
-            Indexed::read(rows, row, weights, i, two);
-            differ |= two[0] ^ Indexed::pairs(weights + i);
-            differ |= two[1] ^ Indexed::pairs(weights + i + 2 * L);
+            Indexed::look_up(rows.lower(line, i), rows.codes(line, i), Indexed::table_of(rows.table()), two);
+            differ |= (two[0] ^ halves[0][line]) | (two[1] ^ halves[1][line]);
         }
+    }
+    if (Indexed::TOGETHER > 1)  // then a lane is a row
+        for (long row = last - first; row < L; row++) differ[row] = 0;
     return are_equal(differ, Ints{});
 }
 
@@ -220,15 +234,17 @@ static void write_indexed(const typename By::Number* matrix, long first, long la
     for (int i = 0; i < kept; i++) code_of[rows.table()[i] = bytes[i]] = i;
     for (long i = 0; i < inputs; i += Indexed::BLOCK) {
         uint8_t all = 0;
-        for (long row = first; row < last; row++) {
-            uint8_t found[Indexed::BLOCK];
+        for (long line = 0; line < Indexed::TOGETHER; line++) {
+            uint8_t found[Indexed::BLOCK] = {};
             for (long place = 0; place < Indexed::BLOCK; place++) {
-                const BFloat16 weight = upper_half(matrix[row * inputs + i + Indexed::weight_at<By>(place)]);
-                rows.lower(row, i)[place] = weight & 255;
+                const auto at = Indexed::weight_at<By>(line, place);
+                if (first + at.row >= last) continue;
+                const BFloat16 weight = upper_half(matrix[(first + at.row) * inputs + i + at.input]);
+                rows.lower(line, i)[place] = weight & 255;
                 all |= found[place] = code_of[weight >> 8];
             }
             for (long place = 0; place < Indexed::BLOCK / 2; place++)
-                rows.codes(row, i)[place] = (found[place] & 15) | found[place + Indexed::BLOCK / 2] << 4;
+                rows.codes(line, i)[place] = (found[place] & 15) | found[place + Indexed::BLOCK / 2] << 4;
         }
         *rows.others(i) = all >> 4;
     }

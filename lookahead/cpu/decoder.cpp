@@ -161,9 +161,9 @@ struct Thread {
 
     // The input of products with some matrices, [rows][inputs].
     Input<By> prepare(const T* x, long rows, long inputs, std::initializer_list<const Matrix<T>*> matrices) {
-        bool in_tiles = false;
-        for (const Matrix<T>* matrix : matrices) in_tiles |= Input<By>::are_tiles(*matrix, inputs);
-        const Input<By> input = {x, rows, inputs, prepared, in_tiles};
+        int forms = 0;
+        for (const Matrix<T>* matrix : matrices) forms |= Input<By>::form_for(*matrix, inputs);
+        const Input<By> input = {x, rows, inputs, prepared, forms};
         for (long part = 0; part < input.parts(); part++) input.make(part);
         return input;
     }
@@ -178,7 +178,7 @@ struct Thread {
 
     // Outputs begin..end-1 of all rows.
     void multiply(const Input<By>& x, const Matrix<T>& matrix, long begin, long end) {
-        const long size = Input<By>::are_tiles(matrix, x.inputs) ? end - begin : BLOCK;
+        const long size = Input<By>::form_for(matrix, x.inputs) ? end - begin : BLOCK;
         for (long first = begin; first < end; first += size)
             products::multiply(x, matrix, first, std::min(end, first + size));
     }

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from lookahead.cpu import blocks, native, products
+from lookahead.cpu.pages import HugePages
 from lookahead.cpu.products import Linear
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
@@ -91,13 +92,20 @@ def smallest(decoder: Decoder, known: dict[int, Linear], indexes: bool) -> Decod
     have changed since. indexes: whether bf16 numbers may be indexed.
     """
     places = count()
+    memory = HugePages()
 
     def smaller(field: Any) -> Any:
         if not isinstance(field, Linear):
             return field
         place = next(places)
-        found = blocks.smallest(field, decoder.embedding.dtype, known.get(place), indexes)
+        found = blocks.smallest(field, decoder.embedding.dtype, before := known.get(place), indexes)
         if found is not field:
+            if before is None or found.weight is not before.weight:
+                found = found._replace(
+                    weight=memory.copy(found.weight),
+                    scales=None if found.scales is None else memory.copy(found.scales),
+                    offsets=None if found.offsets is None else memory.copy(found.offsets),
+                )
             known[place] = Linear(found.weight, found.scales, None, found.offsets)
         else:
             known.pop(place, None)

@@ -12,12 +12,12 @@ template <class By>
 static void multiply_all(const typename By::Number* x, const Matrix<typename By::Number>* matrices, long count,
                          long rows, long inputs, void* room, long threads) {
     if (rows == 0) return;
-    bool in_tiles = false;
-    for (long i = 0; i < count; i++) in_tiles |= Input<By>::are_tiles(matrices[i], inputs);
-    const long size = rows > TILE && !in_tiles ? SMALL_BLOCK : BLOCK;
+    int forms = 0;
+    for (long i = 0; i < count; i++) forms |= Input<By>::form_for(matrices[i], inputs);
+    const long size = rows > TILE && !forms ? SMALL_BLOCK : BLOCK;
     long blocks = 0;
     for (long i = 0; i < count; i++) blocks += (matrices[i].outputs + size - 1) / size;
-    const Input<By> input = {x, rows, inputs, room, in_tiles};
+    const Input<By> input = {x, rows, inputs, room, forms};
 #pragma omp parallel num_threads(threads)
     {
         const TileUnit unit;

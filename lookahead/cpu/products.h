@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "tile_products.h"
+#include "indexed_products.h"
 
 namespace products {
 
@@ -87,7 +87,7 @@ static INLINE void add_products(const typename By::Prepared* x, const Matrix<typ
                 const char* const row = (const char*)rows + o * bytes;
                 const char* const at = row + bytes_of_row<Weight>(i);
                 if constexpr (IS_INDEXED<Weight>)
-                    Indexed::read({(const uint8_t*)row, 0, inputs}, 0, whole + o * inputs, i, w[o]);
+                    Indexed::read({(const uint8_t*)row, 0, inputs}, whole + o * inputs, i, w[o]);
                 else if constexpr (std::is_same_v<Weight, Codes>)
                     w[o][0] = By::factors((const Codes*)at, scales[o * groups + g], offsets[o * groups + g]);
                 else if constexpr (std::is_same_v<Weight, Grouped>)
@@ -167,20 +167,29 @@ struct Input {
     typedef typename By::Number T;
     typedef typename By::Prepared Prepared;
     static constexpr bool IS_CONVERTED = sizeof(Prepared) != sizeof(T);
+    enum Forms { AS_IT_IS = 0, IN_COLUMNS = 1, IN_LINES = 2 };  // of tiles
 
     const T* x;  // [rows][inputs]
     long rows, inputs;
     void* room;  // of `bytes`
-    bool in_tiles;
+    int forms;   // all that are needed
 
 #ifdef HAS_TILES
-    static long bytes(long rows, long inputs) { return bytes_of_tiles<T>(rows, inputs); }
-    static bool are_tiles(const Matrix<T>& matrix, long inputs) { return takes_tiles(matrix, inputs); }
-    long parts() const { return in_tiles ? inputs / DEPTH : 0; }
-    void make(long part) const { fill_tiles(x, rows, inputs, part, (Ints*)room); }
+    const Lines<T> shape{rows};  // of lines
+    static long bytes(long rows, long inputs) { return bytes_of_tiles<T>(rows, inputs) + Lines<T>(rows).bytes(inputs); }
+    static Forms form_for(const Matrix<T>& matrix, long inputs) {
+        return !takes_tiles(matrix, inputs) ? AS_IT_IS : matrix.whole ? IN_LINES : IN_COLUMNS;
+    }
+    Ints* columns() const { return (Ints*)room; }
+    Ints* lines() const { return (Ints*)((char*)room + (forms & IN_COLUMNS ? bytes_of_tiles<T>(rows, inputs) : 0)); }
+    long parts() const { return forms ? inputs / DEPTH : 0; }
+    void make(long part) const {
+        if (forms & IN_COLUMNS) fill_tiles(x, rows, inputs, part, columns());
+        if (forms & IN_LINES) shape.fill(x, rows, inputs, part, lines());
+    }
 #else
     static long bytes(long rows, long inputs) { return IS_CONVERTED ? rows * inputs * sizeof(Prepared) : 0; }
-    static bool are_tiles(const Matrix<T>&, long) { return false; }
+    static Forms form_for(const Matrix<T>&, long) { return AS_IT_IS; }
     long parts() const { return IS_CONVERTED ? rows : 0; }
     void make(long part) const {
         if constexpr (IS_CONVERTED)
@@ -212,10 +221,12 @@ static void multiply_vectors(const Input<By>& x, const Matrix<typename By::Numbe
 template <class By>
 static void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end) {
 #ifdef HAS_TILES
-    if (x.are_tiles(matrix, x.inputs))
-        multiply_in_tiles<By>(x.rows, (const Ints*)x.room, matrix, x.inputs, begin, end);
-    else if constexpr (sizeof(typename By::Number) == 4)  // bf16 is always in tiles
-        multiply_vectors<By>(x, matrix, begin, end);
+    switch (x.form_for(matrix, x.inputs)) {
+        case Input<By>::IN_LINES: multiply_in_lines(x.rows, x.shape, x.lines(), matrix, x.inputs, begin, end); break;
+        case Input<By>::IN_COLUMNS: multiply_in_columns<By>(x.rows, x.columns(), matrix, x.inputs, begin, end); break;
+        case Input<By>::AS_IT_IS:
+            if constexpr (sizeof(typename By::Number) == 4) multiply_vectors<By>(x, matrix, begin, end);  // never bf16
+    }
 #else
     multiply_vectors<By>(x, matrix, begin, end);
 #endif

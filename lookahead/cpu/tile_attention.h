@@ -189,6 +189,7 @@ struct TileBlock {
     }
 
     void run(long begin, long end, const Part* part) {
+        products::set_up_tiles();
         for (int group = 0; group < groups(); group++) take_queries(group);
         const long rows = first % all.rows + std::min<long>(all.queries() - first, TILE_QUERIES);  // if in one head
         if (is_causal) end = std::min(end, free + std::min(rows, all.rows));

@@ -1,4 +1,4 @@
-// Products by the processor's matrix unit (`tiles.h`).
+// Products by the processor's matrix unit (`tiles.h`), of all weights but those in 12 bits (`indexed_products.h`).
 //
 // A tile of weights is SIDE rows of the matrix, as they stand in memory or as they are unpacked. Rows of the input become
 // columns of tiles, once for all outputs. A float32 number of the input is the sum of three bf16 numbers, which have 8 of
@@ -16,8 +16,7 @@ namespace products {
 #ifdef HAS_TILES
 
 constexpr int MOST = 4;                     // tiles of the input whose sums the registers hold
-constexpr long UNPACKED_AHEAD = 32 * 1024;  // bytes between weights that are unpacked and those prefetched with them
-constexpr long PLAIN_AHEAD = 256 * 1024;    // the same for weights that are taken as they are, at most
+constexpr long PLAIN_AHEAD = 256 * 1024;    // bytes between weights taken as they are and those prefetched, at most
 constexpr long IN_TURN = 192;               // outputs whose weights serve all rows before the next are read
 constexpr int FEW = 4;                      // columns that are cheaper to collect than to transpose
 
@@ -104,6 +103,26 @@ static INLINE Ints pairs_of(const Weight* row, const Matrix<typename By::Number>
     }
 }
 
+// Store the sums of a row for outputs first..first+count-1, SIDE at most, with the bias.
+template <class T>
+static INLINE void put_row(const Matrix<T>& matrix, Floats sums, long row, long first, long count) {
+    T* const to = matrix.out + row * matrix.outputs + first;
+    const bool is_biased = matrix.bias && !matrix.scales;
+    if (count == SIDE) {
+        if (is_biased) {
+            T bias[SIDE];
+            memcpy(bias, matrix.bias + first, sizeof bias);
+            sums += load(bias);
+        }
+        if constexpr (sizeof(T) == 2)
+            *(Unaligned<__m256bh>*)to = _mm512_cvtneps_pbh((__m512)sums);
+        else
+            store(sums, to);
+    } else {
+        for (long i = 0; i < count; i++) store(sums[i] + (is_biased ? number(matrix.bias[first + i]) : 0), to + i);
+    }
+}
+
 // Products of rows that take N tiles. A unit of work is O tiles of outputs by two steps along the inputs. While the matrix
 // unit multiplies, the weights of the next unit of work are unpacked. Sums are stored after that, so nothing waits for
 // them.
@@ -150,31 +169,12 @@ struct Products {
     INLINE void unpack(long first, long count, long step, Ints* to, Ints* to_next) const {
         const long i = step * DEPTH;
         const bool both = step + 1 < steps;
-        if constexpr (IS_INDEXED<Weight>) {
-            const Indexed::Rows rows((const uint8_t*)matrix.weights, first, inputs);
-            const uint8_t* const ahead = rows.lower(0, i) + UNPACKED_AHEAD;
-            if (*rows.others(i)) {
-                for (long o = 0; o < count; o++) {
-                    const T* const weights = matrix.whole + (first + o) * inputs + i;
-                    to[o] = Indexed::pairs(weights), to_next[o] = Indexed::pairs(weights + DEPTH);
-                }
-                return;
-            }
-            UNROLL for (int o = 0; o < SIDE; o++) {
-                Ints two[2];
-                Indexed::look_up(rows.lower(o, i), rows.codes(o, i), rows.table(), two);
-                to[o] = two[0], to_next[o] = two[1];
-                __builtin_prefetch(ahead + o * 96, 0, 1);
-                if (o % 2) __builtin_prefetch(ahead + o * 96 + 64, 0, 1);
-            }
-        } else {
-            const long bytes = bytes_of_row<Weight>(inputs);
-            for (long o = 0; o < count; o++) {
-                const auto* const weights = matrix.template row<Weight>(first + o, inputs);
-                __builtin_prefetch((const char*)weights + SIDE * bytes + bytes_of_row<Weight>(i), 0, 1);
-                to[o] = pairs_of<By>(weights, matrix, first + o, inputs, i);
-                if (both) to_next[o] = pairs_of<By>(weights, matrix, first + o, inputs, i + DEPTH);
-            }
+        const long bytes = bytes_of_row<Weight>(inputs);
+        for (long o = 0; o < count; o++) {
+            const auto* const weights = matrix.template row<Weight>(first + o, inputs);
+            __builtin_prefetch((const char*)weights + SIDE * bytes + bytes_of_row<Weight>(i), 0, 1);
+            to[o] = pairs_of<By>(weights, matrix, first + o, inputs, i);
+            if (both) to_next[o] = pairs_of<By>(weights, matrix, first + o, inputs, i + DEPTH);
         }
     }
 
@@ -251,7 +251,7 @@ struct Products {
             for (long i = 0; i < rows; i++) {
                 const Floats* const of = columns + i * (ARE_APART ? 1 : PARTS<T>);
                 const Floats sum = PARTS<T> == 1 || ARE_APART ? of[0] : of[0] + (of[1] + of[2]);
-                put_row(sum, row + i, stored + done, std::min<long>(SIDE, outputs_stored - done));
+                put_row(matrix, sum, row + i, stored + done, std::min<long>(SIDE, outputs_stored - done));
             }
         }
         outputs_stored = 0;
@@ -264,24 +264,6 @@ struct Products {
         for (long i = 0; i < n; i++) few[i] = (Floats)_mm512_i32gather_ps(places, (float*)columns + i, 4);
         std::copy_n(few, n, columns);
     }
-
-    INLINE void put_row(Floats sums, long row, long first, long count) const {
-        T* const to = matrix.out + row * matrix.outputs + first;
-        const bool is_biased = matrix.bias && !matrix.scales;
-        if (count == SIDE) {
-            if (is_biased) {
-                T bias[SIDE];
-                memcpy(bias, matrix.bias + first, sizeof bias);
-                sums += load(bias);
-            }
-            if constexpr (sizeof(T) == 2)
-                *(Unaligned<__m256bh>*)to = _mm512_cvtneps_pbh((__m512)sums);
-            else
-                store(sums, to);
-        } else {
-            for (long i = 0; i < count; i++) store(sums[i] + (is_biased ? number(matrix.bias[first + i]) : 0), to + i);
-        }
-    }
 };
 
 // The products of any number of rows with outputs begin..end-1.
@@ -290,6 +272,7 @@ static void multiply_tiles(long rows, const Ints* x, const Matrix<typename By::N
                            long end) {
     typedef typename By::Number T;
     const long stride = tiles_of<T>(rows) * SIDE, size = rows > ROWS<T> ? IN_TURN : end - begin;
+    set_up_tiles();
     for (; begin < end; begin += size)
         for (long row = 0; row < rows; row += ROWS<T>) {
             const Ints* const tiles_of_rows = x + row / ROWS<T> * TILES<T> * SIDE;
@@ -302,17 +285,17 @@ static void multiply_tiles(long rows, const Ints* x, const Matrix<typename By::N
         }
 }
 
-// The same for weights of any type.
+// The same for weights of any type but Indexed.
 template <class By>
-static void multiply_in_tiles(long rows, const Ints* x, const Matrix<typename By::Number>& matrix, long inputs,
-                              long begin, long end) {
-    auto some = matrix.whole ? multiply_tiles<By, Indexed> : multiply_tiles<By, int8_t>;
+static void multiply_in_columns(long rows, const Ints* x, const Matrix<typename By::Number>& matrix, long inputs,
+                                long begin, long end) {
+    auto some = multiply_tiles<By, int8_t>;
     if constexpr (sizeof(typename By::Number) == 2) {
         if (matrix.group_offsets)
             some = multiply_tiles<By, Codes>;
         else if (matrix.group_scales)
             some = multiply_tiles<By, Grouped>;
-        else if (!matrix.whole && !matrix.scales)
+        else if (!matrix.scales)
             some = multiply_tiles<By, typename By::Number>;
     }
     some(rows, x, matrix, inputs, begin, end);

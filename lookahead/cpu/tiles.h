@@ -33,16 +33,25 @@ static INLINE void add_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
-// The unit of the thread that makes this, for as long as it exists: 8 registers of 16 rows of 64 bytes.
+// Prefetch a line into the second cache, here and not wherever the compiler likes.
+static INLINE void prefetch_in_turn(const void* x) { asm volatile("prefetcht2 %0" ::"m"(*(const char*)x) : "memory"); }
+
+constexpr int WEIGHTS = 6;  // the register that always has SIDE rows
+
+// Set the registers up: rows of 64 bytes, SIDE in the register WEIGHTS and `rows` in the other seven.
+static INLINE void set_up_tiles(long rows = SIDE) {
+    struct {
+        uint8_t palette = 1, rest[15] = {};
+        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16];
+    } configuration;
+    for (int i = 0; i < 16; i++) configuration.rows[i] = i >= 8 ? 0 : i == WEIGHTS ? SIDE : rows;
+    asm volatile("ldtilecfg %0" ::"m"(configuration));
+}
+
+// The unit of the thread that makes this, for as long as it exists. Who uses the registers sets them up first.
 struct TileUnit {
-    TileUnit() {
-        struct {
-            uint8_t palette = 1, rest[15] = {};
-            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } const configuration;
-        asm volatile("ldtilecfg %0" ::"m"(configuration));
-    }
+    TileUnit() { set_up_tiles(); }
     ~TileUnit() { asm volatile("tilerelease"); }
     TileUnit(const TileUnit&) = delete;
 };

@@ -206,10 +206,13 @@ struct ByPairs {
 // than sixteen. Held are the lower bytes of all weights; codes of 4 bits, which say where the upper bytes stand in a
 // table; the table; and for each block of weights whether it has an upper byte that is not in the table. Such a block is
 // read from the matrix that the rows were made of. That may be float32, if its weights are bf16 numbers.
+//
+// Bytes and codes of a block stand in lines of BLOCK weights. A line is a block of a row. But for the matrix unit, rows
+// lie together, and a line has a pair of inputs of each of them, and their pair 2 * L inputs further on.
 struct Indexed {
-    static constexpr long BLOCK = 4 * L;  // weights of a row that are read at a time, as two vectors of pairs
+    static constexpr long BLOCK = 4 * L;  // inputs of a block, and weights of a line, which are read as two vectors of pairs
 #ifdef HAS_TILES
-    static constexpr long TOGETHER = 16;  // rows with one table, whose blocks take turns: a tile is read in one go
+    static constexpr long TOGETHER = 16;  // rows with one table, and lines of a block
 #else
     static constexpr long TOGETHER = 1;
 #endif
@@ -225,23 +228,29 @@ struct Indexed {
         Rows(Byte* matrix, long row, long inputs)
             : first(matrix + row / TOGETHER * TOGETHER * bytes(inputs)), inputs(inputs) {}
         Byte* table() const { return first + inputs * 3 / 2 * TOGETHER; }
-        Byte* others(long i) const { return table() + 16 + i / BLOCK; }  // of the blocks that begin at input i
-        Byte* lower(long row, long i) const {
-            return first + (TOGETHER == 1 ? i : i * 3 / 2 * TOGETHER + row % TOGETHER * BLOCK);
+        // Of the block that begins at input i:
+        Byte* others(long i) const { return table() + 16 + i / BLOCK; }
+        Byte* lower(long line, long i) const {
+            return first + (TOGETHER == 1 ? i : i * 3 / 2 * TOGETHER + line * BLOCK);
         }
-        Byte* codes(long row, long i) const {
-            return first + (TOGETHER == 1 ? inputs + i / 2
-                                          : (i * 3 / 2 + BLOCK) * TOGETHER + row % TOGETHER * BLOCK / 2);
+        Byte* codes(long line, long i) const {
+            return first + (TOGETHER == 1 ? inputs + i / 2 : (i * 3 / 2 + BLOCK) * TOGETHER + line * BLOCK / 2);
         }
     };
 
-    // The weight of a block whose bytes stand at this place, so that they are unpacked into the order of the inputs. The
-    // pairs of bf16 inputs are neighbours. Those of floats are L numbers apart.
+    // The weight of a block, by its row and its input, whose bytes stand at this place of a line.
+    struct Weight {
+        long row, input;
+    };
+
+    // So they are unpacked into pairs as they are multiplied: pairs of bf16 inputs are neighbours, those of floats are L
+    // numbers apart.
     template <class By>
-    static long weight_at(long place) {
+    static Weight weight_at(long line, long place) {
         const long in_vector = place / 16 * 8 + place % 8, vector = place % 16 / 8;
-        const long number = By::STRIDE == L ? in_vector % 2 * L + in_vector / 2 : in_vector;
-        return vector * 2 * L + number;
+        const long pair = TOGETHER == 1 ? in_vector / 2 : line, of_pair = in_vector % 2;
+        const long input = By::STRIDE == L ? of_pair * L + pair : 2 * pair + of_pair;
+        return {TOGETHER == 1 ? 0 : in_vector / 2, vector * 2 * L + input};
     }
 
     // 2 * L weights as pairs, from a matrix of bf16 numbers.
@@ -251,35 +260,49 @@ struct Indexed {
         return (first >> 16 & 0xffff) | (second & ~0xffff);
     }
 
-    // A block of these bytes and codes. There is no such way of reading without AVX2.
-    static void look_up(const uint8_t* lower, const uint8_t* codes, const uint8_t* table, Ints* two);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    typedef __m256i Table;
+#else
+    typedef Ints Table;
+#endif
+    // A table in all parts of a vector; the two vectors of a line. There is no such way of reading without AVX2.
+    static Table table_of(const uint8_t* table);
+    static void look_up(const uint8_t* lower, const uint8_t* codes, Table table, Ints* two);
 
-    // The block that begins at input i of a row. whole: the row that this one was made of.
+    // The block of a row that begins at input i, if it is a line. whole: the row that this one was made of.
     template <class T>
-    static INLINE void read(const Rows<const uint8_t>& rows, long row, const T* whole, long i, Ints* two) {
+    static INLINE void read(const Rows<const uint8_t>& rows, const T* whole, long i, Ints* two) {
         if (*rows.others(i))
             two[0] = pairs(whole + i), two[1] = pairs(whole + i + 2 * L);
         else
-            look_up(rows.lower(row, i), rows.codes(row, i), rows.table(), two);
+            look_up(rows.lower(0, i), rows.codes(0, i), table_of(rows.table()), two);
     }
 };
 
 #ifdef __AVX2__
-INLINE void Indexed::look_up(const uint8_t* lower_bytes, const uint8_t* codes, const uint8_t* table, Ints* two) {
+INLINE Indexed::Table Indexed::table_of(const uint8_t* table) {
     const __m128i sixteen = _mm_loadu_si128((const __m128i*)table);
+#ifdef __AVX512F__
+    return (Table)_mm512_broadcast_i32x4(sixteen);
+#else
+    return _mm256_broadcastsi128_si256(sixteen);
+#endif
+}
+
+INLINE void Indexed::look_up(const uint8_t* lower_bytes, const uint8_t* codes, Table table, Ints* two) {
 #ifdef __AVX512F__
     const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)codes));
     const __m512i down = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);  // the upper half
-    const __m512i all = _mm512_srlv_epi16(twice, down);
-    const __m512i code = _mm512_and_si512(all, _mm512_set1_epi8(15)), lower = _mm512_loadu_si512(lower_bytes);
-    const __m512i upper = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen), code);
+    const __m512i all = _mm512_srlv_epi16(twice, down), code = _mm512_and_si512(all, _mm512_set1_epi8(15));
+    const __m512i lower = (__m512i)in_register(*(const Unaligned<Ints>*)lower_bytes);
+    const __m512i upper = _mm512_shuffle_epi8((__m512i)table, code);
     two[0] = (Ints)_mm512_unpacklo_epi8(lower, upper), two[1] = (Ints)_mm512_unpackhi_epi8(lower, upper);
 #else
     const __m128i half = _mm_loadu_si128((const __m128i*)codes);
     const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(half), _mm_srli_epi16(half, 4), 1);
     const __m256i code = _mm256_and_si256(all, _mm256_set1_epi8(15));
     const __m256i lower = _mm256_loadu_si256((const __m256i*)lower_bytes);
-    const __m256i upper = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(sixteen), code);
+    const __m256i upper = _mm256_shuffle_epi8(table, code);
     two[0] = (Ints)_mm256_unpacklo_epi8(lower, upper), two[1] = (Ints)_mm256_unpackhi_epi8(lower, upper);
 #endif
 }

@@ -1,0 +1,175 @@
+// Products with weights in 12 bits (`Indexed` in weights.h) by the processor's matrix unit (`tiles.h`).
+//
+// A tile of weights has SIDE outputs in its columns, for the bytes lie so. The rows of a tile of the input are rows of
+// the input as they stand, and those of a tile of sums are the rows of the output. So nothing is transposed, and the unit
+// takes the shorter, the fewer rows there are. Parts of a float32 number (`split`) are rows of their own.
+//
+// A processor looks some hundreds of instructions ahead. To fetch weights, to unpack them and to multiply with them take
+// about as long as each other, and must not wait for each other. So while the unit multiplies with one block, the next is
+// unpacked and a later one is prefetched, in small portions by turns.
+
+#pragma once
+
+#include "tile_products.h"
+
+namespace products {
+
+#ifdef HAS_TILES
+
+constexpr long AHEAD_OF_UNPACKED = 64 * 1024;  // bytes between weights that are unpacked and those prefetched with them
+
+// How the rows of an input are laid out, a line for each part of each: [steps][turns][tiles][lines][pairs of inputs].
+template <class T>
+struct Lines {
+    static constexpr long MOST_ROWS = MOST / PARTS<T> * SIDE;
+    long turns, rows;   // the weights are gone through so often, each time for so many rows, whose sums registers hold
+    long tiles, lines;  // these rows are so many tiles of so many lines
+
+    explicit Lines(long all)
+        : turns(std::max(1L, (all + MOST_ROWS - 1) / MOST_ROWS)),
+          rows(std::max(1L, (all + turns - 1) / turns)),
+          tiles(PARTS<T> == 1 || rows * PARTS<T> <= SIDE ? (rows + SIDE - 1) / SIDE : PARTS<T>),
+          lines(PARTS<T> == 1 ? (rows + tiles - 1) / tiles : tiles == 1 ? rows * PARTS<T> : rows) {}
+
+    // Vectors of a turn in a step, and of a step.
+    long of_turn() const { return tiles * lines; }
+    long of_step() const { return turns * of_turn(); }
+    long bytes(long inputs) const { return inputs / DEPTH * of_step() * sizeof(Ints); }
+
+    // Bring the inputs of one step, of all rows, into lines. Parts of a row are neighbours, or each has a tile of its own.
+    void fill(const T* x, long all, long inputs, long step, Ints* to) const {
+        x += step * DEPTH, to += step * of_step();
+        const long to_part = tiles == 1 ? 1 : lines, to_row = tiles == 1 ? PARTS<T> : 1;
+        for (long first = 0; first < all; first += rows, to += of_turn())
+            for (long row = 0; row < std::min(rows, all - first); row++) {
+                Ints parts[PARTS<T>];
+                split(x + (first + row) * inputs, parts);
+                for (int part = 0; part < PARTS<T>; part++) to[row * to_row + part * to_part] = parts[part];
+            }
+    }
+};
+
+// A block of `rows` rows from the matrix that they were made of, as the bytes of its lines are unpacked.
+template <class T>
+static INLINE void take_block(const T* weights, long rows, long inputs, Ints* first, Ints* second) {
+    for (long row = 0; row < SIDE; row++) {
+        first[row] = row < rows ? Indexed::pairs(weights + row * inputs) : Ints{};
+        second[row] = row < rows ? Indexed::pairs(weights + row * inputs + DEPTH) : Ints{};
+    }
+    transpose(first), transpose(second);
+}
+
+// Products of the rows of a turn, which take N tiles.
+template <class T, int N>
+struct IndexedProducts {
+    static constexpr int O = N < 4 ? 2 : 1;  // tiles of outputs at a time
+    static constexpr int INPUT = 7, PORTION = SIDE / 2;
+
+    const Ints* const x;  // the lines of the turn at the first step
+    const Lines<T>& shape;
+    const Matrix<T>& matrix;
+    const long row, rows, inputs;
+    alignas(64) Ints unpacked[2][2][O][SIDE];  // the block at hand and the next: steps, tiles of outputs
+    alignas(64) Floats sums[O * N][SIDE];      // of the lines, by outputs
+
+    // Unpack PORTION lines of the block that begins at input i, from line FIRST on, all outputs' lines counted.
+    template <int FIRST>
+    INLINE void unpack(long output, long i, Ints (*to)[O][SIDE]) const {
+        constexpr int of = FIRST / SIDE, line = FIRST % SIDE;
+        output += of * SIDE;
+        const Indexed::Rows<const uint8_t> rows((const uint8_t*)matrix.weights, output, inputs);
+        if (*rows.others(i)) {
+            const long count = std::min<long>(SIDE, matrix.outputs - output);
+            if (line == 0) take_block(matrix.whole + output * inputs + i, count, inputs, to[0][of], to[1][of]);
+            return;
+        }
+        const Indexed::Table table = in_register(Indexed::table_of(rows.table()));
+        const uint8_t* const lower = rows.lower(line, i);
+        const uint8_t* const codes = rows.codes(line, i);
+        const uint8_t* const ahead = rows.lower(0, i) + AHEAD_OF_UNPACKED + line * 96;
+        UNROLL for (int k = 0; k < PORTION; k++) {
+            Ints two[2];
+            Indexed::look_up(lower + k * Indexed::BLOCK, codes + k * Indexed::BLOCK / 2, table, two);
+            to[0][of][line + k] = two[0], to[1][of][line + k] = two[1];
+            prefetch_in_turn(ahead + k * 96);
+            if (k % 2) prefetch_in_turn(ahead + k * 96 + 64);
+        }
+    }
+
+    // Add the products of the input at a step with a tile of weights, which makes the sums OF * N and later. Every other
+    // time tiles of the input are taken in the other order, so that one is there already.
+    template <int OF>
+    INLINE void add(const Ints* x, const Ints* weights) const {
+        load_tile<WEIGHTS>(weights, sizeof(Ints));
+        repeat<N>([&](auto i) {
+            constexpr int n = OF % 2 ? N - 1 - i : i;
+            if (OF == 0 || i > 0) load_tile<INPUT>(x + n * shape.lines, sizeof(Ints));
+            add_tiles<OF * N + n, INPUT, WEIGHTS>();
+        });
+    }
+
+    void run(long first, long end) {
+        if constexpr (O > 1) first = run_tiles<O>(first, end);
+        run_tiles<1>(first, end);
+    }
+
+    // Outputs first..end-1 by OUT tiles at a time. Returns the output that is next: end, or fewer than OUT tiles before.
+    template <int OUT>
+    long run_tiles(long first, long end) {
+        constexpr long WIDTH = OUT * SIDE;
+        const auto are_left = [=](long from) { return from + WIDTH - SIDE < end; };
+        if (!are_left(first)) return first;
+        repeat<2 * OUT>([&](auto part) { unpack<part * PORTION>(first, 0, unpacked[0]); });
+        int buffer = 0;
+        for (; are_left(first); first += WIDTH) {
+            repeat<OUT * N>([&](auto sum) { clear_tile<sum>(); });
+            for (long i = 0; i < inputs; i += Indexed::BLOCK) {
+                const bool ends = i + Indexed::BLOCK == inputs;
+                const long next = ends ? first + WIDTH : first, next_i = ends ? 0 : i + Indexed::BLOCK;
+                const bool is_last = !are_left(next);
+                repeat<2 * OUT>([&](auto part) {
+                    constexpr int step = part / OUT, of = part % OUT;
+                    if (!is_last) unpack<part * PORTION>(next, next_i, unpacked[!buffer]);
+                    add<of>(x + (i / DEPTH + step) * shape.of_step(), unpacked[buffer][step][of]);
+                });
+                buffer = !buffer;
+            }
+            repeat<OUT * N>([&](auto sum) { store_tile<sum>(sums[sum]); });
+            for (long of = 0; of < OUT; of++)
+                put(sums + of * N, first + of * SIDE, std::min<long>(SIDE, end - first - of * SIDE));
+        }
+        return std::min(first, end);
+    }
+
+    // Store the sums of `count` outputs.
+    INLINE void put(const Floats (*sums)[SIDE], long output, long count) const {
+        const long tiles = PARTS<T> == 1 ? N : 1;
+        for (long tile = 0; tile < tiles; tile++)
+            for (long r = 0; r < std::min(shape.lines, rows - tile * shape.lines); r++) {
+                Floats sum = sums[tile][N == 1 ? r * PARTS<T> : r];
+                if constexpr (PARTS<T> > 1)
+                    sum += N == 1 ? sums[0][r * 3 + 1] + sums[0][r * 3 + 2] : sums[1][r] + sums[2][r];
+                put_row(matrix, sum, row + tile * shape.lines + r, output, count);
+            }
+    }
+};
+
+// The products of any number of rows with outputs begin..end-1.
+template <class T>
+static void multiply_in_lines(long rows, const Lines<T>& shape, const Ints* x, const Matrix<T>& matrix, long inputs,
+                              long begin, long end) {
+    const long size = shape.turns > 1 ? IN_TURN : end - begin;
+    set_up_tiles(shape.lines);
+    for (; begin < end; begin += size)
+        for (long turn = 0; turn < shape.turns; turn++)
+            repeat<MOST>([&](auto fewer) {
+                if (shape.tiles != fewer + 1) return;
+                const long row = turn * shape.rows, some = std::min(shape.rows, rows - row);
+                IndexedProducts<T, fewer + 1> products = {x + turn * shape.of_turn(), shape, matrix, row, some, inputs};
+                products.run(begin, std::min(end, begin + size));
+            });
+}
+
+#endif
+
+}  // namespace products
