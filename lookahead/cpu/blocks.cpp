@@ -203,14 +203,17 @@ template <class T>
 static bool are_indexed(const T* matrix, long first, long last, const Indexed::Rows<const uint8_t>& rows) {
     Ints differ = {};
     for (long i = 0; i < rows.inputs; i += Indexed::BLOCK) {
-        if (*rows.others(i)) continue;
-        Ints halves[2][Indexed::TOGETHER];
+        if (*rows.exceptions(i) == Indexed::ALL) continue;
+        Ints halves[2][Indexed::TOGETHER], unpacked[2][Indexed::TOGETHER];
         lines_of(matrix + first * rows.inputs + i, last - first, rows.inputs, halves[0], halves[1]);
         for (long line = 0; line < Indexed::TOGETHER; line++) {
             Ints two[2];
             Indexed::look_up(rows.lower(line, i), rows.codes(line, i), Indexed::table_of(rows.table()), two);
-            differ |= (two[0] ^ halves[0][line]) | (two[1] ^ halves[1][line]);
+            unpacked[0][line] = two[0], unpacked[1][line] = two[1];
         }
+        rows.patch(i, unpacked[0], unpacked[1]);
+        for (int half = 0; half < 2; half++)
+            for (long line = 0; line < Indexed::TOGETHER; line++) differ |= unpacked[half][line] ^ halves[half][line];
     }
     if (Indexed::TOGETHER > 1)  // then a lane is a row
         for (long row = last - first; row < L; row++) differ[row] = 0;
@@ -232,8 +235,10 @@ static void write_indexed(const typename By::Number* matrix, long first, long la
     std::partial_sort(bytes, bytes + kept, bytes + known, [&](int a, int b) { return counts[a] > counts[b]; });
     memset(code_of, 16, sizeof code_of);
     for (int i = 0; i < kept; i++) code_of[rows.table()[i] = bytes[i]] = i;
+    long patched = 0;
     for (long i = 0; i < inputs; i += Indexed::BLOCK) {
-        uint8_t all = 0;
+        Indexed::Patch patches[Indexed::ALL];
+        long exceptions = 0;
         for (long line = 0; line < Indexed::TOGETHER; line++) {
             uint8_t found[Indexed::BLOCK] = {};
             for (long place = 0; place < Indexed::BLOCK; place++) {
@@ -241,12 +246,18 @@ static void write_indexed(const typename By::Number* matrix, long first, long la
                 if (first + at.row >= last) continue;
                 const BFloat16 weight = upper_half(matrix[(first + at.row) * inputs + i + at.input]);
                 rows.lower(line, i)[place] = weight & 255;
-                all |= found[place] = code_of[weight >> 8];
+                found[place] = code_of[weight >> 8];
+                if (found[place] < 16) continue;
+                if (exceptions < Indexed::ALL)
+                    patches[exceptions] = {{uint8_t(at.upper), uint8_t(at.upper >> 8)}, uint8_t(weight >> 8)};
+                exceptions++;
             }
             for (long place = 0; place < Indexed::BLOCK / 2; place++)
                 rows.codes(line, i)[place] = (found[place] & 15) | found[place + Indexed::BLOCK / 2] << 4;
         }
-        *rows.others(i) = all >> 4;
+        const bool fit = exceptions < Indexed::ALL && patched + exceptions <= rows.room();
+        *rows.exceptions(i) = fit ? exceptions : Indexed::ALL;
+        if (fit) std::copy_n(patches, exceptions, rows.patches() + patched), patched += exceptions;
     }
 }
 
@@ -259,7 +270,7 @@ static long index_rows(const typename By::Number* matrix, long first, long last,
     const Indexed::Rows<uint8_t> rows(to, first, inputs);
     if (!are_indexed(matrix, first, last, {to, first, inputs})) write_indexed<By>(matrix, first, last, rows);
     long others = 0;
-    for (long i = 0; i < inputs; i += Indexed::BLOCK) others += *rows.others(i) ? last - first : 0;
+    for (long i = 0; i < inputs; i += Indexed::BLOCK) others += *rows.exceptions(i) == Indexed::ALL ? last - first : 0;
     return others;
 }
 

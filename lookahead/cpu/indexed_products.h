@@ -16,7 +16,7 @@ namespace products {
 
 #ifdef HAS_TILES
 
-constexpr long AHEAD_OF_UNPACKED = 64 * 1024;  // bytes between weights that are unpacked and those prefetched with them
+constexpr long AHEAD_OF_UNPACKED = 32 * 1024;  // bytes between weights that are unpacked and those prefetched with them
 
 // How the rows of an input are laid out, a line for each part of each: [steps][turns][tiles][lines][pairs of inputs].
 template <class T>
@@ -78,7 +78,8 @@ struct IndexedProducts {
         constexpr int of = FIRST / SIDE, line = FIRST % SIDE;
         output += of * SIDE;
         const Indexed::Rows<const uint8_t> rows((const uint8_t*)matrix.weights, output, inputs);
-        if (*rows.others(i)) {
+        const int exceptions = *rows.exceptions(i);
+        if (exceptions == Indexed::ALL) {
             const long count = std::min<long>(SIDE, matrix.outputs - output);
             if (line == 0) take_block(matrix.whole + output * inputs + i, count, inputs, to[0][of], to[1][of]);
             return;
@@ -94,6 +95,7 @@ struct IndexedProducts {
             prefetch_in_turn(ahead + k * 96);
             if (k % 2) prefetch_in_turn(ahead + k * 96 + 64);
         }
+        if (exceptions && line + PORTION == SIDE) rows.patch(i, to[0][of], to[1][of]);
     }
 
     // Add the products of the input at a step with a tile of weights, which makes the sums OF * N and later. Every other

@@ -204,11 +204,12 @@ struct ByPairs {
 
 // Rows of bf16 numbers in 12 bits each. Trained weights have few exponents, so the upper bytes of a row are seldom more
 // than sixteen. Held are the lower bytes of all weights; codes of 4 bits, which say where the upper bytes stand in a
-// table; the table; and for each block of weights whether it has an upper byte that is not in the table. Such a block is
-// read from the matrix that the rows were made of. That may be float32, if its weights are bf16 numbers.
+// table; the table; and for each block of weights how many upper bytes are not in the table, its exceptions. Such a block
+// is read from the matrix that the rows were made of. That may be float32, if its weights are bf16 numbers.
 //
 // Bytes and codes of a block stand in lines of BLOCK weights. A line is a block of a row. But for the matrix unit, rows
-// lie together, and a line has a pair of inputs of each of them, and their pair 2 * L inputs further on.
+// lie together, and a line has a pair of inputs of each of them, and their pair 2 * L inputs further on. Of so many
+// weights some few are very often exceptions. So these have patches: places in the unpacked block, with the upper bytes.
 struct Indexed {
     static constexpr long BLOCK = 4 * L;  // inputs of a block, and weights of a line, which are read as two vectors of pairs
 #ifdef HAS_TILES
@@ -216,6 +217,10 @@ struct Indexed {
 #else
     static constexpr long TOGETHER = 1;
 #endif
+    static constexpr int ALL = 255;  // exceptions of a block that is read from the matrix
+    struct Patch {
+        uint8_t place[2], byte;  // the place in the first vectors of all lines, or in the second behind them
+    };
 
     static INLINE long bytes(long inputs) { return (inputs * 3 / 2 + 16 + inputs / BLOCK + 63) / 64 * 64; }
 
@@ -229,28 +234,44 @@ struct Indexed {
             : first(matrix + row / TOGETHER * TOGETHER * bytes(inputs)), inputs(inputs) {}
         Byte* table() const { return first + inputs * 3 / 2 * TOGETHER; }
         // Of the block that begins at input i:
-        Byte* others(long i) const { return table() + 16 + i / BLOCK; }
+        Byte* exceptions(long i) const { return table() + 16 + i / BLOCK; }
         Byte* lower(long line, long i) const {
             return first + (TOGETHER == 1 ? i : i * 3 / 2 * TOGETHER + line * BLOCK);
         }
         Byte* codes(long line, long i) const {
             return first + (TOGETHER == 1 ? inputs + i / 2 : (i * 3 / 2 + BLOCK) * TOGETHER + line * BLOCK / 2);
         }
+
+        // The patches of all blocks in turn, and how many there may be: as many as fit behind the rest.
+        Patch* patches() const { return (Patch*)exceptions(inputs); }
+        long room() const {
+            return TOGETHER == 1 ? 0 : (first + TOGETHER * bytes(inputs) - (Byte*)patches()) / (long)sizeof(Patch);
+        }
+        // Patch a block whose lines are unpacked to these vectors.
+        void patch(long i, Ints* firsts, Ints* seconds) const {
+            const Patch* patch = patches();
+            for (long before = 0; before < i; before += BLOCK)
+                if (*exceptions(before) != ALL) patch += *exceptions(before);
+            for (const Patch* end = patch + *exceptions(i); patch < end; patch++) {
+                const int place = patch->place[0] | patch->place[1] << 8, half = TOGETHER * sizeof(Ints);
+                (place < half ? (uint8_t*)firsts : (uint8_t*)seconds - half)[place] = patch->byte;
+            }
+        }
     };
 
-    // The weight of a block, by its row and its input, whose bytes stand at this place of a line.
+    // The weight whose bytes stand at a place of a line: its row and its input in the block, and where its upper byte is
+    // unpacked to. Pairs of bf16 inputs are neighbours, those of floats are L numbers apart.
     struct Weight {
-        long row, input;
+        long row, input, upper;
     };
 
-    // So they are unpacked into pairs as they are multiplied: pairs of bf16 inputs are neighbours, those of floats are L
-    // numbers apart.
     template <class By>
     static Weight weight_at(long line, long place) {
         const long in_vector = place / 16 * 8 + place % 8, vector = place % 16 / 8;
         const long pair = TOGETHER == 1 ? in_vector / 2 : line, of_pair = in_vector % 2;
         const long input = By::STRIDE == L ? of_pair * L + pair : 2 * pair + of_pair;
-        return {TOGETHER == 1 ? 0 : in_vector / 2, vector * 2 * L + input};
+        return {TOGETHER == 1 ? 0 : in_vector / 2, vector * 2 * L + input,
+                (vector * TOGETHER + line) * (long)sizeof(Ints) + 2 * in_vector + 1};
     }
 
     // 2 * L weights as pairs, from a matrix of bf16 numbers.
@@ -272,7 +293,7 @@ struct Indexed {
     // The block of a row that begins at input i, if it is a line. whole: the row that this one was made of.
     template <class T>
     static INLINE void read(const Rows<const uint8_t>& rows, const T* whole, long i, Ints* two) {
-        if (*rows.others(i))
+        if (*rows.exceptions(i))
             two[0] = pairs(whole + i), two[1] = pairs(whole + i + 2 * L);
         else
             look_up(rows.lower(0, i), rows.codes(0, i), table_of(rows.table()), two);
