@@ -176,19 +176,24 @@ struct Thread {
         return normed;
     }
 
-    // Outputs begin..end-1 of all rows.
-    void multiply(const Input<By>& x, const Matrix<T>& matrix, long begin, long end) {
+    // Outputs begin..end-1 of all rows. next: the weights that this thread wants then.
+    void multiply(const Input<By>& x, const Matrix<T>& matrix, long begin, long end, const void* next) {
         const long size = Input<By>::form_for(matrix, x.inputs) ? end - begin : BLOCK;
         for (long first = begin; first < end; first += size)
-            products::multiply(x, matrix, first, std::min(end, first + size));
+            products::multiply(x, matrix, first, std::min(end, first + size), next);
     }
 
     // This thread's share of n outputs, in whole groups of 16.
     long share(long n, long of) const { return std::min(n, (n + 15) / 16 * of / pass.threads * 16); }
 
-    void multiply_share(const T* x, const Matrix<T>& matrix, long rows, long inputs) {
+    void multiply_share(const T* x, const Matrix<T>& matrix, long rows, long inputs, const void* next = nullptr) {
         const long begin = share(matrix.outputs, index), end = share(matrix.outputs, index + 1);
-        multiply(prepare(x, rows, inputs, {&matrix}), matrix, begin, end);
+        multiply(prepare(x, rows, inputs, {&matrix}), matrix, begin, end, next);
+    }
+
+    // The first weights of this thread's share of a matrix.
+    const void* share_of(const Matrix<T>& matrix, long inputs) const {
+        return matrix.at(share(matrix.outputs, index), inputs);
     }
 
     // x += product, after a norm, if there is one
@@ -199,17 +204,37 @@ struct Thread {
             store(number(x[i]) + rounded_to<T>(factor * number(from[i])), x + i);
     }
 
-    void query_key_value(const Layer<T>& layer) {
-        const auto matrices = {&layer.q, &layer.k, &layer.v};
-        const Input<By> taken = prepare(normalize_rows(x, layer.input_norm), pass.rows, pass.hidden, matrices);
+    // Call f(matrix, begin, end, next) for this thread's share of query, key and value together. next: the matrix in
+    // which the share goes on, or null.
+    template <class F>
+    void for_query_key_value(const Layer<T>& layer, F f) const {
+        const Matrix<T>* const matrices[] = {&layer.q, &layer.k, &layer.v, nullptr};
         const long n = layer.q.outputs + layer.k.outputs + layer.v.outputs;
-        long before = 0;
-        for (const Matrix<T>* matrix : matrices) {  // the share of all three together
-            const long begin = std::max(share(n, index) - before, 0L);
-            const long end = std::min(share(n, index + 1) - before, matrix->outputs);
-            if (begin < end) multiply(taken, *matrix, begin, end);
-            before += matrix->outputs;
+        long begin = share(n, index), end = share(n, index + 1);
+        for (int i = 0; i < 3 && begin < end; i++) {
+            const long outputs = matrices[i]->outputs;
+            if (begin < outputs) f(*matrices[i], begin, std::min(end, outputs), end > outputs ? matrices[i + 1] : nullptr);
+            begin = std::max(begin - outputs, 0L), end -= outputs;
         }
+    }
+
+    void query_key_value(const Layer<T>& layer) {
+        const Input<By> taken = prepare(normalize_rows(x, layer.input_norm), pass.rows, pass.hidden,
+                                        {&layer.q, &layer.k, &layer.v});
+        for_query_key_value(layer, [&](const Matrix<T>& matrix, long begin, long end, const Matrix<T>* next) {
+            multiply(taken, matrix, begin, end,
+                     next ? next->at(0, pass.hidden) : share_of(layer.o, pass.heads * pass.size));
+        });
+    }
+
+    // The first weights that this thread wants of layer i, or of the head after the last layer.
+    const void* first_of_layer(long i) const {
+        const void* first = nullptr;
+        if (i == pass.layer_count) return share_of(pass.head, pass.hidden);
+        for_query_key_value(pass.layers[i], [&](const Matrix<T>& matrix, long begin, long, const Matrix<T>*) {
+            if (!first) first = matrix.at(begin, pass.hidden);
+        });
+        return first;
     }
 
     // Norms of all heads of a row together: of queries and of keys, rows in turn.
@@ -278,8 +303,8 @@ struct Thread {
         const long begin = share(n, index), end = share(n, index + 1);
         for (long first = begin; first < end; first += GATED) {
             const long last = std::min(end, first + GATED), width = last - first;
-            multiply(taken, layer.gate.part(first, width, inputs, scratch), 0, width);
-            multiply(taken, layer.up, first, last);
+            multiply(taken, layer.gate.part(first, width, inputs, scratch), 0, width, layer.up.at(first, inputs));
+            multiply(taken, layer.up, first, last, last < end ? layer.gate.at(last, inputs) : share_of(layer.down, n));
             for (long row = 0; row < pass.rows; row++)
                 activate(pass.is_gelu, scratch + row * width, pass.mlp + row * n + first, width);
         }
@@ -308,12 +333,13 @@ struct Thread {
             meet();
             attend(layer);
             meet();
-            multiply_share(pass.attended, layer.o, pass.rows, pass.heads * pass.size);
+            multiply_share(pass.attended, layer.o, pass.rows, pass.heads * pass.size,
+                           layer.gate.at(share(pass.intermediate, index), pass.hidden));
             meet();
             add_product(layer.o_norm);
             gated(layer);
             meet();
-            multiply_share(pass.mlp, layer.down, pass.rows, pass.intermediate);
+            multiply_share(pass.mlp, layer.down, pass.rows, pass.intermediate, first_of_layer(i + 1));
             meet();
             add_product(layer.down_norm);
             if (i + 1 < pass.layer_count) keep(layer.output);

@@ -16,7 +16,7 @@ namespace products {
 
 #ifdef HAS_TILES
 
-constexpr long AHEAD_OF_UNPACKED = 32 * 1024;  // bytes between weights that are unpacked and those prefetched with them
+constexpr long AHEAD_OF_UNPACKED = 48 * 1024;  // bytes between weights that are unpacked and those prefetched with them
 
 // How the rows of an input are laid out, a line for each part of each: [steps][turns][tiles][lines][pairs of inputs].
 template <class T>
@@ -69,6 +69,8 @@ struct IndexedProducts {
     const Lines<T>& shape;
     const Matrix<T>& matrix;
     const long row, rows, inputs;
+    const uint8_t* const end_of_weights;       // of those that this thread takes here
+    const uint8_t* const next;                 // those that it takes then
     alignas(64) Ints unpacked[2][2][O][SIDE];  // the block at hand and the next: steps, tiles of outputs
     alignas(64) Floats sums[O * N][SIDE];      // of the lines, by outputs
 
@@ -87,7 +89,8 @@ struct IndexedProducts {
         const Indexed::Table table = in_register(Indexed::table_of(rows.table()));
         const uint8_t* const lower = rows.lower(line, i);
         const uint8_t* const codes = rows.codes(line, i);
-        const uint8_t* const ahead = rows.lower(0, i) + AHEAD_OF_UNPACKED + line * 96;
+        const uint8_t* ahead = rows.lower(0, i) + AHEAD_OF_UNPACKED;
+        ahead = (ahead < end_of_weights ? ahead : next + (ahead - end_of_weights)) + line * 96;
         UNROLL for (int k = 0; k < PORTION; k++) {
             Ints two[2];
             Indexed::look_up(lower + k * Indexed::BLOCK, codes + k * Indexed::BLOCK / 2, table, two);
@@ -156,18 +159,20 @@ struct IndexedProducts {
     }
 };
 
-// The products of any number of rows with outputs begin..end-1.
+// The products of any number of rows with outputs begin..end-1. next: the weights that this thread wants then, or null.
 template <class T>
 static void multiply_in_lines(long rows, const Lines<T>& shape, const Ints* x, const Matrix<T>& matrix, long inputs,
-                              long begin, long end) {
+                              long begin, long end, const void* next) {
     const long size = shape.turns > 1 ? IN_TURN : end - begin;
+    const uint8_t* const last = (const uint8_t*)matrix.template row<Indexed>((end + SIDE - 1) / SIDE * SIDE, inputs);
     set_up_tiles(shape.lines);
     for (; begin < end; begin += size)
         for (long turn = 0; turn < shape.turns; turn++)
             repeat<MOST>([&](auto fewer) {
                 if (shape.tiles != fewer + 1) return;
                 const long row = turn * shape.rows, some = std::min(shape.rows, rows - row);
-                IndexedProducts<T, fewer + 1> products = {x + turn * shape.of_turn(), shape, matrix, row, some, inputs};
+                IndexedProducts<T, fewer + 1> products = {x + turn * shape.of_turn(), shape, matrix, row, some, inputs,
+                                                          last, next ? (const uint8_t*)next : last};
                 products.run(begin, std::min(end, begin + size));
             });
 }

@@ -38,13 +38,17 @@ struct Matrix {
         return (const Weight*)((const char*)weights + output * bytes_of_row<Weight>(inputs));
     }
 
+    // The weights of an output, of any type.
+    const void* at(long output, long inputs) const {
+        if (whole) return row<Indexed>(output, inputs);
+        if (group_offsets) return row<Codes>(output, inputs);
+        if (scales || group_scales) return row<int8_t>(output, inputs);
+        return row<T>(output, inputs);
+    }
+
     // Outputs first..first+count-1 alone, which go elsewhere.
     Matrix part(long first, long count, long inputs, T* to) const {
-        const void* const from = whole                    ? (const void*)row<Indexed>(first, inputs)
-                                 : group_offsets          ? (const void*)row<Codes>(first, inputs)
-                                 : scales || group_scales ? (const void*)row<int8_t>(first, inputs)
-                                                          : (const void*)row<T>(first, inputs);
-        return {from, scales ? scales + first : nullptr, of_groups(group_scales, first, inputs),
+        return {at(first, inputs), scales ? scales + first : nullptr, of_groups(group_scales, first, inputs),
                 of_groups(group_offsets, first, inputs), bias ? bias + first : nullptr, to, count, group,
                 whole ? whole + first * inputs : nullptr};
     }

@@ -217,12 +217,13 @@ static void multiply_vectors(const Input<By>& x, const Matrix<typename By::Numbe
         some(std::min(rows_of_tile, x.rows - row), x.row(row), matrix, row, x.inputs, begin, end);
 }
 
-// The products of all rows with outputs begin..end-1.
+// The products of all rows with outputs begin..end-1. next: the weights that this thread wants then, or null.
 template <class By>
-static void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end) {
+static void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end,
+                     [[maybe_unused]] const void* next = nullptr) {
 #ifdef HAS_TILES
     switch (x.form_for(matrix, x.inputs)) {
-        case Input<By>::IN_LINES: multiply_in_lines(x.rows, x.shape, x.lines(), matrix, x.inputs, begin, end); break;
+        case Input<By>::IN_LINES: multiply_in_lines(x.rows, x.shape, x.lines(), matrix, x.inputs, begin, end, next); break;
         case Input<By>::IN_COLUMNS: multiply_in_columns<By>(x.rows, x.columns(), matrix, x.inputs, begin, end); break;
         case Input<By>::AS_IT_IS:
             if constexpr (sizeof(typename By::Number) == 4) multiply_vectors<By>(x, matrix, begin, end);  // never bf16
