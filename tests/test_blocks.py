@@ -123,7 +123,7 @@ def can_index(dtype) -> bool:
     outputs=st.integers(1, 50),
     groups=st.integers(1, 70),
     spread=st.sampled_from([0.0, 1.0, 3.0]),
-    rare=st.sampled_from([0.0, 1e-4, 2e-4]),
+    rare=st.sampled_from([0.0, 1e-4, 2e-4, 3e-3]),
     seed=st.integers(0, 999),
 )
 def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed):
@@ -150,6 +150,23 @@ def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed)
     weight.view(-1)[place] = 1e9 if seed % 3 else 0.0
     again = blocks.smallest(linear, dtype, known)
     assert_same_products(again, linear, dtype, rows=(1, 2, 3, 5, 8, 12, 17))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exceptions_of_a_block_do_not_touch_the_others(dtype):
+    """Few, none and too many numbers of a block, in turns, have upper bytes that are not in the table."""
+    torch.manual_seed(0)
+    weight = 1 + torch.rand(40, 64 * 12)  # so one upper byte is in the table for certain, with any fifteen others
+    for block, count in enumerate((3, 0, 400, 1, 0, 254, 0, 2, 5, 0, 1, 1)):
+        part = weight[:, 64 * block : 64 * (block + 1)]
+        rows, columns = torch.randint(40, (count,)), torch.randint(64, (count,))
+        part[rows, columns] = 2.0 ** torch.randint(-120, -8, (count,)).float()
+    linear = Linear(weight.bfloat16().to(dtype))
+    found = blocks.smallest(linear, dtype)
+    assert (found.whole is not None) == can_index(dtype)
+    assert_same_products(found, linear, dtype, rows=(1, 5, 6, 17))
+    again = blocks.smallest(linear, dtype, Linear(found.weight) if found is not linear else None)
+    assert torch.equal(again.weight, found.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

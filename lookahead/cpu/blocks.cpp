@@ -221,9 +221,8 @@ static bool are_indexed(const T* matrix, long first, long last, const Indexed::R
 }
 
 // Index these rows. Their table has the most frequent upper bytes.
-template <class By>
-static void write_indexed(const typename By::Number* matrix, long first, long last,
-                          const Indexed::Rows<uint8_t>& rows) {
+template <class T>
+static void write_indexed(const T* matrix, long first, long last, const Indexed::Rows<uint8_t>& rows) {
     const long inputs = rows.inputs;
     int counts[256] = {}, known = 0;
     uint8_t bytes[256], code_of[256];
@@ -237,19 +236,24 @@ static void write_indexed(const typename By::Number* matrix, long first, long la
     for (int i = 0; i < kept; i++) code_of[rows.table()[i] = bytes[i]] = i;
     long patched = 0;
     for (long i = 0; i < inputs; i += Indexed::BLOCK) {
+        Ints halves[2][Indexed::TOGETHER];
+        BFloat16 numbers[2][Indexed::TOGETHER][2 * L];
+        lines_of(matrix + first * inputs + i, last - first, inputs, halves[0], halves[1]);
+        memcpy(numbers, halves, sizeof numbers);
         Indexed::Patch patches[Indexed::ALL];
         long exceptions = 0;
         for (long line = 0; line < Indexed::TOGETHER; line++) {
             uint8_t found[Indexed::BLOCK] = {};
             for (long place = 0; place < Indexed::BLOCK; place++) {
-                const auto at = Indexed::weight_at<By>(line, place);
-                if (first + at.row >= last) continue;
-                const BFloat16 weight = upper_half(matrix[(first + at.row) * inputs + i + at.input]);
+                const long vector = Indexed::vector_of(place), number = Indexed::number_of(place);
+                if (Indexed::TOGETHER > 1 && number / 2 >= last - first) continue;  // there is no such row
+                const BFloat16 weight = numbers[vector][line][number];
                 rows.lower(line, i)[place] = weight & 255;
                 found[place] = code_of[weight >> 8];
                 if (found[place] < 16) continue;
+                const long at = (vector * Indexed::TOGETHER + line) * sizeof(Ints) + number * sizeof weight + 1;
                 if (exceptions < Indexed::ALL)
-                    patches[exceptions] = {{uint8_t(at.upper), uint8_t(at.upper >> 8)}, uint8_t(weight >> 8)};
+                    patches[exceptions] = {{uint8_t(at), uint8_t(at >> 8)}, uint8_t(weight >> 8)};
                 exceptions++;
             }
             for (long place = 0; place < Indexed::BLOCK / 2; place++)
@@ -263,36 +267,35 @@ static void write_indexed(const typename By::Number* matrix, long first, long la
 
 // Index the rows that lie together from row `first` on, unless they are there already. Returns how many blocks must be
 // read from the matrix, or more than there are if not all weights are bf16 numbers.
-template <class By>
-static long index_rows(const typename By::Number* matrix, long first, long last, long inputs, uint8_t* to) {
+template <class T>
+static long index_rows(const T* matrix, long first, long last, long inputs, uint8_t* to) {
     for (long row = first; row < last; row++)
         if (!are_bfloat16(matrix + row * inputs, inputs)) return (last - first) * inputs;
     const Indexed::Rows<uint8_t> rows(to, first, inputs);
-    if (!are_indexed(matrix, first, last, {to, first, inputs})) write_indexed<By>(matrix, first, last, rows);
-    long others = 0;
-    for (long i = 0; i < inputs; i += Indexed::BLOCK) others += *rows.exceptions(i) == Indexed::ALL ? last - first : 0;
-    return others;
+    if (!are_indexed(matrix, first, last, {to, first, inputs})) write_indexed(matrix, first, last, rows);
+    long read = 0;
+    for (long i = 0; i < inputs; i += Indexed::BLOCK) read += *rows.exceptions(i) == Indexed::ALL ? last - first : 0;
+    return read;
 }
 
 // Index a matrix. It counts as found if few blocks must be read from the weights. The first rows are tried first.
-template <class By>
-static void index_all(const typename By::Number* weights, long outputs, long inputs, uint8_t* to, bool* found,
-                      long threads) {
+template <class T>
+static void index_all(const T* weights, long outputs, long inputs, uint8_t* to, bool* found, long threads) {
     const long blocks = inputs / Indexed::BLOCK, first = std::min(outputs, 16L);
-    long others = 0;
+    long read = 0;
     volatile bool are_numbers = true;
     const auto index = [&](long o) {
-        const long count = index_rows<By>(weights, o, std::min(outputs, o + Indexed::TOGETHER), inputs, to);
+        const long count = index_rows(weights, o, std::min(outputs, o + Indexed::TOGETHER), inputs, to);
         if (count > blocks * Indexed::TOGETHER) are_numbers = false;
         return count;
     };
-    const auto is_found = [&](long rows) { return are_numbers && others * 4 <= rows * blocks; };
-    for (long o = 0; o < first && are_numbers; o += Indexed::TOGETHER) others += index(o);
+    const auto is_found = [&](long rows) { return are_numbers && read * 4 <= rows * blocks; };
+    for (long o = 0; o < first && are_numbers; o += Indexed::TOGETHER) read += index(o);
     *found = is_found(first);
     if (!*found) return;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : others)
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : read)
     for (long o = first; o < outputs; o += Indexed::TOGETHER)
-        if (are_numbers) others += index(o);
+        if (are_numbers) read += index(o);
     *found = is_found(outputs);
 }
 
@@ -300,13 +303,13 @@ static void index_all(const typename By::Number* weights, long outputs, long inp
 
 extern "C" void index_float32(const float* weights, long count, long size, uint8_t* bytes, float*, float*, bool* found,
                               long threads) {
-    index_all<ByFloats>(weights, count, size, bytes, found, threads);
+    index_all(weights, count, size, bytes, found, threads);
 }
 
 #ifdef __AVX512F__  // with AVX2, to unpack them takes as long as to read all their bits
 extern "C" void index_bfloat16(const BFloat16* weights, long count, long size, uint8_t* bytes, float*, float*,
                                bool* found, long threads) {
-    index_all<ByPairs>(weights, count, size, bytes, found, threads);
+    index_all(weights, count, size, bytes, found, threads);
 }
 #endif
 

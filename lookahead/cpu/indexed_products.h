@@ -4,9 +4,9 @@
 // the input as they stand, and those of a tile of sums are the rows of the output. So nothing is transposed, and the unit
 // takes the shorter, the fewer rows there are. Parts of a float32 number (`split`) are rows of their own.
 //
-// A processor looks some hundreds of instructions ahead. To fetch weights, to unpack them and to multiply with them take
-// about as long as each other, and must not wait for each other. So while the unit multiplies with one block, the next is
-// unpacked and a later one is prefetched, in small portions by turns.
+// Weights are fetched, unpacked and multiplied with. Each takes about as long as the others, so none may wait for
+// another. But a processor looks only some hundreds of instructions ahead. So the three take turns, in small portions:
+// while the unit multiplies with one block, the next is unpacked, and a later one prefetched.
 
 #pragma once
 
@@ -70,7 +70,7 @@ struct IndexedProducts {
     const Matrix<T>& matrix;
     const long row, rows, inputs;
     const uint8_t* const end_of_weights;       // of those that this thread takes here
-    const uint8_t* const next;                 // those that it takes then
+    const uint8_t* const weights_then;         // those that it takes next
     alignas(64) Ints unpacked[2][2][O][SIDE];  // the block at hand and the next: steps, tiles of outputs
     alignas(64) Floats sums[O * N][SIDE];      // of the lines, by outputs
 
@@ -90,7 +90,7 @@ struct IndexedProducts {
         const uint8_t* const lower = rows.lower(line, i);
         const uint8_t* const codes = rows.codes(line, i);
         const uint8_t* ahead = rows.lower(0, i) + AHEAD_OF_UNPACKED;
-        ahead = (ahead < end_of_weights ? ahead : next + (ahead - end_of_weights)) + line * 96;
+        ahead = (ahead < end_of_weights ? ahead : weights_then + (ahead - end_of_weights)) + line * 96;
         UNROLL for (int k = 0; k < PORTION; k++) {
             Ints two[2];
             Indexed::look_up(lower + k * Indexed::BLOCK, codes + k * Indexed::BLOCK / 2, table, two);

@@ -19,7 +19,7 @@ class HugePages:
         self._used = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a tensor on the CPU."""
+        """Return a contiguous copy of a tensor on the CPU, which is not empty."""
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if self._used + size > self._chunk.nbytes:
             self._chunk, self._used = np.empty(max(CHUNK, size + ALIGNMENT), np.uint8), 0

@@ -259,22 +259,12 @@ struct Indexed {
         }
     };
 
-    // The weight whose bytes stand at a place of a line: its row and its input in the block, and where its upper byte is
-    // unpacked to. Pairs of bf16 inputs are neighbours, those of floats are L numbers apart.
-    struct Weight {
-        long row, input, upper;
-    };
+    // Which number of which vector of a line has its bytes at a place: so they are unpacked in order.
+    static constexpr long vector_of(long place) { return place % 16 / 8; }
+    static constexpr long number_of(long place) { return place / 16 * 8 + place % 8; }
 
-    template <class By>
-    static Weight weight_at(long line, long place) {
-        const long in_vector = place / 16 * 8 + place % 8, vector = place % 16 / 8;
-        const long pair = TOGETHER == 1 ? in_vector / 2 : line, of_pair = in_vector % 2;
-        const long input = By::STRIDE == L ? of_pair * L + pair : 2 * pair + of_pair;
-        return {TOGETHER == 1 ? 0 : in_vector / 2, vector * 2 * L + input,
-                (vector * TOGETHER + line) * (long)sizeof(Ints) + 2 * in_vector + 1};
-    }
-
-    // 2 * L weights as pairs, from a matrix of bf16 numbers.
+    // 2 * L weights as pairs, from a matrix of bf16 numbers. Pairs of bf16 inputs are neighbours, those of floats are L
+    // numbers apart.
     static INLINE Ints pairs(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
     static INLINE Ints pairs(const float* x) {
         const Ints first = *(const Unaligned<Ints>*)x, second = *(const Unaligned<Ints>*)(x + L);
