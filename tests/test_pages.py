@@ -1,5 +1,7 @@
 """Memory in huge pages."""
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -22,7 +24,9 @@ def test_copies_are_equal_aligned_and_apart(shapes):
     finally:
         pages.CHUNK = chunk
     for tensor, copy in zip(tensors, copies, strict=True):
-        assert copy.dtype == tensor.dtype and torch.equal(copy, tensor)
-        assert copy.is_contiguous() and copy.data_ptr() % pages.ALIGNMENT == 0
-    places = sorted((copy.data_ptr(), copy.nbytes) for copy in copies if copy.nbytes)
-    assert all(first + size <= second for (first, size), (second, _) in zip(places, places[1:], strict=False))
+        assert copy.dtype == tensor.dtype
+        assert torch.equal(copy, tensor)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % pages.ALIGNMENT == 0
+    places = sorted((copy.data_ptr(), copy.nbytes) for copy in copies)
+    assert all(first + size <= second for (first, size), (second, _) in pairwise(places))

@@ -94,6 +94,9 @@ def smallest(decoder: Decoder, known: dict[int, Linear], indexes: bool) -> Decod
     places = count()
     memory = HugePages()
 
+    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else memory.copy(tensor)
+
     def smaller(field: Any) -> Any:
         if not isinstance(field, Linear):
             return field
@@ -101,11 +104,8 @@ def smallest(decoder: Decoder, known: dict[int, Linear], indexes: bool) -> Decod
         found = blocks.smallest(field, decoder.embedding.dtype, before := known.get(place), indexes)
         if found is not field:
             if before is None or found.weight is not before.weight:
-                found = found._replace(
-                    weight=memory.copy(found.weight),
-                    scales=None if found.scales is None else memory.copy(found.scales),
-                    offsets=None if found.offsets is None else memory.copy(found.offsets),
-                )
+                weight, scales, bias, offsets, whole = found
+                found = Linear(memory.copy(weight), copied(scales), bias, copied(offsets), whole)
             known[place] = Linear(found.weight, found.scales, None, found.offsets)
         else:
             known.pop(place, None)

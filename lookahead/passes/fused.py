@@ -15,8 +15,9 @@ from lookahead.models.decoder import UnknownDecoderError, read_decoder
 from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, grow, pad
 
-# Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit, and without it.
-MOST_READ_IN_TILES, MOST_READ = 192, 64 if native.CAPABILITY.startswith("AVX512") else 32
+# Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit by dtype, and without it.
+MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
+MOST_READ = 64 if native.CAPABILITY.startswith("AVX512") else 32
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the weights, unless it is asked for
 
@@ -61,7 +62,7 @@ class FusedRunner(EagerRunner):
             forget(model)
         self._program = decoder.Program(found)
         in_tiles = all(linear.is_in_tiles(found.embedding.dtype) for linear in (found.head, *found.layers[0][:7]))
-        self._most_read = MOST_READ_IN_TILES if in_tiles else MOST_READ
+        self._most_read = MOST_READ_IN_TILES[found.embedding.dtype] if in_tiles else MOST_READ
         self.weight_bytes = decoder.weight_bytes(found)
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
