@@ -334,7 +334,7 @@ struct Thread {
             attend(layer);
             meet();
             multiply_share(pass.attended, layer.o, pass.rows, pass.heads * pass.size,
-                           layer.gate.at(share(pass.intermediate, index), pass.hidden));
+                           share_of(layer.gate, pass.hidden));
             meet();
             add_product(layer.o_norm);
             gated(layer);

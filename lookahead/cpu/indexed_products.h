@@ -21,12 +21,11 @@ constexpr long AHEAD_OF_UNPACKED = 48 * 1024;  // bytes between weights that are
 // How the rows of an input are laid out, a line for each part of each: [steps][turns][tiles][lines][pairs of inputs].
 template <class T>
 struct Lines {
-    static constexpr long MOST_ROWS = MOST / PARTS<T> * SIDE;
     long turns, rows;   // the weights are gone through so often, each time for so many rows, whose sums registers hold
     long tiles, lines;  // these rows are so many tiles of so many lines
 
     explicit Lines(long all)
-        : turns(std::max(1L, (all + MOST_ROWS - 1) / MOST_ROWS)),
+        : turns(std::max(1L, (all + ROWS<T> - 1) / ROWS<T>)),
           rows(std::max(1L, (all + turns - 1) / turns)),
           tiles(PARTS<T> == 1 || rows * PARTS<T> <= SIDE ? (rows + SIDE - 1) / SIDE : PARTS<T>),
           lines(PARTS<T> == 1 ? (rows + tiles - 1) / tiles : tiles == 1 ? rows * PARTS<T> : rows) {}
@@ -80,8 +79,7 @@ struct IndexedProducts {
         constexpr int of = FIRST / SIDE, line = FIRST % SIDE;
         output += of * SIDE;
         const Indexed::Rows<const uint8_t> rows((const uint8_t*)matrix.weights, output, inputs);
-        const int exceptions = *rows.exceptions(i);
-        if (exceptions == Indexed::ALL) {
+        if (*rows.exceptions(i) == Indexed::ALL) {
             const long count = std::min<long>(SIDE, matrix.outputs - output);
             if (line == 0) take_block(matrix.whole + output * inputs + i, count, inputs, to[0][of], to[1][of]);
             return;
@@ -98,7 +96,7 @@ struct IndexedProducts {
             prefetch_in_turn(ahead + k * 96);
             if (k % 2) prefetch_in_turn(ahead + k * 96 + 64);
         }
-        if (exceptions && line + PORTION == SIDE) rows.patch(i, to[0][of], to[1][of]);
+        if (line + PORTION == SIDE) rows.patch(i, to[0][of], to[1][of]);
     }
 
     // Add the products of the input at a step with a tile of weights, which makes the sums OF * N and later. Every other

@@ -22,7 +22,7 @@ class HugePages:
         """Return a contiguous copy of a tensor on the CPU, which is not empty."""
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if self._used + size > self._chunk.nbytes:
-            self._chunk, self._used = np.empty(max(CHUNK, size + ALIGNMENT), np.uint8), 0
+            self._chunk = np.empty(max(CHUNK, size + ALIGNMENT), np.uint8)
             self._used = -self._chunk.ctypes.data % ALIGNMENT
         room = self._chunk[self._used : self._used + tensor.nbytes]
         self._used += size

@@ -249,6 +249,7 @@ struct Indexed {
         }
         // Patch a block whose lines are unpacked to these vectors.
         void patch(long i, Ints* firsts, Ints* seconds) const {
+            if (!*exceptions(i)) return;
             const Patch* patch = patches();
             for (long before = 0; before < i; before += BLOCK)
                 if (*exceptions(before) != ALL) patch += *exceptions(before);
