@@ -72,6 +72,7 @@ _MULTIPLIERS = _random(LONGEST) | np.uint64(1)
 _SALTS = _random(len(KINDS))
 _HALF = np.uint64(32)
 _EMPTY = np.uint64(0)
+FLAWED = -2  # `learn_step` was given numbers out of their range
 NO_DISTRIBUTIONS = "probabilities and the sum of each row must lie in 0..1, without NaN"
 
 
@@ -351,8 +352,11 @@ def learn_step(table, credence, line, start, guesses, parents, tokens, probabili
     """Learn what the model said after the text line[:start], and after each guess; then the tokens line[start:], with
     which the text goes on. First calibrate by what was said about those.
 
-    The clock ticks once for each row and each token. Returns the largest token learned, or -1.
+    The clock ticks once for each row and each token. Returns the largest token learned, or -1; or FLAWED, and nothing
+    is learned, if `flaw_in_step` finds a flaw.
     """
+    if len(flaw_in_step(line, guesses, parents, tokens, probabilities)) > 0:
+        return FLAWED
     rows = len(guesses) + 1
     contexts = np.full((rows, LONGEST), NO_TOKEN)
     known = min(start, LONGEST)

@@ -142,12 +142,12 @@ class NgramPool:
                 f"guesses {guesses.shape}, parents {parents.shape}, tokens {tokens.shape} and probabilities "
                 f"{probabilities.shape} must be [n], [n], [1 + n, k] and [1 + n, k]"
             )
-        if flaw := kernels.flaw_in_step(line, guesses, parents, tokens, probabilities):
-            raise ValueError(flaw)
         with self._lock:
             largest = kernels.learn_step(
                 self._table, self._credence, line, len(recent), guesses, parents, tokens, probabilities, self._clock
             )
+            if largest == kernels.FLAWED:
+                raise ValueError(kernels.flaw_in_step(line, guesses, parents, tokens, probabilities))
             self._largest = max(self._largest, largest)
             learned = len(tokens) + len(emitted)
             self._count(learned, learned)

@@ -321,7 +321,8 @@ struct Thread {
                 store(factor * number(pass.embedding[pass.ids[row] * pass.hidden + i]), x + row * pass.hidden + i);
     }
 
-    void run() {
+    // Returns whether a row has become NaN before the head.
+    bool run() {
         embed();
         keep(pass.first_hidden);
         for (long i = 0; i < pass.layer_count; i++) {
@@ -344,17 +345,19 @@ struct Thread {
             add_product(layer.down_norm);
             if (i + 1 < pass.layer_count) keep(layer.output);
         }
-        normalize_rows(x, pass.norm);
+        const T* last = normalize_rows(x, pass.norm);
         if (T* to = pass.layers[pass.layer_count - 1].output; to && index == 0)  // the last is given after the norm
-            memcpy(to, normed, pass.rows * pass.hidden * sizeof(T));
-        multiply_share(normed + (pass.rows - pass.shown) * pass.hidden, pass.head, pass.shown, pass.hidden);
+            memcpy(to, last, pass.rows * pass.hidden * sizeof(T));
+        multiply_share(last + (pass.rows - pass.shown) * pass.hidden, pass.head, pass.shown, pass.hidden);
+        return std::count_if(last, last + pass.rows * pass.hidden, [](T x) { return number(x) != number(x); });
     }
 };
 
 template <class By>
-static void run(const Pass<typename By::Number>& pass) {
+static long run(const Pass<typename By::Number>& pass) {
     typedef typename By::Number T;
     Barrier barrier;
+    bool has_nan = false;
 #pragma omp parallel num_threads(pass.threads)
     {
         const TileUnit unit;
@@ -367,12 +370,15 @@ static void run(const Pass<typename By::Number>& pass) {
         char* normed = aligned(x + pass.rows * pass.hidden * sizeof(T));
         char* prepared = aligned(normed + pass.rows * pass.hidden * sizeof(T));
         char* scratch = aligned(prepared + Input<By>::bytes(pass.rows, widest));
-        Thread<By>{here, barrier, index, (T*)x, (T*)normed, prepared, (T*)scratch}.run();
+        const bool found = Thread<By>{here, barrier, index, (T*)x, (T*)normed, prepared, (T*)scratch}.run();
+        if (index == 0) has_nan = found;  // every thread has all rows
     }
+    return has_nan;
 }
 
-extern "C" void run_float32(const Pass<float>* pass) { run<ByFloats>(*pass); }
-extern "C" void run_bfloat16(const Pass<BFloat16>* pass) { run<ByPairs>(*pass); }
+// Returns whether a row has become NaN before the head.
+extern "C" long run_float32(const Pass<float>* pass) { return run<ByFloats>(*pass); }
+extern "C" long run_bfloat16(const Pass<BFloat16>* pass) { return run<ByPairs>(*pass); }
 
 // Bytes that the input of a product takes, at most.
 extern "C" long room_float32(long rows, long inputs) { return Input<ByFloats>::bytes(rows, inputs); }

@@ -23,7 +23,7 @@ from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 # Rows of a pass, at most: a root and its guesses. Beyond this, torch's products are faster.
 MAX_ROWS = 129 if native.HAS_TILES else 65
 _GATED = 192 if native.HAS_TILES else 48  # GATED in decoder.cpp
-_kernels = cache(partial(native.kernels, "decoder", "run", native.FLOATS, [ctypes.c_void_p]))
+_kernels = cache(partial(native.kernels, "decoder", "run", native.FLOATS, [ctypes.c_void_p], ctypes.c_long))
 _rooms = cache(partial(native.kernels, "decoder", "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
 _movers = cache(partial(native.kernels, "decoder", "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
@@ -183,6 +183,7 @@ class Program:
         self._heads = first.q.outputs // decoder.head_dim
         self._norms_of_rows = first.q_norm is not None and len(first.q_norm) > decoder.head_dim
         self._room = np.empty(0, np.uint8)
+        self._layouts: dict[tuple[int, int], tuple[int, list[int]]] = {}  # `_layout`, by rows and threads
         self._table = np.zeros((len(decoder.layers), _PLACES["output"] + 1), np.int64)
         for row, layer in zip(self._table, decoder.layers, strict=True):
             matrices = [field for linear in layer[:7] for field in linear.matrix()]
@@ -197,8 +198,9 @@ class Program:
         hidden: Sequence[np.ndarray],
         outputs: tuple[int, ...] = (),
         shown: int | None = None,
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Compute T rows, append their keys and values to the caches, and return logits [1, shown, vocabulary].
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], bool]:
+        """Compute T rows, and append their keys and values to the caches. Return logits [1, shown, vocabulary]; the
+        outputs that were asked for; and whether a row has become NaN before the output layer.
 
         ids, positions: int64 [T].
         rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each.
@@ -210,19 +212,15 @@ class Program:
         shown: rows whose logits are computed, the last ones; default: all.
         """
         decoder, rows, table = self.decoder, len(ids), self._table
-        heads, itemsize = self._heads, decoder.embedding.element_size()
         width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.outputs
-        of_heads, of_keys = heads * decoder.head_dim, self.key_heads * decoder.head_dim
         threads = torch.get_num_threads()
-        parts = rows * heads * threads
-        input_bytes = _rooms()[decoder.embedding.dtype](rows, max(width, of_heads, intermediate))
-        for_each = rows * itemsize * (2 * width + _GATED) + input_bytes + 256
-        sizes = [itemsize * rows * n for n in (width, of_heads, of_heads, intermediate, of_keys, of_keys)]
-        sizes += [4 * parts, 4 * parts, 4 * parts * decoder.head_dim, threads * for_each]
-        places = np.cumsum([0] + [-(-size // 64) * 64 for size in sizes])
+        if (rows, threads) not in self._layouts:
+            self._layouts[rows, threads] = self._layout(rows, threads)
+        for_each, places = self._layouts[rows, threads]
         if self._room.nbytes < places[-1]:
             self._room = np.empty(places[-1], np.uint8)
-        product, q, attended, mlp, k, v, largest, total, sums, room, _ = (self._room.ctypes.data + places).tolist()
+        address = self._room.ctypes.data
+        product, q, attended, mlp, k, v, largest, total, sums, room, _ = [address + place for place in places]
         shown = rows if shown is None else shown
         logits = decoder.embedding.new_empty(1, shown, decoder.head.outputs)
         kept = {i: decoder.embedding.new_empty(1, rows, width) for i in outputs}
@@ -232,23 +230,37 @@ class Program:
         turned_by |= {name: (cos.data_ptr(), sin.data_ptr()) for name, (cos, sin) in rotary.items()}
         table[:, _PLACES["cos"] : _PLACES["keys"]] = [turned_by[name] for name in decoder.rotary]
         table[:, _PLACES["keys"] : _PLACES["hidden"]] = caches
-        places_of = {id(array): (array.ctypes.data, array.shape[1]) for array in hidden}
+        distinct = {id(array): array for array in hidden}
+        places_of = {key: (array.ctypes.data, array.shape[1]) for key, array in distinct.items()}
         table[:, _PLACES["hidden"] : _PLACES["output"]] = [places_of[id(array)] for array in hidden]
         table[:, _PLACES["output"]] = [products.pointer(kept.get(i)) for i in range(1, len(table) + 1)] if kept else 0
-        _kernels()[logits.dtype](
+        has_nan = _kernels()[logits.dtype](
             ctypes.byref(
                 _Pass(
                     table.ctypes.data, decoder.head.matrix(logits), ids.ctypes.data, decoder.embedding.data_ptr(),
                     decoder.norm.data_ptr(), positions.ctypes.data, product, q, attended, mlp,
                     products.pointer(kept.get(0)), largest, total, sums, room, for_each, len(table), rows, shown, width,
-                    heads, self.key_heads, decoder.head_dim, next(iter(rotary.values()))[0].shape[1], intermediate,
+                    self._heads, self.key_heads, decoder.head_dim, next(iter(rotary.values()))[0].shape[1], intermediate,
                     threads, decoder.is_gelu, decoder.norms_round_once, decoder.rotary_rounds_once,
                     self._norms_of_rows, decoder.epsilon, decoder.scaling, decoder.norm_offset,
                     decoder.embedding_factor, decoder.residual_factor,
                 )
             )
         )  # fmt: skip
-        return logits if decoder.logits_divisor == 1 else logits / decoder.logits_divisor, kept
+        return logits if decoder.logits_divisor == 1 else logits / decoder.logits_divisor, kept, bool(has_nan)
+
+    def _layout(self, rows: int, threads: int) -> tuple[int, list[int]]:
+        """Return the bytes that each thread needs for itself, and where the parts of `_room` begin, and its end."""
+        decoder, heads = self.decoder, self._heads
+        itemsize = decoder.embedding.element_size()
+        width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.outputs
+        of_heads, of_keys = heads * decoder.head_dim, self.key_heads * decoder.head_dim
+        parts = rows * heads * threads
+        input_bytes = _rooms()[decoder.embedding.dtype](rows, max(width, of_heads, intermediate))
+        for_each = rows * itemsize * (2 * width + _GATED) + input_bytes + 256
+        sizes = [itemsize * rows * n for n in (width, of_heads, of_heads, intermediate, of_keys, of_keys)]
+        sizes += [4 * parts, 4 * parts, 4 * parts * decoder.head_dim, threads * for_each]
+        return for_each, np.cumsum([0] + [-(-size // 64) * 64 for size in sizes]).tolist()
 
 
 def can_move(buffers: Sequence[torch.Tensor]) -> bool:

@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 
 from lookahead import compat
 from lookahead.config import LookaheadConfig
+from lookahead.cpu import likeliest as fast
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
 from lookahead.engine.planning import StepPlanner
@@ -23,11 +24,13 @@ from lookahead.engine.verify import walk
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Budget
 from lookahead.guessing.combine import Combined, needs_of
+from lookahead.guessing.pool import TOP_K
 from lookahead.guessing.source import Batch, GuessSource, Outcome
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes.costs import synchronize
 from lookahead.stats import Stats
+from lookahead.step import Step
 from ngram_pool import NgramPool
 
 ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at most
@@ -229,6 +232,7 @@ class _Call:
                     self._planner.keep(kept)
                     active = live
                 self._step(rules, live)
+            self._budget.end()
             if self._pace:
                 self._pace.costs.keep()
             ids = _padded([rule.ids for rule in rules], self._generation)
@@ -282,17 +286,19 @@ class _Call:
             output = self._runner.run(steps, cache, last)
             logits = output.logits
             # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
-            self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and bool(logits.max().isnan())
+            self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and output.has_nan
             synchronize(logits.device)  # where the line above has not waited already
         if self._is_spoiled:
             cache.commit(steps, [[] for _ in steps])
             return
         with stats.time("verify"):
-            paths, emitted = walk(steps, logits, rules)
+            said = self._likeliest(steps, logits, rules)
+            first = None if said is None else np.where(said[1][..., 0] > 0, said[0][..., 0], -1).tolist()
+            paths, emitted = walk(steps, logits, rules, first)
         with stats.time("commit"):
             cache.commit(steps, paths)
         with stats.time("learn"):
-            self._planner.learn(Outcome(texts, steps, logits, paths, emitted, output.hidden_states))
+            self._planner.learn(Outcome(texts, steps, logits, paths, emitted, output.hidden_states, said))
         for text, tokens, step, tree, path in zip(texts, emitted, steps, trees, paths, strict=True):
             if self._recorder is not None:
                 self._recorder.record(len(text) - 1, step, tree, path, tokens)
@@ -302,7 +308,16 @@ class _Call:
             in_pass = stats.seconds["forward"] - before
             rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
             overhead = time.perf_counter() - began - in_pass - self._source.paid_seconds
-            self._pace.costs.follow(rows, length, in_pass, max(overhead, 0.0))
+            self._budget.time(rows, length, in_pass, max(overhead, 0.0))
+
+    def _likeliest(
+        self, steps: list[Step], logits: torch.Tensor, rules: list[NextTokenRule]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return `Outcome.likeliest`, if it decides which tokens are emitted."""
+        rows = logits[:, : 1 + max(step.guesses for step in steps)]
+        if any(rule.takes_likeliest for rule in rules) and fast.serves(rows, TOP_K):
+            return fast.likeliest(rows, self._batch.temperature, TOP_K)
+        return None
 
     @staticmethod
     def _known_draws(rules: list[NextTokenRule], depths: list[int]) -> list[np.ndarray | None]:

@@ -173,10 +173,8 @@ class NextTokenRule:
         logits: [live, vocabulary], of the model, after `ids`.
         Raises FloatingPointError if the logits leave no choice.
         """
-        if self._usual is not None:
-            warp, max_length, ends = self._usual
-            if (token := self._choose(logits[0], warp)) is not None:
-                return self._emit_simply(token, max_length, ends)
+        if self._usual is not None and (token := self._choose(logits[0], self._usual[0])) is not None:
+            return self.emit_token(token)
         raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
         if len(self.live) < len(self.ids):  # ended sequences get logits of zeros
             raw = raw.new_zeros(len(self.ids), raw.shape[1]).index_copy_(0, raw.new_tensor(self.live).long(), raw)
@@ -212,8 +210,15 @@ class NextTokenRule:
             self._settings.streamer.put(torch.tensor(tokens))
         return emitted
 
-    def _emit_simply(self, token: int, max_length: int, ends: frozenset[int]) -> list[int]:
-        """Record and stream a token. max_length, ends: the criteria, as `_ends` returns them."""
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the next token is the likeliest one, the first of equals, and nobody else looks at the logits."""
+        return self._usual is not None and not self._settings.do_sample
+
+    def emit_token(self, token: int) -> list[int]:
+        """Record and stream the next token of the only sequence, in the usual case."""
+        assert self._usual is not None
+        _, max_length, ends = self._usual
         self._new.append(token)
         if token in ends or self._ids.shape[1] + len(self._new) >= max_length:
             self.live = []

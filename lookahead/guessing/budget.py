@@ -5,6 +5,7 @@ the most tokens per second if each step maximises its tokens less its cost times
 step could have yielded tokens elsewhere (Dinkelbach 1967, "On nonlinear fractional programming").
 """
 
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ WINDOW_SIZES = ((4, 3), (8, 4), (15, 5))  # W and N of the windows to try; the n
 FIRST_PAUSE = 128  # steps before the first trial of a window, and in the first pause
 PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by this factor
 TRIAL_STEPS = 24
-WAITING = 32  # steps whose regret is counted together: between two passes alone, each would find cold caches
+WAITING = 32  # steps of which some is counted together: between two passes alone, each would find cold caches
 MAX_LOSS = 4.0  # tokens; a trial that has lost more than these, and more than chance explains, ends early
 
 
@@ -74,11 +75,20 @@ class Pace:
 
         length: committed positions of the longest sequence. window_rows: rows of each sequence's window.
         """
-        gains = np.zeros(max(map(len, trees)) + 1)
-        for tree in trees:
-            gains[1 : len(tree) + 1] += tree.probabilities[tree.ranking]
-        rows = len(trees) * (1 + window_rows + np.arange(len(gains)))
-        return int(np.argmax(self.trust() * np.cumsum(gains) - self.rate() * self.costs.of_step(rows, length)))
+        gains = [sorted(tree.probabilities.tolist(), reverse=True) for tree in trees]
+        gained = [sum(column) for column in zip_longest(*gains, fillvalue=0.0)]
+        batch, costs, trust, rate = len(trees), self.costs, self.trust(), self.rate()
+        first = batch * (1 + window_rows)
+        seconds = costs.by_rows(first + batch * len(gained))
+        per_row = costs.of_row(length)
+        best, most, tokens = 0, -rate * seconds[first], 0.0
+        for count, gain in enumerate(gained, 1):
+            tokens += trust * gain
+            added = batch * count
+            worth = tokens - rate * (seconds[first + added] + added * per_row)
+            if worth > most:
+                best, most = count, worth
+        return best
 
     def price(self, rows: int, fewer: int, length: int) -> float:
         """Return the tokens that could be written in the time by which a step of ``rows`` outlasts one of ``fewer``."""
@@ -100,7 +110,7 @@ class Pace:
         self.reach = min(max(self.reach - 1, 2 * max(map(len, chosen)) + 8), MAX_GUESSES)
         with self._lock:
             self._fruitless = self._fruitless + 1 if max(map(len, paths)) == 1 else 0
-            self._claimed = FADE * self._claimed + sum(float(tree.probabilities.sum()) for tree in chosen)
+            self._claimed = FADE * self._claimed + sum(sum(tree.probabilities.tolist()) for tree in chosen)
             self._accepted = FADE * self._accepted + sum(len(path) - 1 for path in paths)
 
     def count_regret(self, stats: Stats, steps: list[Verified]) -> None:
@@ -142,7 +152,8 @@ class Budget:
         self.pace = pace
         self._chooser = pace if guesses is None else None
         self._stats = stats
-        self._waiting: list[Verified] = []
+        self._waiting: list[Verified] = []  # steps whose regret is not counted yet
+        self._timed: list[tuple[int, int, float, float]] = []  # steps that have not corrected the costs yet
 
     def limit(self, sequences: int) -> int:
         """Return the number of guesses to look for, for each sequence of a batch."""
@@ -175,15 +186,23 @@ class Budget:
             if rested:
                 return
             self._waiting += map(Verified, trees, chosen, outcome.paths, [length] * len(trees))
-            if len(self._waiting) >= WAITING:
-                self.end()
         self.pace.count(sum(map(len, outcome.paths)), outcome.rows, length, seconds)
 
+    def time(self, rows: int, length: int, seconds: float, overhead: float) -> None:
+        """Let the costs follow a step. Arguments as for `StepCosts.follow`."""
+        self._timed.append((rows, length, seconds, overhead))
+        if len(self._timed) >= WAITING:
+            self.end()
+
     def end(self) -> None:
-        """Count the regret of the last steps."""
+        """Count what still waits."""
         steps, self._waiting = self._waiting, []
+        timed, self._timed = self._timed, []
         if self._chooser and steps:
             self._chooser.count_regret(self._stats, steps)
+        if self.pace:
+            for step in timed:
+                self.pace.costs.follow(*step)
 
 
 class Trials:

@@ -6,8 +6,8 @@ node if it proposes anything below it.
 
 import copy
 import time
-from collections.abc import Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Container, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -240,9 +240,9 @@ class Combined(GuessSource):
         self._asked = [i for i in self._parts if self._ledger.is_asked(i)]
         proposed: list[dict[int, GuessTree]] = [{} for _ in texts]
         for i in self._asked:
-            before = self._sources[i].passes
-            with self._timed(i):
-                trees = self._sources[i].propose(texts, limits) or []
+            before, began = self._sources[i].passes, time.perf_counter()
+            trees = self._sources[i].propose(texts, limits) or []
+            self._seconds[i] += time.perf_counter() - began
             self._stats[i].passes += self._sources[i].passes - before
             if len(trees) != len(texts):
                 raise ValueError(f"{self._names[i]} proposes {len(trees)} trees for {len(texts)} sequences")
@@ -268,8 +268,9 @@ class Combined(GuessSource):
 
     def observe(self, outcome: Outcome) -> None:
         for i in self._asked:
-            with self._timed(i):
-                self._sources[i].observe(outcome)
+            began = time.perf_counter()
+            self._sources[i].observe(outcome)
+            self._seconds[i] += time.perf_counter() - began
         for root, path, emitted in zip(self._roots, outcome.paths, outcome.emitted, strict=True):
             if isinstance(root, Node):
                 self._settle(root, emitted, len(path) - 1)
@@ -313,17 +314,19 @@ class Combined(GuessSource):
 
     def _verifiable(self, i: int, tree: GuessTree, depth: int, limits: Limits) -> GuessTree:
         """Return the part of a source's tree that can be verified, each node with a known number in ``sources``."""
-        if tree.tokens.max() >= self._vocabulary:
+        # Trees are small, so Python's own max and min are faster than numpy's.
+        if (largest := max(tree.tokens.tolist())) >= self._vocabulary:
             raise ValueError(
-                f"{self._names[i]} proposes token {tree.tokens.max()}, but the model knows {self._vocabulary} tokens"
+                f"{self._names[i]} proposes token {largest}, but the model knows {self._vocabulary} tokens"
             )
-        if tree.depths.max() > depth:
+        if max(tree.depths.tolist()) > depth:
             tree = tree.part(np.flatnonzero(tree.depths <= depth))
         if limits.is_chain and (tree.parents != np.arange(-1, len(tree) - 1)).any():
             tree = tree.likeliest_chain()
         tree = tree.likeliest(limits.guesses)
-        is_known = (tree.sources >= 0) & (tree.sources < len(Source))
-        if not is_known.all():
+        origins = tree.sources.tolist()
+        if min(origins) < 0 or max(origins) >= len(Source):
+            is_known = (tree.sources >= 0) & (tree.sources < len(Source))
             tree = replace(tree, sources=np.where(is_known, tree.sources, len(Source) + i))
         return tree
 
@@ -354,9 +357,3 @@ class Combined(GuessSource):
             if place < accepted:
                 for i in node.claims:
                     self._stats[i].accepted += 1
-
-    @contextmanager
-    def _timed(self, i: int) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._seconds[i] += time.perf_counter() - began

@@ -48,8 +48,11 @@ class PoolSource(GuessSource):
         ]
 
     def observe(self, outcome: Outcome) -> None:
-        most = max(step.guesses for step in outcome.steps)
-        tokens, probabilities = likeliest(outcome.logits[:, : 1 + most], self._temperature, TOP_K)
+        if outcome.likeliest is None:
+            most = max(step.guesses for step in outcome.steps)
+            tokens, probabilities = likeliest(outcome.logits[:, : 1 + most], self._temperature, TOP_K)
+        else:
+            tokens, probabilities = outcome.likeliest
         for b, (text, step, new) in enumerate(zip(outcome.texts, outcome.steps, outcome.emitted, strict=True)):
             tree, rows = slice(1, 1 + step.guesses), slice(0, 1 + step.guesses)
             guesses, parents = step.ids[tree], step.parents[tree] - 1  # the root is row 0 of a step

@@ -81,6 +81,8 @@ class Outcome:
     """The tokens that each sequence goes on with, one for each accepted row."""
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
     """[batch, T, hidden] by layer, for the layers that a source needs."""
+    likeliest: tuple[np.ndarray, np.ndarray] | None = None
+    """`likeliest` of rows 0 .. most guesses of a step, at the call's temperature, if the loop knows them already."""
 
     @property
     def rows(self) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -58,6 +59,15 @@ class ModelAdapter:
     def can_grow(self) -> bool:
         """Whether several passes can compute one step. The rows of each pass see those of the passes before."""
         return self.can_branch and all(visibility in (None, Visibility()) for visibility in self.layers)
+
+    @cached_property
+    def kinds(self) -> dict[Visibility, list[int]]:
+        """The layers that cache keys and values of their own, by what they see."""
+        found: dict[Visibility, list[int]] = {}
+        for index, visibility in enumerate(self.layers):
+            if visibility is not None:
+                found.setdefault(visibility, []).append(index)
+        return found
 
     def make_cache(self, expected_length: int = 0) -> LookaheadCache:
         """Make an empty cache of one sequence, with room for ``expected_length`` positions in its full layers."""
@@ -118,8 +128,9 @@ class ModelAdapter:
         """
         last = max(cache.lengths) + positions.shape[1]
         found: dict[Visibility, np.ndarray] = {}
-        for layer, visibility in zip(cache.layers, self.layers, strict=True):
-            if visibility is not None and visibility not in found and isinstance(layer, InPlaceLayer):
+        for visibility, indices in self.kinds.items():
+            layer = next((cache.layers[i] for i in indices if isinstance(cache.layers[i], InPlaceLayer)), None)
+            if layer is not None:
                 cached = layer.positions_shown()
                 if self.splits_attention and not visibility.hides_any(cached, last):
                     cached = cached[:, :0]

@@ -95,7 +95,7 @@ class InPlaceLayer(CacheLayerMixin):
 
     def make_room(self, new: int) -> None:
         """Make room for an update of ``new`` rows. This may change the columns that the update shows."""
-        if self.columns + new > self._keys.shape[-2]:
+        if self.columns + new > self._keys.size(2):
             all_columns = np.zeros(1, np.int64), np.array([self.columns])
             self._move(*all_columns, max(2 * self._keys.shape[-2], self.columns + new))
 
@@ -375,9 +375,10 @@ def _moves(base: int, gaps: np.ndarray, paths: list[list[int]]) -> tuple[np.ndar
     Returns the moves (int64 [3, n]: sequences, source columns, target columns) or None if there are none; the columns
     then in use; and the gaps, int64 [batch].
     """
-    # The usual case is a single sequence, in which nothing moves. What follows would take 20 times as long for it.
-    if len(paths) == 1 and not gaps.any() and paths[0][-1:] in ([], [len(paths[0]) - 1]):
-        return None, base + len(paths[0]), gaps
+    if len(paths) == 1:  # the usual case. What follows would take 20 times as long for it.
+        (path,), held = paths, base - int(gaps[0])
+        moved = [(0, base + row, held + place) for place, row in enumerate(path) if base + row != held + place]
+        return np.array(moved, np.int64).T if moved else None, held + len(path), np.zeros(1, np.int64)
     counts = np.array([len(path) for path in paths], np.int64)
     held = np.broadcast_to(base - gaps, counts.shape)
     columns = int((held + counts).max())

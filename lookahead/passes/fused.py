@@ -66,6 +66,9 @@ class FusedRunner(EagerRunner):
         self.weight_bytes = decoder.weight_bytes(found)
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
+        # The keys of each layer, by its index; the addresses of its keys and values; the bytes of a column; and the
+        # numbers from head to head.
+        self._buffers: dict[int, tuple[torch.Tensor, int, int, int, int]] = {}
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         step = steps[0]
@@ -96,17 +99,21 @@ class FusedRunner(EagerRunner):
         rows = ids.shape[1]
         cache.begin(rows, step.computed)
         hidden = self.adapter.hidden(ancestors, positions, cache)
-        of_one = {visibility: np.ascontiguousarray(found[0]) for visibility, found in hidden.items()}
-        logits, outputs = self._program.run(
+        of_layers: list[Any] = [None] * len(cache.layers)
+        for visibility, indices in self.adapter.kinds.items():
+            for_one = np.ascontiguousarray(hidden[visibility][0])
+            for index in indices:
+                of_layers[index] = for_one
+        logits, outputs, has_nan = self._program.run(
             ids[0],
             positions[0],
             self._rotary_of(int(positions.max())),
-            [self._extended(layer, rows) for layer in cache.layers],
-            [of_one[visibility] for visibility in self.adapter.layers if visibility is not None],
+            [self._extended(index, layer, rows) for index, layer in enumerate(cache.layers)],
+            of_layers,
             self._requested,
             shown,
         )
-        return Output(logits, outputs)
+        return Output(logits, outputs, has_nan)
 
     def _rotary_of(self, position: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
@@ -126,15 +133,19 @@ class FusedRunner(EagerRunner):
                 self._rotary[name] = cos[0].float().contiguous(), sin[0].float().contiguous()
         return self._rotary
 
-    def _extended(self, layer: Any, rows: int) -> tuple[int, int, int, int]:
-        """Append rows to an `InPlaceLayer`, and describe it as `decoder.Program.run` wants it."""
+    def _extended(self, index: int, layer: Any, rows: int) -> tuple[int, int, int, int]:
+        """Append rows to the `InPlaceLayer` of this index, and describe it as `decoder.Program.run` wants it."""
         if not layer.is_initialized:
             empty = self._program.decoder.embedding.new_empty(1, self._program.key_heads, 0, self._program.head_dim)
             layer.lazy_initialization(empty, empty)
         first, seen = layer.extend(rows)
         keys, values = layer.buffers
-        offset = first * keys.shape[3] * keys.element_size()
-        return keys.data_ptr() + offset, values.data_ptr() + offset, seen, keys.stride(1)
+        held = self._buffers.get(index)
+        if held is None or held[0] is not keys:
+            column = keys.shape[3] * keys.element_size()
+            held = self._buffers[index] = keys, keys.data_ptr(), values.data_ptr(), column, keys.stride(1)
+        _, of_keys, of_values, column, stride = held
+        return of_keys + first * column, of_values + first * column, seen, stride
 
 
 def copied_bytes(model: PreTrainedModel) -> int:

@@ -37,6 +37,13 @@ class Output:
     its dtype."""
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
     """Output of the requested layers: [batch, T, hidden] for a step; [n, hidden] for all tokens of a prompt."""
+    known_nan: bool | None = None
+    """Whether a row is NaN, if the pass has found out."""
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether a row is NaN."""
+        return bool(self.logits.max().isnan()) if self.known_nan is None else self.known_nan
 
 
 class EagerRunner:
