@@ -7,6 +7,8 @@
 
 #include "largest.h"
 
+using namespace likeliest;
+
 constexpr float LOG_RANGE = 87;        // weights below exp(-87) are 0
 constexpr float ROUNDING = 5e-7;       // of a score in torch and here, relative
 constexpr float MARGIN = 1e-5;         // of all other rounding

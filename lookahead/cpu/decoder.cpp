@@ -4,7 +4,7 @@
 //     x = embedding[ids]
 //     each layer   x += o(attention(rope(q(norm(x))), rope(k(norm(x))), v(norm(x))))
 //                  x += down(activation(gate(norm(x))) * up(norm(x)))
-//     logits = head(norm(x)), of the last rows that are to be shown
+//     logits = head(norm(x)), of the last rows that are to be shown, and the likeliest tokens of the first of these
 //
 // Families differ in which norms there are, in factors, and in where they round. Every thread keeps x and computes its
 // norms for itself, which costs less than to meet. It multiplies with a share of the outputs of each matrix. Wherever
@@ -13,6 +13,7 @@
 #include <omp.h>
 #include <sched.h>
 
+#include "peaks.h"
 #include "products.h"
 #include "tile_attention.h"
 
@@ -25,6 +26,7 @@ constexpr long GATED = 192;  // outputs of an MLP's halves that a thread takes a
 constexpr long GATED = BLOCK;
 #endif
 constexpr long LEAST_KEYS = 128;  // keys that are worth a thread of their own, at least
+constexpr long LOOKED_AT = 512;   // logits of a row that are looked at as soon as they are there
 constexpr int SPINS = 4096;
 
 template <class T>
@@ -52,7 +54,10 @@ struct Pass {
     T* first_hidden;                  // [rows][hidden]: the embedding goes here too, if it is asked for
     float *largest, *total, *sums;    // parts of attention (`attention::Part`), for all heads and threads
     void* room;                       // what a thread needs for itself: `room_bytes` for each
-    long room_bytes, layer_count, rows, shown, hidden, heads, key_heads, size, rotary, intermediate, threads;
+    long* tokens;                     // [said][likeliest]: the likeliest tokens of rows that are shown
+    float* probabilities;             // of these
+    long room_bytes, layer_count, rows, shown, said, likeliest;
+    long hidden, heads, key_heads, size, rotary, intermediate, threads;
     long is_gelu;                              // the activation: GELU as approximated by tanh, or SiLU
     long norms_round_once;                     // not before they multiply with their weights
     long rotary_rounds_once;                   // not before products are added up
@@ -60,6 +65,7 @@ struct Pass {
     double epsilon, scaling;                   // of norms, and of attention
     double norm_offset;                        // added to the weights of norms
     double embedding_factor, residual_factor;  // of what the embedding gives, and of what is added to x
+    double temperature;                        // of the probabilities
 };
 
 // Threads wait for each other in turns of the processor, and give it away if that takes long.
@@ -156,6 +162,7 @@ struct Thread {
     T *const x, *const normed;  // [rows][hidden]
     void* const prepared;       // the input of a product, if it is not taken as it is
     T* const scratch;           // [rows][GATED]
+    likeliest::Peaks* const peaks;  // [threads][said]
 
     void meet() { barrier.wait(pass.threads); }
 
@@ -321,6 +328,27 @@ struct Thread {
                 store(factor * number(pass.embedding[pass.ids[row] * pass.hidden + i]), x + row * pass.hidden + i);
     }
 
+    void logits(const T* normed) {
+        const Matrix<T>& head = pass.head;
+        const Input<By> taken = prepare(normed, pass.shown, pass.hidden, {&head});
+        const long begin = share(head.outputs, index), end = share(head.outputs, index + 1);
+        likeliest::Peaks* const own = peaks + index * pass.said;
+        for (long row = 0; row < pass.said; row++) new (own + row) likeliest::Peaks(pass.likeliest, pass.temperature);
+        const long size = pass.said ? LOOKED_AT : end - begin;
+        for (long first = begin; first < end; first += size) {
+            const long last = std::min(end, first + size);
+            multiply(taken, head, first, last, nullptr);
+            for (long row = 0; row < pass.said; row++)
+                own[row].add(head.out + row * head.outputs + first, last - first, first);
+        }
+        if (!pass.said) return;
+        meet();
+        for (long row = index; row < pass.said; row += pass.threads) {
+            for (long thread = 1; thread < pass.threads; thread++) peaks[row].add(peaks[thread * pass.said + row]);
+            peaks[row].put(pass.probabilities + row * pass.likeliest, pass.tokens + row * pass.likeliest);
+        }
+    }
+
     // Returns whether a row has become NaN before the head.
     bool run() {
         embed();
@@ -348,7 +376,7 @@ struct Thread {
         const T* last = normalize_rows(x, pass.norm);
         if (T* to = pass.layers[pass.layer_count - 1].output; to && index == 0)  // the last is given after the norm
             memcpy(to, last, pass.rows * pass.hidden * sizeof(T));
-        multiply_share(last + (pass.rows - pass.shown) * pass.hidden, pass.head, pass.shown, pass.hidden);
+        logits(last + (pass.rows - pass.shown) * pass.hidden);
         return std::count_if(last, last + pass.rows * pass.hidden, [](T x) { return number(x) != number(x); });
     }
 };
@@ -358,6 +386,8 @@ static long run(const Pass<typename By::Number>& pass) {
     typedef typename By::Number T;
     Barrier barrier;
     bool has_nan = false;
+    likeliest::Peaks* const peaks =
+        (likeliest::Peaks*)malloc(std::max(1L, pass.threads * pass.said) * sizeof(likeliest::Peaks));
 #pragma omp parallel num_threads(pass.threads)
     {
         const TileUnit unit;
@@ -370,9 +400,10 @@ static long run(const Pass<typename By::Number>& pass) {
         char* normed = aligned(x + pass.rows * pass.hidden * sizeof(T));
         char* prepared = aligned(normed + pass.rows * pass.hidden * sizeof(T));
         char* scratch = aligned(prepared + Input<By>::bytes(pass.rows, widest));
-        const bool found = Thread<By>{here, barrier, index, (T*)x, (T*)normed, prepared, (T*)scratch}.run();
+        const bool found = Thread<By>{here, barrier, index, (T*)x, (T*)normed, prepared, (T*)scratch, peaks}.run();
         if (index == 0) has_nan = found;  // every thread has all rows
     }
+    free(peaks);
     return has_nan;
 }
 

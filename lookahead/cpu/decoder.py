@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -53,6 +53,9 @@ class Layer(NamedTuple):
 
 _FIELDS = tuple(Layer.__annotations__)
 _LINEARS, _NORMS = _FIELDS[:7], _FIELDS[7:]
+# The parts of `Program._room`: those that decoder.cpp knows by name, and two where products go; and where which goes.
+_PARTS = ("product", "q", "attended", "mlp", "largest", "total", "sums", "room")
+_OUT = {"q": "q", "k": "k", "v": "v", "o": "product", "up": "mlp", "down": "product"}
 _OF_PASS = ("cos", "sin", "keys", "values", "held", "key_stride", "hidden", "masked", "output")
 # Place of each field of a Layer in decoder.cpp, all of 8 bytes. A linear layer is a Matrix.
 _PLACES = {name: products.FIELDS * i for i, name in enumerate(_LINEARS)}
@@ -134,11 +137,13 @@ class _Pass(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("ids", "embedding", "norm", "positions")]
         + [(name, ctypes.c_void_p) for name in ("product", "q", "attended", "mlp")]
         + [(name, ctypes.c_void_p) for name in ("first_hidden", "largest", "total", "sums", "room")]
-        + [(name, ctypes.c_long) for name in ("room_bytes", "layer_count", "rows", "shown", "hidden")]
-        + [(name, ctypes.c_long) for name in ("heads", "key_heads", "size", "rotary", "intermediate", "threads")]
+        + [(name, ctypes.c_void_p) for name in ("tokens", "probabilities")]
+        + [(name, ctypes.c_long) for name in ("room_bytes", "layer_count", "rows", "shown", "said", "likeliest")]
+        + [(name, ctypes.c_long) for name in ("hidden", "heads", "key_heads", "size", "rotary", "intermediate")]
+        + [(name, ctypes.c_long) for name in ("threads",)]
         + [(name, ctypes.c_long) for name in ("is_gelu", "norms_round_once", "rotary_rounds_once", "norms_of_rows")]
         + [(name, ctypes.c_double) for name in ("epsilon", "scaling", "norm_offset")]
-        + [(name, ctypes.c_double) for name in ("embedding_factor", "residual_factor")]
+        + [(name, ctypes.c_double) for name in ("embedding_factor", "residual_factor", "temperature")]
     )
 
 
@@ -181,13 +186,28 @@ class Program:
         first = decoder.layers[0]
         self.key_heads = first.k.outputs // decoder.head_dim
         self._heads = first.q.outputs // decoder.head_dim
-        self._norms_of_rows = first.q_norm is not None and len(first.q_norm) > decoder.head_dim
         self._room = np.empty(0, np.uint8)
-        self._layouts: dict[tuple[int, int], tuple[int, list[int]]] = {}  # `_layout`, by rows and threads
+        self._layouts: dict[tuple[int, int], tuple[int, dict[str, int], int]] = {}  # `_layout`, by rows and threads
         self._table = np.zeros((len(decoder.layers), _PLACES["output"] + 1), np.int64)
         for row, layer in zip(self._table, decoder.layers, strict=True):
             matrices = [field for linear in layer[:7] for field in linear.matrix()]
             row[: _PLACES["cos"]] = matrices + [products.pointer(norm) for norm in layer[7:]]
+        names = ("epsilon", "scaling", "norm_offset", "embedding_factor", "residual_factor")
+        names += ("is_gelu", "norms_round_once", "rotary_rounds_once")
+        self._pass = _Pass(
+            layers=self._table.ctypes.data,
+            head=tuple(decoder.head.matrix()),
+            embedding=decoder.embedding.data_ptr(),
+            norm=decoder.norm.data_ptr(),
+            layer_count=len(decoder.layers),
+            hidden=decoder.embedding.shape[1],
+            heads=self._heads,
+            key_heads=self.key_heads,
+            size=decoder.head_dim,
+            intermediate=first.gate.outputs,
+            norms_of_rows=first.q_norm is not None and len(first.q_norm) > decoder.head_dim,
+            **{name: getattr(decoder, name) for name in names},
+        )
 
     def run(
         self,
@@ -198,9 +218,10 @@ class Program:
         hidden: Sequence[np.ndarray],
         outputs: tuple[int, ...] = (),
         shown: int | None = None,
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], bool]:
+        likeliest: tuple[int, int, float] = (0, 0, 1.0),
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], bool, tuple[np.ndarray, np.ndarray] | None]:
         """Compute T rows, and append their keys and values to the caches. Return logits [1, shown, vocabulary]; the
-        outputs that were asked for; and whether a row has become NaN before the output layer.
+        outputs that were asked for; whether a row has become NaN before the output layer; and the likeliest tokens.
 
         ids, positions: int64 [T].
         rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each.
@@ -210,22 +231,29 @@ class Program:
         outputs: layers whose output [1, T, hidden] is returned too, as transformers counts them: 0 is the embedding,
         and the last is the output of the final norm.
         shown: rows whose logits are computed, the last ones; default: all.
+        likeliest: of how many of the rows that are shown the likeliest tokens are returned, from the first on; how
+        many tokens; and the temperature. They are as `likeliest.likeliest` returns them: tokens and probabilities,
+        [1, rows, tokens]; None for a decoder that divides its logits.
         """
         decoder, rows, table = self.decoder, len(ids), self._table
-        width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.outputs
         threads = torch.get_num_threads()
         if (rows, threads) not in self._layouts:
             self._layouts[rows, threads] = self._layout(rows, threads)
-        for_each, places = self._layouts[rows, threads]
-        if self._room.nbytes < places[-1]:
-            self._room = np.empty(places[-1], np.uint8)
+        for_each, places, end = self._layouts[rows, threads]
+        if self._room.nbytes < end:
+            self._room = np.empty(end, np.uint8)
         address = self._room.ctypes.data
-        product, q, attended, mlp, k, v, largest, total, sums, room, _ = [address + place for place in places]
+        parts = {name: address + place for name, place in places.items()}
         shown = rows if shown is None else shown
         logits = decoder.embedding.new_empty(1, shown, decoder.head.outputs)
-        kept = {i: decoder.embedding.new_empty(1, rows, width) for i in outputs}
-        for name, out in (("q", q), ("k", k), ("v", v), ("o", product), ("up", mlp), ("down", product)):
-            table[:, _PLACES[name] + products.OUT] = out
+        kept = {i: decoder.embedding.new_empty(1, rows, decoder.embedding.shape[1]) for i in outputs}
+        said, count, temperature = likeliest
+        count = min(count, decoder.head.outputs)
+        if not count or decoder.logits_divisor != 1:
+            said = 0
+        tokens, probabilities = np.empty((1, said, count), np.int64), np.empty((1, said, count), np.float32)
+        for name, part in _OUT.items():
+            table[:, _PLACES[name] + products.OUT] = parts[part]
         turned_by: dict[str | None, tuple[int, int]] = {None: (0, 0)}
         turned_by |= {name: (cos.data_ptr(), sin.data_ptr()) for name, (cos, sin) in rotary.items()}
         table[:, _PLACES["cos"] : _PLACES["keys"]] = [turned_by[name] for name in decoder.rotary]
@@ -234,23 +262,21 @@ class Program:
         places_of = {key: (array.ctypes.data, array.shape[1]) for key, array in distinct.items()}
         table[:, _PLACES["hidden"] : _PLACES["output"]] = [places_of[id(array)] for array in hidden]
         table[:, _PLACES["output"]] = [products.pointer(kept.get(i)) for i in range(1, len(table) + 1)] if kept else 0
-        has_nan = _kernels()[logits.dtype](
-            ctypes.byref(
-                _Pass(
-                    table.ctypes.data, decoder.head.matrix(logits), ids.ctypes.data, decoder.embedding.data_ptr(),
-                    decoder.norm.data_ptr(), positions.ctypes.data, product, q, attended, mlp,
-                    products.pointer(kept.get(0)), largest, total, sums, room, for_each, len(table), rows, shown, width,
-                    self._heads, self.key_heads, decoder.head_dim, next(iter(rotary.values()))[0].shape[1], intermediate,
-                    threads, decoder.is_gelu, decoder.norms_round_once, decoder.rotary_rounds_once,
-                    self._norms_of_rows, decoder.epsilon, decoder.scaling, decoder.norm_offset,
-                    decoder.embedding_factor, decoder.residual_factor,
-                )
-            )
-        )  # fmt: skip
-        return logits if decoder.logits_divisor == 1 else logits / decoder.logits_divisor, kept, bool(has_nan)
+        now = self._pass
+        now.ids, now.positions, now.head[products.OUT] = ids.ctypes.data, positions.ctypes.data, logits.data_ptr()
+        for name in _PARTS:
+            setattr(now, name, parts[name])
+        now.first_hidden = products.pointer(kept.get(0))
+        now.tokens, now.probabilities = tokens.ctypes.data, probabilities.ctypes.data
+        now.room_bytes, now.rows, now.shown, now.said, now.likeliest = for_each, rows, shown, said, count
+        now.rotary, now.threads, now.temperature = next(iter(rotary.values()))[0].shape[1], threads, temperature
+        has_nan = _kernels()[logits.dtype](ctypes.byref(now))
+        if decoder.logits_divisor != 1:
+            logits = logits / decoder.logits_divisor
+        return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
 
-    def _layout(self, rows: int, threads: int) -> tuple[int, list[int]]:
-        """Return the bytes that each thread needs for itself, and where the parts of `_room` begin, and its end."""
+    def _layout(self, rows: int, threads: int) -> tuple[int, dict[str, int], int]:
+        """Return the bytes that each thread needs for itself, where the _PARTS of `_room` begin, and where it ends."""
         decoder, heads = self.decoder, self._heads
         itemsize = decoder.embedding.element_size()
         width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.outputs
@@ -258,9 +284,16 @@ class Program:
         parts = rows * heads * threads
         input_bytes = _rooms()[decoder.embedding.dtype](rows, max(width, of_heads, intermediate))
         for_each = rows * itemsize * (2 * width + _GATED) + input_bytes + 256
-        sizes = [itemsize * rows * n for n in (width, of_heads, of_heads, intermediate, of_keys, of_keys)]
-        sizes += [4 * parts, 4 * parts, 4 * parts * decoder.head_dim, threads * for_each]
-        return for_each, np.cumsum([0] + [-(-size // 64) * 64 for size in sizes]).tolist()
+        sizes = {
+            name: itemsize * rows * n
+            for name, n in {
+                "product": width, "q": of_heads, "attended": of_heads, "mlp": intermediate, "k": of_keys, "v": of_keys
+            }.items()
+        }  # fmt: skip
+        sizes |= {"largest": 4 * parts, "total": 4 * parts, "sums": 4 * parts * decoder.head_dim}
+        sizes["room"] = threads * for_each
+        *places, end = accumulate((-(-size // 64) * 64 for size in sizes.values()), initial=0)
+        return for_each, dict(zip(sizes, places, strict=True)), end
 
 
 def can_move(buffers: Sequence[torch.Tensor]) -> bool:

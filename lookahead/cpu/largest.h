@@ -6,6 +6,8 @@
 
 #include "vectors.h"
 
+namespace likeliest {
+
 constexpr int L = WIDTH, BLOCK = 8, MAX_COUNT = 256;
 typedef Lanes<L>::Floats Floats;
 typedef Lanes<L>::Ints Ints;
@@ -41,10 +43,10 @@ struct Largest {
         numbers[i] = x, places[i] = place;
     }
 
-    // Offer a row of n numbers. tops: room for the highest numbers of each block, lane by lane; or null. Returns the
-    // row's sum, which is NaN or infinite if one of them is.
+    // Offer n numbers of a row, the first of which stands at `place`. tops: room for the highest numbers of each block,
+    // lane by lane; or null. Returns the sum of all n, which is NaN or infinite if one of them is.
     template <class T>
-    float offer_row(const T* x, long n, Floats* tops = nullptr) {
+    float offer_row(const T* x, long n, long place = 0, Floats* tops = nullptr) {
         Floats sums = {};
         long i = 0;
         for (; i + BLOCK * L <= n; i += BLOCK * L) {
@@ -59,11 +61,13 @@ struct Largest {
             if (any(top > numbers[count - 1]))  // few blocks have one: to look at each vector takes longer
                 for (long j = i; j < i + BLOCK * L; j += L)
                     if (any(load(x + j) > numbers[count - 1]))
-                        for (int l = 0; l < L; l++) offer(number(x[j + l]), j + l);
+                        for (int l = 0; l < L; l++) offer(number(x[j + l]), place + j + l);
         }
         float sum = 0;
         for (int l = 0; l < L; l++) sum += sums[l];
-        for (; i < n; i++) offer(number(x[i]), i), sum += number(x[i]);
+        for (; i < n; i++) offer(number(x[i]), place + i), sum += number(x[i]);
         return sum;
     }
 };
+
+}  // namespace likeliest

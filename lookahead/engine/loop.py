@@ -13,7 +13,6 @@ from transformers.utils import ModelOutput
 
 from lookahead import compat
 from lookahead.config import LookaheadConfig
-from lookahead.cpu import likeliest as fast
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
 from lookahead.engine.planning import StepPlanner
@@ -24,13 +23,11 @@ from lookahead.engine.verify import walk
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Budget
 from lookahead.guessing.combine import Combined, needs_of
-from lookahead.guessing.pool import TOP_K
 from lookahead.guessing.source import Batch, GuessSource, Outcome
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes.costs import synchronize
 from lookahead.stats import Stats
-from lookahead.step import Step
 from ngram_pool import NgramPool
 
 ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at most
@@ -199,13 +196,13 @@ class _Call:
         resting = engine.ledger.resting(self._new_tokens)
         needs = needs_of([source for i, source in enumerate(sources) if i not in resting])
         self._runner = engine.find_runner(model, needs)
+        temperature = engine.temperature(generation)
+        self._runner.likeliest = needs.likeliest, temperature
         self._pace = engine.find_pace(self._runner)
         self._budget = Budget(engine.max_guesses(len(ids), self._pace), self._pace, self.stats)
         self._source = Combined(sources, engine.ledger, self._budget, self.stats, resting)
         self._planner = StepPlanner(self._source, self._budget, engine.windows, self._runner.adapter)
-        self._batch = Batch(
-            self._texts, engine.temperature(generation), vocabulary_of(model), engine.pool, self._pace is not None
-        )
+        self._batch = Batch(self._texts, temperature, vocabulary_of(model), engine.pool, self._pace is not None)
         self._is_spoiled = False
 
     def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:
@@ -292,13 +289,11 @@ class _Call:
             cache.commit(steps, [[] for _ in steps])
             return
         with stats.time("verify"):
-            said = self._likeliest(steps, logits, rules)
-            first = None if said is None else np.where(said[1][..., 0] > 0, said[0][..., 0], -1).tolist()
-            paths, emitted = walk(steps, logits, rules, first)
+            paths, emitted = walk(steps, logits, rules, output.likeliest)
         with stats.time("commit"):
             cache.commit(steps, paths)
         with stats.time("learn"):
-            self._planner.learn(Outcome(texts, steps, logits, paths, emitted, output.hidden_states, said))
+            self._planner.learn(Outcome(texts, steps, logits, paths, emitted, output.hidden_states, output.likeliest))
         for text, tokens, step, tree, path in zip(texts, emitted, steps, trees, paths, strict=True):
             if self._recorder is not None:
                 self._recorder.record(len(text) - 1, step, tree, path, tokens)
@@ -309,15 +304,6 @@ class _Call:
             rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
             overhead = time.perf_counter() - began - in_pass - self._source.paid_seconds
             self._budget.time(rows, length, in_pass, max(overhead, 0.0))
-
-    def _likeliest(
-        self, steps: list[Step], logits: torch.Tensor, rules: list[NextTokenRule]
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return `Outcome.likeliest`, if it decides which tokens are emitted."""
-        rows = logits[:, : 1 + max(step.guesses for step in steps)]
-        if any(rule.takes_likeliest for rule in rules) and fast.serves(rows, TOP_K):
-            return fast.likeliest(rows, self._batch.temperature, TOP_K)
-        return None
 
     @staticmethod
     def _known_draws(rules: list[NextTokenRule], depths: list[int]) -> list[np.ndarray | None]:

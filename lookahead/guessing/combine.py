@@ -184,7 +184,11 @@ class Node:
 def needs_of(sources: Sequence[GuessSource]) -> Needs:
     """Return the needs of all these sources together."""
     layers = {layer for source in sources for layer in source.needs.hidden_states}
-    return Needs(max((source.needs.prompt_logits for source in sources), default=0), tuple(sorted(layers)))
+    return Needs(
+        max((source.needs.prompt_logits for source in sources), default=0),
+        tuple(sorted(layers)),
+        max((source.needs.likeliest for source in sources), default=0),
+    )
 
 
 class Combined(GuessSource):

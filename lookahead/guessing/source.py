@@ -23,6 +23,8 @@ class Needs:
     hidden_states: tuple[int, ...] = ()
     """Layers whose outputs it needs, of prompts and of steps: 0 is the embedding, 1 the first layer. Passes are then
     neither compiled nor replayed as CUDA graphs."""
+    likeliest: int = 0
+    """How many of the likeliest tokens of a step's rows it looks at: `Outcome.likeliest`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Outcome:
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
     """[batch, T, hidden] by layer, for the layers that a source needs."""
     likeliest: tuple[np.ndarray, np.ndarray] | None = None
-    """`likeliest` of rows 0 .. most guesses of a step, at the call's temperature, if the loop knows them already."""
+    """`likeliest` of the root's row and the guesses' rows of each step, as many as the sources need together
+    (`Needs.likeliest`), at the temperature of the call; None if the pass has not found them."""
 
     @property
     def rows(self) -> int:

@@ -104,7 +104,7 @@ class FusedRunner(EagerRunner):
             for_one = np.ascontiguousarray(hidden[visibility][0])
             for index in indices:
                 of_layers[index] = for_one
-        logits, outputs, has_nan = self._program.run(
+        logits, outputs, has_nan, likeliest = self._program.run(
             ids[0],
             positions[0],
             self._rotary_of(int(positions.max())),
@@ -112,8 +112,9 @@ class FusedRunner(EagerRunner):
             of_layers,
             self._requested,
             shown,
+            (0 if shown else 1 + step.guesses - step.computed, *self.likeliest),
         )
-        return Output(logits, outputs, has_nan)
+        return Output(logits, outputs, has_nan, likeliest)
 
     def _rotary_of(self, position: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.

@@ -39,6 +39,9 @@ class Output:
     """Output of the requested layers: [batch, T, hidden] for a step; [n, hidden] for all tokens of a prompt."""
     known_nan: bool | None = None
     """Whether a row is NaN, if the pass has found out."""
+    likeliest: tuple[np.ndarray, np.ndarray] | None = None
+    """For a step, what `EagerRunner.likeliest` asks for, if the pass has found it: tokens, int64, and probabilities,
+    float32 [batch, 1 + guesses, count], as `guessing.source.likeliest` returns them for these rows."""
 
     @property
     def has_nan(self) -> bool:
@@ -53,6 +56,9 @@ class EagerRunner:
     """The runner's name in reports."""
     weight_bytes = 0
     """Bytes of weights that a pass multiplies with; 0 if it is not known."""
+    likeliest: tuple[int, float] = 0, 1.0
+    """How many of the likeliest tokens after the root and each guess of a step are wanted, and at which temperature.
+    Passes that have no cheap way to find them do not."""
 
     def __init__(self, model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()):
         """hidden_states: layers whose output is requested. 0 is the embedding, 1 the first layer."""
