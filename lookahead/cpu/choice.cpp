@@ -7,7 +7,7 @@
 
 #include "largest.h"
 
-using namespace likeliest;
+using namespace peaks;
 
 constexpr float LOG_RANGE = 87;        // weights below exp(-87) are 0
 constexpr float ROUNDING = 5e-7;       // of a score in torch and here, relative

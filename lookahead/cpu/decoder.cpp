@@ -162,7 +162,7 @@ struct Thread {
     T *const x, *const normed;  // [rows][hidden]
     void* const prepared;       // the input of a product, if it is not taken as it is
     T* const scratch;           // [rows][GATED]
-    likeliest::Peaks* const peaks;  // [threads][said]
+    peaks::Peaks* const seen;  // [threads][said]
 
     void meet() { barrier.wait(pass.threads); }
 
@@ -332,8 +332,8 @@ struct Thread {
         const Matrix<T>& head = pass.head;
         const Input<By> taken = prepare(normed, pass.shown, pass.hidden, {&head});
         const long begin = share(head.outputs, index), end = share(head.outputs, index + 1);
-        likeliest::Peaks* const own = peaks + index * pass.said;
-        for (long row = 0; row < pass.said; row++) new (own + row) likeliest::Peaks(pass.likeliest, pass.temperature);
+        peaks::Peaks* const own = seen + index * pass.said;
+        for (long row = 0; row < pass.said; row++) new (own + row) peaks::Peaks(pass.likeliest, pass.temperature);
         const long size = pass.said ? LOOKED_AT : end - begin;
         for (long first = begin; first < end; first += size) {
             const long last = std::min(end, first + size);
@@ -344,8 +344,8 @@ struct Thread {
         if (!pass.said) return;
         meet();
         for (long row = index; row < pass.said; row += pass.threads) {
-            for (long thread = 1; thread < pass.threads; thread++) peaks[row].add(peaks[thread * pass.said + row]);
-            peaks[row].put(pass.probabilities + row * pass.likeliest, pass.tokens + row * pass.likeliest);
+            for (long thread = 1; thread < pass.threads; thread++) seen[row].add(seen[thread * pass.said + row]);
+            seen[row].put(pass.probabilities + row * pass.likeliest, pass.tokens + row * pass.likeliest);
         }
     }
 
@@ -386,8 +386,8 @@ static long run(const Pass<typename By::Number>& pass) {
     typedef typename By::Number T;
     Barrier barrier;
     bool has_nan = false;
-    likeliest::Peaks* const peaks =
-        (likeliest::Peaks*)malloc(std::max(1L, pass.threads * pass.said) * sizeof(likeliest::Peaks));
+    peaks::Peaks* const seen =
+        (peaks::Peaks*)malloc(std::max(1L, pass.threads * pass.said) * sizeof(peaks::Peaks));
 #pragma omp parallel num_threads(pass.threads)
     {
         const TileUnit unit;
@@ -400,10 +400,10 @@ static long run(const Pass<typename By::Number>& pass) {
         char* normed = aligned(x + pass.rows * pass.hidden * sizeof(T));
         char* prepared = aligned(normed + pass.rows * pass.hidden * sizeof(T));
         char* scratch = aligned(prepared + Input<By>::bytes(pass.rows, widest));
-        const bool found = Thread<By>{here, barrier, index, (T*)x, (T*)normed, prepared, (T*)scratch, peaks}.run();
+        const bool found = Thread<By>{here, barrier, index, (T*)x, (T*)normed, prepared, (T*)scratch, seen}.run();
         if (index == 0) has_nan = found;  // every thread has all rows
     }
-    free(peaks);
+    free(seen);
     return has_nan;
 }
 

@@ -6,7 +6,7 @@
 
 #include "vectors.h"
 
-namespace likeliest {
+namespace peaks {
 
 constexpr int L = WIDTH, BLOCK = 8, MAX_COUNT = 256;
 typedef Lanes<L>::Floats Floats;
@@ -70,4 +70,4 @@ struct Largest {
     }
 };
 
-}  // namespace likeliest
+}  // namespace peaks

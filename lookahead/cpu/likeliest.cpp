@@ -2,7 +2,7 @@
 
 #include "peaks.h"
 
-using namespace likeliest;
+using namespace peaks;
 
 // logits [rows][vocabulary]. probabilities, tokens [rows][count]; count is at most MAX_COUNT and the vocabulary.
 template <class T>

@@ -6,7 +6,7 @@
 
 #include "largest.h"
 
-namespace likeliest {
+namespace peaks {
 
 constexpr float LOG2_E = 1.44269504f;
 constexpr float LEAST = -32;  // 2 to the power of less counts for nothing: 49,152 such weights are 1e-5 at most
@@ -81,4 +81,4 @@ private:
     }
 };
 
-}  // namespace likeliest
+}  // namespace peaks

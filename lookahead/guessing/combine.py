@@ -329,7 +329,7 @@ class Combined(GuessSource):
             tree = tree.likeliest_chain()
         tree = tree.likeliest(limits.guesses)
         origins = tree.sources.tolist()
-        if min(origins) < 0 or max(origins) >= len(Source):
+        if origins and not 0 <= min(origins) <= max(origins) < len(Source):
             is_known = (tree.sources >= 0) & (tree.sources < len(Source))
             tree = replace(tree, sources=np.where(is_known, tree.sources, len(Source) + i))
         return tree
