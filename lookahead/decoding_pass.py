@@ -5,8 +5,7 @@ torch's.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -18,7 +17,7 @@ from lookahead.compat import version_of
 
 @dataclass
 class DecodingPass:
-    """The pass that a thread is running."""
+    """A pass of the decoding loop. Its thread runs it within ``with``."""
 
     splits_attention: bool
     """Whether models with "sdpa" attention use `attention.attend`."""
@@ -31,6 +30,13 @@ class DecodingPass:
     _input: torch.Tensor | None = None  # the input of `_products`
     _version: int | None = None  # its version when they were computed
     _products: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of the layer, until the layer takes it
+
+    def __enter__(self) -> None:
+        self._before = current_pass()
+        _thread.current = self
+
+    def __exit__(self, *raised: object) -> None:
+        _thread.current = self._before
 
     def keep(self, input: torch.Tensor, products: dict[int, torch.Tensor]) -> None:
         """Keep products of one input, by the ids of their layers, until the layers take them."""
@@ -46,22 +52,16 @@ class DecodingPass:
 _thread = threading.local()
 
 
-@contextmanager
 def decoding_pass(
     splits_attention: bool,
     uses_kernels: bool,
     is_traced: bool = False,
     siblings: Mapping[int, tuple[nn.Linear, ...]] = MappingProxyType({}),
-) -> Iterator[None]:
-    """Run the block as a pass of the decoding loop, in this thread."""
-    before = current_pass()
+) -> DecodingPass:
+    """Run a block as a pass of the decoding loop, in this thread: ``with decoding_pass(...)``."""
     # Tracers follow only torch's own operations, and our kernels give no gradients.
     uses_kernels = uses_kernels and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    _thread.current = DecodingPass(splits_attention, uses_kernels, is_traced, siblings)
-    try:
-        yield
-    finally:
-        _thread.current = before
+    return DecodingPass(splits_attention, uses_kernels, is_traced, siblings)
 
 
 def current_pass() -> DecodingPass | None:

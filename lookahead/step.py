@@ -25,6 +25,11 @@ class Visibility:
     chunk: int | None = None
     """A query at position p sees keys at positions p // chunk * chunk and later."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees all keys."""
+        return self.window is None and self.chunk is None
+
     def hides(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
         """Return bool [batch, queries, keys], True where hidden, by positions [batch, n]; None if nothing ever is."""
         queries, keys = queries[:, :, None], keys[:, None, :]
@@ -77,7 +82,8 @@ class Step:
         that plain decoding would never reach can crash a model.
         """
         positions = length + self.depths
-        return positions if last is None else np.minimum(positions, max(last, length))
+        has_window = len(self) > 1 + self.guesses
+        return np.minimum(positions, max(last, length)) if has_window and last is not None else positions
 
 
 def grow(ids: Sequence[int], parents: Sequence[int], computed: int) -> Step:
@@ -115,6 +121,10 @@ def pad(
     `Step.positions`, for each sequence.
     """
     computed = steps[0].computed
+    if len(steps) == 1 and len(steps[0]) - computed >= min_rows:  # the usual case: nothing is filled up
+        step = steps[0]
+        positions = step.positions(lengths[0], last[0] if last else None)
+        return step.ids[None, computed:], positions[None, computed:], step.ancestors[None, computed:]
     shape = len(steps), max(min_rows, *(len(step) - computed for step in steps))
     ids, positions = np.empty(shape, np.int64), np.empty(shape, np.int64)
     ancestors = np.zeros((*shape, computed + shape[1]), bool)
@@ -139,6 +149,8 @@ def hidden(ancestors: np.ndarray, positions: np.ndarray, cached: np.ndarray, vis
         cached = np.broadcast_to(cached, (len(positions), cached.shape[1]))
         gaps = np.broadcast_to(cached[:, None] < 0, (*positions.shape, cached.shape[1]))
         found = np.concatenate([gaps, found], axis=2)
+    if visibility.is_full:
+        return found
     out_of_sight = visibility.hides(positions, np.concatenate([cached, positions], axis=1))
     return found if out_of_sight is None else found | out_of_sight
 
@@ -171,8 +183,9 @@ def _window_layout(columns: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.
 
 def _closure(parents: np.ndarray) -> np.ndarray:
     """Return bool [n, n] in which row i marks i and all its ancestors. Parents precede children; -1 is no node."""
-    closure = np.eye(len(parents), dtype=bool)
+    closure = np.zeros((len(parents), len(parents)), bool)
     for node, parent in enumerate(parents.tolist()):
         if parent >= 0:
-            closure[node] |= closure[parent]
+            closure[node] = closure[parent]
+        closure[node, node] = True
     return closure

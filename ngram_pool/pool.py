@@ -228,8 +228,7 @@ class NgramPool:
         depth = budget if max_depth is None else min(operator.index(max_depth), budget)
         if budget <= 0 or depth <= 0:
             return GuessTree.empty()
-        path = np.full(LONGEST, NO_TOKEN)
-        path[LONGEST - len(tail) :] = tail
+        path = np.array([NO_TOKEN] * (LONGEST - len(tail)) + tail.tolist())
         tokens, parents, depths, sources = np.empty((4, budget), np.int64)
         nodes = tokens, parents, depths, np.empty(budget), sources
         with self._lock:
@@ -370,6 +369,8 @@ def contexts_of(text: Ints, count: int) -> np.ndarray:
 def _whole(numbers: ArrayLike) -> np.ndarray:
     """Return whole numbers as the compiled loops take them. Those that do not fit become negative."""
     numbers = np.asarray(numbers)
+    if numbers.dtype == np.int64 and numbers.flags.carray:  # what a step of decoding gives
+        return numbers
     if numbers.size and numbers.dtype.kind not in "iu":
         raise ValueError(f"token ids must be whole numbers in 0..2**31-1, not of dtype {numbers.dtype}")
     return _for_loops(numbers, np.int64)

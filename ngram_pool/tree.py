@@ -105,9 +105,9 @@ class GuessTree:
         return cls.of(tokens, np.arange(-1, len(tokens) - 1), source, probabilities)
 
     @cached_property
-    def ranking(self) -> np.ndarray:
-        """Int64 [n], the nodes' indices, likeliest first; of equally likely nodes, the earlier comes first."""
-        return np.argsort(-self.probabilities, kind="stable")
+    def ranking(self) -> list[int]:
+        """The nodes' indices, likeliest first; of equally likely nodes, the earlier comes first."""
+        return sorted(range(len(self)), key=self.probabilities.tolist().__getitem__, reverse=True)
 
     def likeliest(self, count: int) -> "GuessTree":
         """Return the tree of the ``count`` likeliest nodes, in their present order."""
@@ -115,7 +115,7 @@ class GuessTree:
             return self
         if count <= 0:
             return GuessTree.empty()
-        return self.part(np.sort(self.ranking[:count]))  # holds each node's parent, which is at least as likely
+        return self.part(sorted(self.ranking[:count]))  # holds each node's parent, which is at least as likely
 
     def likeliest_chain(self) -> "GuessTree":
         """Return the branch that takes the likeliest child at each node."""
@@ -123,7 +123,7 @@ class GuessTree:
         while True:
             children = np.flatnonzero(self.parents == (kept[-1] if kept else -1))
             if not len(children):
-                return self.part(np.array(kept, np.int64))
+                return self.part(kept)
             kept.append(int(children[self.probabilities[children].argmax()]))
 
     def follow(self, tokens: Sequence[int]) -> int:
@@ -136,12 +136,13 @@ class GuessTree:
             node = int(children[0])
         return len(tokens)
 
-    def part(self, kept: np.ndarray) -> "GuessTree":
-        """Return the tree of the nodes ``kept``: int64 [k], ascending, each node's parent among them."""
-        places = np.full(len(self) + 1, -1)  # the last place is the root's, whose index is -1
-        places[kept] = np.arange(len(kept))
-        parents, chances = places[self.parents[kept]], self.probabilities[kept]
-        return GuessTree.trusted(self.tokens[kept], parents, self.depths[kept], chances, self.sources[kept])
+    def part(self, kept: Ints) -> "GuessTree":
+        """Return the tree of the nodes ``kept``, ascending, each node's parent among them."""
+        nodes = np.asarray(kept, np.int64)
+        places = {-1: -1} | {node: place for place, node in enumerate(nodes.tolist())}
+        parents = np.array([places[parent] for parent in self.parents[nodes].tolist()], np.int64)
+        chances = self.probabilities[nodes]
+        return GuessTree.trusted(self.tokens[nodes], parents, self.depths[nodes], chances, self.sources[nodes])
 
 
 def _of_all(values: np.ndarray, count: int) -> np.ndarray:

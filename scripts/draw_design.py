@@ -197,7 +197,7 @@ def budget() -> str:
     x = left + wide * chosen
     parts.append(f'<path d="M{x} {y(tokens[chosen]):.1f} L{x} {y(costs[chosen]):.1f}" stroke="#333" stroke-width="2"/>')
     parts.append(text(x + 8, int(y(costs[chosen])) + 20, f"the largest gain: {chosen} guesses", 12))
-    for n, (node, chance) in enumerate(zip(tree.ranking.tolist(), ranked.tolist(), strict=True), 1):
+    for n, (node, chance) in enumerate(zip(tree.ranking, ranked.tolist(), strict=True), 1):
         fill = COLORS["guess"] if n <= chosen else "#e5e5e5"
         parts.append(rectangle(left + wide * n - 15, bottom + 10, 30, 20, f'rx="3" fill="{fill}"'))
         parts.append(text(left + wide * n, bottom + 24, names[node], 10, "middle"))

@@ -138,10 +138,10 @@ def fused_pass_late_by_one(monkeypatch):
 def fused_pass_that_misses_the_first_key(monkeypatch):
     original = FusedRunner._extended
 
-    def extended(self, layer, rows):
-        keys, values, held, stride = original(self, layer, rows)
+    def extended(self, index, layer, rows):
+        keys, values, stride, held = original(self, index, layer, rows)
         skipped = self._program.head_dim * self._program.decoder.embedding.element_size() * (held > 0)
-        return keys + skipped, values + skipped, held - (held > 0), stride
+        return keys + skipped, values + skipped, stride, held - (held > 0)
 
     monkeypatch.setattr(FusedRunner, "_extended", extended)
 

@@ -346,7 +346,7 @@ def test_parts_hold_the_nodes_that_are_kept():
         for node, parent in enumerate(tree.parents.tolist()):
             if (parent < 0 or parent in kept) and rng.random() < 0.7:
                 kept.append(node)
-        part = tree.part(np.array(kept, np.int64))
+        part = tree.part(kept)
         whole = list(paths_of(tree).items())
         assert list(paths_of(part).items()) == [whole[node] for node in kept]
         assert part.sources.tolist() == tree.sources[kept].tolist()

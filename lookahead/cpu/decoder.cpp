@@ -36,8 +36,8 @@ struct Layer {
     const T *q_norm, *k_norm, *o_norm, *down_norm;  // of what these products give, or null
     const float *cos, *sin;                         // [positions][rotary], or null: without rotary embedding
     T *keys, *values;                               // [key_heads][..][size]: the first key that the pass shows
-    long held;                                      // keys before those of the pass
     long key_stride;                                // from head to head
+    long held;                                      // keys before those of the pass
     const bool* hidden;                             // [rows][masked]: which of the last keys are not seen
     long masked;
     T* output;  // [rows][hidden]: the output of the layer goes here too, if it is asked for

@@ -56,7 +56,11 @@ _LINEARS, _NORMS = _FIELDS[:7], _FIELDS[7:]
 # The parts of `Program._room`: those that decoder.cpp knows by name, and two where products go; and where which goes.
 _PARTS = ("product", "q", "attended", "mlp", "largest", "total", "sums", "room")
 _OUT = {"q": "q", "k": "k", "v": "v", "o": "product", "up": "mlp", "down": "product"}
-_OF_PASS = ("cos", "sin", "keys", "values", "held", "key_stride", "hidden", "masked", "output")
+_SETTINGS = (
+    "is_gelu", "norms_round_once", "rotary_rounds_once", "epsilon", "scaling", "norm_offset", "embedding_factor",
+    "residual_factor",
+)  # fmt: skip
+_OF_PASS = ("cos", "sin", "keys", "values", "key_stride", "held", "hidden", "masked", "output")
 # Place of each field of a Layer in decoder.cpp, all of 8 bytes. A linear layer is a Matrix.
 _PLACES = {name: products.FIELDS * i for i, name in enumerate(_LINEARS)}
 _PLACES |= {name: products.FIELDS * len(_LINEARS) + i for i, name in enumerate(_NORMS + _OF_PASS)}
@@ -187,13 +191,13 @@ class Program:
         self.key_heads = first.k.outputs // decoder.head_dim
         self._heads = first.q.outputs // decoder.head_dim
         self._room = np.empty(0, np.uint8)
+        self._turned_by: dict[str | None, tuple[int, int]] = {}  # in the table, as are the `caches` of `run`
+        self._caches: Sequence[tuple[int, int, int]] = []
         self._layouts: dict[tuple[int, int], tuple[int, dict[str, int], int]] = {}  # `_layout`, by rows and threads
         self._table = np.zeros((len(decoder.layers), _PLACES["output"] + 1), np.int64)
         for row, layer in zip(self._table, decoder.layers, strict=True):
             matrices = [field for linear in layer[:7] for field in linear.matrix()]
             row[: _PLACES["cos"]] = matrices + [products.pointer(norm) for norm in layer[7:]]
-        names = ("epsilon", "scaling", "norm_offset", "embedding_factor", "residual_factor")
-        names += ("is_gelu", "norms_round_once", "rotary_rounds_once")
         self._pass = _Pass(
             layers=self._table.ctypes.data,
             head=tuple(decoder.head.matrix()),
@@ -206,7 +210,7 @@ class Program:
             size=decoder.head_dim,
             intermediate=first.gate.outputs,
             norms_of_rows=first.q_norm is not None and len(first.q_norm) > decoder.head_dim,
-            **{name: getattr(decoder, name) for name in names},
+            **{name: getattr(decoder, name) for name in _SETTINGS},
         )
 
     def run(
@@ -214,8 +218,9 @@ class Program:
         ids: np.ndarray,
         positions: np.ndarray,
         rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-        caches: Sequence[tuple[int, int, int, int]],
-        hidden: Sequence[np.ndarray],
+        caches: Sequence[tuple[int, int, int]],
+        held: Sequence[int],
+        hidden: Sequence[tuple[np.ndarray, Sequence[int]]],
         outputs: tuple[int, ...] = (),
         shown: int | None = None,
         likeliest: tuple[int, int, float] = (0, 0, 1.0),
@@ -225,9 +230,10 @@ class Program:
 
         ids, positions: int64 [T].
         rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each.
-        caches: for each layer, the addresses of the first key and value that it shows, [key heads, .., head_dim]; how
-        many it shows before the T rows; and how many numbers lie between two heads.
-        hidden: for each layer, which of the last keys each row must not see, bool [T, keys].
+        caches: for each layer, the addresses of the first key and value that it shows, [key heads, .., head_dim], and
+        how many numbers lie between two heads.
+        held: for each layer, how many keys it shows before the T rows.
+        hidden: which of the last keys each row must not see, bool [T, keys], and the layers of which this is true.
         outputs: layers whose output [1, T, hidden] is returned too, as transformers counts them: 0 is the embedding,
         and the last is the output of the final norm.
         shown: rows whose logits are computed, the last ones; default: all.
@@ -256,11 +262,16 @@ class Program:
             table[:, _PLACES[name] + products.OUT] = parts[part]
         turned_by: dict[str | None, tuple[int, int]] = {None: (0, 0)}
         turned_by |= {name: (cos.data_ptr(), sin.data_ptr()) for name, (cos, sin) in rotary.items()}
-        table[:, _PLACES["cos"] : _PLACES["keys"]] = [turned_by[name] for name in decoder.rotary]
-        table[:, _PLACES["keys"] : _PLACES["hidden"]] = caches
-        distinct = {id(array): array for array in hidden}
-        places_of = {key: (array.ctypes.data, array.shape[1]) for key, array in distinct.items()}
-        table[:, _PLACES["hidden"] : _PLACES["output"]] = [places_of[id(array)] for array in hidden]
+        if turned_by != self._turned_by:
+            table[:, _PLACES["cos"] : _PLACES["keys"]] = [turned_by[name] for name in decoder.rotary]
+            self._turned_by = turned_by
+        if caches != self._caches:
+            table[:, _PLACES["keys"] : _PLACES["held"]] = caches
+            self._caches = caches
+        table[:, _PLACES["held"]] = held
+        for array, layers in hidden:
+            rows_of = slice(None) if len(hidden) == 1 else layers
+            table[rows_of, _PLACES["hidden"]], table[rows_of, _PLACES["masked"]] = array.ctypes.data, array.shape[1]
         table[:, _PLACES["output"]] = [products.pointer(kept.get(i)) for i in range(1, len(table) + 1)] if kept else 0
         now = self._pass
         now.ids, now.positions, now.head[products.OUT] = ids.ctypes.data, positions.ctypes.data, logits.data_ptr()

@@ -284,7 +284,8 @@ class _Call:
             logits = output.logits
             # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
             self._is_spoiled = not self._is_spoiled and logits.shape[1] > 1 and output.has_nan
-            synchronize(logits.device)  # where the line above has not waited already
+            if not logits.is_cpu:
+                synchronize(logits.device)  # where the line above has not waited already
         if self._is_spoiled:
             cache.commit(steps, [[] for _ in steps])
             return

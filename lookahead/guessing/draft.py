@@ -494,7 +494,7 @@ class DraftModelSource(GuessSource):
         steps, shown, paths, emitted = [], [], [], []
         for one, row_logits, tokens in zip(asked, logits, best, strict=True):
             kept = [number for number, node in enumerate(one.nodes) if node.row >= 0]
-            step = lay_out(one.text[-1], one.tree.part(np.array(kept, np.int64)))
+            step = lay_out(one.text[-1], one.tree.part(kept))
             rows = [node.row - computed for node in (one.node, *(one.nodes[number] for number in kept))]
             said, children, path = tokens[rows].tolist(), step.children(), [0]
             while (row := children.get((path[-1], said[path[-1]]))) is not None:

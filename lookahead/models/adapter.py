@@ -129,11 +129,14 @@ class ModelAdapter:
         last = max(cache.lengths) + positions.shape[1]
         found: dict[Visibility, np.ndarray] = {}
         for visibility, indices in self.kinds.items():
-            layer = next((cache.layers[i] for i in indices if isinstance(cache.layers[i], InPlaceLayer)), None)
-            if layer is not None:
-                cached = layer.positions_shown()
-                if self.splits_attention and not visibility.hides_any(cached, last):
-                    cached = cached[:, :0]
+            layer = cache.layers[indices[0]]
+            if isinstance(layer, InPlaceLayer):
+                if self.splits_attention and visibility.is_full and not any(layer.gaps.tolist()):
+                    cached = np.empty((1, 0), np.int64)
+                else:
+                    cached = layer.positions_shown()
+                    if self.splits_attention and not visibility.hides_any(cached, last):
+                        cached = cached[:, :0]
                 found[visibility] = hidden(ancestors, positions, cached, visibility)
         return found
 

@@ -49,6 +49,7 @@ class InPlaceLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.is_initialized = False
         self._keys = self._values = None  # type: ignore[assignment]  # not read until is_initialized
+        self._room = 0  # columns of the buffers: asked for so often that a tensor's shape would take too long
         self.columns = 0  # columns in use, with those of a step not yet committed
         self.base = 0  # columns in use before the step
         self.computed = 0  # rows of the step that were computed before the next update
@@ -57,13 +58,16 @@ class InPlaceLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._keys, self._values = self._allocate(self._capacity, key_states, value_states)
+        self._hold(*self._allocate(self._capacity, key_states, value_states))
         self.is_initialized = True
 
     @staticmethod
     def _allocate(capacity: int, *like: torch.Tensor) -> list[torch.Tensor]:
         with torch.inference_mode(False):  # tensors made in inference mode can never be written to outside of it
             return [states.new_empty((*states.shape[:2], capacity, states.shape[3])) for states in like]
+
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._keys, self._values, self._room = keys, values, keys.shape[2]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -95,14 +99,14 @@ class InPlaceLayer(CacheLayerMixin):
 
     def make_room(self, new: int) -> None:
         """Make room for an update of ``new`` rows. This may change the columns that the update shows."""
-        if self.columns + new > self._keys.size(2):
+        if self.columns + new > self._room:
             all_columns = np.zeros(1, np.int64), np.array([self.columns])
-            self._move(*all_columns, max(2 * self._keys.shape[-2], self.columns + new))
+            self._move(*all_columns, max(2 * self._room, self.columns + new))
 
     def _move(self, begins: np.ndarray, ends: np.ndarray, capacity: int) -> None:
         """Move columns begins[b]..ends[b]-1 of each sequence b to the front of new buffers."""
         old = self._keys, self._values
-        self._keys, self._values = self._allocate(capacity, *old)
+        self._hold(*self._allocate(capacity, *old))
         everything, columns = slice(None), int((ends - begins).max())
         for b, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
             sequence = everything if len(begins) == 1 else b
@@ -151,7 +155,7 @@ class InPlaceLayer(CacheLayerMixin):
         self.gaps, self.starts = (np.broadcast_to(x, batch)[kept] for x in (self.gaps, self.starts))
         self.columns -= self.gaps.min()
         self.gaps = self.gaps - self.gaps.min()
-        self._keys, self._values = self._keys.index_select(0, sequences), self._values.index_select(0, sequences)
+        self._hold(self._keys.index_select(0, sequences), self._values.index_select(0, sequences))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -179,7 +183,7 @@ class InPlaceLayer(CacheLayerMixin):
             targets = ends - seen - self.starts
         like = [states[:1].expand(len(layers), -1, -1, -1) for states in (layers[0]._keys, layers[0]._values)]
         self.dtype, self.device, self.is_initialized = layers[0].dtype, layers[0].device, True
-        self._keys, self._values = self._allocate(max(self._capacity, self.columns), *like)
+        self._hold(*self._allocate(max(self._capacity, self.columns), *like))
         self._keys[:, :, : self.columns] = self._values[:, :, : self.columns] = 0
         for b, layer in enumerate(layers):
             begin, end = max(int(targets[b]), 0), int(targets[b] + seen[b])
@@ -231,7 +235,7 @@ class SlidingLayer(InPlaceLayer):
         return self.sliding_window - 1
 
     def make_room(self, new: int) -> None:
-        capacity = self._keys.shape[-2]
+        capacity = self._room
         wanted = 2 * (self.sliding_window + new)
         # The buffers are too small, or too large since a long prompt.
         if self.columns + new > capacity or capacity > 2 * max(wanted, FIRST_CAPACITY):
@@ -376,9 +380,9 @@ def _moves(base: int, gaps: np.ndarray, paths: list[list[int]]) -> tuple[np.ndar
     then in use; and the gaps, int64 [batch].
     """
     if len(paths) == 1:  # the usual case. What follows would take 20 times as long for it.
-        (path,), held = paths, base - int(gaps[0])
-        moved = [(0, base + row, held + place) for place, row in enumerate(path) if base + row != held + place]
-        return np.array(moved, np.int64).T if moved else None, held + len(path), np.zeros(1, np.int64)
+        (path,), end = paths, base - int(gaps[0])
+        moved = [(0, base + row, end + place) for place, row in enumerate(path) if base + row != end + place]
+        return np.array(moved, np.int64).T if moved else None, end + len(path), np.zeros(1, np.int64)
     counts = np.array([len(path) for path in paths], np.int64)
     held = np.broadcast_to(base - gaps, counts.shape)
     columns = int((held + counts).max())

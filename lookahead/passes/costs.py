@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import click
@@ -68,9 +69,9 @@ class StepCosts:
     _by_rows: tuple[np.ndarray, list[float]] | None = None  # `seconds`, and what `by_rows` has made of them
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def __call__(self, rows: np.ndarray | int, length: np.ndarray | int) -> np.ndarray | float:
+    def __call__(self, rows: np.ndarray | int, length: np.ndarray | int) -> np.ndarray:
         """Return the seconds of passes over ``rows`` rows when each sequence holds ``length`` positions."""
-        base = self.by_rows(rows)[rows] if isinstance(rows, int) else self._without_positions(rows)
+        base: Any = self.by_rows(rows)[rows] if isinstance(rows, int) else self._without_positions(rows)
         return base + length * (self.per_position[0] + self.per_position[1] * (rows - 1))
 
     def of_row(self, length: int) -> float:

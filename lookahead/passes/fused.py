@@ -64,6 +64,7 @@ class FusedRunner(EagerRunner):
         in_tiles = all(linear.is_in_tiles(found.embedding.dtype) for linear in (found.head, *found.layers[0][:7]))
         self._most_read = MOST_READ_IN_TILES[found.embedding.dtype] if in_tiles else MOST_READ
         self.weight_bytes = decoder.weight_bytes(found)
+        self._vocabulary = len(found.embedding)
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
         # The keys of each layer, by its index; the addresses of its keys and values; the bytes of a column; and the
@@ -88,8 +89,9 @@ class FusedRunner(EagerRunner):
 
     def _takes(self, ids: np.ndarray) -> bool:
         """Whether a pass can compute these tokens. Otherwise, the model's own code does, or raises an error."""
-        are_known = ids.min() >= 0 and ids.max() < len(self._program.decoder.embedding)
-        return bool(are_known) and not torch.is_autocast_enabled("cpu")
+        tokens = ids.tolist()
+        are_known = min(tokens) >= 0 and max(tokens) < self._vocabulary
+        return are_known and not torch.is_autocast_enabled("cpu")
 
     def _compute(
         self, step: Step, cache: LookaheadCache, last: list[int] | None = None, shown: int | None = None
@@ -99,17 +101,14 @@ class FusedRunner(EagerRunner):
         rows = ids.shape[1]
         cache.begin(rows, step.computed)
         hidden = self.adapter.hidden(ancestors, positions, cache)
-        of_layers: list[Any] = [None] * len(cache.layers)
-        for visibility, indices in self.adapter.kinds.items():
-            for_one = np.ascontiguousarray(hidden[visibility][0])
-            for index in indices:
-                of_layers[index] = for_one
+        extended = [self._extended(index, layer, rows) for index, layer in enumerate(cache.layers)]
         logits, outputs, has_nan, likeliest = self._program.run(
             ids[0],
             positions[0],
-            self._rotary_of(int(positions.max())),
-            [self._extended(index, layer, rows) for index, layer in enumerate(cache.layers)],
-            of_layers,
+            self._rotary_of(max(positions[0].tolist())),
+            [(keys, values, stride) for keys, values, stride, _ in extended],
+            [held for *_, held in extended],
+            [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in self.adapter.kinds.items()],
             self._requested,
             shown,
             (0 if shown else 1 + step.guesses - step.computed, *self.likeliest),
@@ -135,7 +134,7 @@ class FusedRunner(EagerRunner):
         return self._rotary
 
     def _extended(self, index: int, layer: Any, rows: int) -> tuple[int, int, int, int]:
-        """Append rows to the `InPlaceLayer` of this index, and describe it as `decoder.Program.run` wants it."""
+        """Append rows to the `InPlaceLayer` of this index. Return its part of `caches` and `held` in `Program.run`."""
         if not layer.is_initialized:
             empty = self._program.decoder.embedding.new_empty(1, self._program.key_heads, 0, self._program.head_dim)
             layer.lazy_initialization(empty, empty)
@@ -146,7 +145,7 @@ class FusedRunner(EagerRunner):
             column = keys.shape[3] * keys.element_size()
             held = self._buffers[index] = keys, keys.data_ptr(), values.data_ptr(), column, keys.stride(1)
         _, of_keys, of_values, column, stride = held
-        return of_keys + first * column, of_values + first * column, seen, stride
+        return of_keys + first * column, of_values + first * column, stride, seen
 
 
 def copied_bytes(model: PreTrainedModel) -> int:
