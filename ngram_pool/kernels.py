@@ -12,7 +12,9 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from ngram_pool.memory import check_fits
 from ngram_pool.waiting import told_if_long
@@ -136,6 +138,44 @@ def _compiled(loop: Callable) -> Callable:
         message = "no folder to keep compiled loops in: each process compiles them anew; set NUMBA_CACHE_DIR to one"
         warnings.warn(message, stacklevel=1)  # always from this line, so that it is shown once
         return njit(nogil=True)(loop)
+
+
+def addresses(table: Table, credence: Credence) -> np.ndarray:
+    """Return where the arrays lie, and the number of entries: int64 [9], for the loops that each step of decoding runs.
+
+    Between two passes of a model the caches are cold, and numba then takes longer to look at eight arrays than to grow
+    a small tree. The arrays must be contiguous, and outlive the addresses.
+    """
+    return np.array([array.ctypes.data for array in (*table, *credence)] + [len(table.keys)])
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+@_compiled
+def _array(address, shape, dtype):
+    return carray(_pointer(address), shape, dtype)  # type: ignore[call-arg]  # numba gives the typing context
+
+
+@_compiled
+def _opened(places):
+    """The table and the credence whose arrays lie there (`addresses`)."""
+    n = places[8]
+    table = Table(
+        _array(places[0], (n,), np.uint64),
+        _array(places[1], (n,), np.uint32),
+        _array(places[2], (n, 2), np.uint8),
+        _array(places[3], (n, WIDTH), np.int32),
+        _array(places[4], (n, WIDTH), np.float32),
+        _array(places[5], (n, WIDTH), np.uint8),
+    )
+    belief = _array(places[6], (len(KINDS), AMOUNTS, PEAKS, 2), np.float64)
+    return table, Credence(belief, _array(places[7], (len(KINDS), AMOUNTS, CLASSES), np.float64))
 
 
 @_compiled
@@ -348,15 +388,16 @@ def flaw_in_step(line, guesses, parents, tokens, probabilities) -> str:
 
 
 @_compiled
-def learn_step(table, credence, line, start, guesses, parents, tokens, probabilities, clock) -> int:
+def learn_step(places, line, start, guesses, parents, tokens, probabilities, clock) -> int:
     """Learn what the model said after the text line[:start], and after each guess; then the tokens line[start:], with
-    which the text goes on. First calibrate by what was said about those.
+    which the text goes on. First calibrate by what was said about those. places: from `addresses`.
 
     The clock ticks once for each row and each token. Returns the largest token learned, or -1; or FLAWED, and nothing
     is learned, if `flaw_in_step` finds a flaw.
     """
     if len(flaw_in_step(line, guesses, parents, tokens, probabilities)) > 0:
         return FLAWED
+    table, credence = _opened(places)
     rows = len(guesses) + 1
     contexts = np.full((rows, LONGEST), NO_TOKEN)
     known = min(start, LONGEST)
@@ -636,16 +677,16 @@ def _race(draws, found, candidates, chances):
 
 
 @_compiled
-def grow(
-    table, credence, context, min_probability, max_depth, chain, draws, tokens, parents, depths, joints, sources
-) -> int:
+def grow(places, context, min_probability, max_depth, chain, draws, nodes, joints) -> int:
     """Grow the likeliest tree below ``context`` (int64 [LONGEST]) best-first, and lay it out depth-first.
 
-    draws: float32 [k, vocabulary], the variates of the first k depths.
-    tokens, parents, depths, joints, sources: the arrays of a `GuessTree`, as long as it may have nodes. They are filled
-    from the front. Returns the number of nodes.
+    places: from `addresses`. draws: float32 [k, vocabulary], the variates of the first k depths.
+    nodes, joints: tokens, parents, depths and sources (int64 [4, budget]) and probabilities (float64 [budget]) of a
+    `GuessTree`. They are filled from the front. Returns the number of nodes.
     """
-    kinds, budget = len(KINDS), len(tokens)
+    table, credence = _opened(places)
+    tokens, parents, depths, sources = nodes[0], nodes[1], nodes[2], nodes[3]
+    kinds, budget = len(KINDS), len(joints)
     sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(kinds, np.uint64)
     entries, amounts, beliefs = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds)
     candidates = np.empty(kinds * WIDTH, np.int64)
@@ -711,14 +752,13 @@ def compile_loops() -> None:
     learn_text(table, row[0], 0, 0, 0)
     learn_rows(table, row, row, certain, 0, 0)
     flaw_in_step(row[0], row[0, :0], row[0, :0], row, certain)
-    learn_step(table, credence, row[0], 1, row[0, :0], row[0, :0], row, certain, 0)
+    places = addresses(table, credence)
+    learn_step(places, row[0], 1, row[0, :0], row[0, :0], row, certain, 0)
     calibrate(table, credence, row, row, certain, row[0, :1])
     calibrate_text(table, credence, row[0], 0)
     are_ids(row[0])
     are_distributions(certain)
-    tokens, parents, depths, sources = np.empty((4, 1), np.int64)
-    no_draws = np.empty((0, 0), np.float32)
-    grow(table, credence, row[0], 0.0, 1, False, no_draws, tokens, parents, depths, np.empty(1), sources)
+    grow(places, row[0], 0.0, 1, False, np.empty((0, 0), np.float32), np.empty((4, 1), np.int64), np.empty(1))
     merge(table, 0, table, 0, table)
     bound(credence)
     flaw(table, -1, 1)

@@ -60,6 +60,7 @@ class NgramPool:
         self.vocabulary = vocabulary
         self._table = table
         self._credence = kernels.prior_credence()
+        self._addresses = kernels.addresses(table, self._credence)
         self._clock = 0  # positions learned, modulo _TICKS
         self._observations = 0
         self._largest = -1
@@ -144,7 +145,7 @@ class NgramPool:
             )
         with self._lock:
             largest = kernels.learn_step(
-                self._table, self._credence, line, len(recent), guesses, parents, tokens, probabilities, self._clock
+                self._addresses, line, len(recent), guesses, parents, tokens, probabilities, self._clock
             )
             if largest == kernels.FLAWED:
                 raise ValueError(kernels.flaw_in_step(line, guesses, parents, tokens, probabilities))
@@ -224,18 +225,18 @@ class NgramPool:
         draws = _NO_DRAWS if draws is None else np.ascontiguousarray(draws, np.float32)
         if draws.ndim != 2:
             raise ValueError(f"draws must be of shape [tokens, vocabulary], not {draws.shape}")
-        tail = _text(context[-LONGEST:])
+        tail = _tail(context)
         depth = budget if max_depth is None else min(operator.index(max_depth), budget)
         if budget <= 0 or depth <= 0:
             return GuessTree.empty()
-        path = np.array([NO_TOKEN] * (LONGEST - len(tail)) + tail.tolist())
-        tokens, parents, depths, sources = np.empty((4, budget), np.int64)
-        nodes = tokens, parents, depths, np.empty(budget), sources
+        path = np.array([NO_TOKEN] * (LONGEST - len(tail)) + tail)
+        nodes, joints = np.empty((4, budget), np.int64), np.empty(budget)
         with self._lock:
             count = kernels.grow(
-                self._table, self._credence, path, float(min_probability), depth, bool(chain), draws, *nodes
+                self._addresses, path, float(min_probability), depth, bool(chain), draws, nodes, joints
             )
-        return GuessTree.trusted(*(array[:count] for array in nodes))
+        tokens, parents, depths, sources = nodes[:, :count]
+        return GuessTree.trusted(tokens, parents, depths, joints[:count], sources)
 
     # Sharing
 
@@ -308,7 +309,7 @@ class NgramPool:
 
     def __getstate__(self) -> dict:
         with self._lock:
-            state = {name: value for name, value in vars(self).items() if name != "_lock"}
+            state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_addresses")}
             for name in ("_table", "_credence"):
                 state[name] = type(state[name])(*(array.copy() for array in state[name]))
             return state
@@ -316,6 +317,7 @@ class NgramPool:
     def __setstate__(self, state: dict) -> None:
         kernels.compile_loops()
         vars(self).update(state)
+        self._addresses = kernels.addresses(self._table, self._credence)
         self._lock = Lock()
 
     # Looking inside
@@ -382,6 +384,14 @@ def _ids(tokens: ArrayLike) -> np.ndarray:
     if not kernels.are_ids(ids.ravel()):
         raise ValueError(f"token ids must lie in 0..2**31-1, not {tokens.min()}..{tokens.max()}")
     return ids
+
+
+def _tail(context: Ints) -> list[int]:
+    """Return the last LONGEST ids of a context. Raises ValueError unless they are ids."""
+    tail = context[-LONGEST:]
+    if type(tail) is list and set(map(type, tail)) == {int} and min(tail) >= 0 and max(tail) < 2**31:
+        return tail  # what decoding gives
+    return _text(tail).tolist()
 
 
 def _text(tokens: Ints) -> np.ndarray:
