@@ -95,9 +95,9 @@ def grow(ids: Sequence[int], parents: Sequence[int], computed: int) -> Step:
 
 def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> Step:
     """Make a step of the root, the guesses and the rows of a Jacobi window, int64 [W] each."""
-    ids = np.concatenate([[root], tree.tokens])
-    parents = np.concatenate([[-1], tree.parents + 1])
-    depths = np.concatenate([[0], tree.depths])
+    ids = np.array([root, *tree.tokens.tolist()])  # for so few, lists are faster than numpy
+    parents = np.array([-1, *[parent + 1 for parent in tree.parents.tolist()]])
+    depths = np.array([0, *tree.depths.tolist()])
     ancestors = _closure(parents)
     if len(window):
         n = len(ids)

@@ -75,8 +75,8 @@ class Pace:
 
         length: committed positions of the longest sequence. window_rows: rows of each sequence's window.
         """
-        gains = [sorted(tree.probabilities.tolist(), reverse=True) for tree in trees]
-        gained = [sum(column) for column in zip_longest(*gains, fillvalue=0.0)]
+        gains = [tree.ranked for tree in trees]
+        gained = gains[0] if len(gains) == 1 else [sum(column) for column in zip_longest(*gains, fillvalue=0.0)]
         batch, costs, trust, rate = len(trees), self.costs, self.trust(), self.rate()
         first = batch * (1 + window_rows)
         seconds = costs.by_rows(first + batch * len(gained))
@@ -126,7 +126,7 @@ class Pace:
         expected = np.zeros((len(steps), 1 + proposed.max()))  # tokens by number of guesses
         accepted = np.zeros(fixed.shape)  # guesses among the likeliest
         for i, step in enumerate(steps):
-            expected[i, 1 : 1 + len(step.tree)] = step.tree.probabilities[step.tree.ranking]
+            expected[i, 1 : 1 + len(step.tree)] = step.tree.ranked
             if len(step.path) > 1:
                 ranks = np.argsort(step.chosen.ranking)[np.array(step.path[1:]) - 1]  # the root is row 0
                 accepted[i] = (ranks < fixed[i][:, None]).sum(1)

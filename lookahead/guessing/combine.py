@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lookahead.guessing.budget import Budget, Trials
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
 from lookahead.models.cache import LookaheadCache
-from lookahead.stats import SourceStats, Stats
+from lookahead.stats import Stats
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
 
@@ -290,7 +290,11 @@ class Combined(GuessSource):
                 self._has_observed.add(i)
                 if pace and trials:
                     cost = pace.rate() * seconds + pace.price(outcome.rows, fewer, max(map(len, outcome.texts)))
-                stats += SourceStats(asked=1, earned=earned, seconds=seconds)
+                stats.asked, stats.earned, stats.seconds = (
+                    stats.asked + 1,
+                    stats.earned + earned,
+                    stats.seconds + seconds,
+                )
             if trials:  # also of a source that was not asked: its pause goes on
                 trials.count(earned, cost, is_first)
 
