@@ -290,11 +290,9 @@ class Combined(GuessSource):
                 self._has_observed.add(i)
                 if pace and trials:
                     cost = pace.rate() * seconds + pace.price(outcome.rows, fewer, max(map(len, outcome.texts)))
-                stats.asked, stats.earned, stats.seconds = (
-                    stats.asked + 1,
-                    stats.earned + earned,
-                    stats.seconds + seconds,
-                )
+                stats.asked += 1
+                stats.earned += earned
+                stats.seconds += seconds
             if trials:  # also of a source that was not asked: its pause goes on
                 trials.count(earned, cost, is_first)
 
