@@ -462,7 +462,7 @@ def test_rows_are_moved_as_they_are(buffers, heads, columns, dtype, seed):
 @settings(max_examples=150, deadline=None)
 @given(
     shape=st.sampled_from([(), (1,), (5,), (2, 3)]),
-    vocabulary=st.integers(1, 700),
+    vocabulary=st.integers(1, 700) | st.integers(700, 3000),
     count=st.integers(1, 32),
     temperature=st.floats(0.05, 3),
     spread=st.sampled_from([0.0, 1.0, 30.0]),
@@ -480,16 +480,76 @@ def test_the_likeliest_tokens(shape, vocabulary, count, temperature, spread, dty
     assert tokens.shape == probabilities.shape == (*shape, count)
     assert all(len(set(row)) == count for row in tokens.reshape(-1, count).tolist())
     assert torch.equal(logits.gather(-1, tokens), logits.topk(count)[0])  # equal logits may stand in any order
+    assert torch.equal(tokens[..., 0], logits.float().argmax(-1))  # but for the first, which plain decoding writes
     torch.testing.assert_close(probabilities.double(), exact.gather(-1, tokens), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_that_a_model_rules_out_have_no_share(dtype):
-    logits = torch.randn(3, 700).to(dtype)
-    logits[:, 5:600] = -torch.inf
+    logits = torch.randn(3, 2000).to(dtype)
+    logits[0, 5:600] = logits[1, :1200] = logits[2, 9:] = -torch.inf
     tokens, probabilities = map(torch.from_numpy, fast.likeliest(logits, 1.0, 8))
     expected = logits.double().softmax(-1).gather(-1, tokens)
     torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vocabulary=st.integers(60, 200) | st.sampled_from([511, 512, 513, 1024, 3000]),
+    rows=st.integers(1, 40),
+    count=st.integers(1, 9),
+    temperature=st.floats(0.1, 2),
+    threads=st.integers(1, 3),
+    dtype=st.sampled_from(DTYPES),
+    is_level=st.booleans(),
+    packs=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_pass_finds_the_likeliest_tokens(vocabulary, rows, count, temperature, threads, dtype, is_level, packs, seed):
+    """As they are found in its logits. is_level: all logits are equal."""
+    note(f"{vocabulary=} {rows=} {count=} {temperature=} {threads=} {dtype=} {is_level=} {packs=} {seed=}")
+    model = tiny_model("llama", seed, vocab_size=vocabulary, **SIZES)
+    if packs:
+        in_blocks(model, 1)
+    model.lm_head.weight.data *= not is_level
+    model = model.to(dtype)
+    rng = np.random.default_rng(seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        runner = FusedRunner(model, capabilities.find_adapter(model), packs=packs)
+        runner.likeliest = count, temperature
+        cache = runner.adapter.make_cache()
+        with torch.no_grad():
+            runner.read(torch.from_numpy(rng.integers(0, vocabulary, (1, 7))), cache)
+            step = lay_out(1, random_tree(rng, rows, vocabulary))
+            output = runner.run([step], cache)
+            tokens, probabilities = output.likeliest
+            expected, chances = fast.likeliest(output.logits, temperature, min(count, vocabulary))
+            assert (tokens == expected).all()
+            np.testing.assert_allclose(probabilities, chances, rtol=1e-5, atol=1e-12)
+            assert (tokens[..., 0] == output.logits.float().argmax(-1).numpy()).all()
+            assert output.known_nan is False
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_nan_is_told(dtype):
+    """A guess that overflows may spoil the rows that do not see it: the loop must know."""
+    model = tiny_model("llama", **SIZES).to(dtype)
+    runner = FusedRunner(model, capabilities.find_adapter(model))
+    model.model.embed_tokens.weight.data[7] = torch.nan
+    runner.likeliest = 3, 1.0
+    cache = runner.adapter.make_cache()
+    with torch.no_grad():
+        runner.read(torch.tensor([[5, 6]]), cache)
+        sound = runner.run([lay_out(5, GuessTree.of([6, 8], [-1, 0]))], cache)
+        spoiled = runner.run([lay_out(5, GuessTree.of([7, 8], [-1, -1]))], cache)
+    assert (sound.known_nan, sound.has_nan, sound.logits.isnan().any().item()) == (False, False, False)
+    assert (spoiled.known_nan, spoiled.has_nan, spoiled.logits.isnan().any().item()) == (True, True, True)
+    _tokens, probabilities = spoiled.likeliest
+    assert (probabilities[spoiled.logits.isnan().any(-1).numpy()] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -66,12 +66,13 @@ class StepCosts:
     path: Path | None = None
     """The file that keeps the costs for other processes; None if they were not measured."""
     _kept: np.ndarray | None = None  # `_summary` of the costs in the file
-    _by_rows: tuple[np.ndarray, list[float]] | None = None  # `seconds`, and what `by_rows` has made of them
+    # `seconds`, and what `by_rows` has made of them
+    _by_rows: tuple[np.ndarray, list[float]] | None = field(default=None, repr=False, compare=False)
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def __call__(self, rows: np.ndarray | int, length: np.ndarray | int) -> np.ndarray:
         """Return the seconds of passes over ``rows`` rows when each sequence holds ``length`` positions."""
-        base: Any = self.by_rows(rows)[rows] if isinstance(rows, int) else self._without_positions(rows)
+        base: Any = self.by_rows(rows)[rows] if isinstance(rows, int) else self._without_positions(rows, self.seconds)
         return base + length * (self.per_position[0] + self.per_position[1] * (rows - 1))
 
     def of_row(self, length: int) -> float:
@@ -80,15 +81,17 @@ class StepCosts:
 
     def by_rows(self, most: int) -> list[float]:
         """Return the seconds of passes over 0, 1, 2, ... rows when nothing is committed, for ``most`` rows at least."""
-        if self._by_rows is None or self._by_rows[0] is not self.seconds or len(self._by_rows[1]) <= most:
-            seconds = self.seconds
-            self._by_rows = seconds, self._without_positions(np.arange(2 * max(most, RUNGS[-1]))).tolist()
-        return self._by_rows[1]
+        known, seconds = self._by_rows, self.seconds  # other threads may replace both
+        if known is None or known[0] is not seconds or len(known[1]) <= most:
+            known = seconds, self._without_positions(np.arange(2 * max(most, RUNGS[-1])), seconds).tolist()
+            self._by_rows = known
+        return known[1]
 
-    def _without_positions(self, rows: np.ndarray) -> np.ndarray:
-        base = np.interp(rows, _RUNGS, self.seconds)
+    @staticmethod
+    def _without_positions(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        base = np.interp(rows, _RUNGS, seconds)
         if rows.max(initial=0) > RUNGS[-1]:
-            slope = (self.seconds[-1] - self.seconds[-3]) / (RUNGS[-1] - RUNGS[-3])
+            slope = (seconds[-1] - seconds[-3]) / (RUNGS[-1] - RUNGS[-3])
             base = base + slope * np.maximum(rows - RUNGS[-1], 0)
         return base
 
