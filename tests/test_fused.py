@@ -511,13 +511,14 @@ def test_a_pass_finds_the_likeliest_tokens(vocabulary, rows, count, temperature,
     model = tiny_model("llama", seed, vocab_size=vocabulary, **SIZES)
     if packs:
         in_blocks(model, 1)
-    model.lm_head.weight.data *= not is_level
     model = model.to(dtype)
+    adapter = capabilities.find_adapter(model)
+    model.lm_head.weight.data *= not is_level
     rng = np.random.default_rng(seed)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        runner = FusedRunner(model, capabilities.find_adapter(model), packs=packs)
+        runner = FusedRunner(model, adapter, packs=packs)
         runner.likeliest = count, temperature
         cache = runner.adapter.make_cache()
         with torch.no_grad():
