@@ -82,8 +82,7 @@ class Step:
         that plain decoding would never reach can crash a model.
         """
         positions = length + self.depths
-        has_window = len(self) > 1 + self.guesses
-        return np.minimum(positions, max(last, length)) if has_window and last is not None else positions
+        return positions if last is None else np.minimum(positions, max(last, length))
 
 
 def grow(ids: Sequence[int], parents: Sequence[int], computed: int) -> Step:

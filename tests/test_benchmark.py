@@ -146,14 +146,12 @@ def test_page(model, prompts, tmp_path):
 
 def test_differences_are_found(prompts, tmp_path, monkeypatch):
     """A decoder that writes one wrong token is reported as different, with the margin at that place."""
-    original = NextTokenRule.emit
+    original = NextTokenRule.emit_token
 
-    def emit(self, logits):
-        if self.ids.shape[1] == 30:
-            logits = logits.roll(1)
-        return original(self, logits)
+    def emit_token(self, token):
+        return original(self, token + 1 if self.ids.shape[1] == 30 else token)
 
-    monkeypatch.setattr(NextTokenRule, "emit", emit)
+    monkeypatch.setattr(NextTokenRule, "emit_token", emit_token)
     out = tmp_path / "run"
     result = run("--prompts", prompts, "--methods", "auto", "--max-new-tokens", 24, "--repeats", 1, "--out", out)
     assert result.exit_code == 0, result.output

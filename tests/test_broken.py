@@ -118,9 +118,9 @@ def kernel_that_misses_the_first_key(monkeypatch):
 def fused_pass_without_its_mask(monkeypatch):
     original = Program.run
 
-    def run(self, ids, positions, rotary, caches, hidden, *others):
-        seen = {id(array): np.zeros_like(array) for array in hidden}
-        return original(self, ids, positions, rotary, caches, [seen[id(array)] for array in hidden], *others)
+    def run(self, ids, positions, rotary, caches, held, hidden, *others):
+        seen = [(np.zeros_like(array), layers) for array, layers in hidden]
+        return original(self, ids, positions, rotary, caches, held, seen, *others)
 
     monkeypatch.setattr(Program, "run", run)
 
@@ -131,6 +131,16 @@ def fused_pass_late_by_one(monkeypatch):
     def run(self, ids, positions, *others):
         is_first = positions[0] == 0  # if all passes were late, no distance would change
         return original(self, ids, positions if is_first else positions + 1, *others)
+
+    monkeypatch.setattr(Program, "run", run)
+
+
+def fused_pass_that_names_the_least_likely(monkeypatch):
+    original = Program.run
+
+    def run(self, *arguments):
+        *others, likeliest = original(self, *arguments)
+        return *others, likeliest and tuple(found[..., ::-1] for found in likeliest)
 
     monkeypatch.setattr(Program, "run", run)
 
@@ -199,8 +209,8 @@ def nothing_computed_again(monkeypatch):
 def first_guess_always_accepted(monkeypatch):
     original = verify.walk
 
-    def walk(steps, logits, rules):
-        paths, tokens = original(steps, logits, rules)
+    def walk(steps, logits, rules, *likeliest):
+        paths, tokens = original(steps, logits, rules, *likeliest)
         if len(paths[0]) == 1 and steps[0].guesses and rules[0].live:
             paths[0].append(1)
             tokens[0].append(int(steps[0].ids[1]))
@@ -289,6 +299,16 @@ def test_comparison_with_generate_sees_it_in_fused_passes(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         check_several(model)
+
+
+def test_comparison_with_generate_sees_another_token(monkeypatch):
+    model = tiny_model("llama")
+    lookahead.unwrap(lookahead.wrap(model))
+    fused_pass_that_names_the_least_likely(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_identical(
+            model, [random_prompt(random.Random(0))], {"max_new_tokens": 40, "do_sample": False}, LookaheadConfig(), 0
+        )
 
 
 @pytest.mark.parametrize("plant", FUSED, ids=name)
