@@ -109,8 +109,9 @@ class StepCosts:
         The correction is divided between rows and positions in proportion to the seconds expected of each.
         """
         local, everywhere = FOLLOW_RATES
-        expected = float(self(rows, length))
-        share = float(self(rows, 0)) / expected
+        alone = float(self._without_positions(np.array(rows), self.seconds))
+        expected = alone + length * float(self.per_position[0] + self.per_position[1] * (rows - 1))
+        share = alone / expected
         ratio = min(max(seconds / expected, 1 / 3), 3.0)  # a larger error has another cause
         nearness = np.maximum(1 - np.abs(np.log2(_RUNGS / min(rows, RUNGS[-1]))), 0)
         with self._lock:  # other threads may be reading the old arrays, so make new ones
