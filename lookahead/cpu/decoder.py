@@ -53,9 +53,8 @@ class Layer(NamedTuple):
 
 _FIELDS = tuple(Layer.__annotations__)
 _LINEARS, _NORMS = _FIELDS[:7], _FIELDS[7:]
-# The parts of `Program._room`: those that decoder.cpp knows by name, and two where products go; and where which goes.
-_PARTS = ("product", "q", "attended", "mlp", "largest", "total", "sums", "room")
-_OUT = {"q": "q", "k": "k", "v": "v", "o": "product", "up": "mlp", "down": "product"}
+_PARTS = ("product", "q", "attended", "mlp", "largest", "total", "sums", "room")  # of `Program._room`, in _Pass
+_OUT = {"q": "q", "k": "k", "v": "v", "o": "product", "up": "mlp", "down": "product"}  # the part that a product goes to
 _SETTINGS = (
     "is_gelu", "norms_round_once", "rotary_rounds_once", "epsilon", "scaling", "norm_offset", "embedding_factor",
     "residual_factor",
@@ -143,8 +142,8 @@ class _Pass(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("first_hidden", "largest", "total", "sums", "room")]
         + [(name, ctypes.c_void_p) for name in ("tokens", "probabilities")]
         + [(name, ctypes.c_long) for name in ("room_bytes", "layer_count", "rows", "shown", "said", "likeliest")]
-        + [(name, ctypes.c_long) for name in ("hidden", "heads", "key_heads", "size", "rotary", "intermediate")]
-        + [(name, ctypes.c_long) for name in ("threads",)]
+        + [(name, ctypes.c_long) for name in ("hidden", "heads", "key_heads", "size")]
+        + [(name, ctypes.c_long) for name in ("rotary", "intermediate", "threads")]
         + [(name, ctypes.c_long) for name in ("is_gelu", "norms_round_once", "rotary_rounds_once", "norms_of_rows")]
         + [(name, ctypes.c_double) for name in ("epsilon", "scaling", "norm_offset")]
         + [(name, ctypes.c_double) for name in ("embedding_factor", "residual_factor", "temperature")]
@@ -287,7 +286,7 @@ class Program:
         return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
 
     def _layout(self, rows: int, threads: int) -> tuple[int, dict[str, int], int]:
-        """Return the bytes that each thread needs for itself, where the _PARTS of `_room` begin, and where it ends."""
+        """Return the bytes that each thread needs for itself, where the parts of `_room` begin, and where it ends."""
         decoder, heads = self.decoder, self._heads
         itemsize = decoder.embedding.element_size()
         width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.outputs
@@ -295,12 +294,15 @@ class Program:
         parts = rows * heads * threads
         input_bytes = _rooms()[decoder.embedding.dtype](rows, max(width, of_heads, intermediate))
         for_each = rows * itemsize * (2 * width + _GATED) + input_bytes + 256
-        sizes = {
-            name: itemsize * rows * n
-            for name, n in {
-                "product": width, "q": of_heads, "attended": of_heads, "mlp": intermediate, "k": of_keys, "v": of_keys
-            }.items()
-        }  # fmt: skip
+        of_row = {
+            "product": width,
+            "q": of_heads,
+            "attended": of_heads,
+            "mlp": intermediate,
+            "k": of_keys,
+            "v": of_keys,
+        }
+        sizes = {name: itemsize * rows * n for name, n in of_row.items()}
         sizes |= {"largest": 4 * parts, "total": 4 * parts, "sums": 4 * parts * decoder.head_dim}
         sizes["room"] = threads * for_each
         *places, end = accumulate((-(-size // 64) * 64 for size in sizes.values()), initial=0)
