@@ -31,8 +31,8 @@ def test_family_of_the_day(family):
 def test_wrong_texts_are_found(monkeypatch):
     original = NextTokenRule.emit
 
-    def emit(self, logits):
-        return original(self, logits.roll(1) if self.ids.shape[1] == 40 else logits)
+    def emit(self, logits, *row):
+        return original(self, logits.roll(1) if self.ids.shape[1] == 40 else logits, *row)
 
     monkeypatch.setattr(NextTokenRule, "emit", emit)
     row = architectures.check("llama")
@@ -41,7 +41,7 @@ def test_wrong_texts_are_found(monkeypatch):
 
 
 def test_errors_of_lookahead_alone_are_wrong(monkeypatch):
-    monkeypatch.setattr(NextTokenRule, "emit", lambda self, logits: [][0])
+    monkeypatch.setattr(NextTokenRule, "emit", lambda self, logits, *row: [][0])
     row = architectures.check("llama")
     assert row["result"] == "wrong"
     assert "IndexError" in row["reason"]

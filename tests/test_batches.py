@@ -246,13 +246,13 @@ def test_the_distribution_test_sees_a_biased_rule(small_vocabulary, monkeypatch)
             rule.guessed = {token for parent, token in step.children() if parent == 0}
         return walk(steps, logits, rules, *likeliest)
 
-    def drawing_twice(self, logits):
+    def drawing_twice(self, logits, *row):
         before = dict(vars(self))
-        tokens = emit(self, logits)
+        tokens = emit(self, logits, *row)
         guessed = before.pop("guessed", None)
         if guessed and tokens[0] not in guessed:
             vars(self).update(before)
-            tokens = emit(self, logits)
+            tokens = emit(self, logits, *row)
         vars(self).pop("guessed", None)
         return tokens
 

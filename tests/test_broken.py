@@ -223,9 +223,9 @@ def first_guess_always_accepted(monkeypatch):
 def one_draw_too_many(monkeypatch):
     original = NextTokenRule.emit
 
-    def emit(self, logits):
+    def emit(self, logits, *row):
         torch.rand(1)
-        return original(self, logits)
+        return original(self, logits, *row)
 
     monkeypatch.setattr(NextTokenRule, "emit", emit)
 

@@ -29,28 +29,32 @@ class Warp(NamedTuple):
 
 
 def serves(logits: torch.Tensor) -> bool:
-    """Whether tokens can be chosen after these logits, [vocabulary]."""
-    return logits.is_cpu and logits.dtype in _choosers() and logits.is_contiguous() and logits.shape[0] > 0
+    """Whether tokens can be chosen after these logits, [..., vocabulary]."""
+    return logits.is_cpu and logits.dtype in _choosers() and logits.is_contiguous() and logits.numel() > 0
 
 
-def likeliest(logits: torch.Tensor) -> int | None:
-    """Return the place of the largest logit, the first of equals; None if there is a NaN. logits: [vocabulary]."""
-    return _choose(logits, 0, Warp())
+def likeliest(logits: torch.Tensor, row: int = 0) -> int | None:
+    """Return the place of a row's largest logit, the first of equals; None if there is a NaN.
+
+    logits: [..., vocabulary]. row: counted over all dimensions but the last.
+    """
+    return _choose(logits, row, 0, Warp())
 
 
-def drawn(logits: torch.Tensor, variates: np.ndarray, warp: Warp) -> int | None:
+def drawn(logits: torch.Tensor, variates: np.ndarray, warp: Warp, row: int = 0) -> int | None:
     """Return the token that torch draws with these variates; None if rounding might decide, or if there is a NaN.
 
-    logits: [vocabulary]. variates: float32 [vocabulary], contiguous, as `draw` makes them.
+    logits, row: as for `likeliest`. variates: float32 [vocabulary], contiguous, as `draw` makes them.
     """
-    return _choose(logits, variates.ctypes.data, warp)
+    return _choose(logits, row, variates.ctypes.data, warp)
 
 
-def _choose(logits: torch.Tensor, variates: int, warp: Warp) -> int | None:
-    token = ctypes.c_long()
+def _choose(logits: torch.Tensor, row: int, variates: int, warp: Warp) -> int | None:
+    token, vocabulary = ctypes.c_long(), logits.shape[-1]
     _choosers()[logits.dtype](
-        logits.data_ptr(), variates, len(logits), warp.temperature, warp.top_k, warp.top_p, ctypes.byref(token)
-    )
+        logits.data_ptr() + row * vocabulary * logits.element_size(), variates, vocabulary, warp.temperature,
+        warp.top_k, warp.top_p, ctypes.byref(token),
+    )  # fmt: skip
     return token.value if token.value >= 0 else None
 
 

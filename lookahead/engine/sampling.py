@@ -97,14 +97,17 @@ class Race:
                 self._buffer[:known] = self._buffer[self._begin : self._begin + known].copy()
                 self._begin = 0
             for row in self._buffer[self._begin + known : self._begin + count]:
-                self._states.append(self._states[-1].clone())
+                self._states.append(torch.from_numpy(self._states[-1].numpy().copy()))
                 choice.draw(self._states[-1], row)
         return self._buffer[self._begin : self._begin + count]
 
-    def choose(self, logits: torch.Tensor, warp: Warp) -> int | None:
-        """Draw a token; None, and nothing is drawn, if that takes torch's own arithmetic. logits: [vocabulary]."""
+    def choose(self, logits: torch.Tensor, warp: Warp, row: int = 0) -> int | None:
+        """Draw a token; None, and nothing is drawn, if that takes torch's own arithmetic.
+
+        logits, row: as for `choice.likeliest`.
+        """
         with _drawing:
-            token = choice.drawn(logits, self.ahead(1)[0], warp)
+            token = choice.drawn(logits, self.ahead(1)[0], warp, row)
             if token is not None:
                 self._begin += 1
                 self._states.pop(0)
@@ -114,7 +117,8 @@ class Race:
     def _check(self) -> None:
         """Forget what was drawn ahead if the generator's state is not the one that was left."""
         state = self._generator.get_state()
-        if not torch.equal(state, self._states[0]):
+        # Between passes, bytes are compared sooner than torch finds its code for tensors.
+        if state.numpy().tobytes() != self._states[0].numpy().tobytes():
             self._begin, self._states = 0, [state]
 
 
@@ -167,14 +171,18 @@ class NextTokenRule:
         """
         return self._race.ahead(min(count, KNOWN_DRAWS)) if self._race else None
 
-    def emit(self, logits: torch.Tensor) -> list[int]:
+    def emit(self, logits: torch.Tensor, row: int | None = None) -> list[int]:
         """Choose, record and stream the next token of every live sequence; return the tokens in the order of `live`.
 
         logits: [live, vocabulary], of the model, after `ids`.
+        row: for a single live sequence. Its logits are then this row of [..., vocabulary], counted over all dimensions
+            but the last.
         Raises FloatingPointError if the logits leave no choice.
         """
-        if self._usual is not None and (token := self._choose(logits[0], self._usual[0])) is not None:
+        if self._usual is not None and (token := self._choose(logits, row or 0, self._usual[0])) is not None:
             return self.emit_token(token)
+        if row is not None:
+            logits = logits.flatten(0, -2)[row : row + 1]
         raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
         if len(self.live) < len(self.ids):  # ended sequences get logits of zeros
             raw = raw.new_zeros(len(self.ids), raw.shape[1]).index_copy_(0, raw.new_tensor(self.live).long(), raw)
@@ -185,7 +193,7 @@ class NextTokenRule:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (raw,)
-        token = self._choose(scores[0], Warp()) if len(scores) == 1 else None
+        token = self._choose(scores, 0, Warp()) if len(scores) == 1 else None
         if token is not None:
             chosen, no_choice = scores.new_tensor([token], dtype=torch.long), scores.new_tensor([False])
         elif self._settings.do_sample:
@@ -226,15 +234,15 @@ class NextTokenRule:
             self._settings.streamer.put(torch.tensor([token]))
         return [token]
 
-    def _choose(self, logits: torch.Tensor, warp: Warp) -> int | None:
+    def _choose(self, logits: torch.Tensor, row: int, warp: Warp) -> int | None:
         """Choose the next token of a single sequence in one call; None if that is left to torch."""
         if not (self._ids.is_cpu and choice.serves(logits)):
             return None
         if not self._settings.do_sample:
-            return choice.likeliest(logits)
+            return choice.likeliest(logits, row)
         if self._race is None and choice.can_draw():
-            self._race = Race(self._generator, len(logits))
-        return self._race.choose(logits, warp) if self._race else None
+            self._race = Race(self._generator, logits.shape[-1])
+        return self._race.choose(logits, warp, row) if self._race else None
 
     def _no_choice(self) -> str:
         return (

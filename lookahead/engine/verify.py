@@ -38,7 +38,7 @@ def walk(
             if likeliest and rule.takes_likeliest and likeliest[1][first, row, 0] > 0:  # not after a row with a NaN
                 new = rule.emit_token(int(likeliest[0][first, row, 0]))
             elif len(at) == 1:
-                new = rule.emit(logits[first, row : row + 1])
+                new = rule.emit(logits, first * logits.shape[1] + row)
             else:
                 new = rule.emit(logits[at, [paths[i][-1] for i in at]])
             for i, token in zip(at, new, strict=True):
