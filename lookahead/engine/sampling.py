@@ -94,7 +94,7 @@ class Race:
         known = len(self._states) - 1
         if known < count:
             if self._begin + count > len(self._buffer):
-                self._buffer[:known] = self._buffer[self._begin : self._begin + known].copy()
+                self._buffer[:known] = self._buffer[self._begin : self._begin + known]
                 self._begin = 0
             for row in self._buffer[self._begin + known : self._begin + count]:
                 self._states.append(torch.from_numpy(self._states[-1].numpy().copy()))
