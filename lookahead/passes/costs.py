@@ -26,7 +26,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from lookahead.compat import attention_implementation, settings_of
-from lookahead.cpu import products
+from lookahead.cpu import native, products
 from lookahead.models.adapter import context_length, device_of, vocabulary_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes.environment import environment
@@ -245,6 +245,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
         runner.name,
         runner.weight_bytes,
         adapter.uses_kernels,
+        native.CAPABILITY,  # its user may forbid instructions that the processor has
         products.are_installed(model),
         model.dtype,
         device_of(model),
