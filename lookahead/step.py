@@ -30,14 +30,12 @@ class Visibility:
         """Whether every query sees all keys."""
         return self.window is None and self.chunk is None
 
-    def hides(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
-        """Return bool [batch, queries, keys], True where hidden, by positions [batch, n]; None if nothing ever is."""
+    def hides(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Return bool [batch, queries, keys], True where hidden, by positions [batch, n], unless it `is_full`."""
         queries, keys = queries[:, :, None], keys[:, None, :]
         if self.window is not None:
             return queries - keys >= self.window
-        if self.chunk is not None:
-            return queries // self.chunk != keys // self.chunk
-        return None
+        return queries // self.chunk != keys // self.chunk
 
     def hides_any(self, keys: np.ndarray, last: int) -> bool:
         """Whether a key may be hidden from a query up to position ``last``. keys: positions [batch, n]; -1 is a gap."""
@@ -150,8 +148,7 @@ def hidden(ancestors: np.ndarray, positions: np.ndarray, cached: np.ndarray, vis
         found = np.concatenate([gaps, found], axis=2)
     if visibility.is_full:
         return found
-    out_of_sight = visibility.hides(positions, np.concatenate([cached, positions], axis=1))
-    return found if out_of_sight is None else found | out_of_sight
+    return found | visibility.hides(positions, np.concatenate([cached, positions], axis=1))
 
 
 def mask(hidden: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

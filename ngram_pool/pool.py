@@ -371,8 +371,6 @@ def contexts_of(text: Ints, count: int) -> np.ndarray:
 def _whole(numbers: ArrayLike) -> np.ndarray:
     """Return whole numbers as the compiled loops take them. Those that do not fit become negative."""
     numbers = np.asarray(numbers)
-    if numbers.dtype == np.int64 and numbers.flags.carray:  # what a step of decoding gives
-        return numbers
     if numbers.size and numbers.dtype.kind not in "iu":
         raise ValueError(f"token ids must be whole numbers in 0..2**31-1, not of dtype {numbers.dtype}")
     return _for_loops(numbers, np.int64)
@@ -403,6 +401,8 @@ def _text(tokens: Ints) -> np.ndarray:
 
 def _for_loops(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
     """Return the array as the compiled loops take it. numba would compile them anew for other dtypes and layouts."""
+    if array.dtype == dtype and array.flags.carray:
+        return array
     array = array.astype(dtype, order="C", copy=False)
     return array if array.flags.writeable else array.copy()
 

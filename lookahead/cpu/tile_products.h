@@ -3,8 +3,7 @@
 // A tile of weights is SIDE rows of the matrix, as they stand in memory or as they are unpacked. Rows of the input become
 // columns of tiles, once for all outputs. A float32 number of the input is the sum of three bf16 numbers, which have 8 of
 // its 24 binary digits each, and its row takes three columns: neighbours, or the same column of three tiles if the rows
-// need as many. So float32 is served where weights are bytes. A row is rounded the same alone and among
-// others.
+// need as many. So float32 is served where weights are bytes. A row is rounded the same alone and among others.
 
 #pragma once
 
