@@ -109,7 +109,7 @@ class GuessTree:
         """The nodes' indices, likeliest first; of equally likely nodes, the earlier comes first."""
         return sorted(range(len(self)), key=self.probabilities.tolist().__getitem__, reverse=True)
 
-    @property
+    @cached_property
     def ranked(self) -> list[float]:
         """The nodes' probabilities, likeliest first."""
         chances = self.probabilities.tolist()

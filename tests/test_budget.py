@@ -71,6 +71,17 @@ def test_a_row_that_costs_nothing_is_used_and_one_that_costs_a_step_is_not():
     assert Pace(costs_of(1.0, 0.3)).choose(guesses, 0, 0) == 2  # 0.3 of 1.3 a row, at a token a step
 
 
+@given(verified=st.lists(st.integers(0, 127), min_size=1, max_size=30))
+def test_the_guesses_looked_for_follow_those_that_were_worth_verifying(verified):
+    pace = Pace(costs_of(1.0, 0.1))
+    for guesses in verified:
+        pace.count_guesses([tree_of([0.5] * guesses)], [[0]])
+        assert min(2 * guesses + 8, MAX_GUESSES) <= pace.reach <= MAX_GUESSES
+    for _ in range(9):  # the largest are forgotten within 9 steps
+        pace.count_guesses([tree_of([0.5])], [[0]])
+    assert pace.reach == 10
+
+
 @pytest.mark.parametrize("per_row", [0.02, 0.4])
 def test_no_fixed_budget_does_better_in_the_long_run(per_row):
     """A text with easy and hopeless passages, whose tokens are guessed right just as often as the guesses say."""

@@ -107,7 +107,7 @@ class Pace:
 
     def count_guesses(self, chosen: list[GuessTree], paths: list[list[int]]) -> None:
         """Let `reach`, `trust` and `rests` follow the guesses that a step verified, and the rows that it accepted."""
-        self.reach = min(max(self.reach - 1, 2 * max(map(len, chosen)) + 8), MAX_GUESSES)
+        self.reach = min(max(3 * self.reach // 4, 2 * max(map(len, chosen)) + 8), MAX_GUESSES)
         with self._lock:
             self._fruitless = self._fruitless + 1 if max(map(len, paths)) == 1 else 0
             self._claimed = FADE * self._claimed + sum(sum(tree.probabilities.tolist()) for tree in chosen)
@@ -128,8 +128,8 @@ class Pace:
         for i, step in enumerate(steps):
             expected[i, 1 : 1 + len(step.tree)] = step.tree.ranked
             if len(step.path) > 1:
-                ranks = np.argsort(step.chosen.ranking)[np.array(step.path[1:]) - 1]  # the root is row 0
-                accepted[i] = (ranks < fixed[i][:, None]).sum(1)
+                ranks = [step.chosen.ranking.index(row - 1) for row in step.path[1:]]  # the root is row 0
+                accepted[i] = np.searchsorted(sorted(ranks), fixed[i])
         expected = expected.cumsum(1)
         more = np.take_along_axis(expected, fixed, 1) - np.take_along_axis(expected, chosen, 1)
         lengths = np.array([[step.length] for step in steps])

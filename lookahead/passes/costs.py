@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -113,9 +114,8 @@ class StepCosts:
         expected = alone + length * float(self.per_position[0] + self.per_position[1] * (rows - 1))
         share = alone / expected
         ratio = min(max(seconds / expected, 1 / 3), 3.0)  # a larger error has another cause
-        nearness = np.maximum(1 - np.abs(np.log2(_RUNGS / min(rows, RUNGS[-1]))), 0)
         with self._lock:  # other threads may be reading the old arrays, so make new ones
-            self.seconds = _ascending(self.seconds * ratio ** (share * (everywhere + local * nearness)))
+            self.seconds = _ascending(self.seconds * ratio ** (share * (everywhere + local * _nearness(rows))))
             self.per_position = self.per_position * ratio ** ((1 - share) * (everywhere + local))
             if overhead is not None:  # fit a line by normalised least mean squares (Nagumo & Noda 1967)
                 expected, further = float(self.between(rows)), (rows - 1) / MANY_ROWS
@@ -164,6 +164,12 @@ def measure(
     first, second = (max(times[rows, long] - times[rows, 0], 0.0) / long for rows in ROWS_AT_LENGTH)
     further = max(second - first, 0.0) / (ROWS_AT_LENGTH[1] - ROWS_AT_LENGTH[0])
     return StepCosts(base, np.array([first, further]))
+
+
+@cache
+def _nearness(rows: int) -> np.ndarray:
+    """How near each rung is to a number of rows: 1 if they are equal, 0 if one is twice the other, or more."""
+    return np.maximum(1 - np.abs(np.log2(_RUNGS / min(rows, RUNGS[-1]))), 0)
 
 
 def _ascending(seconds: np.ndarray) -> np.ndarray:
