@@ -189,7 +189,7 @@ struct Attention {
 #endif
 #ifdef __AVX512BF16__
         if constexpr (sizeof(T) == 2)
-            if (size % 16 == 0) return block_by<ByPairs>(head, first, begin, end, part);
+            if (size % 16 == 0 && !floats_are_faster()) return block_by<ByPairs>(head, first, begin, end, part);
 #endif
         block_by<BySingles>(head, first, begin, end, part);
     }

@@ -162,7 +162,7 @@ extern "C" void pack_float32(const int8_t* bytes, long count, long size, Codes* 
 
 extern "C" void pack_bfloat16(const int8_t* bytes, long count, long size, Codes* codes, const float* scales,
                               float* offsets, bool* found, long threads) {
-    pack_all<ByPairs>(bytes, count, size, codes, scales, offsets, found, threads);
+    pack_all<Pairs>(bytes, count, size, codes, scales, offsets, found, threads);
 }
 
 #ifdef __AVX2__

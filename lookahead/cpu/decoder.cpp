@@ -409,11 +409,15 @@ static long run(const Pass<typename By::Number>& pass) {
 
 // Returns whether a row has become NaN before the head.
 extern "C" long run_float32(const Pass<float>* pass) { return run<ByFloats>(*pass); }
-extern "C" long run_bfloat16(const Pass<BFloat16>* pass) { return run<ByPairs>(*pass); }
+extern "C" long run_bfloat16(const Pass<BFloat16>* pass) {
+    return by_pairs([=](auto by) { return run<decltype(by)>(*pass); });
+}
 
 // Bytes that the input of a product takes, at most.
 extern "C" long room_float32(long rows, long inputs) { return Input<ByFloats>::bytes(rows, inputs); }
-extern "C" long room_bfloat16(long rows, long inputs) { return Input<ByPairs>::bytes(rows, inputs); }
+extern "C" long room_bfloat16(long rows, long inputs) {
+    return by_pairs([=](auto by) { return Input<decltype(by)>::bytes(rows, inputs); });
+}
 
 // Move rows of `bytes` bytes from the columns `sources` to the columns `targets`, both ascending and targets[i] <=
 // sources[i], of each head of each buffer. strides: bytes from head to head, of each buffer.

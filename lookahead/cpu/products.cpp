@@ -33,14 +33,20 @@ static void multiply_all(const typename By::Number* x, const Matrix<typename By:
     }
 }
 
+// The functions for Python. room: its bytes.
+
 extern "C" long room_float32(long rows, long inputs) { return Input<ByFloats>::bytes(rows, inputs); }
-extern "C" long room_bfloat16(long rows, long inputs) { return Input<ByPairs>::bytes(rows, inputs); }
 
-#define FOR(NAME, T, BY)                                                                                         \
-    extern "C" void NAME(const T* x, const Matrix<T>* matrices, long count, long rows, long inputs, void* room, \
-                         long threads) {                                                                          \
-        multiply_all<BY>(x, matrices, count, rows, inputs, room, threads);                                           \
-    }
+extern "C" long room_bfloat16(long rows, long inputs) {
+    return by_pairs([=](auto by) { return Input<decltype(by)>::bytes(rows, inputs); });
+}
 
-FOR(multiply_float32, float, ByFloats)
-FOR(multiply_bfloat16, BFloat16, ByPairs)
+extern "C" void multiply_float32(const float* x, const Matrix<float>* matrices, long count, long rows, long inputs,
+                                 void* room, long threads) {
+    multiply_all<ByFloats>(x, matrices, count, rows, inputs, room, threads);
+}
+
+extern "C" void multiply_bfloat16(const BFloat16* x, const Matrix<BFloat16>* matrices, long count, long rows,
+                                  long inputs, void* room, long threads) {
+    by_pairs([=](auto by) { multiply_all<decltype(by)>(x, matrices, count, rows, inputs, room, threads); });
+}

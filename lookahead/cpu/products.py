@@ -215,13 +215,19 @@ def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
     for linear in linears:
         outs.append(input.new_empty((*shape, linear.outputs)))
         matrices += linear.matrix(outs[-1])
-    is_taken_as_it_is = not native.HAS_TILES and (native.HAS_BF16 or input.dtype == torch.float32)
-    room = None if is_taken_as_it_is else input.new_empty(_rooms()[input.dtype](rows, inputs), dtype=torch.uint8)
+    needed = _rooms()[input.dtype](rows, inputs) if _is_prepared(input.dtype) else 0
+    room = input.new_empty(needed, dtype=torch.uint8) if needed else None
     kernels()[input.dtype](
         input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(linears), rows, inputs, pointer(room),
         torch.get_num_threads(),
     )  # fmt: skip
     return outs
+
+
+@cache
+def _is_prepared(dtype: torch.dtype) -> bool:
+    """Whether the kernel needs room for an input of this dtype, because it does not take it as it is."""
+    return bool(_rooms()[dtype](1, STRIDE[dtype]))
 
 
 def _multiply_floats(input: torch.Tensor, linear: Linear) -> torch.Tensor:

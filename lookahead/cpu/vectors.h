@@ -28,6 +28,18 @@ struct Lanes {
     typedef int8_t Bytes __attribute__((vector_size(L)));
 };
 
+#ifdef __AVX512BF16__
+// Whether floats are multiplied faster than pairs of bf16 numbers. In the time of a vector of pairs, Intel's processors
+// multiply more than two of floats, AMD's one. (The matrix unit does neither.)
+static inline bool floats_are_faster() {
+#ifdef HAS_TILES
+    return false;
+#else
+    return __builtin_cpu_is("intel");
+#endif
+}
+#endif
+
 static inline float number(float x) { return x; }
 
 static inline float number(BFloat16 x) {

@@ -135,10 +135,10 @@ struct ByFloats {
     }
 };
 
+// How bf16 numbers become pairs.
 #ifdef __AVX512BF16__
-struct ByPairs {
+struct Pairs {
     typedef BFloat16 Number;
-    typedef BFloat16 Prepared;
     typedef Ints Factors;
     static constexpr int STRIDE = 2 * L;
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
@@ -151,6 +151,10 @@ struct ByPairs {
         ByFloats::pack(codes, to);
         ByFloats::pack(codes + L, to + L / 2);
     }
+};
+
+struct ByPairs : Pairs {
+    typedef BFloat16 Prepared;
     template <int O, int V>
     static INLINE void add(Floats* sums, const BFloat16* x, const Ints (*w)[V], int v) {
         const Ints pairs = in_register(factors(x));
@@ -159,16 +163,10 @@ struct ByPairs {
     }
 };
 #else
-// The input is split beforehand: of each STRIDE numbers, first those at even places, then those at odd places.
-struct ByPairs {
+struct Pairs {
     typedef BFloat16 Number;
-    typedef float Prepared;
     typedef Ints Factors;
     static constexpr int STRIDE = 2 * L;
-    static INLINE void prepare(const BFloat16* x, float* to) {
-        *(Unaligned<Floats>*)to = low(factors(x));
-        *(Unaligned<Floats>*)(to + L) = high(factors(x));
-    }
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
     static INLINE Floats even(Ints pairs) { return __builtin_convertvector(pairs << 24 >> 24, Floats); }
     static INLINE Floats odd(Ints pairs) { return __builtin_convertvector(pairs >> 8, Floats); }
@@ -195,12 +193,34 @@ struct ByPairs {
         products::pack(some & 0xff, to);
         products::pack(some >> 8, to + L / 2);
     }
+};
+#endif
+
+// Pairs as floats. The input is split beforehand: of each STRIDE numbers, first those at even places, then those at odd
+// places.
+struct BySplitPairs : Pairs {
+    typedef float Prepared;
+    static INLINE void prepare(const BFloat16* x, float* to) {
+        *(Unaligned<Floats>*)to = low(factors(x));
+        *(Unaligned<Floats>*)(to + L) = high(factors(x));
+    }
     template <int O, int V>
     static INLINE void add(Floats* sums, const float* x, const Ints (*w)[V], int v) {
         ByFloats::add<O>(sums, x, w, v);
     }
 };
+
+// Call f with the faster way to multiply bf16 numbers.
+template <class F>
+static auto by_pairs(F f) {
+#if defined(HAS_TILES)
+    return f(ByPairs());
+#elif defined(__AVX512BF16__)
+    return floats_are_faster() ? f(BySplitPairs()) : f(ByPairs());
+#else
+    return f(BySplitPairs());
 #endif
+}
 
 // Rows of bf16 numbers in 12 bits each. Trained weights have few exponents, so the upper bytes of a row are seldom more
 // than sixteen. Held are the lower bytes of all weights; codes of 4 bits, which say where the upper bytes stand in a
