@@ -227,7 +227,7 @@ def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
 @cache
 def _is_prepared(dtype: torch.dtype) -> bool:
     """Whether the kernel needs room for an input of this dtype, because it does not take it as it is."""
-    return bool(_rooms()[dtype](1, STRIDE[dtype]))
+    return bool(_rooms()[dtype](1, max(STRIDE.values())))
 
 
 def _multiply_floats(input: torch.Tensor, linear: Linear) -> torch.Tensor:
