@@ -8,6 +8,7 @@ import heapq
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ngram_pool.memory import check_fits
-from ngram_pool.waiting import told_if_long
+from ngram_pool.waiting import kept_for_later, told_if_long
 
 # Kinds of contexts, the most specific first: (skip, length) holds the tokens at distances skip+1 .. length before the
 # next one. Two kinds skip the newest token: they tell what follows whatever that token is. So they still know something
@@ -126,6 +127,9 @@ def prior_credence() -> Credence:
     return Credence(belief, np.zeros((len(KINDS), AMOUNTS, CLASSES)))
 
 
+_is_kept = True  # whether later processes find the compiled loops
+
+
 def _compiled(loop: Callable) -> Callable:
     """Compile a loop on its first call, and keep the result on disk.
 
@@ -137,6 +141,8 @@ def _compiled(loop: Callable) -> Callable:
     except RuntimeError:  # neither the package's folder nor the user's cache can be written to
         message = "no folder to keep compiled loops in: each process compiles them anew; set NUMBA_CACHE_DIR to one"
         warnings.warn(message, stacklevel=1)  # always from this line, so that it is shown once
+        global _is_kept
+        _is_kept = False
         return njit(nogil=True)(loop)
 
 
@@ -747,6 +753,11 @@ def _lay_out(parents, tokens, depths, joints, sources):
 @told_if_long("compiling the loops of n-gram pools, once on a machine")
 def compile_loops() -> None:
     """Compile all loops (seconds) or load them from numba's cache (0.2 s), so that the first guess need not wait."""
+    with kept_for_later() if _is_kept else nullcontext():
+        _call_all_loops()
+
+
+def _call_all_loops() -> None:
     table, credence = empty_table(WAYS), prior_credence()
     row, certain = np.zeros((1, LONGEST), np.int64), np.ones((1, LONGEST))
     learn_text(table, row[0], 0, 0, 0)

@@ -16,7 +16,7 @@ from lookahead.tools.cli import main
 from lookahead.tools.files import read_text
 from lookahead.tools.loading import load
 from lookahead.tools.terminal import StepStreamer
-from ngram_pool import NgramPool, Source
+from ngram_pool import NgramPool, Source, waiting
 
 BINARY = DEMO_MODEL / "model.safetensors"
 PROMPT = "def add(a, b):\n"
@@ -34,6 +34,14 @@ def test_generate_prints_the_models_own_text():
     expected = tokenizer.decode(model.generate(ids, max_new_tokens=40)[0, ids.shape[1] :], skip_special_tokens=True)
     assert result.stdout == expected + "\n"
     assert run(PROMPT, "--max-new-tokens", "40", "--no-stream").stdout == result.stdout
+
+
+@pytest.mark.parametrize(("seconds", "told"), [([0.4, 0.3], False), ([40.2, 1.9], True)])
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_the_end_says_what_the_next_run_will_not_wait_for(seconds, told, options, monkeypatch):
+    monkeypatch.setattr(waiting, "_kept", seconds)
+    result = run(PROMPT, "--max-new-tokens", "2", *options)
+    assert result.stderr.endswith("the next run starts 42 s sooner: what this one has built is kept\n") is told
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "jacobi", "plain"])

@@ -1,11 +1,12 @@
 """The scripts import only public names of the packages; their tables are markdown."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
 
-from bench.pages import table
+from bench.pages import command_line, table
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 COMMAND_LINE = [f"lookahead.tools.{name}" for name in ("cli", "commands", "pool_commands", "chat", "terminal")]
@@ -51,3 +52,13 @@ def test_tables():
         "| a \\| b | 1.00 |  |",
         "| c | 2 | 3.0 |",
     ]
+
+
+def test_a_page_gives_the_command_with_the_instructions_that_were_forbidden(monkeypatch):
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--out", "a folder/x"])
+    command = "python scripts/benchmark.py --out 'a folder/x'"
+    assert command_line("/where/it/is/benchmark.py") == command
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    assert command_line("benchmark.py") == f"ONEDNN_MAX_CPU_ISA=AVX512_CORE {command}"

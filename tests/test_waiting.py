@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ngram_pool import waiting
-from ngram_pool.waiting import told_if_long
+from ngram_pool.waiting import kept_for_later, seconds_saved, told_if_long
 
 
 @pytest.mark.parametrize(("seconds", "is_terminal", "told"), [(0.3, True, True), (0, True, False), (0.3, False, False)])
@@ -16,3 +16,14 @@ def test_only_what_takes_long_is_told_and_to_a_terminal_alone(seconds, is_termin
         time.sleep(seconds)
     time.sleep(0.15)
     assert capsys.readouterr().err == ("thinking ...\n" if told else "")
+
+
+def test_time_counts_as_saved_only_if_something_was_made(monkeypatch):
+    monkeypatch.setattr(waiting, "_kept", [])
+    with pytest.raises(ZeroDivisionError), kept_for_later():
+        time.sleep(1 / 0)
+    assert seconds_saved() == 0
+    for _ in range(2):
+        with kept_for_later():
+            time.sleep(0.01)
+    assert 0.02 <= seconds_saved() < 1

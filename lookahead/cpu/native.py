@@ -23,7 +23,7 @@ import torch
 
 from lookahead.compat import cpu_capability
 from lookahead.cpu import private, toolchain
-from ngram_pool.waiting import told_if_long
+from ngram_pool.waiting import kept_for_later, told_if_long
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,8 @@ def _kept(name: str, compiler: list[str], key: str, folder: int) -> ctypes.CDLL:
     if earlier := _failure_of_last_day(failure, folder):
         raise toolchain.BuildError(f"tried within a day: {earlier}")
     try:
-        return _built(name, compiler, key, folder)
+        with kept_for_later():
+            return _built(name, compiler, key, folder)
     except toolchain.BuildError as error:
         why, *output = str(error).split("\n", 1)
         message = "\n".join([f"{why}. {again}", *output])

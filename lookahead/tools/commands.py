@@ -37,6 +37,7 @@ from lookahead.tools.trace import PlainTimes
 from lookahead.tools.trace import trace as trace_steps
 from lookahead.tools.tuning import time_steps
 from lookahead.wrapping import engine_of, unwrap, wrap
+from ngram_pool.waiting import seconds_saved
 
 SAMPLES = 4  # texts on which `tune` tries which layers to skip
 
@@ -88,13 +89,15 @@ def generate(
             verdict = {"speedup": ours.rate / plain.rate, "identical": ours.ids == plain.ids}
             result["plain"] = {"seconds": plain.seconds, **verdict}
         click.echo(json.dumps(result))
-        return
-    if not streaming:
-        click.echo(text)
-    if show_stats:
-        click.echo(str(stats) if stats else f"{count} tokens in {count - 1} steps: plain decoding", err=True)
-    if plain:
-        click.echo(_comparison(strategy, ours, plain, stats))
+    else:
+        if not streaming:
+            click.echo(text)
+        if show_stats:
+            click.echo(str(stats) if stats else f"{count} tokens in {count - 1} steps: plain decoding", err=True)
+        if plain:
+            click.echo(_comparison(strategy, ours, plain, stats))
+    if (saved := seconds_saved()) >= 1:
+        click.echo(f"the next run starts {saved:.0f} s sooner: what this one has built is kept", err=True)
 
 
 def trace(seed: int, strategy: str, compare: bool, out: Path, **shared: Any) -> None:

@@ -1,15 +1,22 @@
 """The pages that commands write: the command, tables of its results, and the results as JSON."""
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+INSTRUCTIONS = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"  # variables that forbid some of the processor's
+
 
 def command_line(script: str) -> str:
-    """Return the command that started this process. script: its ``__file__``."""
-    return shlex.join(["python", f"scripts/{Path(script).name}", *sys.argv[1:]])
+    """Return the command that started this process, with what its environment says of instructions to use.
+
+    script: its ``__file__``.
+    """
+    settings = [f"{name}={os.environ[name]}" for name in INSTRUCTIONS if name in os.environ]
+    return " ".join([*settings, shlex.join(["python", f"scripts/{Path(script).name}", *sys.argv[1:]])])
 
 
 def table(columns: list[str], rows: Iterable[Iterable], align: str = "") -> str:
