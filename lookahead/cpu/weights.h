@@ -135,7 +135,7 @@ struct ByFloats {
     }
 };
 
-// How bf16 numbers become pairs.
+// How weights of any kind become pairs of bf16 numbers.
 #ifdef __AVX512BF16__
 struct Pairs {
     typedef BFloat16 Number;
@@ -153,6 +153,7 @@ struct Pairs {
     }
 };
 
+// Pairs are multiplied as they are.
 struct ByPairs : Pairs {
     typedef BFloat16 Prepared;
     template <int O, int V>
@@ -196,8 +197,8 @@ struct Pairs {
 };
 #endif
 
-// Pairs as floats. The input is split beforehand: of each STRIDE numbers, first those at even places, then those at odd
-// places.
+// Pairs are multiplied as floats. The input is split beforehand: of each STRIDE numbers, first those at even places, then
+// those at odd places.
 struct BySplitPairs : Pairs {
     typedef float Prepared;
     static INLINE void prepare(const BFloat16* x, float* to) {
