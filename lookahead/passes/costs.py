@@ -35,6 +35,7 @@ from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
+from ngram_pool.waiting import kept_for_later
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +264,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
         costs = None if anew else _read(path)
         if costs is None:
             try:
-                with progress_bar("measuring step costs") as progress:
+                with progress_bar("measuring step costs") as progress, kept_for_later():
                     costs = measure(runner, anew or SECONDS, progress)
                 costs.path = path
             except Exception as error:  # a model may raise anything at lengths that the caller did not ask for

@@ -97,7 +97,7 @@ def generate(
         if plain:
             click.echo(_comparison(strategy, ours, plain, stats))
     if (saved := seconds_saved()) >= 1:
-        click.echo(f"the next run starts {saved:.0f} s sooner: what this one has built is kept", err=True)
+        click.echo(f"the next run starts {saved:.0f} s sooner: what this one has built and measured is kept", err=True)
 
 
 def trace(seed: int, strategy: str, compare: bool, out: Path, **shared: Any) -> None:
