@@ -86,6 +86,12 @@ def why_missing(name: str) -> str | None:
     return library if isinstance(library, str) else None
 
 
+def build_missing() -> None:
+    """Build all kernels that are not there yet, so that nothing waits for a compiler later."""
+    for name in KERNELS:
+        _library(name)
+
+
 @cache
 def _library(name: str) -> ctypes.CDLL | str:
     """Return the library of ``name``.cpp. If there is none, log a warning and return the reason."""
