@@ -54,7 +54,7 @@ def test_kernels_are_built_before_a_comparison_is_timed(monkeypatch):
     monkeypatch.setattr(native, "_library", lambda name: asked.append(name) or library(name))
     model = wrap(load(None)[0])
     asked.clear()
-    commands._prepare(engine_of(model), model)
+    engine_of(model).prepare(model)
     assert set(asked) == set(native.KERNELS)
 
 

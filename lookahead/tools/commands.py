@@ -16,7 +16,6 @@ from transformers.generation import BaseStreamer
 
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
-from lookahead.cpu.native import build_missing
 from lookahead.engine.engine import GREEDY_TEMPERATURE, Lookahead
 from lookahead.engine.recording import Recorder
 from lookahead.guessing.bigrams import bigrams_file, learn_bigrams
@@ -71,7 +70,9 @@ def generate(
     plain = None
     with decoding():
         if compare and engine:
-            _prepare(engine, model)
+            start = time.perf_counter()
+            engine.prepare(model)
+            click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
         if streaming:
             with closing(_streamers(StepStreamer, model, tokenizer, engine)()) as streamer:
                 ours = decode(streamer)
@@ -108,7 +109,9 @@ def trace(seed: int, strategy: str, compare: bool, out: Path, **shared: Any) -> 
     assert engine is not None  # the strategy is not plain
     with decoding():
         if compare:
-            _prepare(engine, model)
+            start = time.perf_counter()
+            engine.prepare(model)
+            click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
         with closing(_streamers(StepStreamer, model, tokenizer, engine)()) as streamer:
             torch.manual_seed(seed)
             traced = trace_steps(model, tokenizer, inputs, **options, streamer=streamer)
@@ -270,16 +273,6 @@ def _unwrap(model: PreTrainedModel, options: dict) -> None:
     unwrap(model)
     options.pop("assistant_model", None)
     click.echo("decoding plainly for comparison ...", err=True)
-
-
-def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:
-    """Build kernels and measure step costs, if they are needed, so that the times of a comparison do not contain it."""
-    start = time.perf_counter()
-    if engine.config.cpu_kernels and model.device.type == "cpu":
-        build_missing()
-    if engine.goes_by_costs:
-        engine.find_pace(engine.find_runner(model))
-    click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
 
 
 def _streamers(
