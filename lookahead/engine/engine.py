@@ -223,11 +223,10 @@ class Lookahead:
         return (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Build kernels and measure step costs now, if they are needed, so that no call waits for them."""
+        """Build kernels, find the runner and measure step costs now, as far as needed, so that no call waits for it."""
         if self.config.cpu_kernels and model.device.type == "cpu":
             native.build_missing()
-        if self.goes_by_costs:
-            self.find_pace(self.find_runner(model))
+        self.find_pace(self.find_runner(model))
 
     def find_pace(self, runner: EagerRunner) -> Pace | None:
         """The pace by which budgets and windows are chosen; None if nothing is chosen.

@@ -64,7 +64,7 @@ def serve(host: str, port: int, seed: int, model_name: str | None, template_file
     model.generation_config.update(**options)  # type: ignore[union-attr]  # what requests leave open
     with decoding():
         if engine:
-            engine.find_pace(engine.find_runner(model))  # so that the first request does not wait for it
+            engine.prepare(model)  # so that the first request does not wait for it
     torch.manual_seed(seed)
     uvicorn.run(
         make_app(model, tokenizer, model_name or "demo_model", assistant), host=host, port=port, access_log=False
