@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -165,7 +166,7 @@ def _pointer(typing_context, address):
 
 @_compiled
 def _array(address, shape, dtype):
-    return carray(_pointer(address), shape, dtype)  # type: ignore[call-arg]  # numba gives the typing context
+    return carray(_pointer(address), shape, dtype)
 
 
 @_compiled
@@ -206,6 +207,42 @@ def _hash(tokens, end, sums, keys):
 @_compiled
 def _bucket(key, entries):
     return np.int64(((key >> _HALF) * np.uint64(entries // WAYS)) >> _HALF) * WAYS
+
+
+@intrinsic
+def _prefetch(typing_context, column, entry):
+    """Have the processor fetch an entry's part of a column of the table, which is not waited for."""
+
+    def generate(context, builder, signature, arguments):
+        kind, number = signature.args
+        array = context.make_array(kind)(context, builder, arguments[0])
+        place = [arguments[1], context.get_constant(number, 0)][: kind.ndim]
+        pointer = cgutils.get_item_pointer(context, builder, kind, array, place)
+        pointer, flag = builder.bitcast(pointer, cgutils.voidptr_t), cgutils.int32_t
+        function = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], function)
+        builder.call(prefetch, [pointer, flag(0), flag(3), flag(1)])  # data, to be read, into all caches
+
+    return types.void(column, entry), generate
+
+
+@_compiled
+def _prefetch_contexts(table, contexts):
+    """Have the processor fetch all that may be known of these contexts. One by one, each would be waited for."""
+    sums, keys = np.zeros(LONGEST + 1, np.uint64), np.empty(len(KINDS), np.uint64)
+    for context in contexts:
+        _hash(context, len(context), sums, keys)
+        for key in keys:
+            if key == _EMPTY:
+                continue
+            first = _bucket(key, len(table.keys))
+            _prefetch(table.keys, first)
+            _prefetch(table.learned_at, first)
+            _prefetch(table.counts, first)
+            _prefetch(table.sources, first)
+            for entry in range(first, first + WAYS, 2):  # two to a line
+                _prefetch(table.tokens, entry)
+                _prefetch(table.weights, entry)
 
 
 @_compiled
@@ -417,6 +454,7 @@ def learn_step(places, line, start, guesses, parents, tokens, probabilities, clo
         if place < len(line) - 1 and parents[row - 1] + 1 == path[accepted - 1] and guesses[row - 1] == line[place]:
             path[accepted] = row
             accepted += 1
+    _prefetch_contexts(table, contexts)
     calibrate(table, credence, contexts, tokens, probabilities, path[:accepted])
     said = learn_rows(table, contexts, tokens, probabilities, LOGITS, clock)
     return max(said, learn_text(table, line, start, TEXT, clock + rows)[1])

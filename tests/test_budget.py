@@ -61,6 +61,10 @@ def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, toke
     chosen = pace.choose([tree_of(tree) for tree in trees], length, window_rows)
     best = max(range(max(map(len, trees)) + 1), key=worth)
     assert worth(chosen) == pytest.approx(worth(best), abs=1e-9)
+    if len(trees) == 1:
+        kept = [p for p in trees[0] if p > pace.least(length)]
+        alone = pace.choose([tree_of(kept)], length, window_rows) if kept else 0
+        assert worth(alone) == pytest.approx(worth(chosen), abs=1e-9), "no guess below the least is taken"
     assert 8 <= pace.reach <= MAX_GUESSES
 
 

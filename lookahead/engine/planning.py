@@ -43,14 +43,17 @@ class StepPlanner:
 
         depths: for each sequence, the largest depth that a guess may have. draws: as in `Limits`.
         """
-        pace = self._budget.pace
+        pace, length = self._budget.pace, max(map(len, texts))
         rate = pace.rate() if pace else None
-        limits = Limits(depths, self._budget.limit(len(texts)), self._least, self._is_chain, rate, draws)
+        least = self._least
+        if self._source.stands_alone:
+            least = max(least, self._budget.least(len(texts), length))
+        limits = Limits(depths, self._budget.limit(len(texts)), least, self._is_chain, rate, draws)
         with decoding_pass(splits_attention=False, uses_kernels=self._uses_kernels):
             self._guessed = self._source.propose(texts, limits)
         windows = self._source.look_ahead(limits)
         window_rows = max(sum(map(len, rows)) for rows in windows)
-        self._chosen = self._budget.choose(self._guessed, max(map(len, texts)), window_rows)
+        self._chosen = self._budget.choose(self._guessed, length, window_rows)
         planned = zip(texts, self._chosen, windows, strict=True)
         return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], self._chosen
 

@@ -90,6 +90,13 @@ class Pace:
                 best, most = count, worth
         return best
 
+    def least(self, length: int) -> float:
+        """Return the probability below which `choose` will take no guess of a single sequence, however many there are.
+
+        For the last guess that it takes must be worth its row, and the others are no less likely.
+        """
+        return self.rate() * self.costs.least_of_row(length) / self.trust()
+
     def price(self, rows: int, fewer: int, length: int) -> float:
         """Return the tokens that could be written in the time by which a step of ``rows`` outlasts one of ``fewer``."""
         if rows == fewer:
@@ -158,6 +165,10 @@ class Budget:
     def limit(self, sequences: int) -> int:
         """Return the number of guesses to look for, for each sequence of a batch."""
         return self._chooser.reach if self._chooser else -(-self.max_guesses // sequences)
+
+    def least(self, sequences: int, length: int) -> float:
+        """Return a probability below which no guess will be verified, where each is worth what its probability says."""
+        return self._chooser.least(length) if self._chooser and sequences == 1 else 0.0
 
     @property
     def rests(self) -> bool:

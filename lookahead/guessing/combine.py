@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.guessing.budget import Budget, Trials
+from lookahead.guessing.jacobi import WindowSource
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
 from lookahead.models.cache import LookaheadCache
 from lookahead.stats import Stats
@@ -209,6 +210,9 @@ class Combined(GuessSource):
         self._sources = [copy.copy(source) for source in sources]
         self._parts = {i: source for i, source in enumerate(self._sources) if i not in resting}
         self.needs = needs_of(list(self._parts.values()))
+        proposers = [source for source in self._parts.values() if not isinstance(source, WindowSource)]
+        self.stands_alone = len(proposers) == 1 and proposers[0].is_calibrated
+        """Whether one source guesses alone, and its probabilities are used as they are."""
         self._ledger = ledger
         self._budget = budget
         self._names = ledger.names[len(Source) :]

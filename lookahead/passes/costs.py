@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -88,6 +89,11 @@ class StepCosts:
             known = seconds, self._without_positions(np.arange(2 * max(most, RUNGS[-1])), seconds).tolist()
             self._by_rows = known
         return known[1]
+
+    def least_of_row(self, length: int) -> float:
+        """Return the seconds that a further row adds to a step, where it adds least."""
+        seconds = self.by_rows(RUNGS[-1])
+        return min((seconds[b] - seconds[a]) / (b - a) for a, b in pairwise(RUNGS)) + self.of_row(length)
 
     @staticmethod
     def _without_positions(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
