@@ -24,7 +24,8 @@ from lookahead.decoding_pass import DecodingPass, current_pass
 MIN_WEIGHTS = 2**16  # Weights in one call, at least. Below this, torch is faster.
 MAX_ROWS = 64  # Rows of an input, at most. Beyond this, torch is faster, except for these dtypes:
 # if the processor has no instructions for bf16, torch takes three to four times as long, however many rows there are.
-SLOW_IN_TORCH = (torch.bfloat16,) if platform.machine() in ("x86_64", "AMD64") and not native.HAS_BF16 else ()
+_IS_SLOW = platform.machine() in ("x86_64", "AMD64") and native.CAPABILITY not in ("AVX512_BF16", "AVX512_AMX")
+SLOW_IN_TORCH = (torch.bfloat16,) if _IS_SLOW else ()
 MANY_ROWS = 128  # Beyond this, torch's products in float32 are quicker than ours in these dtypes,
 AT_ONCE = 2**22  # although the weights have to be converted: so many at a time, at most.
 STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads at a time
