@@ -68,6 +68,9 @@ class LookaheadConfig:
     def __post_init__(self) -> None:
         if self.pack_weights not in (True, False, AUTO):
             raise ValueError(f"pack_weights={self.pack_weights!r} must be True, False or {AUTO!r}")
+        for name in ("cpu_kernels", "allow_row_dependent", "compile_passes", "cuda_graphs"):
+            if getattr(self, name) not in (True, False):  # a text would count as True
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}")
         bounds = {"budget": (0, MAX_ROWS - 1), "window_size": (0, MAX_ROWS - 1), "ngram_size": (2, MAX_NGRAM_SIZE)}
