@@ -216,19 +216,13 @@ def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
     for linear in linears:
         outs.append(input.new_empty((*shape, linear.outputs)))
         matrices += linear.matrix(outs[-1])
-    needed = _rooms()[input.dtype](rows, inputs) if _is_prepared(input.dtype) else 0
+    needed = _rooms()[input.dtype](rows, inputs)
     room = input.new_empty(needed, dtype=torch.uint8) if needed else None
     kernels()[input.dtype](
         input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(linears), rows, inputs, pointer(room),
         torch.get_num_threads(),
     )  # fmt: skip
     return outs
-
-
-@cache
-def _is_prepared(dtype: torch.dtype) -> bool:
-    """Whether the kernel needs room for an input of this dtype, because it does not take it as it is."""
-    return bool(_rooms()[dtype](1, max(STRIDE.values())))
 
 
 def _multiply_floats(input: torch.Tensor, linear: Linear) -> torch.Tensor:

@@ -70,9 +70,7 @@ def generate(
     plain = None
     with decoding():
         if compare and engine:
-            start = time.perf_counter()
-            engine.prepare(model)
-            click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
+            _prepare(engine, model)
         if streaming:
             with closing(_streamers(StepStreamer, model, tokenizer, engine)()) as streamer:
                 ours = decode(streamer)
@@ -109,9 +107,7 @@ def trace(seed: int, strategy: str, compare: bool, out: Path, **shared: Any) -> 
     assert engine is not None  # the strategy is not plain
     with decoding():
         if compare:
-            start = time.perf_counter()
-            engine.prepare(model)
-            click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
+            _prepare(engine, model)
         with closing(_streamers(StepStreamer, model, tokenizer, engine)()) as streamer:
             torch.manual_seed(seed)
             traced = trace_steps(model, tokenizer, inputs, **options, streamer=streamer)
@@ -273,6 +269,13 @@ def _unwrap(model: PreTrainedModel, options: dict) -> None:
     unwrap(model)
     options.pop("assistant_model", None)
     click.echo("decoding plainly for comparison ...", err=True)
+
+
+def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:
+    """Prepare the engine, so that the times of a comparison do not contain that."""
+    start = time.perf_counter()
+    engine.prepare(model)
+    click.echo(f"prepared in {time.perf_counter() - start:.1f} s, which the times below leave out", err=True)
 
 
 def _streamers(
