@@ -136,39 +136,23 @@ struct ByFloats {
 };
 
 // How weights of any kind become pairs of bf16 numbers.
-#ifdef __AVX512BF16__
 struct Pairs {
     typedef BFloat16 Number;
     typedef Ints Factors;
     static constexpr int STRIDE = 2 * L;
     static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
+#ifdef __AVX512BF16__
     template <class Byte, class... Scale>
     static INLINE Ints factors(const Byte* x, Scale... scale) {
-        const Floats low = ByFloats::factors(x, scale...), high = ByFloats::factors(x + L / (std::is_same_v<Byte, Codes> ? 2 : 1), scale...);
+        constexpr int places = std::is_same_v<Byte, Codes> ? L / 2 : L;
+        const Floats low = ByFloats::factors(x, scale...), high = ByFloats::factors(x + places, scale...);
         return (Ints)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
     }
     static INLINE void pack(const int8_t* codes, Codes* to) {
         ByFloats::pack(codes, to);
         ByFloats::pack(codes + L, to + L / 2);
     }
-};
-
-// Pairs are multiplied as they are.
-struct ByPairs : Pairs {
-    typedef BFloat16 Prepared;
-    template <int O, int V>
-    static INLINE void add(Floats* sums, const BFloat16* x, const Ints (*w)[V], int v) {
-        const Ints pairs = in_register(factors(x));
-        UNROLL for (int o = 0; o < O; o++)
-            sums[o] = (Floats)_mm512_dpbf16_ps((__m512)sums[o], (__m512bh)pairs, (__m512bh)w[o][v]);
-    }
-};
 #else
-struct Pairs {
-    typedef BFloat16 Number;
-    typedef Ints Factors;
-    static constexpr int STRIDE = 2 * L;
-    static INLINE Ints factors(const BFloat16* x) { return *(const Unaligned<Ints>*)x; }
     static INLINE Floats even(Ints pairs) { return __builtin_convertvector(pairs << 24 >> 24, Floats); }
     static INLINE Floats odd(Ints pairs) { return __builtin_convertvector(pairs >> 8, Floats); }
     static INLINE Ints pairs(const int8_t* x) {
@@ -193,6 +177,19 @@ struct Pairs {
         const Ints some = pairs(codes);
         products::pack(some & 0xff, to);
         products::pack(some >> 8, to + L / 2);
+    }
+#endif
+};
+
+#ifdef __AVX512BF16__
+// Pairs are multiplied as they are.
+struct ByPairs : Pairs {
+    typedef BFloat16 Prepared;
+    template <int O, int V>
+    static INLINE void add(Floats* sums, const BFloat16* x, const Ints (*w)[V], int v) {
+        const Ints pairs = in_register(factors(x));
+        UNROLL for (int o = 0; o < O; o++)
+            sums[o] = (Floats)_mm512_dpbf16_ps((__m512)sums[o], (__m512bh)pairs, (__m512bh)w[o][v]);
     }
 };
 #endif
