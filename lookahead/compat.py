@@ -4,13 +4,17 @@ The rest of the package does not use them. tests/test_compat.py shows which one 
 """
 
 import copy
+import inspect
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from functools import cache
 from itertools import chain
 
 import torch
+import transformers
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -18,7 +22,32 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+NEWEST_TESTED = {torch: "2.14.1", transformers: "5.24.0"}
+"""The newest versions with which the tests have passed."""
+
+
+def newer_than_tested() -> str:
+    """Say which versions installed here are newer than those tested, and how to go back; "" if none is."""
+    newer = {
+        module.__name__: (module.__version__, tested)
+        for module, tested in NEWEST_TESTED.items()
+        if _release(module.__version__) > _release(tested)
+    }
+    if not newer:
+        return ""
+    here = " and ".join(f"{name} {version}" for name, (version, _) in newer.items())
+    back = " ".join(f"{name}=={tested}" for name, (_, tested) in newer.items())
+    return f"{here} is newer than what lookahead was tested with: `pip install {back}` goes back."
+
+
+def _release(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
 
 # -- generate() -------------------------------------------------------------------------------------------------------
 
@@ -36,6 +65,25 @@ def pad_token(generation: GenerationConfig) -> int:
 def dropped_mask_length(generation: GenerationConfig) -> int | None:
     """Columns of the attention mask that generate() dropped because it hid nothing; None if it dropped none."""
     return getattr(generation, "_mask_length", None)
+
+
+CACHE = next(field.name for field in fields(GenerateDecoderOnlyOutput) if "Cache" in str(field.type))
+"""What generate() and its results call a cache: "cache"; "past_key_values" before transformers 5.24."""
+
+CACHE_ARGUMENTS = tuple(dict.fromkeys((CACHE, "past_key_values", "cache_params")))
+"""What models of transformers call a `Cache` among the arguments of their forward."""
+
+
+def cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
+    """What the model's forward calls its cache; None if it takes no `Cache`."""
+    arguments = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in arguments), None)
+
+
+def own_cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
+    """What the model's forward calls a cache that is no `Cache`; None if it takes none."""
+    arguments = inspect.signature(model.forward).parameters
+    return next((name for name in ("state", "mems", "past_buckets_states") if name in arguments), None)
 
 
 def is_callers_own(cache: Cache | None) -> bool:

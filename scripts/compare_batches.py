@@ -21,6 +21,7 @@ from bench import cli
 from bench.pages import command_line, heading, table, write_results
 from bench.timing import decoding_options, in_turn, timed
 from lookahead import LookaheadConfig, NgramPool
+from lookahead.compat import CACHE
 from lookahead.passes.environment import environment
 from lookahead.tools.loading import load
 from lookahead.tools.prompts import read_prompts, up_to_its_end
@@ -34,7 +35,7 @@ def watch_caches(model: PreTrainedModel) -> Iterator[list[int]]:
     sizes = []
 
     def look(model, args, kwargs, output) -> None:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if cache is not None:  # the passes that try the model out have none
             tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
             storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}

@@ -12,12 +12,16 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, LlamaConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from zoo import tiny_model
 
-from lookahead import compat, wrapping
+import lookahead
+from lookahead import UnsupportedModelError, compat, wrapping
 
+CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
 IDS = torch.tensor([[5, 6, 7, 8]])
 LOOPS = ("_sample", "_beam_search", "_assisted_decoding")  # generate() calls them by name; `wrapping` overrides them
 
@@ -75,11 +79,68 @@ def test_length_of_a_mask_that_was_dropped(model, monkeypatch):
 
 
 def test_caches_of_callers(model, monkeypatch):
-    cache = model(IDS, use_cache=True).past_key_values
-    seen = seen_in_loop(model, monkeypatch, past_key_values=cache)
-    assert compat.is_callers_own(seen["past_key_values"]), moved("Cache._is_user_defined", "transformers")
-    assert not compat.is_callers_own(seen_in_loop(model, monkeypatch).get("past_key_values"))
+    cache = model(IDS, use_cache=True)[compat.CACHE]
+    seen = seen_in_loop(model, monkeypatch, past_key_values=cache)  # the name of old, which all versions take
+    assert seen[compat.CACHE] is cache
+    assert compat.is_callers_own(cache), moved("Cache._is_user_defined", "transformers")
+    assert not compat.is_callers_own(seen_in_loop(model, monkeypatch).get(compat.CACHE))
     assert not compat.is_callers_own(None)
+
+
+def test_every_model_says_what_it_calls_its_cache():
+    unknown = set()
+    for name in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
+        of_class = getattr(transformers, name)
+        if compat.cache_argument(of_class) is None and compat.own_cache_argument(of_class) is None:
+            unknown.add(name)
+    # The first keeps no cache, and the others read their main model's.
+    known = {"OpenAIGPTLMHeadModel", "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"}
+    assert unknown <= known, moved(f"the cache among the arguments of {unknown - known}", "transformers")
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        ({}, ""),
+        ({"transformers": "5.24.0", "torch": "2.11.0+cpu"}, ""),
+        ({"transformers": "5.24.1"}, "`pip install transformers==5.24.0`"),
+        ({"transformers": "5.100.0.dev0", "torch": "2.15.0+cu130"}, "`pip install torch==2.14.1 transformers==5.24.0`"),
+    ],
+)
+def test_versions_newer_than_those_tested_are_named(monkeypatch, here, said):
+    for library in (torch, transformers):
+        monkeypatch.setattr(library, "__version__", here.get(library.__name__, "1.0"))
+    told = compat.newer_than_tested()
+    assert said in told
+    assert bool(told) == bool(said)
+    assert all(version in told for version in here.values() if said and version > "5.24.0")
+
+
+def test_the_newest_version_tested_is_the_one_that_make_test_installs():
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE))
+    assert compat.NEWEST_TESTED[transformers] == pinned["transformers"]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_three_causes_against_a_cache_have_three_messages(model, monkeypatch, newer):
+    """An argument that is not known, a cache of the model's own, a configuration that does not tell."""
+    monkeypatch.setattr(transformers, "__version__", "99.0.0" if newer else compat.NEWEST_TESTED[transformers])
+    said = []
+    for cause in range(3):
+        model = tiny_model("llama")
+        if cause == 0:
+            model.forward = lambda input_ids=None, kv_store=None, use_cache=None: None
+        elif cause == 1:
+            model.forward = lambda input_ids=None, state=None, use_cache=None: None
+        else:
+            model.config.layer_types = ["of another kind"] * model.config.num_hidden_layers
+        with pytest.raises(UnsupportedModelError) as error:
+            lookahead.wrap(model)
+        said.append(str(error.value))
+    assert "its forward takes none of the caches that lookahead knows" in said[0]
+    assert "layers use a cache of their own (state)" in said[1]
+    assert "does not say what its layers cache" in said[2]
+    assert all(("`pip install transformers==" in message) == newer for message in said)
 
 
 def test_attention(model):

@@ -459,7 +459,7 @@ def test_a_mask_that_is_ignored_is_noticed(caplog):
 def test_a_cache_that_is_ignored_is_refused():
     model = tiny_model("llama")
     inner = model.model.forward
-    model.model.forward = lambda *args, past_key_values=None, **kwargs: inner(*args, **kwargs)
+    model.model.forward = lambda *args, cache=None, past_key_values=None, **kwargs: inner(*args, **kwargs)
     with pytest.raises(UnsupportedModelError, match="cache"):
         lookahead.wrap(model)
 

@@ -185,7 +185,7 @@ def test_a_model_that_torch_compile_returns_is_refused_by_name():
 def test_a_model_that_is_refused_is_left_as_it_was():
     model = small_llama()
     inner = model.model.forward
-    model.model.forward = lambda *args, past_key_values=None, **kwargs: inner(*args, **kwargs)
+    model.model.forward = lambda *args, cache=None, past_key_values=None, **kwargs: inner(*args, **kwargs)
     with pytest.raises(lookahead.UnsupportedModelError):
         lookahead.wrap(model)
     assert not products.are_installed(model)

@@ -11,7 +11,7 @@ from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, positions_in, repeats_what_is_cached
 from lookahead.guessing.draft import DraftModelSource
-from lookahead.models.adapter import CACHE_ARGUMENTS, UnsupportedModelError, context_length
+from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.passes.capabilities import can_batch, find_adapter, same_without_cache
 from lookahead.vocabulary import vocabulary_fingerprint
 
@@ -21,7 +21,7 @@ DENSE_UP_TO = {"doge": "keep_window_size", "dots3_note_text": "index_topk"}
 
 # Arguments of generate()'s loop that lookahead handles, or does not need. All others are inputs of the model.
 KNOWN_ARGUMENTS = {
-    *CACHE_ARGUMENTS, "attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "position_ids",
+    *compat.CACHE_ARGUMENTS, "attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "position_ids",
     "tokenizer", "use_cache",
 }  # fmt: skip
 
@@ -85,15 +85,15 @@ def why_plain(
     embeds = model_kwargs.get("inputs_embeds")
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
-    if adapter.cache_argument == "cache_params" and compat.is_callers_own(cache):
+    if compat.is_callers_own(cache) and not adapter.counts_positions:
         return "on a cache of states alone, which do not say how much of the prompt they hold"
     if cache is not None and (type(cache) is not DynamicCache or (held and not adapter.can_take_over(cache))):
-        return f"on past_key_values of type {type(cache).__name__} with these layers"
+        return f"on a cache of type {type(cache).__name__} with these layers"
     if held and len(ids) > 1:
-        return "batches on past_key_values that are passed in"
+        return "batches on a cache that is passed in"
     whole = not held or repeats_what_is_cached(ids, generation, model_kwargs)
     if held >= new and whole:
-        return "on past_key_values that hold all of the prompt"
+        return "on a cache that holds all of the prompt"
     # generate() drops a mask of ones, and keeps its length.
     covered = (len(ids), compat.dropped_mask_length(generation)) if mask is None else tuple(mask.shape)
     if covered[1:] != (None,) and covered != (len(ids), new if whole else held + new):
@@ -105,7 +105,7 @@ def why_plain(
         if not seen[:, -1].all() or (seen[:, :-1] & ~seen[:, 1:]).any():
             return "with an attention_mask that hides more than padding to the left"
         if not seen.all() and (held or adapter.has_state):
-            return "with padding, on past_key_values or in a model that keeps a state"
+            return "with padding, on a cache or in a model that keeps a state"
     positions = model_kwargs.get("position_ids")
     # generate() makes a row of positions for each row of the mask, even if it drops the mask.
     if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(ids)):

@@ -120,7 +120,7 @@ def run(
             sequences=ids,  # type: ignore[arg-type]  # its fields are annotated as LongTensor and tuples of one tensor
             scores=scores,  # type: ignore[arg-type]
             logits=logits,  # type: ignore[arg-type]
-            past_key_values=call.cache_passed_in,
+            **{compat.CACHE: call.cache_passed_in},  # type: ignore[arg-type]
         )
 
 

@@ -6,10 +6,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
-from lookahead.compat import dropped_mask_length
+from lookahead.compat import CACHE_ARGUMENTS, dropped_mask_length
 from lookahead.guessing.source import GuessSource
-from lookahead.models.adapter import CACHE_ARGUMENTS
-from lookahead.models.cache import LookaheadCache
+from lookahead.models.cache import LookaheadCache, counts_positions
 from lookahead.passes.runner import EagerRunner
 
 
@@ -53,9 +52,7 @@ def cache_passed_in(model_kwargs: dict) -> Cache | None:
 
 def positions_in(cache: Cache | None) -> int:
     """Positions in a cache that was passed in; 0 if its layers keep only states, which do not tell."""
-    if cache is None or not any(hasattr(layer, "get_seq_length") for layer in cache.layers):
-        return 0
-    return cache.get_seq_length()
+    return cache.get_seq_length() if cache is not None and counts_positions(cache) else 0
 
 
 def prefill(

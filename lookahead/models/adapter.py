@@ -9,11 +9,10 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lookahead.compat import execution_device
-from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer
+from lookahead.compat import CACHE, execution_device
+from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer, counts_positions
 from lookahead.step import Visibility, hidden, mask
 
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 # Settings that give the number of positions that a model was made for, or that its tables have room for.
 POSITION_LIMITS = (
     "max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "max_seq_len",
@@ -36,7 +35,7 @@ class ModelAdapter:
     mask_of: dict[str, Visibility] | None
     """Visibility by type of layer, if the model takes a dict of masks; None if one mask serves all layers."""
     takes_position_ids: bool
-    cache_argument: str = "past_key_values"
+    cache_argument: str = CACHE
     """Name of the cache among the arguments of the model's forward."""
     has_state: bool = False
     """Some layers keep a state (recurrent, short convolution), which must see all tokens in their order."""
@@ -59,6 +58,11 @@ class ModelAdapter:
     def can_grow(self) -> bool:
         """Whether several passes can compute one step. The rows of each pass see those of the passes before."""
         return self.can_branch and all(visibility in (None, Visibility()) for visibility in self.layers)
+
+    @cached_property
+    def counts_positions(self) -> bool:
+        """`cache.counts_positions` of a cache of this model."""
+        return counts_positions(DynamicCache(config=self.config))
 
     @cached_property
     def kinds(self) -> dict[Visibility, list[int]]:

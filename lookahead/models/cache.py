@@ -358,6 +358,11 @@ class LookaheadCache(Cache):
         self.lengths = [cache.lengths[0] for cache in caches]
 
 
+def counts_positions(cache: Cache) -> bool:
+    """Whether a cache knows how many positions it holds. One whose layers keep states alone does not."""
+    return any(hasattr(layer, "get_seq_length") for layer in cache.layers)
+
+
 def keep(layers: list[InPlaceLayer], paths: list[list[int]]) -> None:
     """Keep rows ``paths[b]`` of the layers' last update, ascending indices for each sequence b. Drop its other rows."""
     alike: dict[tuple[int, bytes], list[InPlaceLayer]] = {}

@@ -5,8 +5,9 @@ import inspect
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from lookahead import compat
 from lookahead.compat import attention_implementation, is_compiled, looks_up_attention
-from lookahead.models.adapter import CACHE_ARGUMENTS, ModelAdapter, UnsupportedModelError
+from lookahead.models.adapter import ModelAdapter, UnsupportedModelError
 from lookahead.models.cache import InPlaceLayer
 from lookahead.step import Visibility
 
@@ -20,18 +21,24 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
     arguments = inspect.signature(model.forward).parameters
-    cache_argument = next((argument for argument in CACHE_ARGUMENTS if argument in arguments), None)
+    cache_argument = compat.cache_argument(model)
+    if cache_argument is None:
+        own = compat.own_cache_argument(model)
+        what = (
+            f"its {config.model_type} layers use a cache of their own ({own}), which cannot be cut back to an accepted "
+            "prefix"
+            if own
+            else f"its forward takes none of the caches that lookahead knows ({', '.join(compat.CACHE_ARGUMENTS)})"
+        )
+        raise UnsupportedModelError(f"{name} cannot verify guesses: {what}. Its own generate() still works.")
     try:
         theirs = DynamicCache(config=config).layers
     except Exception as error:  # transformers' own cache does not know this configuration either
         raise UnsupportedModelError(
             f"{name} does not say what its layers cache: {error!r}. Its own generate() still works."
         ) from error
-    if cache_argument is None or not theirs:
-        raise UnsupportedModelError(
-            f"{name} cannot verify guesses: its {config.model_type} layers use a cache of their own, which cannot be "
-            "cut back to an accepted prefix. Its own generate() still works."
-        )
+    if not theirs:
+        raise UnsupportedModelError(f"{name} says that it has no layers to cache. Its own generate() still works.")
     chunk = getattr(config, "attention_chunk_size", None)
     layers: list[Visibility | None] = []
     has_state = False

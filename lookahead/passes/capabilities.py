@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from lookahead.compat import attention_implementation
+from lookahead.compat import attention_implementation, newer_than_tested
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device_of
@@ -41,7 +41,10 @@ def find_adapter(model: PreTrainedModel, cpu_kernels: bool = True) -> ModelAdapt
     cpu_kernels: use our own kernels on a CPU.
     Raises UnsupportedModelError if lookahead cannot give the model's own output.
     """
-    return _once(model, ("adapter", *_way(model, cpu_kernels)), lambda: _try_ways(model, cpu_kernels))
+    try:
+        return _once(model, ("adapter", *_way(model, cpu_kernels)), lambda: _try_ways(model, cpu_kernels))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error} {newer_than_tested()}".rstrip()) from error
 
 
 def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:

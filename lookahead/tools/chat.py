@@ -1,6 +1,5 @@
 """A conversation whose history stays in the KV cache, and its loop on the command line."""
 
-import inspect
 import re
 import signal
 import sys
@@ -14,8 +13,10 @@ import click
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.compat import CACHE, cache_argument
 from lookahead.engine.recording import Recorder
 from lookahead.models.adapter import context_length
+from lookahead.models.cache import counts_positions
 from lookahead.stats import Stats
 from lookahead.streaming import StopWhenAsked, render, without_half_character
 from lookahead.tools.audit import first_difference
@@ -86,9 +87,9 @@ class Conversation:
         output = self.model.generate(  # type: ignore[operator]  # a method
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
             max_new_tokens=min(max_new_tokens, context - length),
             tokenizer=self.tokenizer,
+            **{CACHE: cache},
             **options,
         )[0]
         self._cache, self.tokens = cache, output.tolist()
@@ -138,9 +139,10 @@ class Conversation:
                 return self._cache
             except RuntimeError:  # recurrent layers, and sliding layers beyond their window, cannot be shortened
                 pass
-        if "past_key_values" not in inspect.signature(self.model.forward).parameters:
+        if cache_argument(self.model) is None:
             return None  # the model takes no such cache, and reads everything again in each turn
-        return DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        return cache if counts_positions(cache) else None
 
 
 def converse(

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lookahead.compat import CACHE
 from lookahead.models.adapter import device_of
 from lookahead.passes.costs import StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
@@ -53,7 +54,7 @@ def fitting_size(model: PreTrainedModel, length: int) -> int:
     if free is None:
         return SIZES[-1]
     with torch.no_grad():
-        cache = model(torch.zeros((1, 2), dtype=torch.long, device=device_of(model)), use_cache=True).past_key_values
+        cache = model(torch.zeros((1, 2), dtype=torch.long, device=device_of(model)), use_cache=True)[CACHE]
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
     of_position = sum(tensor.nbytes for tensor in tensors) // 2
     # Each prompt is read into a cache of its own before the batch's is made of them.

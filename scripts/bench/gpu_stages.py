@@ -25,6 +25,7 @@ from bench.methods import LOOKAHEAD, Subject, as_inputs
 from bench.pages import table
 from bench.speedups import summarise, title
 from bench.timing import decoding_options, waited
+from lookahead.compat import CACHE
 from lookahead.models.adapter import vocabulary_of
 from lookahead.passes.capabilities import find_adapter, why_not_compiled
 from lookahead.passes.compiled import CompiledRunner
@@ -259,12 +260,12 @@ def _inductor_times(model, rows, length: int) -> Iterator[tuple[int, float]]:
         positions = torch.arange(length, length + count, device=model.device)[None]
         mask = torch.zeros(1, 1, count, room, dtype=model.dtype, device=model.device)
         mask[..., length + count :] = torch.finfo(model.dtype).min
-        model(input_ids=ids, past_key_values=cache)  # allocates
+        model(input_ids=ids, **{CACHE: cache})  # allocates
 
         def run(ids=ids, cache=cache, positions=positions, mask=mask) -> None:
             for layer in cache.layers:
                 layer.cumulative_length.fill_(length)
-            compiled(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache)
+            compiled(input_ids=ids, position_ids=positions, attention_mask=mask, **{CACHE: cache})
 
         yield count, _median(run, model.device)
 

@@ -14,6 +14,7 @@ from bench.peer_process import Peer, worker_command
 from bench.recycling import RACER_NODES, RECYCLED_NODES, RacerSource, TokenRecyclingSource
 from bench.timing import time_limit, timed
 from lookahead import DraftModelSource, GuessSource, Lookahead, LookaheadConfig, NgramPool, PoolSource
+from lookahead.compat import CACHE
 from lookahead.tools.loading import load
 
 PLAIN = ("plain", "static-compiled", "prompt-lookup", "assisted")
@@ -187,7 +188,7 @@ class Subject:
         compiled._compile_all_devices = True  # transformers does not compile on the CPU otherwise
         cache = StaticCache(config=self.plain.config, max_cache_len=longest)
         with time_limit(self._timeout):
-            options = options | {"past_key_values": cache, "compile_config": compiled}
+            options = options | {CACHE: cache, "compile_config": compiled}
             texts, seconds = timed(self.plain, inputs, options, seed)
         return outcome(texts[0], seconds, steps=len(texts[0]) - 1)
 
