@@ -3,8 +3,9 @@
 #
 #     sh scripts/test_versions.sh PYTHON DIR
 #
-# Each version gets its own environment, DIR/oldest or DIR/newest, with transformers and its requirements. Everything
-# else, above all torch, comes from PYTHON's environment. PIP_FLAGS holds options for pip.
+# Each version gets its own environment, DIR/oldest or DIR/newest, with transformers and its requirements. The newest is
+# the one that pip finds today, whatever constraints.txt says. Everything else, above all torch, comes from PYTHON's
+# environment. PIP_FLAGS holds options for pip.
 set -eu
 
 [ $# -eq 2 ] || { echo "usage: sh $0 PYTHON DIR" >&2; exit 2; }
@@ -14,18 +15,28 @@ PIP_FLAGS=${PIP_FLAGS:-}
 OLDEST=$(sed -n 's/.*"transformers>=\([0-9.]*\),<[0-9.]*".*/\1/p' pyproject.toml)
 BEYOND=$(sed -n 's/.*"transformers>=[0-9.]*,<\([0-9.]*\)".*/\1/p' pyproject.toml)
 [ -n "$OLDEST" ] && [ -n "$BEYOND" ] || { echo "pyproject.toml names no range of transformers" >&2; exit 1; }
+# Texts, caches and batches, fused passes, what clients hand to generate(), and the private names that we use.
+CORE="tests/test_lossless.py tests/test_generate.py tests/test_batches.py tests/test_cache.py tests/test_continuation.py
+    tests/test_streaming.py tests/test_chat.py tests/test_draft.py tests/test_fused.py tests/test_integrations.py
+    tests/test_wrapping.py tests/test_compat.py"
+SERVER="tests/test_server.py"  # the extra `serve` needs a newer transformers than the oldest
 
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 tests_with() {
-    "$PYTHON" -m venv "$DIR/$1"
-    packages "$PYTHON" >"$(packages "$DIR/$1/bin/python")/beneath.pth"
+    name=$1 requirement=$2
+    shift 2
+    "$PYTHON" -m venv "$DIR/$name"
+    packages "$PYTHON" >"$(packages "$DIR/$name/bin/python")/beneath.pth"
     # shellcheck disable=SC2086
-    "$DIR/$1/bin/python" -m pip install $PIP_FLAGS --upgrade "$2"
-    "$DIR/$1/bin/python" -c 'import transformers; print("transformers", transformers.__version__)'
-    "$DIR/$1/bin/python" -m pytest tests/test_lossless.py tests/test_generate.py tests/test_batches.py \
-        tests/test_cache.py tests/test_continuation.py tests/test_streaming.py tests/test_chat.py tests/test_draft.py
+    "$DIR/$name/bin/python" -m pip install --quiet $PIP_FLAGS --upgrade "$requirement"
+    "$DIR/$name/bin/python" -c 'import platform, torch, transformers
+print("python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)'
+    PYTHONPATH=$PWD "$DIR/$name/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
 }
 
-tests_with oldest "transformers==$OLDEST"
-tests_with newest "transformers<$BEYOND"
+# shellcheck disable=SC2086
+{
+    tests_with oldest "transformers==$OLDEST" $CORE
+    tests_with newest "transformers<$BEYOND" $CORE $SERVER
+}
