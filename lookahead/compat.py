@@ -83,7 +83,7 @@ def cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | None
 def own_cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
     """What the model's forward calls a cache that is no `Cache`; None if it takes none."""
     arguments = inspect.signature(model.forward).parameters
-    return next((name for name in ("state", "mems", "past_buckets_states") if name in arguments), None)
+    return next((name for name in ("state", "mems", "past_buckets_states", "cache") if name in arguments), None)
 
 
 def is_callers_own(cache: Cache | None) -> bool:

@@ -210,7 +210,8 @@ def test_a_mask_of_other_rows_is_refused_as_plain_decoding_refuses_it():
     with pytest.raises(RuntimeError, match="must match") as plain:
         model.generate(**inputs, **GREEDY)
     lookahead.wrap(model)
-    with pytest.warns(UserWarning, match="number of sequences"), pytest.raises(RuntimeError) as ours:
+    reason = "number of sequences|not of the prompt's shape"  # transformers before 5.23 does not drop such a mask
+    with pytest.warns(UserWarning, match=reason), pytest.raises(RuntimeError) as ours:
         model.generate(**inputs, **GREEDY)
     assert str(ours.value) == str(plain.value)
 
