@@ -106,7 +106,7 @@ def arguments(words: tuple[str, ...], option: click.Parameter, value: str) -> li
 @pytest.mark.parametrize(("words", "option", "value"), cases())
 def test_odd_values(words, option, value, place, monkeypatch):
     monkeypatch.chdir(place)
-    monkeypatch.setattr(uvicorn, "run", lambda *_, **__: None)  # serves no one
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)  # serves no one
     result = CliRunner().invoke(main, arguments(words, option, value), input="import\n")
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code in (0, 1, 2)

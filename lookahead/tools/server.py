@@ -6,19 +6,18 @@ does not document the classes that these derive from; a test tells which of them
 """
 
 import asyncio
+import inspect
 import json
 import logging
-import math
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 import click
-import jinja2
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
@@ -34,27 +33,31 @@ try:
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.response import ResponseHandler
-    from transformers.cli.serving.systemone import SystemOneHandler
-    from transformers.cli.serving.transcription import TranscriptionHandler
-    from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState
+    from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState, Modality
 except ImportError as error:
     raise click.UsageError(
         f"the server needs packages that are missing ({error}): pip install 'lookahead-decoding[serve]'"
     ) from error
 
 from lookahead.engine.engine import Lookahead
-from lookahead.models.adapter import context_length
-from lookahead.streaming import CONTEXT, StopWhenAsked
+from lookahead.models.adapter import context_length, vocabulary_of
+from lookahead.streaming import CONTEXT, PieceStreamer, StopWhenAsked, without_half_character
 from lookahead.tools.chat import PLAIN_TEMPLATE
-from lookahead.tools.files import read_text
+from lookahead.tools.files import explained, read_text
 from lookahead.tools.loading import decoding, load_wrapped
+from lookahead.tools.openai_fields import CHAT, COMPLETION, RESPONSE, RefusedError, Wishes, read_request
 
 logger = logging.getLogger(__name__)
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")  # that decode
+ENDPOINTS = (CHAT, COMPLETION, RESPONSE)  # that decode
+SERVED = {*ENDPOINTS, "/v1/models", "/health"}  # of transformers' routes: the others load models, or read audio
+BYTES_A_TOKEN = 16  # of a request: enough for any language, also where JSON escapes every character
+LEAST_BODY, LARGEST_BODY = 2**20, 2**23
+GRACE = 5  # seconds that requests have to end once the server is told to stop
 
 
 def serve(host: str, port: int, seed: int, model_name: str | None, template_file: TextIO | None, **shared: Any) -> None:
+    sockets = listen(host, port)  # first, because loading takes long
     model, tokenizer, engine, options = load_wrapped(model_name, **shared)
     if template_file is not None:
         tokenizer.chat_template = read_text(template_file)
@@ -66,9 +69,27 @@ def serve(host: str, port: int, seed: int, model_name: str | None, template_file
         if engine:
             engine.prepare(model)  # so that the first request does not wait for it
     torch.manual_seed(seed)
-    uvicorn.run(
-        make_app(model, tokenizer, model_name or "demo_model", assistant), host=host, port=port, access_log=False
-    )
+    app = make_app(model, tokenizer, model_name or "demo_model", assistant)
+    server = uvicorn.Server(uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=GRACE))
+    place = f"[{host}]" if ":" in host else host
+    click.echo(f"running on http://{place}:{sockets[0].getsockname()[1]} (Ctrl-C to quit)", err=True)
+    with suppress(KeyboardInterrupt):  # uvicorn passes it on when it has ended
+        server.run(sockets)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Return listening sockets, one for each address of a host, all at one port. port: 0 is any free one.
+
+    Connections wait until they are served. Raises ClickException if the port cannot be had.
+    """
+    sockets: list[socket.socket] = []
+    with explained(f"cannot listen at {host}, port {port}; choose another --port or --host", OSError, UnicodeError):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(addresses):
+            one = socket.create_server((address[0], port), family=family, backlog=2048)
+            port = one.getsockname()[1]
+            sockets.append(one)
+    return sockets
 
 
 def make_app(
@@ -84,15 +105,18 @@ def make_app(
     manager, state = OneModel(model, tokenizer, name), OneThread(assistant)
     app = build_server(
         manager,
-        CheckedChat(manager, state),
-        completion_handler=CheckedCompletion(manager, state),
-        response_handler=Response(manager, state),
-        transcription_handler=TranscriptionHandler(manager, state),
-        systemone_handler=SystemOneHandler(manager, state),
+        ReadingChat(manager, state),
+        completion_handler=ReadingCompletion(manager, state),
+        response_handler=ReadingResponse(manager, state),
+        transcription_handler=None,  # type: ignore[arg-type]  # its route is left out
+        systemone_handler=None,  # type: ignore[arg-type]
         generation_state=state,
     )
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in SERVED]
+    app.router.lifespan_context = state.lifespan
     requests: Counter = Counter()
-    app.add_middleware(Watched, requests=requests)
+    most = min(max(BYTES_A_TOKEN * context_length(model), LEAST_BODY), LARGEST_BODY)
+    app.add_middleware(Watched, requests=requests, most=most)
 
     @app.get("/metrics")
     def metrics() -> PlainTextResponse:
@@ -115,6 +139,7 @@ def make_app(
 
 def error_body(message: str, status: int) -> dict:
     """Return an error as OpenAI's clients read it."""
+    message = message.encode(errors="backslashreplace").decode()  # it may quote what is no character
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
@@ -128,48 +153,58 @@ class OneModel(ModelManager):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str):
         super().__init__()
         self.force_model = name
-        self._loaded = model, tokenizer
+        self.model = model
+        self.tokenizer = tokenizer
         self._since = int(time.time())
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
         return model_id  # without "@main", so that answers name the model as requests do
 
-    def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> tuple:
-        if model_id_and_revision != self.force_model:
-            raise ValueError(f"this server has one model, {self.force_model!r}")
-        return self._loaded
+    @staticmethod
+    def get_model_modality(*_: Any, **__: Any) -> Modality:
+        return Modality.LLM
 
-    def get_gen_models(self) -> list[dict]:  # type: ignore[override]  # there it lists the cache of the hub
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple:
+        return self.model, _prompt.get()
+
+    def list_models(self) -> list[dict]:  # type: ignore[override]  # there it lists the cache of the hub
         return [{"id": self.force_model, "object": "model", "created": self._since, "owned_by": "lookahead"}]
 
-
-@dataclass(frozen=True)
-class Wishes:
-    """What a request asks for beyond the GenerationConfig that transformers makes of it."""
-
-    seed: int | None = None
-    samples: bool = False
-    stops: tuple[str, ...] = ()
+    get_gen_models = list_models  # type: ignore[assignment]  # its name before transformers 5.24
 
 
-NO_WISHES = Wishes()
-_wishes: ContextVar[Wishes] = ContextVar("wishes", default=NO_WISHES)  # of the request that the current task serves
+_wishes: ContextVar[Wishes] = ContextVar("wishes")  # of the request that the current task serves
 
 
 class OneThread(GenerationState):
-    """Decodes all requests on one thread, in the order of their arrival: sampling uses torch's one generator."""
+    """Decodes all requests on one thread, in the order of their arrival: sampling uses torch's one generator.
+
+    Another thread reads their prompts, one at a time, so that templates and tokenizers hold up no client.
+    """
 
     def __init__(self, assistant: PreTrainedModel | None):
         super().__init__()
         self._manager = Generations({} if assistant is None else {"assistant_model": assistant})
+        self._reader = GenerateManager()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> "Generations":
         return self._manager
 
+    async def read(self, call: Callable[[], Any]) -> Any:
+        """Return the result of ``call`` from the reading thread."""
+        return await asyncio.shield(self._reader.async_submit(call))
+
+    @asynccontextmanager
+    async def lifespan(self, app: "FastAPI") -> AsyncIterator[None]:
+        """End with the call of generate that has been cancelled: a thread must not decode while Python ends."""
+        yield
+        with suppress(asyncio.TimeoutError):  # a long prompt is being computed
+            await asyncio.wait_for(asyncio.shield(self._manager.async_submit(lambda: None)), GRACE)
+
 
 class Generations(GenerateManager):
-    """Calls ``model.generate`` with a request's own seed, and ends the call when the client has gone."""
+    """Calls ``model.generate`` with a request's own wishes, and ends the call when the client has gone."""
 
     def __init__(self, options: dict):
         super().__init__()
@@ -180,7 +215,7 @@ class Generations(GenerateManager):
     ) -> tuple[asyncio.Queue, DirectStreamer]:
         loop, pieces = asyncio.get_running_loop(), Pieces(_wishes.get().stops)
         call, stop = self._call(model, processor, inputs, gen_config)
-        streamer = Streamer(processor.backend_tokenizer, loop, pieces, response_parser, stop)
+        streamer = Streamer(processor, loop, pieces, response_parser, stop)
 
         def run() -> None:
             try:
@@ -213,14 +248,13 @@ class Generations(GenerateManager):
         Raises HTTPException if the prompt does not fit.
         """
         wishes = _wishes.get()
-        if wishes.samples:
-            generation.do_sample = True
+        generation.update(**wishes.settings)
         length, context = inputs["input_ids"].shape[-1], context_length(model)
         if not 0 < length < context:
             raise HTTPException(400, f"the prompt has {length} tokens: give 1 to {context - 1}, the model's context")
         generation.max_new_tokens = min(generation.max_new_tokens or context, context - length)
-        stop = Stop(tokenizer, length, wishes.stops)
-        options = {**inputs, **self._options, "generation_config": generation, "tokenizer": tokenizer}
+        stop = Stop(tokenizer, length, wishes.stops, generation)
+        options = {**inputs, **self._options, "generation_config": generation}
 
         def call(streamer: DirectStreamer | None = None) -> torch.Tensor:
             if stop.asked:  # the client has gone while it waited
@@ -243,11 +277,32 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 class Streamer(DirectStreamer):
-    """Ends the call by a stopping criterion, so that a step is never left half-way."""
+    """Ends the call by a stopping criterion, so that a step is never left half-way.
+
+    Without a parser, its pieces are those of `lookahead.stream`: transformers' own end before the token that holds half
+    a character.
+    """
 
     def __init__(self, tokenizer: Any, loop: Any, queue: Any, response_parser: Any, stop: StopWhenAsked):
-        super().__init__(tokenizer, loop, queue, response_parser=response_parser)
+        super().__init__(tokenizer.backend_tokenizer, loop, queue, response_parser=response_parser)
         self._stop = stop
+        write = lambda piece: loop.call_soon_threadsafe(queue.put_nowait, piece)  # noqa: E731
+        self._text = PieceStreamer(tokenizer, write) if response_parser is None else None
+        self._seen_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._text is None:
+            super().put(value)
+            return
+        if self._seen_prompt:
+            self.total_tokens += value.numel()
+        self._seen_prompt = True
+        self._text.put(value)
+
+    def end(self) -> None:
+        if self._text is not None:
+            self._text.end()
+        super().end()
 
     def cancel(self) -> None:
         self._stop.asked = True
@@ -263,27 +318,41 @@ class Stop(StopWhenAsked):
 
     transformers' own criterion also finds a stop string that begins in the prompt. If the prompt ends with a line break
     and two of them are the stop string, it would end an answer that begins with one.
+
+    If the text ends by itself, `generation.max_new_tokens` becomes None, for transformers' handlers say that a text has
+    been cut if it has that many tokens, whatever the last of them is.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: tuple[str, ...]):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: tuple[str, ...], generation: GenerationConfig
+    ):
         super().__init__()
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._stops = stops
+        self._generation = generation
+        ends = generation.eos_token_id
+        self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._reach = CONTEXT + BYTES * max(map(len, stops), default=0)  # tokens among which a stop string ends
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         stop = super().__call__(input_ids, scores, **kwargs)
+        is_end = int(input_ids[0, -1]) in self._ends
         if self._stops:
             text = self._tokenizer.decode(input_ids[0, self._prompt :][-self._reach :], skip_special_tokens=True)
-            stop |= any(one in text for one in self._stops)
+            is_stop = any(one in text for one in self._stops)
+            stop |= is_stop
+            is_end |= is_stop
+        if is_end:
+            self._generation.max_new_tokens = None
         return stop
 
 
 class Pieces(asyncio.Queue):
     """Pieces of an answer on their way to the client, up to the first stop string, which is left out.
 
-    Text that may be the beginning of a stop string is held back until more is known. An error put in is raised by get.
+    Text that may be the beginning of a stop string is held back until more is known, and so is half a character, which
+    is left out where the answer ends. An error put in is raised by get.
     """
 
     def __init__(self, stops: tuple[str, ...]):
@@ -300,11 +369,12 @@ class Pieces(asyncio.Queue):
             end = before_stop(text, self._stops)
             self._stopped = self._stopped or end < len(text)
             if not self._stopped:
-                end = len(text) - undecided(text, self._stops)
+                end = min(len(text) - undecided(text, self._stops), len(without_half_character(text)))
             if end:
                 super().put_nowait(kind(text[:end]))
             self._held = kind(text[end:])
         else:
+            self._held = without_half_character(self._held)
             self._release(str)
             super().put_nowait(item)
 
@@ -333,128 +403,123 @@ def undecided(text: str, stops: tuple[str, ...]) -> int:
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+class UnreadError(Exception):
+    """transformers asks for the tokens of a prompt that has not been read yet."""
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+class Prompt:
+    """Stands for the tokenizer while transformers handles a request, so that the event loop reads no prompt.
+
+    The first time that a handler asks for the tokens, UnreadError is raised. `read` is then called on another thread,
+    and the handler once more.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._call: tuple[Callable, tuple, dict] | None = None
+        self._tokens: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self._read_elsewhere(self._tokenizer, *texts, **options)
+
+    def apply_chat_template(self, *messages: Any, **options: Any) -> Any:
+        return self._read_elsewhere(self._tokenizer.apply_chat_template, *messages, **options)
+
+    def _read_elsewhere(self, reader: Callable, *arguments: Any, **options: Any) -> Any:
+        if self._tokens is None:
+            self._call = reader, arguments, options
+            raise UnreadError
+        return self._tokens
+
+    def read(self) -> None:
+        """Read the prompt. Raises RefusedError if it cannot be read, or if the template passes over the tools."""
+        reader, arguments, options = self._call  # type: ignore[misc]  # a handler has asked
+        try:
+            self._tokens = reader(*arguments, **options)
+            knows_tools = not options.get("tools") or not torch.equal(
+                self._tokens["input_ids"], reader(*arguments, **options | {"tools": None})["input_ids"]
+            )
+        except Exception as error:  # templates raise errors of many kinds
+            raise RefusedError(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
+        if not knows_tools:
+            raise RefusedError("tools must be left out, because the model's chat template knows none")
 
 
-def _texts(value: Any) -> bool:
-    return all(isinstance(text, str) and text for text in (value if isinstance(value, list) else [value]))
+_prompt: ContextVar[Prompt] = ContextVar("prompt")  # of the request that the current task serves
 
 
-def _is_text_parts(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in value
-    )
-
-
-# What a field must be. transformers would fail on other values, or leave them out without a word.
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "stream": (lambda value: isinstance(value, bool), "true or false"),
-    "max_tokens": (lambda value: _whole(value) and value > 0, "a whole number above 0"),
-    "max_completion_tokens": (lambda value: _whole(value) and value > 0, "a whole number above 0"),
-    "temperature": (lambda value: _number(value) and value >= 0, "a number from 0 on"),
-    "top_p": (lambda value: _number(value) and 0 < value <= 1, "a number above 0, up to 1"),
-    "seed": (lambda value: _whole(value) and -(2**63) <= value < 2**64, "a whole number of 64 bits"),
-    "frequency_penalty": (lambda value: _number(value) and -1 < value <= 2, "a number above -1, up to 2"),
-    "stop": (_texts, "a text that is not empty, or a list of such texts"),
-    "logit_bias": (
-        lambda value: isinstance(value, dict) and all(k.isdecimal() and _number(v) for k, v in value.items()),
-        "an object of token ids and numbers",
-    ),
-    "n": (lambda value: value == 1, "1, because a request gets one answer"),
-    "best_of": (lambda value: value == 1, "1, because a request gets one answer"),
-    "logprobs": (lambda value: value is False, "left out, because answers come without probabilities"),
-    "top_logprobs": (lambda value: value == 0, "left out, because answers come without probabilities"),
-    "presence_penalty": (lambda value: value == 0, "0, because there is none"),
-    "response_format": (lambda value: value == {"type": "text"}, "text, because nothing else is enforced"),
-    "echo": (lambda value: value is False, "false, because answers leave the prompt out"),
-}
-
-
-def check(body: dict) -> None:
-    """Raise HTTPException, naming the field, for what the server cannot do."""
-    for name, (is_right, what) in FIELDS.items():
-        value = body.get(name)
-        if value is not None and not is_right(value):
-            raise HTTPException(400, f"{name} must be {what}; it is {json.dumps(value):.80}")
-
-
-def wishes_of(body: dict, stops: tuple[str, ...] = ()) -> Wishes:
-    """Take the seed out of a request: transformers would seed at once, and so disturb the one that is being decoded."""
-    samples = body.get("temperature") != 0 and any(body.get(name) is not None for name in ("temperature", "top_p"))
-    return Wishes(body.pop("seed", None), samples, stops)
-
-
-class Response(ResponseHandler):
-    async def handle_request(self, body: dict, request_id: str) -> Any:
-        _wishes.set(wishes_of(body))
-        return await super().handle_request(body, request_id)
-
-
-class Checked:
+class Reading:
     """Handles a request as transformers does, after a check, and shortens the answer to what was asked for."""
 
+    path: str  # of the endpoint
+
     async def handle_request(self, body: dict, request_id: str) -> Any:
-        check(body)
-        self.check_prompt(body)
-        if (most := body.pop("max_completion_tokens", None)) is not None:
-            body["max_tokens"] = most
-        if biases := body.pop("logit_bias", None):
-            body["logit_bias"] = {token: float(bias) for token, bias in biases.items()}
-        stop = body.pop("stop", None) or ()
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        _wishes.set(wishes_of(body, stops))
+        manager, state = self.model_manager, self.generation_state  # type: ignore[attr-defined]
+        tokenizer, vocabulary = manager.tokenizer, vocabulary_of(manager.model)
         try:
-            response = await super().handle_request(body, request_id)  # type: ignore[misc]  # the class that is mixed in
-        except (KeyError, TypeError, ValueError, jinja2.TemplateError) as error:
-            raise HTTPException(400, f"{type(error).__name__}: {error}") from error
+            body, wishes = await state.read(
+                lambda: read_request(body, self.path, manager.force_model, vocabulary, reserved_names(tokenizer))
+            )
+            _wishes.set(wishes)
+            _prompt.set(Prompt(tokenizer))
+            with suppress(UnreadError):
+                await super().handle_request({**body}, request_id)  # type: ignore[misc]  # the class that is mixed in
+            await state.read(_prompt.get().read)
+        except RefusedError as error:
+            raise HTTPException(400, str(error)) from error
+        try:
+            response = await super().handle_request({**body}, request_id)  # type: ignore[misc]
         except HTTPException:
             raise
         except Exception as error:
             logger.exception("a request has failed")
             raise HTTPException(500, f"decoding failed: {type(error).__name__}: {error}") from error
         if isinstance(response, StreamingResponse):
-            response.body_iterator = events(response.body_iterator)
-        elif stops:
-            answer = json.loads(response.body)
-            for choice in answer["choices"]:
-                place, key = (choice["message"], "content") if "message" in choice else (choice, "text")
-                if place.get(key):
-                    place[key] = place[key][: before_stop(place[key], stops)]
-            response = JSONResponse(answer)
-        return response
-
-    def check_prompt(self, body: dict) -> None:
-        raise NotImplementedError
+            response.body_iterator = events(response.body_iterator, ends_with_done=self.path != RESPONSE)
+            return response
+        answer = json.loads(response.body)
+        for place, key in texts_of(answer):
+            if place.get(key):
+                place[key] = without_half_character(place[key][: before_stop(place[key], wishes.stops)])
+        return JSONResponse(answer)
 
 
-class CheckedChat(Checked, ChatCompletionHandler):
-    def check_prompt(self, body: dict) -> None:
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise HTTPException(400, "messages must be a list of at least one message")
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise HTTPException(400, f"a message must be an object with a role; one is {json.dumps(message):.80}")
-            content = message.get("content")
-            if content is not None and not isinstance(content, str) and not _is_text_parts(content):
-                raise HTTPException(
-                    400, f"a message's content must be a text, or parts of type text; one is {json.dumps(content):.80}"
-                )
+class ReadingChat(Reading, ChatCompletionHandler):
+    path = CHAT
 
 
-class CheckedCompletion(Checked, CompletionHandler):
-    def check_prompt(self, body: dict) -> None:
-        if body.get("logit_bias"):
-            raise HTTPException(400, "logit_bias must be left out: only chat completions know it")
+class ReadingCompletion(Reading, CompletionHandler):
+    path = COMPLETION
 
 
-async def events(body: Any) -> AsyncIterator[Any]:
-    """Yield the events of an answer, then the one by which clients know that it is whole; or the error."""
+class ReadingResponse(Reading, ResponseHandler):
+    path = RESPONSE
+
+
+def reserved_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the names that a request must not give a variable of a chat template: they are arguments."""
+    of_templates = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    of_its_own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    return of_templates | of_its_own | {"messages", "conversations", "load_audio_from_video"}
+
+
+def texts_of(answer: dict) -> Iterator[tuple[dict, str]]:
+    """Yield where an answer holds text: an object and the name in it."""
+    for choice in answer.get("choices", []):
+        yield (choice["message"], "content") if "message" in choice else (choice, "text")
+    for item in answer.get("output", []):
+        for part in item.get("content", []):
+            yield part, "text"
+
+
+async def events(body: Any, ends_with_done: bool) -> AsyncIterator[Any]:
+    """Yield the events of an answer, then the one by which clients know that it is whole; or the error.
+
+    ends_with_done: false for a response, whose own last event says so.
+    """
     try:
         async for event in body:
             yield event
@@ -463,26 +528,35 @@ async def events(body: Any) -> AsyncIterator[Any]:
         message = error_body(f"decoding failed: {type(error).__name__}: {error}", 500)
         yield f"data: {json.dumps(message)}\n\n"
     else:
-        yield "data: [DONE]\n\n"
+        if ends_with_done:
+            yield "data: [DONE]\n\n"
 
 
 class Watched:
-    """Counts the requests that decode, and cancels one whose client has gone.
+    """Counts the requests that decode, refuses large ones, and cancels one whose client has gone.
 
     transformers notices that only while it streams.
+
+    most: bytes of the largest body.
     """
 
-    def __init__(self, app: "ASGIApp", requests: Counter):
+    def __init__(self, app: "ASGIApp", requests: Counter, most: int):
         self._app = app
         self._requests = requests
+        self._most = most
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] != "http" or scope["path"] not in ENDPOINTS:
             await self._app(scope, receive, send)
             return
         try:
-            body = await Request(scope, receive).body()
+            body = await body_of(Request(scope, receive), self._most)
         except ClientDisconnect:
+            return
+        if body is None:
+            self._requests[scope["path"], "413"] += 1
+            refusal = error_body(f"the body of a request must have {self._most} bytes at most; this one is larger", 413)
+            await JSONResponse(refusal, 413)(scope, receive, send)
             return
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         # Comes when the client has gone, or the answer is complete.
@@ -515,6 +589,18 @@ class Watched:
             await asyncio.wait({serving})
             self._requests["running"] -= 1
             self._requests[scope["path"], status] += 1
+
+
+async def body_of(request: "Request", most: int) -> bytes | None:
+    """Return the body of a request, or None if it has more than ``most`` bytes, which are then not kept."""
+    if int(request.headers.get("content-length", 0)) > most:
+        return None
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            return None
+    return bytes(body)
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,277 @@
+"""Send a server of OpenAI's API what its clients should not, and check that it goes on serving.
+
+Each field of the three schemas, and each place in messages, tools and settings, is left out, null, of the wrong type,
+huge, not a number, nested deeply or no text. Each request must be answered within a minute, with no status of 500 or
+above and no error in the middle of a stream, and a good request must get the same text as before. A request that fails
+is printed.
+
+    lookahead serve --port 8000 &
+    python scripts/fuzz_server.py --url http://localhost:8000
+"""
+
+import copy
+import http.client
+import json
+import random
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsStreaming as CompletionParams
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams
+
+CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+GOOD = {"prompt": "def read_lines(path):\n", "max_tokens": 12, "temperature": 0.8, "seed": 3}
+TIMEOUT = 60  # seconds
+
+TOOL = {"name": "look_up", "description": "Looks up.", "parameters": {"type": "object", "properties": {}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "import"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "def main():"},
+    {"role": "user", "content": "x = 1"},
+]
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "import"}]},
+    {"type": "reasoning", "id": "2", "summary": []},
+    {"type": "function_call", "call_id": "1", "name": "look_up", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "def main():"},
+    {"type": "message", "role": "user", "content": "x = 1"},
+]
+SETTINGS = {"do_sample": True, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
+VARIABLES = {"enable_thinking": False, "names": ["a", 1]}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES, "max_tokens": 3, "chat_template_kwargs": VARIABLES, "logit_bias": {"5": 1}},
+    COMPLETION: {"prompt": "import", "max_tokens": 3, "generation_config": SETTINGS, "stop": ["\n\n\n"]},
+    RESPONSE: {
+        "input": ITEMS,
+        "instructions": "Be brief.",
+        "max_output_tokens": 3,
+        "text": {"format": {"type": "text"}},
+    },
+}
+SCHEMAS: dict[str, Any] = {CHAT: ChatParams, COMPLETION: CompletionParams, RESPONSE: ResponseParams}
+MORE_FIELDS = (
+    "seed", "generation_config", "chat_template_kwargs", "top_k", "min_p", "stop", "logit_bias", "chat_template",
+    "nope", "num_beams", "reasoning_effort", "input", "prompt", "messages", "tools", "max_tokens", "functions", "",
+)  # fmt: skip
+NESTED: dict[str, list[tuple]] = {
+    CHAT: [
+        ("messages", 0), ("messages", 0, "role"), ("messages", 0, "content"), ("messages", 1, "content", 0),
+        ("messages", 1, "content", 0, "type"), ("messages", 1, "content", 0, "text"), ("messages", 2, "tool_calls"),
+        ("messages", 2, "tool_calls", 0), ("messages", 2, "tool_calls", 0, "id"), ("messages", 2, "content"),
+        ("messages", 2, "tool_calls", 0, "function"), ("messages", 2, "tool_calls", 0, "function", "name"),
+        ("messages", 2, "tool_calls", 0, "function", "arguments"), ("messages", 3, "tool_call_id"),
+        ("messages", 4, "name"), ("messages", 4, "nope"), ("messages", 4, "tool_calls"), ("messages", 4, "audio"),
+        ("logit_bias", "5"), ("logit_bias", "-1"), ("logit_bias", "99999999"), ("logit_bias", "x"),
+        *(("chat_template_kwargs", name) for name in (
+            "x", "chat_template", "tokenize", "truncation", "max_length", "padding", "return_tensors", "return_dict",
+            "tools", "documents", "messages", "conversation", "self", "add_generation_prompt", "tokenizer_kwargs",
+            "continue_final_message", "bos_token", "raise_exception", "range", "sanitize_control_tokens", "\u00e9",
+            "a b",
+        )),
+    ],
+    COMPLETION: [
+        ("stop", 0),
+        *(("generation_config", name) for name in (
+            *SETTINGS, "temperature", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "max_new_tokens",
+            "min_new_tokens", "num_beams", "num_return_sequences", "use_cache", "max_length", "eos_token_id",
+            "max_time", "return_dict_in_generate", "output_scores", "cache_implementation", "prompt_lookup_num_tokens", "nope",
+            "assistant_early_exit", "sequence_bias", "bad_words_ids", "stop_strings", "guidance_scale", "penalty_alpha",
+        )),
+    ],
+    RESPONSE: [
+        ("input", 0), ("input", 0, "role"), ("input", 0, "content"), ("input", 0, "content", 0),
+        ("input", 0, "content", 0, "text"), ("input", 0, "type"), ("input", 1), ("input", 1, "content"),
+        ("input", 2, "call_id"), ("input", 2, "name"), ("input", 2, "arguments"), ("input", 2, "type"),
+        ("input", 3, "output"), ("input", 3, "call_id"), ("input", 4, "type"), ("input", 4, "content"),
+        ("text", "format"), ("text", "format", "type"), ("text", "nope"),
+    ],
+}  # fmt: skip
+LEFT_OUT = object()
+
+
+@dataclass(frozen=True)
+class Raw:
+    """JSON that Python's encoder would not write, or not quickly."""
+
+    text: str
+
+
+def deep(levels: int) -> Raw:
+    return Raw('{"a":[' * levels + "]}" * levels)
+
+
+VALUES: list[Any] = [
+    LEFT_OUT, None, True, False, 0, 1, -1, 2, 0.5, 1.0, -0.0, 1e-300, 5e-324, 1e308, Raw("1e999"), float("nan"),
+    float("inf"), float("-inf"), 10**400, Raw("9" * 5000), -(2**63) - 1, 2**64, 2**31, "", "x", " ", "auto", "none",
+    "required", "null", "NaN", "1", "\ud800", "\x00", "{{ 'x' * 300000000 }}", "{}", "[]",
+    "x" * 50_000, "\u00e9" * 20_000, [], {}, [None], [1], [True], ["x"], [""], ["\ud800"], [[]], [{}], [[[[1]]]], {"a": 1},
+    {"": None}, {"a": {"b": {}}}, {"\ud800": 1}, {"x" * 5000: 1}, list(range(20_000)), ["x"] * 5000, [{}] * 5000,
+    {str(number): 1 for number in range(5000)}, deep(20), deep(100), deep(20_000), {"type": "text"}, ["text"],
+    {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, ["text", "audio"],
+    {"type": "function", "function": {"name": "look_up"}}, [{"type": "function", "function": TOOL}],
+    [{"type": "function", **TOOL}], [{"type": "function", "function": {"name": 1, "parameters": []}}], [TOOL],
+    [{"role": "user", "content": "x"}] * 5000, [{"role": "nobody", "content": ""}], [{"role": "user"}], "word " * 3000,
+    '{"num_beams": 3}', '{"num_return_sequences": 500, "do_sample": true}', '{"temperature": NaN}', '{"top_k": 1e400}',
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request that may be bad."""
+
+    name: str
+    path: str
+    body: bytes
+    method: str = "POST"
+    headers: dict[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
+    is_chunked: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}, {self.name}: {self.headers} {self.body[:2000]!r} ({len(self.body)} bytes)"
+
+
+def cases() -> Iterator[Case]:
+    """Yield all requests, in order."""
+    for path, body in BODIES.items():
+        names = sorted(SCHEMAS[path].__required_keys__ | SCHEMAS[path].__optional_keys__ | {*MORE_FIELDS})
+        for place in [*((name,) for name in names), *NESTED[path]]:
+            for value in VALUES:
+                changed = {"stream": place[0] != "stream" and value in (1, "x", 0.5)} | copy.deepcopy(body)
+                for name in ("tool_choice", "parallel_tool_calls"):
+                    if place == (name,):
+                        changed["tools"] = [{"type": "function", "function": TOOL}]
+                yield Case(f"{'.'.join(map(str, place))} is changed", path, encoded(changed, place, value))
+        for text in (
+            b"",
+            b"null",
+            b"[]",
+            b"5",
+            b"[1",
+            b"{",
+            b"\xff\xfe",
+            b"\xef\xbb\xbf{}",
+            b'{"a": "\xff"}',
+            b"{}" * 9,
+        ):
+            yield Case("no JSON object", path, text)
+        for kind in ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded", ""):
+            yield Case("another type", path, json.dumps(body).encode(), headers={"Content-Type": kind})
+        for is_chunked in (False, True):
+            for letter in (b" ", b"[", b"x"):
+                yield Case("too large", path, b'{"prompt": "' + letter * (9 << 20), is_chunked=is_chunked)
+        for method in ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"):
+            yield Case("another method", path, b"", method=method)
+    for path in (
+        "/", "/v1", "/v1/models", "/v1/models/nope", "/health", "/metrics", "/docs", "/v1/embeddings", "/load_model",
+        "/reset", "/v1/audio/transcriptions", "/v1/systemone", "/v1/chat/completions/", "/v1/responses/resp_1", "/%00", "/..%2f",
+    ):  # fmt: skip
+        for method in ("GET", "POST", "DELETE"):
+            yield Case("another path", path, b'{"model": 5}', method=method)
+
+
+def encoded(body: dict, place: tuple, value: Any) -> bytes:
+    """Return JSON of ``body`` with another value at a place, which is put in if it is not there."""
+    at: Any = body
+    for step in place[:-1]:
+        at = at[step]
+    if value is not LEFT_OUT:
+        if isinstance(at, list):
+            at[place[-1]] = value
+        else:
+            at.update({place[-1]: value})
+    elif isinstance(at, list) or place[-1] in at:
+        del at[place[-1]]
+    raw: list[str] = []
+
+    def mark(one: Any) -> str:
+        raw.append(one.text)
+        return f"<raw {len(raw) - 1}>"
+
+    text = json.dumps(body, default=mark)
+    for number, one in enumerate(raw):
+        text = text.replace(f'"<raw {number}>"', one)
+    return text.encode()
+
+
+class Server:
+    """A server that is asked. url: such as http://localhost:8000."""
+
+    def __init__(self, url: str):
+        place = urllib.parse.urlsplit(url)
+        self._host, self._port = place.hostname, place.port
+        self.text = self.answer()
+
+    def send(self, case: Case) -> tuple[int, str]:
+        """Return the status and the text of the answer, whether it comes whole or as a stream."""
+        connection = http.client.HTTPConnection(self._host or "localhost", self._port, timeout=TIMEOUT)
+        try:
+            body = (
+                (case.body[at : at + 4096] for at in range(0, len(case.body), 4096)) if case.is_chunked else case.body
+            )
+            with suppress(BrokenPipeError, ConnectionResetError):  # a refusal may come before the body has gone
+                connection.request(case.method, case.path, body, case.headers, encode_chunked=case.is_chunked)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def answer(self) -> str:
+        """Return the text that a good request gets."""
+        status, said = self.send(Case("a good request", COMPLETION, json.dumps(GOOD).encode()))
+        assert status == 200, said
+        return json.loads(said)["choices"][0]["text"]
+
+    def check(self, case: Case) -> int:
+        """Send a request and return the status. Raises AssertionError, which shows the request, if it fails."""
+        try:
+            status, said = self.send(case)
+        except (OSError, http.client.HTTPException) as error:
+            raise AssertionError(f"{error!r} for {case}") from error
+        assert status < 500, f"status {status}, {said:.2000} for {case}"
+        assert case.method == "HEAD" or status < 400 or json.loads(said)["error"]["message"], f"{said:.2000} for {case}"
+        assert status != 200 or 'data: {"error"' not in said, f"{said[-2000:]} for {case}"
+        return status
+
+    def check_good(self) -> None:
+        """Raise AssertionError if a good request is not answered as at first."""
+        assert self.answer() == self.text
+
+
+def fuzz(url: str, chosen: list[Case]) -> Counter:
+    """Send these requests, and good ones in between. Returns how many had which status."""
+    server, statuses = Server(url), Counter()  # type: ignore[var-annotated]
+    for number, case in enumerate(chosen):
+        statuses[server.check(case)] += 1
+        if number % 50 == 49:
+            server.check_good()
+    server.check_good()
+    return statuses
+
+
+def choose(count: int | None, seed: int) -> list[Case]:
+    """Return some of the requests at random, or all of them, in random order."""
+    every = list(cases())
+    return random.Random(seed).sample(every, len(every) if count is None else count)
+
+
+@click.command()
+@click.option("--url", default="http://localhost:8000", show_default=True)
+@click.option("--count", type=click.IntRange(min=1), help="How many requests, chosen at random; all by default.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def main(url: str, count: int | None, seed: int) -> None:
+    """Send a server bad requests."""
+    statuses = fuzz(url, choose(count, seed))
+    click.echo(f"{sum(statuses.values())} requests: " + ", ".join(f"{n} with {s}" for s, n in sorted(statuses.items())))
+
+
+if __name__ == "__main__":
+    main()
