@@ -83,7 +83,8 @@ NESTED: dict[str, list[tuple]] = {
         *(("generation_config", name) for name in (
             *SETTINGS, "temperature", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "max_new_tokens",
             "min_new_tokens", "num_beams", "num_return_sequences", "use_cache", "max_length", "eos_token_id",
-            "max_time", "return_dict_in_generate", "output_scores", "cache_implementation", "prompt_lookup_num_tokens", "nope",
+            "max_time", "prompt_lookup_num_tokens", "return_dict_in_generate", "output_scores",
+            "cache_implementation", "nope",
             "assistant_early_exit", "sequence_bias", "bad_words_ids", "stop_strings", "guidance_scale", "penalty_alpha",
         )),
     ],
@@ -113,11 +114,11 @@ VALUES: list[Any] = [
     LEFT_OUT, None, True, False, 0, 1, -1, 2, 0.5, 1.0, -0.0, 1e-300, 5e-324, 1e308, Raw("1e999"), float("nan"),
     float("inf"), float("-inf"), 10**400, Raw("9" * 5000), -(2**63) - 1, 2**64, 2**31, "", "x", " ", "auto", "none",
     "required", "null", "NaN", "1", "\ud800", "\x00", "{{ 'x' * 300000000 }}", "{}", "[]",
-    "x" * 50_000, "\u00e9" * 20_000, [], {}, [None], [1], [True], ["x"], [""], ["\ud800"], [[]], [{}], [[[[1]]]], {"a": 1},
-    {"": None}, {"a": {"b": {}}}, {"\ud800": 1}, {"x" * 5000: 1}, list(range(20_000)), ["x"] * 5000, [{}] * 5000,
-    {str(number): 1 for number in range(5000)}, deep(20), deep(100), deep(20_000), {"type": "text"}, ["text"],
-    {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, ["text", "audio"],
-    {"type": "function", "function": {"name": "look_up"}}, [{"type": "function", "function": TOOL}],
+    "x" * 50_000, "\u00e9" * 20_000, [], {}, [None], [1], [True], ["x"], [""], ["\ud800"], [[]], [{}], [[[[1]]]],
+    {"a": 1}, {"": None}, {"a": {"b": {}}}, {"\ud800": 1}, {"x" * 5000: 1}, list(range(20_000)), ["x"] * 5000,
+    [{}] * 5000, {str(number): 1 for number in range(5000)}, deep(20), deep(100), deep(20_000), {"type": "text"},
+    ["text"], {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    ["text", "audio"], {"type": "function", "function": {"name": "look_up"}}, [{"type": "function", "function": TOOL}],
     [{"type": "function", **TOOL}], [{"type": "function", "function": {"name": 1, "parameters": []}}], [TOOL],
     [{"role": "user", "content": "x"}] * 5000, [{"role": "nobody", "content": ""}], [{"role": "user"}], "word " * 3000,
     '{"num_beams": 3}', '{"num_return_sequences": 500, "do_sample": true}', '{"temperature": NaN}', '{"top_k": 1e400}',
@@ -172,7 +173,8 @@ def cases() -> Iterator[Case]:
             yield Case("another method", path, b"", method=method)
     for path in (
         "/", "/v1", "/v1/models", "/v1/models/nope", "/health", "/metrics", "/docs", "/v1/embeddings", "/load_model",
-        "/reset", "/v1/audio/transcriptions", "/v1/systemone", "/v1/chat/completions/", "/v1/responses/resp_1", "/%00", "/..%2f",
+        "/reset", "/v1/audio/transcriptions", "/v1/systemone", "/v1/chat/completions/", "/v1/responses/resp_1", "/%00",
+        "/..%2f",
     ):  # fmt: skip
         for method in ("GET", "POST", "DELETE"):
             yield Case("another path", path, b'{"model": 5}', method=method)

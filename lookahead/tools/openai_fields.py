@@ -263,6 +263,13 @@ GENERATION: dict[str, Check] = {
     "max_new_tokens": NEW_TOKENS,
     "min_new_tokens": _at_least(0),
 }
+NOT_FLOATS = {
+    "do_sample",
+    "top_k",
+    "no_repeat_ngram_size",
+    "max_new_tokens",
+    "min_new_tokens",
+}  # transformers is strict
 LEAVE_OUT = "the server does not know it, or cannot do it; leave it out"
 INSTEAD: dict[Any, str] = {
     (RESPONSE, "max_tokens"): "give max_output_tokens instead",
@@ -298,7 +305,7 @@ def _generation_config(given: str | dict) -> dict[str, Any]:
         if name not in GENERATION:
             raise RefusedError(f"generation_config must not hold {name:.80}: it takes {', '.join(GENERATION)}")
         _check(f"{name} in generation_config", value, GENERATION[name])
-    return settings
+    return {name: value if name in NOT_FLOATS else float(value) for name, value in settings.items()}
 
 
 def _sampling(settings: dict[str, Any]) -> dict[str, Any]:
@@ -327,7 +334,7 @@ def _biases(given: dict, vocabulary: int) -> dict[tuple[int], float]:
 
 # -- what to read -----------------------------------------------------------------------------------------------------
 
-PARTS = {"text", "input_text", "output_text"}
+PARTS = ("text", "input_text", "output_text")
 ROLE: Check = (lambda value: isinstance(value, str) and 0 < len(value) <= ITEMS, f"a text of 1 to {ITEMS} characters")
 ARGUMENTS = "the JSON text of an object"
 MESSAGE_PASSED_OVER = {"name", "refusal", "annotations", "reasoning", "reasoning_content", "id", "type", "status"}
