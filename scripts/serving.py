@@ -69,7 +69,9 @@ def running(server: str, model: str, dtype: str, device: str) -> Iterator[str]:
 
 def ask(client: openai.OpenAI, model: str, prompt: str, most: int, temperature: float, seed: int) -> Answer:
     # In this form, both servers sample.
-    settings = {"max_new_tokens": most} | ({"do_sample": True, "temperature": temperature} if temperature else {})
+    settings = {"max_new_tokens": most, "do_sample": temperature > 0} | (
+        {"temperature": temperature} if temperature else {}
+    )
     begin, first, usage = time.perf_counter(), None, None
     for chunk in client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": prompt}], max_tokens=most, seed=seed, stream=True,
