@@ -36,6 +36,6 @@ model = lookahead.wrap(AutoModelForCausalLM.from_pretrained(arguments.model).eva
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # uvicorn closes its connections first, and then passes it on
 try:
-    uvicorn.run(make_app(model, tokenizer, arguments.model), port=arguments.port)
+    uvicorn.run(make_app(model, tokenizer, arguments.model), port=arguments.port, timeout_graceful_shutdown=5)
 finally:
     pool.save(arguments.pool)  # atomic: a crash leaves the old file

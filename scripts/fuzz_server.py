@@ -245,7 +245,8 @@ class Server:
 
     def check_good(self) -> None:
         """Raise AssertionError if a good request is not answered as at first."""
-        assert self.answer() == self.text
+        text = self.answer()
+        assert text == self.text, f"a good request got another text than before: {text!r}, not {self.text!r}"
 
 
 def fuzz(url: str, chosen: list[Case]) -> Counter:
