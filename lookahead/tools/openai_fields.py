@@ -153,7 +153,7 @@ TEMPERATURE: Check = (
     lambda value: _number(value) and (value == 0 or 1e-4 <= value <= 1e4),
     "a number from 0 on, where 0 decodes greedily and any other is from 0.0001 to 10000",
 )
-TOP_P: Check = (lambda value: _number(value) and 1e-6 <= value <= 1, "a number above 0, up to 1 (at least 0.000001)")
+TOP_P: Check = (lambda value: _number(value) and 0 < value <= 1, "a number above 0, up to 1")
 NEW_TOKENS: Check = (lambda value: _whole(value) and value > 0, "a whole number above 0")
 ONE_ANSWER = _only(1, "1, because a request gets one answer")
 AUTO_OR_NONE: Check = (lambda value: value in ("auto", "none"), '"auto" or "none", because no call can be enforced')
