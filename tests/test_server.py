@@ -341,6 +341,61 @@ def test_an_error_in_the_middle_leaves_the_server_usable():
         assert ask(address, "/v1/completions", **body | {"max_tokens": 2})[0] == 200
 
 
+WRITING = f"""if True:
+    import json, sys, uvicorn
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
+    from lookahead.tools.server import make_app
+
+    class Writing(LogitsProcessor):
+        def __call__(self, input_ids, scores):  # the prompt is what is written, and a line break
+            length = (input_ids[0] == end).nonzero()[0, 0] + 1
+            place = input_ids.shape[1] - length
+            scores[:, input_ids[0, place] if place < length - 1 else tokenizer.eos_token_id] += 1000
+            return scores
+
+    tokenizer = AutoTokenizer.from_pretrained({str(DEMO_MODEL)!r})
+    tokenizer.chat_template = "{{{{ messages[0].content }}}}~{{% if tools %}}x{{% endif %}}"
+    tokenizer.response_template = json.loads(sys.argv[1])
+    end = tokenizer("~").input_ids[0]
+    model = AutoModelForCausalLM.from_pretrained({str(DEMO_MODEL)!r}).eval()
+    generate = model.generate
+    model.generate = lambda **options: generate(**options, logits_processor=LogitsProcessorList([Writing()]))
+    uvicorn.run(make_app(model, tokenizer, "writing"), port=0)
+"""
+TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "~",
+    "fields": {
+        "tool_calls": {"open": "<tool>", "close": "</tool>", "repeats": True, "content": "json",
+                       "transform": {"type": "function", "function": "{content}"}},
+        "content": {"content": "text", "close": "<|end|>"},
+    },
+}  # fmt: skip
+
+
+def test_a_call_that_cannot_be_read_is_text():
+    """A model may write anything, and its answer may be cut anywhere."""
+    good = '<tool>{"name": "f", "arguments": {"a": 1}}</tool>'
+    with (
+        running("-c", WRITING, json.dumps(TEMPLATE)) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for text in (
+            "plain", f"See {good}", f"See {good[:20]}", "See <tool>nonsense</tool>", '<tool>{"name": 5}</tool>',
+            "<tool>[1]</tool>", "<tool>", f"{good}<tool>",
+        ):  # fmt: skip
+            options = {"model": "writing", "messages": [{"role": "user", "content": text}], "temperature": 0}
+            whole = client.chat.completions.create(**options).choices[0].message
+            deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options, stream=True)]
+            streamed = "".join(delta.content or "" for delta in deltas)
+            calls = [call.function for delta in deltas for call in delta.tool_calls or ()]
+            if text.startswith("See") and good in text:
+                assert ((whole.content or "").strip(), streamed.strip()) == ("See", "See")
+                assert [call.function.name for call in whole.tool_calls] == [call.name for call in calls] == ["f"]
+            elif good not in text:
+                assert (whole.content, streamed, whole.tool_calls, calls) == (text, text, None, [])
+
+
 def test_token_biases(client):
     """Whole numbers too, as OpenAI's clients send them."""
     banned = {str(token): -100 for token in range(0, 400)}

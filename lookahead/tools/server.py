@@ -284,7 +284,8 @@ class Streamer(DirectStreamer):
     """
 
     def __init__(self, tokenizer: Any, loop: Any, queue: Any, response_parser: Any, stop: StopWhenAsked):
-        super().__init__(tokenizer.backend_tokenizer, loop, queue, response_parser=response_parser)
+        parser: Any = None if response_parser is None else Parser(response_parser, tokenizer.all_special_tokens)
+        super().__init__(tokenizer.backend_tokenizer, loop, queue, response_parser=parser)
         self._stop = stop
         write = lambda piece: loop.call_soon_threadsafe(queue.put_nowait, piece)  # noqa: E731
         self._text = PieceStreamer(tokenizer, write) if response_parser is None else None
@@ -306,6 +307,58 @@ class Streamer(DirectStreamer):
 
     def cancel(self) -> None:
         self._stop.asked = True
+
+
+class Parser:
+    """Parses an answer as it comes. What the parser of transformers fails at is handed on as text.
+
+    parser: transformers'.
+    unseen: special tokens, which its templates need and no text shows.
+    """
+
+    def __init__(self, parser: Any, unseen: list[str]):
+        self._unseen = unseen
+        self.initial_events = parser.initial_events
+        self._parser = parser
+        self._held = ""  # text that no event has shown yet
+
+    def feed(self, text: str) -> list[dict]:
+        self._held += text
+        if self._parser is None:
+            return self._as_text()
+        try:
+            events = self._parser.feed(text)
+        except Exception:  # parsers raise errors of many kinds
+            return self._as_text()
+        calls = [event for event in events if event["type"] == "region_close" and event.get("field") == "tool_calls"]
+        if not all(is_call(call.get("value")) for call in calls):
+            return self._as_text()
+        if calls:
+            self._held = ""
+        for event in events:
+            if event["type"] == "region_chunk" and not event.get("dirty") and event.get("text"):
+                self._held = self._held.partition(event["text"])[2]
+        return events
+
+    def finalize(self) -> tuple[dict, list[dict]]:
+        try:
+            if self._parser is not None:
+                return self._parser.finalize()
+        except Exception:  # the text ends in the middle of a part
+            return {}, self._as_text()
+        return {}, []
+
+    def _as_text(self) -> list[dict]:
+        self._parser, text, self._held = None, self._held, ""
+        for token in self._unseen:
+            text = text.replace(token, "")
+        return [{"type": "region_chunk", "field": "content", "text": text}] if text else []
+
+
+def is_call(value: Any) -> bool:
+    """Return whether this is a tool call of which an answer can be made."""
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
 
 
 # -- stop strings -----------------------------------------------------------------------------------------------------
@@ -433,6 +486,14 @@ class Prompt:
             self._call = reader, arguments, options
             raise UnreadError
         return self._tokens
+
+    def parse_response(self, ids: list[int], *arguments: Any, **options: Any) -> dict:
+        """Return the parts of an answer; one part, its text, if it is none that its template knows, or has been cut."""
+        with suppress(Exception):  # parsers raise errors of many kinds
+            parts = self._tokenizer.parse_response(ids, *arguments, **options)
+            if all(is_call(call) for call in parts.get("tool_calls") or ()):  # type: ignore[union-attr]
+                return parts  # type: ignore[return-value]
+        return {"content": self._tokenizer.decode(ids, skip_special_tokens=True)}
 
     def read(self) -> None:
         """Read the prompt. Raises RefusedError if it cannot be read, or if the template passes over the tools."""
