@@ -1,6 +1,6 @@
 """No request stops the server: what cannot be done is refused by name, and what is long holds up nobody.
 
-All of it goes by HTTP, so it holds for any server of these endpoints.
+Nearly all of it goes by HTTP, so it holds for any server of these endpoints.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import click
 import fuzz_server
 import openai
 import pytest
@@ -28,6 +29,7 @@ from server_process import ENVIRONMENT, FIXED, ROOT, SERVE, ask, connect, runnin
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead import DEMO_MODEL
+from lookahead.tools.listening import listen
 
 LENGTH = 16
 # It knows tools, a variable, and takes long if it is told to.
@@ -465,6 +467,18 @@ def test_a_port_in_use_is_reported_before_a_model_is_loaded():
     assert f"Error: cannot listen at localhost, port {port}; choose another --port" in done.stderr
     assert "in use" in done.stderr
     assert "no/such/model" not in done.stderr
+
+
+def test_an_address_that_the_machine_does_not_have_is_left_out(monkeypatch):
+    """As in containers whose hosts file names one of IPv6."""
+    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("192.0.2.1", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+    (only,) = listen("localhost", 0)
+    with only:
+        assert only.getsockname()[0] == "127.0.0.1"
+    del addresses[1]
+    with pytest.raises(click.ClickException, match="cannot listen at localhost, port 0; choose another"):
+        listen("localhost", 0)
 
 
 def half_sent(address: str) -> socket.socket:

@@ -91,7 +91,7 @@ def arguments(words: tuple[str, ...], option: click.Parameter, value: str) -> li
     rest = {
         "generate": ["--max-new-tokens", "2", *(prompt if option.name not in ("prompt", "prompt_file") else [])],
         "trace": ["--max-new-tokens", "2", "def"],
-        "serve": [],
+        "serve": ["--port", "0"] if option.name != "port" else [],
         "chat": ["--max-new-tokens", "2", *(["--chat-template", "text"] if option.name != "template_file" else [])],
         "audit": ["--max-new-tokens", "2", "--count", "1"],
         "tune": ["--seconds", "1", "--contexts", "8"],

@@ -448,7 +448,7 @@ def test_metrics(address, client):
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "lookahead.tools.server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    done = CliRunner().invoke(main, ["serve"])
+    done = CliRunner().invoke(main, ["serve", "--port", "0"])
     assert done.exit_code == 2
     assert "pip install 'lookahead-decoding[serve]'" in done.stderr
 

@@ -14,6 +14,7 @@ import click
 
 from lookahead import __version__
 from lookahead.config import AUTO, MAX_NGRAM_SIZE, MAX_ROWS, LookaheadConfig
+from lookahead.tools.listening import listen
 
 DTYPES = ("float32", "bfloat16", "float16")
 FILE = click.Path(exists=True, dir_okay=False)
@@ -219,12 +220,12 @@ def chat(**options: Any) -> None:
 @template_option
 @click.option("--host", default="localhost", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
-def serve(**options: Any) -> None:
+def serve(host: str, port: int, **options: Any) -> None:
     """Serve a model to OpenAI's clients: transformers' server, with one pool for all requests.
 
     Options of sampling hold for requests that leave them open. Needs the extra `serve`.
     """
-    _run("server", "serve", options)
+    _run("server", "serve", {"host": host, "sockets": listen(host, port), **options})
 
 
 @main.command()

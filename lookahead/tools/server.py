@@ -43,7 +43,7 @@ from lookahead.engine.engine import Lookahead
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.streaming import CONTEXT, PieceStreamer, StopWhenAsked, without_half_character
 from lookahead.tools.chat import PLAIN_TEMPLATE
-from lookahead.tools.files import explained, read_text
+from lookahead.tools.files import read_text
 from lookahead.tools.loading import decoding, load_wrapped
 from lookahead.tools.openai_fields import CHAT, COMPLETION, RESPONSE, RefusedError, Wishes, read_request
 
@@ -56,8 +56,15 @@ LEAST_BODY, LARGEST_BODY = 2**20, 2**23
 GRACE = 5  # seconds that requests have to end once the server is told to stop
 
 
-def serve(host: str, port: int, seed: int, model_name: str | None, template_file: TextIO | None, **shared: Any) -> None:
-    sockets = listen(host, port)  # first, because loading takes long
+def serve(
+    host: str,
+    sockets: list[socket.socket],
+    seed: int,
+    model_name: str | None,
+    template_file: TextIO | None,
+    **shared: Any,
+) -> None:
+    """Serve until a signal. sockets: listening, all at one port of the host."""
     model, tokenizer, engine, options = load_wrapped(model_name, **shared)
     if template_file is not None:
         tokenizer.chat_template = read_text(template_file)
@@ -75,21 +82,6 @@ def serve(host: str, port: int, seed: int, model_name: str | None, template_file
     click.echo(f"running on http://{place}:{sockets[0].getsockname()[1]} (Ctrl-C to quit)", err=True)
     with suppress(KeyboardInterrupt):  # uvicorn passes it on when it has ended
         server.run(sockets)
-
-
-def listen(host: str, port: int) -> list[socket.socket]:
-    """Return listening sockets, one for each address of a host, all at one port. port: 0 is any free one.
-
-    Connections wait until they are served. Raises ClickException if the port cannot be had.
-    """
-    sockets: list[socket.socket] = []
-    with explained(f"cannot listen at {host}, port {port}; choose another --port or --host", OSError, UnicodeError):
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in dict.fromkeys(addresses):
-            one = socket.create_server((address[0], port), family=family, backlog=2048)
-            port = one.getsockname()[1]
-            sockets.append(one)
-    return sockets
 
 
 def make_app(
