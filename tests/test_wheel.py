@@ -155,6 +155,26 @@ def test_a_source_distribution_has_what_is_built_from(sources, tmp_path):
     assert {str(path.relative_to(ROOT)) for path in sources_needed} <= held
 
 
+def test_an_editable_install_is_found_beside_a_clone_of_the_same_name(sources, tmp_path):
+    """In the folder that holds the clone, Python also finds the clone itself: a namespace without any file."""
+    clone, site = tmp_path / "lookahead", tmp_path / "site"
+    shutil.copytree(sources, clone, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    command = [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"]
+    subprocess.run(command, cwd=clone, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    look = (
+        f"import site; site.addsitedir({str(site)!r}); from importlib.util import find_spec; "
+        "print(*(find_spec(name).origin for name in ('lookahead', 'ngram_pool')), sep='\\n')"
+    )
+    for folder in (tmp_path, clone, site):
+        command = [sys.executable, "-S", "-E", "-c", look]  # without what is installed beside it
+        found = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.split()
+        files = [clone / name / "__init__.py" for name in ("lookahead", "ngram_pool")]
+        assert [Path(file).resolve() for file in found] == [file.resolve() for file in files], folder
+
+
 @pytest.mark.parametrize(
     ("words", "needed"),
     [
