@@ -150,14 +150,6 @@ class Stats:
         return FIXED_BUDGETS[int(self._fixed_rates.argmax())]
 
     @property
-    def speedup(self) -> float | None:
-        """Tokens per second / those of steps without guesses, according to the step costs; None if no budget was
-        chosen."""
-        if not self.chosen_budgets[1]:
-            return None
-        return float(self.chosen_budgets[0] / self.chosen_budgets[1] / self._fixed_rates[FIXED_BUDGETS.index(0)])
-
-    @property
     def _fixed_rates(self) -> np.ndarray:
         return self.fixed_budgets[:, 0] / np.maximum(self.fixed_budgets[:, 1], 1e-300)
 

@@ -19,6 +19,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.engine.recording import Recorder
 from lookahead.streaming import inputs_of
+from lookahead.tools.contention import watch, why_no_ratio
 from lookahead.tools.trace import Trace
 
 PROMPT = "Write a Python class for a bank account with deposit, withdraw and transfer."
@@ -120,12 +121,16 @@ def main(name: str, dtype: str, prompt: str, max_new_tokens: int, out: Path) -> 
     given = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
     options = {"max_new_tokens": max_new_tokens, "do_sample": False}
     model.generate(**inputs_of(tokenizer, given, model.device), max_new_tokens=8)  # the first pass takes longer
-    record = Recorder()
+    record, span = Recorder(), watch(model.device)
     model.generate(**inputs_of(tokenizer, given, model.device), **options, streamer=record)
+    spans = [span()]
     lookahead.wrap(model, LookaheadConfig(allow_row_dependent=True))  # whether the texts are the same, is seen below
     lookahead.trace(model, tokenizer, "1 2 3", max_new_tokens=8)  # measures step costs, if there are none
     model.lookahead.pool = lookahead.NgramPool(vocabulary=model.lookahead.pool.vocabulary)
+    span = watch(model.device)
     trace = lookahead.trace(model, tokenizer, given, **options)
+    if why := why_no_ratio(*spans, span()):
+        raise click.ClickException(f"the picture would show a ratio. {why}; try again when it is quiet")
     if trace.record.tokens != record.tokens:
         raise click.ClickException("the two texts part at a near tie; take another prompt, or float32")
     plain = Run(trace.pieces, record.times, list(range(len(record.tokens))))

@@ -14,7 +14,8 @@ from markdown_it import MarkdownIt
 
 from lookahead.stats import Stats
 from lookahead.tools import live
-from lookahead.tools.live import Meter, measure_plain
+from lookahead.tools.contention import Span
+from lookahead.tools.live import Meter, Rate, measure_plain
 from lookahead.tools.loading import load
 from lookahead.tools.terminal import StepStreamer
 from lookahead.tools.words import WordWrap
@@ -222,8 +223,9 @@ def test_a_pipe_has_no_live_line(capsys):
 def test_rates(monkeypatch):
     now = iter([10.0, 10.5, 10.5, 11.0])
     monkeypatch.setattr(live.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(live, "watch", lambda device: Span)
     stats = Stats()
-    meter = Meter(lambda: stats, plain_rate=2.0)
+    meter = Meter(lambda: stats, Rate(2.0, Span()))
     meter.count()
     assert str(meter) == ""
     meter.count()
@@ -240,10 +242,10 @@ def test_plain_decoding_is_measured_as_it_is():
     model, _ = load(None)
     passes = []
     hook = model.register_forward_hook(lambda module, args, output: passes.append(output.logits.shape[1]))
-    assert measure_plain(model, 5) > 1
+    assert measure_plain(model, 5).per_second > 1
     wrap(model)
     passes.clear()
-    assert measure_plain(model, 5) > 1
+    assert measure_plain(model, 5).per_second > 1
     assert 2 < len(passes) <= live.MOST
     assert set(passes) == {1}
     assert not model.lookahead.stats.steps

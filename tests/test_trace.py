@@ -26,7 +26,7 @@ from lookahead.stats import STAGES
 from lookahead.tools import files
 from lookahead.tools.cli import main
 from lookahead.tools.loading import load
-from lookahead.tools.trace import PAGE, label
+from lookahead.tools.trace import PAGE, PlainTimes, label
 
 PROMPT = "def read_lines(path):"
 HOSTILE = "</script><script>alert(1)</script><!-- \" ' ` & \\ </pre> \u2028\u202e\0 \U0001f30a é\n\tdef f():\n"
@@ -256,21 +256,8 @@ def test_a_notebook_shows_the_last_call(traced):
     assert Stats(plain="<b>")._repr_html_() == "<pre>plain decoding: lookahead does not decode &lt;b&gt;</pre>"
 
 
-def test_when_plain_decoding_would_have_been_there(traced):
-    trace, stats, _ = traced
-    times = trace.plain.seconds
-    assert not trace.plain.is_measured
-    assert len(times) == len(trace.record.tokens)
-    assert times[0] == stats.prefill_seconds
-    assert (np.diff(times) > 0).all()
-
-
-def test_without_step_costs_the_time_is_not_known(demo):
-    model, tokenizer = demo
-    lookahead.wrap(model, LookaheadConfig(budget=4, window_size=0))
-    trace = lookahead.trace(model, tokenizer, PROMPT, max_new_tokens=5)
-    lookahead.unwrap(model)
-    assert trace.as_dict()["plain"] is None
+def test_plain_decoding_that_was_not_run_has_no_times(traced):
+    assert traced[0].as_dict()["plain"] is None
 
 
 def run(*arguments):
@@ -284,7 +271,6 @@ def test_the_command(tmp_path):
     assert f"open {out} in a browser" in result.stderr
     data = json.loads(Page(out.read_text()).scripts[0])
     assert len(data["tokens"]) == 20
-    assert data["plain"]["isMeasured"]
     assert data["plain"]["isSame"]
     assert len(data["plain"]["times"]) == 20
     generated = CliRunner().invoke(main, ["generate", PROMPT, "--max-new-tokens", "20", "--temperature", "0.6"])
@@ -349,6 +335,18 @@ def browse(page, tmp_path):
     found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.S)
     assert found, done.stderr[-2000:]
     return json.loads(html.unescape(found[1]))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("why", ["", "the machine is busy, so no ratio: <why>"])
+def test_the_page_of_a_comparison_in_a_browser(why, hostile, tmp_path):
+    times = [2 * seconds for seconds in hostile.record.times]
+    seen = browse(replace(hostile, plain=PlainTimes(times, True, why)).html(), tmp_path)
+    assert seen["problems"] == []
+    assert ("2.00\N{MULTIPLICATION SIGN}" in seen["figures"]) is (why == "")
+    assert ("2.00 times as fast" in seen["beside"]) is (why == "")
+    assert why in seen["beside"]
+    assert "The texts are identical." in seen["beside"]
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")

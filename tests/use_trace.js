@@ -18,6 +18,8 @@ addEventListener("load", () => {
     slider: Number(find("slider").value),
   });
   const seen = {problems, opened: look(), shown: find("text").textContent, steps: []};
+  seen.figures = find("figures").textContent;
+  seen.beside = find("plain").textContent;
   seen.width = [document.documentElement.scrollWidth, innerWidth];
   seen.unnamed = all("button, input, select, svg[role=img]").filter((each) => !each.getAttribute("aria-label")).length;
   press("Home");

@@ -216,15 +216,11 @@ class SkippedLayers:
     agreement: float
     """The share of tokens at which the rest of the layers says what the model says."""
     gain: float
-    """Tokens per second that are expected of single chains of their guesses, over those of plain decoding."""
+    """Tokens per second that are expected of single chains of their guesses, over those of steps without guesses."""
 
     def __str__(self) -> str:
         layers = ", ".join(map(str, self.skipped)) or "none"
-        verdict = "" if self.gain > 1 else " (it does not pay)"
-        return (
-            f"layers to skip: {layers}; without them {self.agreement:.0%} of the next tokens are the model's; "
-            f"expected: {self.gain:.2f} times the tokens per second of plain decoding{verdict}"
-        )
+        return f"layers to skip: {layers}; without them {self.agreement:.0%} of the next tokens are the model's"
 
     def keep(self, model: PreTrainedModel) -> Path:
         """Write them for `LayerSkipSource`, beside the step costs. Returns the file. Raises OSError."""
@@ -362,11 +358,11 @@ def _agreement(runner: EagerRunner, samples: list[_Sample], skipped: list[int]) 
 
 
 def _gain(agreement: float, share: float, costs: StepCosts) -> float:
-    """Return the expected tokens per second with chains of the best length, over those of plain decoding.
+    """Return the expected tokens per second with chains of the best length, over those of steps without guesses.
 
-    share: the time of a draft pass over that of a plain one.
+    share: the time of a draft pass over that of the whole model's, over one row.
     """
-    lengths, plain = np.arange(1, LONGEST_CHAIN + 1), costs(1, 0)
+    lengths, one = np.arange(1, LONGEST_CHAIN + 1), costs(1, 0)
     tokens = 1 + np.cumsum(agreement**lengths)
-    seconds = lengths * share * plain + costs(1 + lengths, 0)
-    return float((tokens / seconds).max() * plain)
+    seconds = lengths * share * one + costs(1 + lengths, 0)
+    return float((tokens / seconds).max() * one)

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,8 @@ from lookahead.models.cache import counts_positions
 from lookahead.stats import Stats
 from lookahead.streaming import StopWhenAsked, render, without_half_character
 from lookahead.tools.audit import first_difference
+from lookahead.tools.contention import Span, watch, why_no_ratio
+from lookahead.tools.live import PlainDecoding, times_plain
 from lookahead.tools.terminal import StepStreamer
 from lookahead.tools.trace import trace_of
 
@@ -145,18 +148,40 @@ class Conversation:
         return cache if counts_positions(cache) else None
 
 
+@dataclass
+class Pace:
+    """How fast the answers of a conversation came, without their first tokens and so without the time of the turns."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    span: Span = field(default_factory=Span)
+    """Of all answers, from the beginning of their turns."""
+
+    def add(self, record: Recorder, span: Span) -> None:
+        """Add an answer."""
+        if len(record.times) > 1:
+            self.tokens += len(record.times) - 1
+            self.seconds += record.times[-1] - record.times[0]
+            self.span += span
+
+
 def converse(
-    conversation: Conversation, make_streamer: Callable[[], StepStreamer], stats: Stats | None, **options: Any
+    conversation: Conversation,
+    make_streamer: Callable[[], StepStreamer],
+    stats: Stats | None,
+    plain: PlainDecoding | None,
+    **options: Any,
 ) -> None:
     """Answer each line of standard input. Ctrl-C stops an answer and keeps what was written of it.
 
     make_streamer: returns the streamer that writes an answer.
     stats: the conversation's, which grow with it; None if the model decodes plainly.
+    plain: what /stats compares with.
     options: arguments of `Conversation.answer`.
     """
     if sys.stdin.isatty():
         click.echo("/help lists the commands, /exit or Ctrl-D leaves; Ctrl-C stops an answer", err=True)
-    record = None  # of the last answer
+    record, pace = None, Pace()  # of the last answer, and of all
     for line in _lines():
         command, _, argument = line.strip().partition(" ")
         argument = argument.strip()
@@ -171,6 +196,9 @@ def converse(
             click.echo(_instruct(conversation, argument), err=True)
         elif command == "/stats":
             click.echo(in_plain_words(stats, len(conversation.tokens), context_length(conversation.model)))
+            if plain is not None and pace.tokens:
+                with suppress(KeyboardInterrupt):  # while plain decoding is measured
+                    click.echo(_compared(pace, plain))
         elif command == "/trace":
             click.echo(_save_trace(record, conversation, Path(argument or "trace.html")), err=True)
         elif command == "/help":
@@ -178,7 +206,7 @@ def converse(
         elif COMMAND.fullmatch(command):
             click.echo(f"no such command: {command}; /help lists them", err=True)
         else:
-            record = _answer(conversation, line, make_streamer(), options) or record
+            record = _answer(conversation, line, make_streamer(), pace, options) or record
 
 
 def _check_text(content: str) -> None:
@@ -213,10 +241,17 @@ def in_plain_words(stats: Stats | None, held: int, context: int) -> str:
             f"{stats.tokens:,} tokens (words or parts of words) written in {passes:,} passes through the model: "
             f"{stats.tokens / passes:.1f} a pass on average"
         ]
-        if stats.speedup is not None:
-            lines.append(f"according to step costs, {stats.speedup:.1f} times as fast as one token at a time")
     room = f" of {context:,}, {held / context:.0%}" if context < 2**62 else ""  # otherwise the model names no limit
     return "\n".join([*lines, f"tokens of context in use: {held:,}{room}"])
+
+
+def _compared(pace: Pace, plain: PlainDecoding) -> str:
+    """Return how fast the answers came beside plain decoding, which may be measured now."""
+    ours, rate = pace.tokens / pace.seconds, plain.rate()
+    ratio = times_plain(ours, pace.span, rate)
+    if why_no_ratio(pace.span, rate.span):
+        return ratio
+    return f"{ratio}: {ours:.1f} tokens/s in the answers, {rate.per_second:.1f} by the model's own generate()"
 
 
 def _save_trace(record: Recorder | None, conversation: Conversation, path: Path) -> str:
@@ -232,9 +267,11 @@ def _save_trace(record: Recorder | None, conversation: Conversation, path: Path)
     return f"{len(record.tokens)} tokens in {1 + record.stats.steps} passes; open {path.resolve()} in a browser"
 
 
-def _answer(conversation: Conversation, line: str, streamer: StepStreamer, options: dict) -> Recorder | None:
-    """Answer a line; return the record of the answer, or None if there is none."""
-    stop, record = StopWhenAsked(), Recorder(streamer)
+def _answer(
+    conversation: Conversation, line: str, streamer: StepStreamer, pace: Pace, options: dict
+) -> Recorder | None:
+    """Answer a line; return the record of the answer, or None if there is none. pace: the answer's is added to it."""
+    stop, record, span = StopWhenAsked(), Recorder(streamer), watch(conversation.model.device)
     try:
         with closing(streamer), _interrupted_by_ctrl_c(stop):
             conversation.answer(line, streamer=record, stopping_criteria=[stop], **options)
@@ -243,6 +280,7 @@ def _answer(conversation: Conversation, line: str, streamer: StepStreamer, optio
     except KeyboardInterrupt:
         click.echo("\ninterrupted: this turn is forgotten", err=True)
     else:
+        pace.add(record, span())
         if stop.asked:
             click.echo("interrupted", err=True)
         if conversation.is_full:

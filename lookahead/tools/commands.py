@@ -28,8 +28,9 @@ from lookahead.streaming import render
 from lookahead.tools.audit import audit as audit_prompts
 from lookahead.tools.audit import first_difference, markdown
 from lookahead.tools.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
+from lookahead.tools.contention import Span, watch, why_no_ratio
 from lookahead.tools.files import explained, read_text, writing
-from lookahead.tools.live import Meter, measure_plain
+from lookahead.tools.live import Meter, PlainDecoding
 from lookahead.tools.loading import decoding, load, load_wrapped
 from lookahead.tools.prompts import given_prompt, read_prompts, source_prompts
 from lookahead.tools.terminal import AnswerStreamer, StepStreamer, can_show_live_line
@@ -43,15 +44,15 @@ SAMPLES = 4  # texts on which `tune` tries which layers to skip
 
 
 class Decoded(NamedTuple):
-    """A decoded text: its new ids, and the seconds that they took."""
+    """A decoded text: its new ids, and the span that they took."""
 
     ids: list[int]
-    seconds: float
+    span: Span
 
     @property
     def rate(self) -> float:
         """Tokens per second."""
-        return len(self.ids) / self.seconds
+        return len(self.ids) / self.span.seconds
 
 
 def generate(
@@ -61,10 +62,9 @@ def generate(
 
     def decode(streamer: BaseStreamer | None = None) -> Decoded:
         torch.manual_seed(seed)
-        start = time.perf_counter()
+        span = watch(model.device)
         output = model.generate(**inputs, **options, streamer=streamer)  # type: ignore[operator]  # a method
-        ids = output[0, inputs.input_ids.shape[1] :].tolist()
-        return Decoded(ids, time.perf_counter() - start)
+        return Decoded(output[0, inputs.input_ids.shape[1] :].tolist(), span())
 
     streaming = stream and not as_json
     plain = None
@@ -72,7 +72,8 @@ def generate(
         if compare and engine:
             _prepare(engine, model)
         if streaming:
-            with closing(_streamers(StepStreamer, model, tokenizer, engine)()) as streamer:
+            compared = None if compare else _plain(model, tokenizer, engine)  # or else there would be two ratios
+            with closing(_streamers(StepStreamer, model, tokenizer, engine, compared)()) as streamer:
                 ours = decode(streamer)
         else:
             ours = decode()
@@ -83,11 +84,12 @@ def generate(
     stats = engine.last if engine else None
     text, count = tokenizer.decode(ours.ids, skip_special_tokens=True), len(ours.ids)
     if as_json:
-        result: dict[str, Any] = {"prompt": prompt, "text": text, "tokens": count, "seconds": ours.seconds}
+        result: dict[str, Any] = {"prompt": prompt, "text": text, "tokens": count, "seconds": ours.span.seconds}
         result |= {"strategy": strategy, "stats": stats and stats.as_dict()}
         if plain:
-            verdict = {"speedup": ours.rate / plain.rate, "identical": ours.ids == plain.ids}
-            result["plain"] = {"seconds": plain.seconds, **verdict}
+            why = why_no_ratio(ours.span, plain.span)
+            verdict = {"speedup": None if why else ours.rate / plain.rate, "why_no_speedup": why or None}
+            result["plain"] = {"seconds": plain.span.seconds, **verdict, "identical": ours.ids == plain.ids}
         click.echo(json.dumps(result))
     else:
         if not streaming:
@@ -108,15 +110,19 @@ def trace(seed: int, strategy: str, compare: bool, out: Path, **shared: Any) -> 
     with decoding():
         if compare:
             _prepare(engine, model)
-        with closing(_streamers(StepStreamer, model, tokenizer, engine)()) as streamer:
+        compared = None if compare else _plain(model, tokenizer, engine)
+        with closing(_streamers(StepStreamer, model, tokenizer, engine, compared)()) as streamer:
             torch.manual_seed(seed)
+            span = watch(model.device)
             traced = trace_steps(model, tokenizer, inputs, **options, streamer=streamer)
+            ours = span()
         if compare:
             _unwrap(model, options)
             torch.manual_seed(seed)
-            plain = Recorder()
+            plain, span = Recorder(), watch(model.device)
             model.generate(**inputs, **options, streamer=plain)  # type: ignore[operator]  # a method
-            traced = replace(traced, plain=PlainTimes(plain.times, True, plain.tokens == traced.record.tokens))
+            why = why_no_ratio(ours, span())
+            traced = replace(traced, plain=PlainTimes(plain.times, plain.tokens == traced.record.tokens, why))
     with writing(out):
         traced.save(out)
     count, stats = len(traced.record.tokens), traced.record.stats
@@ -143,9 +149,10 @@ def chat(template_file: TextIO | None, seed: int, model_name: str | None, **shar
             raise ValueError("it renders nothing")
 
     with decoding():
-        make_streamer = _streamers(AnswerStreamer, model, tokenizer, engine)
+        plain = _plain(model, tokenizer, engine)
+        make_streamer = _streamers(AnswerStreamer, model, tokenizer, engine, plain)
         torch.manual_seed(seed)
-        converse(Conversation(model, tokenizer), make_streamer, engine.stats if engine else None, **options)
+        converse(Conversation(model, tokenizer), make_streamer, engine.stats if engine else None, plain, **options)
 
 
 def audit(
@@ -223,6 +230,7 @@ def tune(
     with decoding():
         config = LookaheadConfig(**settings)
         runner = engine_of(wrap(model, config)).find_runner(model)
+        span = watch(model.device)
         costs = step_costs(runner, anew=seconds / 3)
         with progress_bar("measuring passes") as progress:
             times = time_steps(model, fitting, 2 * seconds / 3, progress, config)
@@ -230,6 +238,7 @@ def tune(
             prompts = [tokenizer(prompt["turns"][0]).input_ids for prompt in source_prompts(SAMPLES)]
             with progress_bar("skipping layers") as progress:
                 found = find_skipped_layers(runner, prompts, seconds, progress)
+        why = why_no_ratio(span())
         if bigrams:
             with progress_bar("learning bigrams") as progress:
                 learned = learn_bigrams(runner, tokenizer("\n").input_ids or [0], GREEDY_TEMPERATURE, progress)
@@ -238,9 +247,14 @@ def tune(
         ", ".join(f"{name} {where[name]}" for name in ("processor", "threads", "dtype", "torch", "transformers"))
     )
     click.echo(times.table())
+    if why:
+        click.echo(f"{why}; decoding goes by these times, so measure them again when it is quiet", err=True)
     click.echo(f"kept for decoding: {costs.path}")
     if layer_skip:
         click.echo(found)
+        if not why:
+            verdict = "" if found.gain > 1 else " (it does not pay)"
+            click.echo(f"expected: {found.gain:.2f} times the tokens per second of steps without guesses{verdict}")
         with explained("cannot keep the layers", OSError):
             click.echo(f"kept for LayerSkipSource: {found.keep(model)}")
     if bigrams:
@@ -250,7 +264,8 @@ def tune(
         click.echo(f"{len(learned)} contexts kept for new pools: {kept}")
     if picture is not None:
         with explained(f"cannot draw {picture}", OSError, ValueError):  # ValueError: no such format of pictures
-            times.picture(picture, f"{where['processor']}, {where['threads']} threads, {where['dtype']}")
+            title = f"{where['processor']}, {where['threads']} threads, {where['dtype']}"
+            times.picture(picture, title, has_ratios=not why)
 
 
 def _load_for_a_prompt(
@@ -279,15 +294,28 @@ def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:
 
 
 def _streamers(
-    kind: type[StepStreamer], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: Lookahead | None
+    kind: type[StepStreamer],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Lookahead | None,
+    plain: PlainDecoding | None,
 ) -> Callable[[], StepStreamer]:
-    """Return a function that makes streamers of a kind, each for one text. If they show a live line, plain decoding is
-    measured first, for it to compare with. engine: None if the model decodes plainly."""
+    """Return a function that makes streamers of a kind, each for one text.
+
+    engine: None if the model decodes plainly. plain: what a live line compares with, measured now if a line is shown.
+    """
     step = lambda: engine.last.steps if engine else 0  # noqa: E731
     if not can_show_live_line():
         return lambda: kind(tokenizer, step)
-    plain_rate = measure_plain(model, (tokenizer("\n").input_ids or [0])[0]) if engine else None
-    return lambda: kind(tokenizer, step, Meter(lambda: engine.last if engine else None, plain_rate))
+    rate = plain.rate() if plain else None
+    return lambda: kind(tokenizer, step, Meter(lambda: engine.last if engine else None, rate, model.device))
+
+
+def _plain(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: Lookahead | None
+) -> PlainDecoding | None:
+    """What lookahead is compared with. engine: None if the model decodes plainly itself."""
+    return PlainDecoding(model, (tokenizer("\n").input_ids or [0])[0]) if engine else None
 
 
 def _fitting(max_new_tokens: int, length: int, model: PreTrainedModel) -> int:
@@ -312,8 +340,9 @@ def _comparison(strategy: str, ours: Decoded, plain: Decoded, stats: Stats | Non
     index = first_difference(ours.ids, plain.ids)
     verdict = "the texts are identical" if index is None else f"THE TEXTS DIFFER from token {index} on"
     steps = f", {stats.tokens_per_step:.2f} tokens per step" if stats else ""
+    ratio = why_no_ratio(ours.span, plain.span) or f"{ours.rate / plain.rate:.2f} times as fast"
     return (
-        f"\n{strategy}: {len(ours.ids)} tokens in {ours.seconds:.2f} s, {ours.rate:.0f} tokens/s{steps}\n"
-        f"plain: {len(plain.ids)} tokens in {plain.seconds:.2f} s, {plain.rate:.0f} tokens/s\n"
-        f"{ours.rate / plain.rate:.2f} times as fast; {verdict}"
+        f"\n{strategy}: {len(ours.ids)} tokens in {ours.span.seconds:.2f} s, {ours.rate:.0f} tokens/s{steps}\n"
+        f"plain: {len(plain.ids)} tokens in {plain.span.seconds:.2f} s, {plain.rate:.0f} tokens/s\n"
+        f"{ratio}; {verdict}"
     )

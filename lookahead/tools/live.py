@@ -4,6 +4,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -12,23 +13,62 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from lookahead.passes.costs import progress_bar
 from lookahead.stats import Stats
+from lookahead.tools.contention import Span, watch, why_no_ratio
 from lookahead.wrapping import own_loop
 
 ERASE = "\x1b[J"  # what stands behind and below the cursor
 # Make room below, and come back to the column; keep the place; go to the line below.
 BELOW, BACK = "\x1bD\x1b[A\x1b7\x1b[B\r", "\x1b8"
+LOOK_EVERY = 0.05  # seconds; a look takes about 0.3 ms
 MOST, LEAST, ENOUGH = 24, 3, 0.3  # tokens that measure plain decoding, and seconds after which fewer are enough
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast tokens came."""
+
+    per_second: float
+    span: Span
+    """In which they came."""
+
+
+class PlainDecoding:
+    """Plain decoding of a model, to compare with: its own generate(), as if it were not wrapped.
+
+    It is measured on a few tokens when its rate is first asked for, and again if the machine was busy then.
+    """
+
+    def __init__(self, model: PreTrainedModel, token: int):
+        """token: behind which it writes."""
+        self._model, self._token = model, token
+        self._rate: Rate | None = None
+
+    def rate(self) -> Rate:
+        if self._rate is None or why_no_ratio(self._rate.span):
+            self._rate = measure_plain(self._model, self._token)
+        return self._rate
+
+
+def times_plain(ours: float, span: Span, plain: Rate) -> str:
+    """Return how many times the rate of plain decoding ``ours`` is, tokens per second in ``span``; or why not."""
+    return why_no_ratio(plain.span, span) or f"{ours / plain.per_second:.1f} times plain"
 
 
 class Meter:
     """How fast a text comes, from its first token on, so without the time of the prompt."""
 
-    def __init__(self, stats: Callable[[], Stats | None], plain_rate: float | None = None):
-        """stats: returns the statistics of the call. plain_rate: tokens a second of plain decoding, if it is known."""
+    def __init__(
+        self,
+        stats: Callable[[], Stats | None],
+        plain: Rate | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  (it is a constant)
+    ):
+        """stats: returns the statistics of the call. plain: to compare with. device: on which the model computes."""
         self._stats = stats
-        self._plain_rate = plain_rate
+        self._plain, self._device = plain, device
         self._tokens = -1
         self._began = self._now = 0.0
+        self._last_span = Span()  # until the last look
 
     def count(self) -> None:
         """Count a token."""
@@ -36,6 +76,9 @@ class Meter:
         self._tokens += 1
         if not self._tokens:
             self._began = self._now
+            self._span = watch(self._device)
+        elif self._plain is not None and self._now - self._began - self._last_span.seconds > LOOK_EVERY:
+            self._last_span = self._span()
 
     def __str__(self) -> str:
         """The rates, on one line; "" before the second token."""
@@ -45,8 +88,8 @@ class Meter:
         parts = [f"{rate:.{0 if rate >= 10 else 1}f} tokens/s"]
         if stats is not None and stats.sequence_steps:
             parts.append(f"{stats.tokens_per_step:.2f} tokens a step")
-        if self._plain_rate is not None:
-            parts.append(f"{rate / self._plain_rate:.1f} times plain")
+        if self._plain is not None:
+            parts.append(times_plain(rate, self._last_span, self._plain).split(":")[0])
         return ", ".join(parts)
 
 
@@ -74,16 +117,17 @@ class _Clock(StoppingCriteria):
         return torch.full((len(input_ids),), is_enough, dtype=torch.bool, device=input_ids.device)
 
 
-def measure_plain(model: PreTrainedModel, token: int) -> float:
-    """Return the tokens a second of plain decoding, measured on a few tokens behind ``token``, without its kernels.
+def measure_plain(model: PreTrainedModel, token: int) -> Rate:
+    """Measure plain decoding on a few tokens behind ``token``, without our kernels.
 
     model: wrapped or not. It is computed by its own code, as without a wrap.
     """
     ids = torch.tensor([[token]], device=model.device)
     with progress_bar("measuring plain decoding") as progress:
-        clock = _Clock(progress)
+        clock, span = _Clock(progress), watch(model.device)
         model.generate(  # type: ignore[operator]  # a method
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MOST, min_new_tokens=MOST,
             stopping_criteria=StoppingCriteriaList([clock]), custom_generate=own_loop(model),
         )  # fmt: skip
-    return 1 / statistics.median(after - before for before, after in zip(clock.times, clock.times[1:], strict=False))
+    between = statistics.median(after - before for before, after in zip(clock.times, clock.times[1:], strict=False))
+    return Rate(1 / between, span())

@@ -16,7 +16,6 @@ from lookahead.passes.environment import environment
 from lookahead.stats import STAGES
 from lookahead.streaming import BYTE_TOKEN, CONTEXT, UNDECODED, TextPieces, inputs_of
 from lookahead.tools.files import write_whole
-from lookahead.wrapping import engine_of
 
 PAGE = Path(__file__).with_name("trace.html")
 PLACE = "__TRACE__"  # in the page, where the data belong
@@ -26,14 +25,14 @@ WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space be
 
 @dataclass(frozen=True)
 class PlainTimes:
-    """When plain decoding would have written, or has written, each token."""
+    """When plain decoding, the model's own generate() without a wrap, has written each token."""
 
     seconds: list[float]
     """For each token, the seconds from the beginning of the prefill until it was written."""
-    is_measured: bool
-    """Whether plain decoding was run. Otherwise these are step costs: the measured time of passes over one row."""
-    is_same_text: bool | None = None
-    """Whether it wrote the same tokens, if it was run."""
+    is_same_text: bool
+    """Whether it wrote the same tokens."""
+    why_no_ratio: str = ""
+    """Why its time is not compared with lookahead's, such as a busy machine; or ""."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Trace:
     about: dict[str, Any]
     """Model and environment."""
     plain: PlainTimes | None = None
-    """None if there are no measured step costs."""
+    """None if it was not run."""
 
     @property
     def steps(self) -> list[RecordedStep]:
@@ -75,7 +74,7 @@ class Trace:
             "wall": _milliseconds(self.record.times[-1]),
             "prefill": _milliseconds(stats.prefill_seconds),
             "plain": self.plain and {"times": [_milliseconds(seconds) for seconds in self.plain.seconds],
-                                     "isMeasured": self.plain.is_measured, "isSame": self.plain.is_same_text},
+                                     "isSame": self.plain.is_same_text, "whyNoRatio": self.plain.why_no_ratio},
             "steps": [
                 {
                     "length": step.length,
@@ -154,18 +153,7 @@ def trace_of(record: Recorder, model: PreTrainedModel, tokenizer: PreTrainedToke
     prompt = tokenizer.decode(record.prompt)
     text = tokenizer.decode(record.tokens, skip_special_tokens=True)
     labels = {token: label(tokenizer, token) for token in sorted(known)}
-    plain = _by_step_costs(record, engine_of(model))
-    return Trace(record, prompt, text, parts, labels, about, plain)  # type: ignore[arg-type]  # decode gives one text
-
-
-def _by_step_costs(record: Recorder, engine: Lookahead) -> PlainTimes | None:
-    """Return the times of plain decoding by measured step costs; None if none were measured."""
-    costs = engine.pace.costs if engine.pace else None
-    if costs is None or costs.path is None or record.stats is None:
-        return None
-    lengths = len(record.prompt) + np.arange(len(record.tokens) - 1)  # positions before each pass over one row
-    passes = costs(1, lengths).tolist() if len(lengths) else []  # type: ignore[arg-type]  # of many lengths at once
-    return PlainTimes((record.stats.prefill_seconds + np.cumsum([0.0, *passes])).tolist(), is_measured=False)
+    return Trace(record, prompt, text, parts, labels, about)  # type: ignore[arg-type]  # decode gives one text
 
 
 def label(tokenizer: PreTrainedTokenizerBase, token: int) -> str | list[str]:

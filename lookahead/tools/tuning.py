@@ -39,8 +39,8 @@ class StepTimes:
                 lines.append(f"{way:>10}, context {context:>5} {times}")
         return "\n".join(lines)
 
-    def picture(self, path: Path, title: str) -> None:
-        """Draw the times, and the tokens that a pass must yield to be as fast as plain decoding.
+    def picture(self, path: Path, title: str, has_ratios: bool = True) -> None:
+        """Draw the times, and as ratios of them the tokens that a pass must yield to be as fast as passes over one row.
 
         Raises ImportError without matplotlib (extra ``bench``), ValueError if matplotlib has no format for the path's
         suffix.
@@ -49,17 +49,19 @@ class StepTimes:
 
         figure = Figure(figsize=(10, 4), layout="constrained")
         figure.suptitle(title, fontsize=10)
-        left, right = figure.subplots(1, 2)
+        left, *ratios = figure.subplots(1, 1 + has_ratios, squeeze=False)[0]
         rows = self.rows()
         for way, by_context in self.seconds.items():
             for number, (context, by_rows) in enumerate(by_context.items()):
                 times = [1000 * by_rows[n] for n in rows]
                 style = {"color": f"C{number}", "ls": LINES[way], "marker": "o", "ms": 3}
                 left.plot(rows, times, label=f"context {context:,}, {way}", **style)
-                right.plot(rows, [time / times[0] for time in times], **style)
+                for right in ratios:
+                    right.plot(rows, [time / times[0] for time in times], **style)
         left.set(xlabel="rows T of a pass", ylabel="ms", xscale="log", ylim=(0, None))
-        right.set(xlabel="rows T of a pass", ylabel="tokens per step to break even, c(T) / c(1)", xscale="log")
-        for axes in (left, right):
+        for right in ratios:
+            right.set(xlabel="rows T of a pass", ylabel="tokens per step to break even, c(T) / c(1)", xscale="log")
+        for axes in (left, *ratios):
             axes.set_xticks(rows, [str(n) for n in rows])
             axes.minorticks_off()
             axes.grid(alpha=0.2)
