@@ -13,6 +13,7 @@ VLLM := .peers/vllm
 
 demo: $(INSTALLED)
 	$(VENV)/bin/lookahead generate --prompt-file demo_prompt.txt --temperature 0.6 --seed 1 --max-new-tokens 256 --compare
+	@echo "More: $(VENV)/bin/lookahead chat, or . $(VENV)/bin/activate, which names it lookahead"
 
 # Style, imports that run one way, types.
 lint: $(WITH_TESTS)

@@ -179,7 +179,7 @@ def main(
     foreign = [method for method in methods if method in PEERS]
     for wrong, message in (
         (importlib.util.find_spec("matplotlib") is None,
-         "the page has pictures, which need matplotlib: pip install 'lookahead-decoding[bench]'"),
+         "the page has pictures, which need matplotlib: pip install matplotlib"),
         (foreign and device != "cpu",
          f"these methods run on the CPU only: {', '.join(foreign)}; leave out --device, or these of --methods"),
         (int8 and importlib.util.find_spec("torchao") is None, "--int8 needs torchao: pip install torchao"),

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import click
 import pytest
@@ -427,3 +428,133 @@ def test_the_shell_completes_commands_and_options(words, expected):
                  "COMP_CWORD": str(1 + words.count(" "))}  # fmt: skip
     result = CliRunner(env=variables).invoke(main, [], prog_name="lookahead")
     assert f"plain,{expected}" in result.output.splitlines()
+
+
+BOM = "\N{ZERO WIDTH NO-BREAK SPACE}"  # with which editors on Windows begin a file
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    def ids_of(*arguments, **options):
+        return json.loads(run(*arguments, "--max-new-tokens", "8", "--json", **options).stdout)["text"]
+
+    file = tmp_path / "prompt.txt"
+    file.write_text(BOM + PROMPT, encoding="utf-8")
+    expected = ids_of(PROMPT)
+    assert ids_of("--prompt-file", str(file)) == expected
+    assert ids_of("-", input=BOM + PROMPT) == expected
+    chat = ["chat", "--max-new-tokens", "8"]
+    plain, marked = (CliRunner().invoke(main, chat, input=begin + "import\n" + PROMPT) for begin in ("", BOM))
+    assert plain.stdout == marked.stdout
+    template = tmp_path / "template.jinja"
+    template.write_text(BOM + "{{ messages[-1].content }}", encoding="utf-8")
+    templated = CliRunner().invoke(main, [*chat, "--chat-template", str(template)], input="import\n")
+    template.write_text("{{ messages[-1].content }}", encoding="utf-8")
+    assert templated.stdout == CliRunner().invoke(main, [*chat, "--chat-template", str(template)], "import\n").stdout
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text(BOM + json.dumps({"prompt": PROMPT}) + "\n", encoding="utf-8")
+    result = run("--prompts", str(lines), "--out", str(tmp_path / "out.jsonl"), "--max-new-tokens", "8")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "out.jsonl").read_text())["text"] == expected
+    lines.write_text(BOM + json.dumps({"question_id": 1, "category": "c", "turns": [PROMPT]}) + "\n", encoding="utf-8")
+    audited = CliRunner().invoke(main, ["audit", "--prompts", str(lines), "--max-new-tokens", "4"])
+    assert audited.exit_code == 0, audited.output
+    built = [tmp_path / "marked.pool", tmp_path / "bare.pool"]
+    for path, begin in zip(built, (BOM, ""), strict=True):
+        file.write_text(begin + PROMPT, encoding="utf-8")
+        assert pool("build", str(file), "--out", str(path), "--memory-mb", "1").exit_code == 0
+    assert built[0].read_bytes() == built[1].read_bytes()
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory):
+    """The packaged model with a chat template, as one that was made for chats."""
+    folder = tmp_path_factory.mktemp("instruct")
+    model, tokenizer = load(None)
+    model.save_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'refuse' %}{{ raise_exception('no such system') }}{% endif %}"
+        "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}def {% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+RAW = "continued as raw text"
+
+
+@pytest.mark.parametrize(
+    ("options", "rendered"),
+    [
+        ([], "sort a list"),
+        (["--chat"], "# user: sort a list\ndef "),
+        (["--system", "Be brief."], "# system: Be brief.\n# user: sort a list\ndef "),
+        (["--chat", "--system", "Be brief."], "# system: Be brief.\n# user: sort a list\ndef "),
+    ],
+)
+def test_a_chat_model_is_asked_in_its_template(options, rendered, instruct, tmp_path):
+    shared = ["--model", instruct, "--max-new-tokens", "12"]
+    result = run("sort a list", *options, *shared)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == run(rendered, "--max-new-tokens", "12").stdout
+    assert (RAW in result.stderr) is (not options)
+    out = tmp_path / "page.html"
+    traced = CliRunner().invoke(main, ["trace", "sort a list", *options, *shared, "--out", str(out)])
+    assert traced.stdout == result.stdout
+    assert (RAW in traced.stderr) is (not options)
+
+
+def test_what_a_chat_needs_is_named(instruct, tmp_path):
+    for options in (["--chat"], ["--system", "x"]):
+        result = run(PROMPT, *options)
+        assert result.exit_code == 2
+        assert (
+            "the tokenizer of the packaged model has no chat template: leave --chat and --system out" in result.stderr
+        )
+        lines = run("--prompts", __file__, "--out", str(tmp_path / "x.jsonl"), *options)
+        assert f"{options[0]} has no effect with --prompts" in lines.stderr
+    result = run(PROMPT, "--model", instruct, "--system", "refuse")
+    assert (result.exit_code, "no such system" in result.stderr) == (1, True)
+    assert RAW not in run(PROMPT, "--max-new-tokens", "2").stderr
+
+
+def test_texts_of_a_file_are_continued_raw_and_that_is_said(instruct, tmp_path):
+    for number, (line, told) in enumerate(
+        [({"prompt": "x"}, True), ({"messages": [{"role": "user", "content": "x"}]}, False)]
+    ):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(line))
+        out = str(path.with_suffix(".out"))
+        result = run("--prompts", str(path), "--out", out, "--model", instruct, "--max-new-tokens", "4")
+        assert result.exit_code == 0, result.output
+        assert (RAW in result.stderr) is told
+
+
+@pytest.mark.skipif(os.name == "nt", reason="terminals")
+def test_whatever_takes_long_says_so(tmp_path):
+    """Before the first token, a user is told of each part, each of which takes minutes for some model or machine."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    patient = "from ngram_pool import waiting; waiting.PATIENCE = 0.001; from lookahead.tools.cli import main; main()"
+    saved = str(tmp_path / "x.pool")
+    NgramPool(64).save(saved)
+    arguments = ["generate", "# " + "words " * 500, "--max-new-tokens", "4", "--pool", saved]
+    process = subprocess.Popen([sys.executable, "-c", patient, *arguments], stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    told = ""
+    with suppress(OSError):  # of a terminal that nobody writes to any more
+        while part := os.read(ours, 1000):
+            told += part.decode()
+    os.close(ours)
+    assert process.wait() == 0, told
+    parts = (
+        "loading torch and transformers",
+        "loading the model",
+        f"reading {saved}",
+        "trying how",
+        "reading the prompt",
+    )
+    places = [told.find(part) for part in parts]
+    assert -1 not in places, told
+    assert places == sorted(places)

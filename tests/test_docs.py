@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import shlex
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -119,6 +120,58 @@ def test_each_block_is_run_or_says_why_not():
         for block in blocks(page):
             compile(block.code, name, "exec")
             assert not block.note or any(words in block.note for words in RUN_ELSEWHERE), (name, block.note)
+
+
+# What `pip install .` brings, and the package itself.
+INSTALLED = {"torch", "transformers", "numpy", "lookahead", "ngram_pool", *sys.stdlib_module_names}
+BROUGHT_BY = {"uvicorn": "transformers[serving]", "openai": ".[serve]", "datasets": "trl"}
+ENVIRONMENTS = {"vllm"}  # the page makes an environment that has it
+
+
+def imported(code):
+    """The packages that a program imports."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+
+
+def named_before(text, package):
+    """Whether a text says how a package, or what brings it, is installed."""
+    names = [package.replace("_", "-"), BROUGHT_BY.get(package, package)]
+    return package in ENVIRONMENTS or any(
+        re.search(rf"pip install ['\"]?{re.escape(name)}(?![\w-])", text) for name in names
+    )
+
+
+def test_what_a_block_needs_stands_before_it():
+    seen = set()
+    for name, page in PAGES.items():
+        lines = page.read_text(encoding="utf-8").splitlines()
+        for block in blocks(page):
+            before = "\n".join(lines[: block.line - 1])
+            needed = set(imported(block.code)) - INSTALLED
+            assert {package for package in needed if not named_before(before, package)} == set(), name
+            seen |= needed
+    for file in (ROOT / "examples").glob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        needed = set(imported(text)) - INSTALLED - {"tqdm"}  # transformers brings it
+        assert {package for package in needed if not named_before(text, package)} == set(), file
+    assert {"peft", "torchao", "outlines", "openai"} <= seen
+
+
+def test_nobody_is_told_to_install_a_name_that_is_on_no_index():
+    """Whoever registers it would be installed. It stands in pyproject.toml alone, where pip knows whose it is."""
+    told = re.compile(r"pip3? install[^\n`]*\blookahead([-_]decoding)?\b")
+    texts = [
+        *PAGES.values(), ROOT / "CHANGELOG.md", ROOT / "Makefile",
+        *(path for folder in ("lookahead", "ngram_pool", "examples", "scripts", "docs")
+          for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md", ".sh", ".ipynb", ".html"}),
+    ]  # fmt: skip
+    assert len(texts) > 100
+    assert [path for path in texts if told.search(path.read_text(encoding="utf-8"))] == []
+    assert told.search("pip install 'lookahead-decoding[serve]'")
 
 
 HAS_OWN_TEST = ("docs/sources.md", "docs/trace.md")

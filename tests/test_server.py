@@ -450,7 +450,7 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     done = CliRunner().invoke(main, ["serve", "--port", "0"])
     assert done.exit_code == 2
-    assert "pip install 'lookahead-decoding[serve]'" in done.stderr
+    assert "pip install 'transformers[serving]'" in done.stderr
 
 
 def test_a_model_that_is_not_wrapped(plain, tokenizer):

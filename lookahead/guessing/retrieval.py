@@ -38,8 +38,8 @@ class RetrievalSource(GuessSource):
 
     @classmethod
     def of_files(cls, paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBase) -> "RetrievalSource":
-        """Read text files, UTF-8, each a text of the collection."""
-        texts = (Path(path).read_text(encoding="utf-8") for path in paths)
+        """Read text files, UTF-8 with or without a byte order mark, each a text of the collection."""
+        texts = (Path(path).read_text(encoding="utf-8-sig") for path in paths)
         return cls(tokenizer(text, add_special_tokens=False).input_ids for text in texts)
 
     def __len__(self) -> int:

@@ -230,6 +230,8 @@ def _tasks(
 ) -> list[Task]:
     """Tokenize the prompts. Raises ClickException, naming the line, for one that the model cannot continue."""
     context, tasks = context_length(model), []
+    if tokenizer.chat_template is not None and any(isinstance(line.content, str) for line in lines):
+        click.echo("note: texts are continued as raw text; messages go into the model's chat template", err=True)
     with click.progressbar(lines, label="reading", file=sys.stderr, hidden=len(lines) < 1000) as bar:
         for line in bar:
             where = f"{path}, line {line.number}"

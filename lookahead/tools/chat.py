@@ -313,8 +313,8 @@ def _lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         # Let other bytes than UTF-8 through, so that only the turn that has them is refused.
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # a TextIOWrapper
-        for line in sys.stdin:
-            yield line.rstrip("\n")
+        for number, line in enumerate(sys.stdin):
+            yield line.removeprefix("\ufeff" if number == 0 else "").rstrip("\n")  # as files.TEXT reads
         return
     with suppress(ImportError):  # missing on some platforms
         import readline  # noqa: F401  (adds editing and a history to `input`)

@@ -93,7 +93,11 @@ def _options(*options: Decorator) -> Decorator:
 
 def _run(module: str, command: str, options: dict[str, Any]) -> None:
     """Import the module of a command, which takes seconds, and call the command."""
-    getattr(import_module(f"lookahead.tools.{module}"), command)(**options)
+    from ngram_pool.waiting import told_if_long  # takes half a second itself
+
+    with told_if_long("loading torch and transformers"):
+        imported = import_module(f"lookahead.tools.{module}")
+    getattr(imported, command)(**options)
 
 
 model_options = _options(
@@ -140,6 +144,13 @@ pool_option = click.option("--pool", "pool_path", type=FILE, metavar="FILE",
 prompt_options = _options(
     click.argument("prompt", required=False),
     click.option("--prompt-file", type=click.File(encoding="utf-8"), help="Read the prompt from a file."),
+    click.option(
+        "--chat",
+        "as_chat",
+        is_flag=True,
+        help="Put the prompt to the model as a user does, in its chat template. Default: continue it.",
+    ),
+    click.option("--system", metavar="TEXT", help="Instructions to the model, in its chat template. Implies --chat."),
 )
 length_option = click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 template_option = click.option("--chat-template", "template_file", type=click.File(encoding="utf-8"), metavar="FILE",
@@ -181,7 +192,8 @@ def generate(prompts_file: str | None, out: Path | None, **options: Any) -> None
     if prompts_file is None or out is None:
         raise click.UsageError("--prompts and --out belong together: give both, or a PROMPT alone")
     for name, value in (("PROMPT", options.pop("prompt")), ("--prompt-file", options.pop("prompt_file")),
-                        ("--json", options.pop("as_json")), ("--compare", options.pop("compare"))):  # fmt: skip
+                        ("--json", options.pop("as_json")), ("--compare", options.pop("compare")),
+                        ("--chat", options.pop("as_chat")), ("--system", options.pop("system"))):  # fmt: skip
         if value:
             raise click.UsageError(f"{name} has no effect with --prompts: leave one of them out")
     options.pop("stream")

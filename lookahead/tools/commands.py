@@ -24,12 +24,12 @@ from lookahead.models.adapter import context_length
 from lookahead.passes.costs import RUNGS, progress_bar, step_costs
 from lookahead.passes.environment import environment
 from lookahead.stats import Stats
-from lookahead.streaming import render
+from lookahead.streaming import inputs_of, render
 from lookahead.tools.audit import audit as audit_prompts
 from lookahead.tools.audit import first_difference, markdown
 from lookahead.tools.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
 from lookahead.tools.contention import Span, watch, why_no_ratio
-from lookahead.tools.files import explained, read_text, writing
+from lookahead.tools.files import explained, read_text, reading, writing
 from lookahead.tools.live import Meter, PlainDecoding
 from lookahead.tools.loading import decoding, load, load_wrapped
 from lookahead.tools.prompts import given_prompt, read_prompts, source_prompts
@@ -38,7 +38,7 @@ from lookahead.tools.trace import PlainTimes
 from lookahead.tools.trace import trace as trace_steps
 from lookahead.tools.tuning import time_steps
 from lookahead.wrapping import engine_of, unwrap, wrap
-from ngram_pool.waiting import seconds_saved
+from ngram_pool.waiting import seconds_saved, told_if_long
 
 SAMPLES = 4  # texts on which `tune` tries which layers to skip
 
@@ -76,7 +76,8 @@ def generate(
             with closing(_streamers(StepStreamer, model, tokenizer, engine, compared)()) as streamer:
                 ours = decode(streamer)
         else:
-            ours = decode()
+            with told_if_long("decoding"):
+                ours = decode()
         if compare:
             _unwrap(model, options)
             plain = decode()
@@ -211,7 +212,7 @@ def tune(
         try:
             import matplotlib  # noqa: F401
         except ImportError as error:
-            raise click.UsageError("--picture needs matplotlib: pip install 'lookahead-decoding[bench]'") from error
+            raise click.UsageError("--picture needs matplotlib: pip install matplotlib") from error
     try:
         lengths = [int(length) for length in contexts.split(",")]
     except ValueError:
@@ -229,7 +230,8 @@ def tune(
         )
     with decoding():
         config = LookaheadConfig(**settings)
-        runner = engine_of(wrap(model, config)).find_runner(model)
+        with told_if_long("trying how the model can be decoded"):
+            runner = engine_of(wrap(model, config)).find_runner(model)
         span = watch(model.device)
         costs = step_costs(runner, anew=seconds / 3)
         with progress_bar("measuring passes") as progress:
@@ -269,12 +271,31 @@ def tune(
 
 
 def _load_for_a_prompt(
-    prompt: str | None, prompt_file: TextIO | None, **shared: Any
+    prompt: str | None, prompt_file: TextIO | None, as_chat: bool, system: str | None, **shared: Any
 ) -> tuple[str, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:
     """Return the prompt and its tokens, then what `load_wrapped` returns."""
     text = given_prompt(prompt, prompt_file)
+    with reading("--system"):
+        (system or "").encode()
     model, tokenizer, engine, options = load_wrapped(**shared)
-    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    if as_chat or system is not None:
+        if tokenizer.chat_template is None:
+            name = repr(shared["model_name"]) if shared["model_name"] else "the packaged model"
+            raise click.UsageError(
+                f"the tokenizer of {name} has no chat template: leave --chat and --system out, and the prompt is "
+                "continued; or give a --model that was made for chats"
+            )
+        messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        with explained("the chat template cannot render the prompt", Exception):  # templates raise any error
+            inputs = BatchEncoding(inputs_of(tokenizer, messages, model.device))
+    else:
+        if tokenizer.chat_template is not None:
+            click.echo(
+                "note: the prompt is continued as raw text; --chat puts it to the model as a user does", err=True
+            )
+        inputs = BatchEncoding(inputs_of(tokenizer, text, model.device))
     options["max_new_tokens"] = _fitting(options["max_new_tokens"], inputs.input_ids.shape[1], model)
     return text, inputs, model, tokenizer, engine, options
 

@@ -9,6 +9,8 @@ from typing import TextIO
 
 import click
 
+TEXT = "utf-8-sig"  # UTF-8; the byte order mark with which editors on Windows begin a file is no part of the text
+
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
@@ -38,7 +40,7 @@ def writing(path: Path) -> AbstractContextManager[None]:
 def read_text(file: TextIO) -> str:
     """Return all of a text file. Raises ClickException, naming the file, if it cannot be read."""
     with reading(file.name):
-        text = file.read()
+        text = file.read().removeprefix("\ufeff")  # of TEXT, for files that others have opened
         text.encode()  # standard input lets other bytes through as surrogates
     return text
 

@@ -17,6 +17,7 @@ from lookahead.models.adapter import UnsupportedModelError
 from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import engine_of, wrap
 from ngram_pool import NgramPool, PoolFileError
+from ngram_pool.waiting import told_if_long
 
 SAMPLING = {"temperature", "top_k", "top_p", "min_p"}  # options that imply --do-sample
 
@@ -35,7 +36,7 @@ def load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if name is None:  # the packaged model loads at once: a progress bar would only flicker
         transformers.utils.logging.disable_progress_bar()
-    with _loading(name, f"model on {device}") as place:
+    with told_if_long("loading the model"), _loading(name, f"model on {device}") as place:
         if dtype == "auto" and torch.device(device).type == "cpu":
             dtype = "float32"
         tokenizer = AutoTokenizer.from_pretrained(place)
@@ -46,14 +47,15 @@ def load(
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer; None: the packaged model's. Raises ClickException if it cannot be loaded."""
-    with _loading(name, "tokenizer") as place:
+    with told_if_long("loading the tokenizer"), _loading(name, "tokenizer") as place:
         return AutoTokenizer.from_pretrained(place)
 
 
 def load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
     """Call `NgramPool.load`. Raises ClickException if it fails."""
     try:
-        return NgramPool.load(path, vocabulary)
+        with told_if_long(f"reading {path}"):
+            return NgramPool.load(path, vocabulary)
     except PoolFileError as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
@@ -108,7 +110,7 @@ def load_wrapped(
             raise click.UsageError(
                 f"--assistant {assistant!r} has another vocabulary than the model: choose one that shares it"
             )
-    with decoding():
+    with decoding(), told_if_long("trying how the model can be decoded"):
         return model, tokenizer, engine_of(wrap(model, config, pool)), options
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lookahead.tools.files import explained, reading, writing
+from lookahead.tools.files import TEXT, explained, reading, writing
 from lookahead.tools.loading import load_pool, load_tokenizer
 from lookahead.vocabulary import vocabulary_fingerprint
 from ngram_pool import NgramPool, Source, storage
@@ -80,7 +80,7 @@ def show(path: str, model_name: str | None, top: int) -> None:
 
 def _parts(path: str) -> Iterator[str]:
     """Yield a file's text in runs of whole lines. Raises ClickException if it cannot be read."""
-    with reading(path), open(path, encoding="utf-8") as file:
+    with reading(path), open(path, encoding=TEXT) as file:
         while lines := file.readlines(READ_AT_ONCE):
             yield "".join(lines)
 

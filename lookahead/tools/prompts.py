@@ -10,7 +10,7 @@ from typing import TextIO
 
 import click
 
-from lookahead.tools.files import read_text, reading
+from lookahead.tools.files import TEXT, read_text, reading
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))  # of the Python that runs this
 PROMPT_LINES = 24  # lines of a source file in a prompt
@@ -61,7 +61,7 @@ def read_prompts(path: Path, limit: int | None) -> list[dict]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a file that are not empty, with their numbers. Raises ClickException if it cannot be read."""
     with reading(path):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding=TEXT)
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() would split at characters that JSON may contain
         if line.strip():
             yield number, line

@@ -36,7 +36,7 @@ try:
     from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState, Modality
 except ImportError as error:
     raise click.UsageError(
-        f"the server needs packages that are missing ({error}): pip install 'lookahead-decoding[serve]'"
+        f"the server needs packages that are missing ({error}): pip install 'transformers[serving]'"
     ) from error
 
 from lookahead.engine.engine import Lookahead

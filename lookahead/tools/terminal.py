@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import click
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lookahead.streaming import PieceStreamer, without_half_character
 from lookahead.tools.live import ERASE, Meter, below, fitted
 from lookahead.tools.words import WordWrap
+from ngram_pool.waiting import told_if_long
 
 STEP_COLOURS = ("cyan", "yellow")  # for the tokens of even and odd steps
 
@@ -32,14 +34,20 @@ class StepStreamer(PieceStreamer):
         self._on_terminal = sys.stdout.isatty()
         self._parts: list[str] = []  # of the text, to be written at once
         self._words = WordWrap(self._parts.append)
+        self._reading = ExitStack()  # holds a message that is shown if it takes long
 
     def put(self, value: torch.Tensor) -> None:
-        if self._seen_prompt and self._meter is not None:
-            self._meter.count()
+        if not self._seen_prompt:
+            self._reading.enter_context(told_if_long("reading the prompt"))
+        else:
+            self._reading.close()
+            if self._meter is not None:
+                self._meter.count()
         super().put(value)
 
     def end(self) -> None:
         """Write the rest. The last state of the live line stays, below the text."""
+        self._reading.close()
         self._hand_over(self._rest())
         self._words.flush()
         self._parts.append("\n")
@@ -49,6 +57,7 @@ class StepStreamer(PieceStreamer):
 
     def close(self) -> None:
         """Remove the live line of a text that was not ended."""
+        self._reading.close()
         self._show()
 
     def _rest(self) -> str:
