@@ -38,7 +38,7 @@ from bench.methods import DEFAULT, KEEP_DRAWS, METHODS, PEERS, WITH_DRAFT_MODEL,
 from bench.pages import command_line, write_results
 from bench.peer_process import PeerError
 from bench.speedups import summarise, title
-from bench.timing import decoding_options, in_turn, waited
+from bench.timing import decoding_options, in_turn, waited, why_no_ratios
 from lookahead.compat import is_plain
 from lookahead.passes.environment import environment
 from lookahead.tools.audit import choice_scores, first_difference, next_logits
@@ -227,8 +227,10 @@ def main(
                 report["environment"] = {
                     "command": command_line(__file__), **environment(subject.plain), "peers": versions,
                     "prompts": f"{len(ids)} prompts: {what}", "max_new_tokens": max_new_tokens, "repeats": repeats,
+                    "why_no_ratios": why_no_ratios(),
                 }  # fmt: skip
-                text = markdown(report, draw(report, out))
+                pictures = [] if report["environment"]["why_no_ratios"] else draw(report, out)
+                text = markdown(report, pictures)
                 write_results(out, text, report)
     click.echo(text)
 

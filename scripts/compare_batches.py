@@ -19,7 +19,7 @@ from transformers import BatchEncoding, PreTrainedModel
 import lookahead
 from bench import cli
 from bench.pages import command_line, heading, table, write_results
-from bench.timing import decoding_options, in_turn, timed
+from bench.timing import decoding_options, in_turn, timed, why_no_ratios
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.compat import CACHE
 from lookahead.passes.environment import environment
@@ -49,11 +49,13 @@ def watch_caches(model: PreTrainedModel) -> Iterator[list[int]]:
 
 
 def markdown(rows: list[dict], where: dict) -> str:
+    why = where["note"]
     columns = ["batch", "method", "tokens/s", "speed-up", "tokens/step of a sequence", "largest cache, MiB",
                "identical"]  # fmt: skip
     cells = [
-        [row["batch"], row["method"], f"{row['tokens_per_second']:.1f}", row["speedup"], row["tokens_per_step"],
-         f"{row['cache_mib']:.1f}", None if row["identical"] is None else f"{row['identical']}/{row['prompts']}"]
+        [row["batch"], row["method"], f"{row['tokens_per_second']:.1f}", None if why else row["speedup"],
+         row["tokens_per_step"], f"{row['cache_mib']:.1f}",
+         None if row["identical"] is None else f"{row['identical']}/{row['prompts']}"]
         for row in rows
     ]  # fmt: skip
     return heading(where) + table(columns, cells, "rlrrrrr") + "\n"
@@ -136,7 +138,7 @@ def main(
                 "identical": total["identical"] if alone else None,
                 "prompts": len(texts),
             })  # fmt: skip
-    where = {"command": command_line(__file__), **environment(model)}
+    where = {"command": command_line(__file__), **environment(model), "note": why_no_ratios()}
     text = markdown(rows, where)
     click.echo(text)
     if out is not None:

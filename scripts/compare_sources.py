@@ -26,7 +26,7 @@ from bench.corpora import first_of_each, prompt_ids
 from bench.methods import as_inputs, forget_settings, timed_by
 from bench.pages import command_line, heading, table, write_results
 from bench.recycling import GooseSource, RacerSource, TokenRecyclingSource
-from bench.timing import decoding_options, in_turn, timed
+from bench.timing import decoding_options, in_turn, timed, why_no_ratios
 from lookahead import (
     DraftModelSource,
     EagleSource,
@@ -152,6 +152,7 @@ def measure(
 
 def page(where: dict, results: list[dict]) -> str:
     """A table for each temperature and number of guesses."""
+    why = where["note"]
     parts = [heading(where).rstrip()]
     for temperature, guesses in dict.fromkeys((one["temperature"], one["guesses"]) for one in results):
         rows = [one for one in results if (one["temperature"], one["guesses"]) == (temperature, guesses)]
@@ -161,7 +162,7 @@ def page(where: dict, results: list[dict]) -> str:
             [
                 one["sources"], one["tokens_per_step"], one["guesses_per_step"], f"{one['acceptance']:.0%}",
                 None if one["asked"] is None else f"{one['asked']:.0%}", one["passes_per_step"],
-                statistics.mean(one["milliseconds"]), one["x_plain"], one["x_pool"],
+                statistics.mean(one["milliseconds"]), *((None, None) if why else (one["x_plain"], one["x_pool"])),
                 f"{one['equal']} of {one['prompts']}",
             ]
             for one in rows
@@ -218,6 +219,7 @@ def main(
     results: list[dict] = []
     for temperature in temperatures:
         results += measure(model, prompts, decoding_options(max_new_tokens, temperature), others, guesses)
+        where["note"] = why_no_ratios()
         write_results(out, page(where, results), {"where": where, "results": results})
 
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import benchmark
 import click
@@ -22,8 +24,24 @@ from bench.speedups import SPREAD, gains, speedup_interval, summarise
 from lookahead import DEMO_MODEL
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.guessing.jacobi import JacobiSource
+from lookahead.tools import contention
 from lookahead.tools.audit import choice_scores, next_logits
+from lookahead.tools.contention import BUSY, Span
 from lookahead.tools.loading import load
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A machine that is quiet, until its ``lost`` is set: the share of each call."""
+    machine = SimpleNamespace(lost=0.0)
+    monkeypatch.setattr(timing, "_spans", [])
+
+    def between(begin, end, on_cpu):
+        return Span(end.wall - begin.wall, machine.lost * (end.wall - begin.wall))
+
+    monkeypatch.setattr(contention, "_between", between)
+    return machine
+
 
 WORKER = """
 import argparse, json, os, sys, time
@@ -142,6 +160,23 @@ def test_page(model, prompts, tmp_path):
     assert "| method | code0 | code1 |" in text
     assert text.count("| plain | 1.00 | 1.00 |") == 2
     assert text.count("Reading all weights, ") == 2
+
+
+def test_a_busy_machine_has_no_ratios(model, prompts, tmp_path, machine):
+    out = tmp_path / "run"
+    machine.lost = 0.5
+    result = run("--model", model, "--prompts", prompts, "--methods", "steps-of-one,auto", "--max-new-tokens", 8,
+                 "--repeats", 1, "--temperature", "0", "--out", out)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert report_of(out)["environment"]["why_no_ratios"].startswith(BUSY)
+    text = out.with_suffix(".md").read_text()
+    assert BUSY in text
+    for line in re.findall(r"^\| (?:plain|steps-of-one|auto) \|.*$", text, re.M):
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        assert float(cells[1]) > 0
+        assert cells[3:6] == ["", "", ""]
+    assert text.count("\n| auto |") == 1
+    assert not list(tmp_path.glob("run*.png"))
 
 
 def test_differences_are_found(prompts, tmp_path, monkeypatch):

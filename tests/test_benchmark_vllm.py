@@ -68,6 +68,14 @@ def test_methods_are_compared(run, tmp_path):
     assert "| 4 | ngram | 8.0 | 8.0-8.0 | 2.00 | 1.00 | 0.25 | 0.25 | 2/4 |" in result.output
 
 
+def test_repeats_that_differ_have_no_ratio():
+    answer = {"ids": [[1] * 100], "drafted": None, "accepted": None}
+    seconds = {"plain": [10.0, 10.5, 11.0], "ngram": [5.0, 5.0, 5.0], "suffix": [5.0, 6.0, 5.0], "lookahead": [5.0]}
+    runs = {(1, method): [answer | {"seconds": each} for each in times] for method, times in seconds.items()}
+    shown = {row["method"]: row["times_plain"] for row in benchmark_vllm.summarize(runs, greedy=True)}
+    assert shown == {"plain": 1, "ngram": pytest.approx(2.1), "suffix": None, "lookahead": None}
+
+
 def test_sampled_texts_are_not_compared(run):
     result, written = run("--methods", "ngram", "--temperature", "0.6", "--repeats", "1")
     assert result.exit_code == 0, result.output

@@ -50,6 +50,7 @@ STEP_COLUMNS = ["method", "x steps-of-one", "tokens/step", "step cost", "efficie
 
 def markdown(report: dict, pictures: list[Path]) -> str:
     where = report["environment"]
+    why = where["why_no_ratios"]
     peers = [f"environment of {peer}: " + ", ".join(f"{name} {version}" for name, version in versions.items())
              for peer, versions in where["peers"].items()]  # fmt: skip
     parts = [
@@ -57,6 +58,7 @@ def markdown(report: dict, pictures: list[Path]) -> str:
         "; ".join([", ".join(f"{name} {where[name]}" for name in ENVIRONMENT), *peers]),
         f"{where['prompts']}, {where['max_new_tokens']} new tokens at most, repeats: {where['repeats']}.",
         *(f"![{picture.stem}]({picture.name})" for picture in pictures),
+        *([f"**Only times and counts: {why}.**"] if why else []),
     ]
     for cell in report["cells"]:
         size, seconds = cell["reading"]["bytes"], cell["reading"]["seconds"]
@@ -64,8 +66,10 @@ def markdown(report: dict, pictures: list[Path]) -> str:
             f"## {cell['model']}, {title(cell)}",
             f"Reading all weights, {size / 1e6:.0f} MB, takes {1000 * seconds:.2f} ms "
             f"({size / seconds / 1e9:.0f} GB/s). At one token per pass, that allows {1 / seconds:.0f} tokens/s.",
-            table(COLUMNS, map(_cells, cell["table"]), "lrrrrrrrrrr"),
+            table(COLUMNS, (_cells(row, has_ratios=not why) for row in cell["table"]), "lrrrrrrrrrr"),
         ]
+        if why:
+            continue
         measured = [row for row in cell["table"] if row.get("step_cost") is not None]
         if len(measured) > 1:
             parts += ["What a step costs and yields:", table(STEP_COLUMNS, map(_step_cells, measured), "lrrrr")]
@@ -92,14 +96,16 @@ def _number(row: dict, name: str, digits: int = 2) -> str:
     return "-" if row[name] is None else f"{row[name]:.{digits}f}"
 
 
-def _cells(row: dict) -> list[str]:
+def _cells(row: dict, has_ratios: bool) -> list[str]:
     if "failed" in row:
         return [row["method"], f"failed: {row['failed'].replace('|', '/')}", *[""] * (len(COLUMNS) - 2)]
     low, high = row["interval"]
     own = "" if row["own_ms_per_token"] is None else f" / {row['own_ms_per_token']:.2f}"
+    ratios = [_number(row, "our_later_share"), _number(row, "our_share"),
+              f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})"]  # fmt: skip
     return [
         row["method"], _number(row, "ms_per_later_token"), _number(row, "ms_per_token") + own,
-        _number(row, "our_later_share"), _number(row, "our_share"), f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})",
+        *(ratios if has_ratios else [""] * len(ratios)),
         _number(row, "first_token_ms", 1), _number(row, "tokens_per_step"),
         "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
         "-" if row["agreement"] is None else f"{row['agreement']:.0%}",

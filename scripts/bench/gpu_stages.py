@@ -24,7 +24,7 @@ from bench.corpora import tokenized_prompts
 from bench.methods import LOOKAHEAD, Subject, as_inputs
 from bench.pages import table
 from bench.speedups import summarise, title
-from bench.timing import decoding_options, waited
+from bench.timing import decoding_options, waited, why_no_ratios
 from lookahead.compat import CACHE
 from lookahead.models.adapter import vocabulary_of
 from lookahead.passes.capabilities import find_adapter, why_not_compiled
@@ -316,7 +316,8 @@ def texts(plan, report, *kind: str) -> Result:
     results = {
         "environment": {
             "command": plan.command, **environment(subject.plain), "peers": {}, "max_new_tokens": new_tokens,
-            "repeats": 1, "prompts": f"{measured} of {len(ids)} prompts of {plan.prompts.name}: {title(cell)}",
+            "repeats": 1, "why_no_ratios": why_no_ratios(),
+            "prompts": f"{measured} of {len(ids)} prompts of {plan.prompts.name}: {title(cell)}",
         },
         "cells": [cell],
     }  # fmt: skip

@@ -37,7 +37,7 @@ def _cell(value: object) -> str:
 
 def heading(where: dict) -> str:
     """Return the head of a page: the command in ``where``, then everything else that the results depend on."""
-    rest = ", ".join(f"{name} {value}" for name, value in where.items() if name != "command")
+    rest = ", ".join(f"{name} {value}" for name, value in where.items() if name != "command" and value != "")
     return f"`{where['command']}`\n\n{rest}\n\n"
 
 

@@ -9,6 +9,9 @@ import torch
 from transformers import BatchEncoding, PreTrainedModel
 
 from lookahead.passes.costs import synchronize
+from lookahead.tools.contention import Span, watch, why_no_ratio
+
+_spans: list[Span] = []  # of the calls of `timed`
 
 
 def in_turn(methods: Sequence[str], repeats: int, first: int, call: Callable[[str, int], object]) -> dict[str, list]:
@@ -34,10 +37,19 @@ def decoding_options(new_tokens: int, temperature: float) -> dict:
 def timed(model: PreTrainedModel, inputs: BatchEncoding, options: dict, seed: int) -> tuple[list[list[int]], float]:
     """Call the model's generate() from a seed; return the new ids of each sequence, and the seconds it took."""
     torch.manual_seed(seed)
-    start = time.perf_counter()
+    span = watch(model.device)
     output = model.generate(**inputs, **options)
     texts = output[:, inputs.input_ids.shape[1] :].tolist()
-    return texts, time.perf_counter() - start
+    _spans.append(span())
+    return texts, _spans[-1].seconds
+
+
+def why_no_ratios() -> str:
+    """Return why no ratio of this process's calls of `timed` may be shown; "" if the machine was quiet, over all.
+
+    Calls of peers are not watched. They take turns with the others, so a busy machine shows in these.
+    """
+    return why_no_ratio(sum(_spans, Span()))
 
 
 def waited(call: Callable[[], object], device: torch.device) -> float:
