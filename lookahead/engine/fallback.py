@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from lookahead import compat
 from lookahead.config import LookaheadConfig
-from lookahead.engine.prefill import cache_passed_in, positions_in, repeats_what_is_cached
+from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.guessing.draft import DraftModelSource
 from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.passes.capabilities import can_batch, find_adapter, same_without_cache
@@ -87,8 +87,10 @@ def why_plain(
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
     if compat.is_callers_own(cache) and not adapter.counts_positions:
         return "on a cache of states alone, which do not say how much of the prompt they hold"
-    if cache is not None and (type(cache) is not DynamicCache or (held and not adapter.can_take_over(cache))):
-        return f"on a cache of type {type(cache).__name__} with these layers"
+    if cache is not None and type(cache) is not DynamicCache:
+        return f"on a cache of type {type(cache).__name__}"
+    if cache is not None and not (is_empty(cache) or adapter.can_take_over(cache, model)):
+        return "on a cache whose layers are not such as this model fills: their kind, length, dtype or device"
     if held and len(ids) > 1:
         return "batches on a cache that is passed in"
     whole = not held or repeats_what_is_cached(ids, generation, model_kwargs)

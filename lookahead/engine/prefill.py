@@ -55,6 +55,11 @@ def positions_in(cache: Cache | None) -> int:
     return cache.get_seq_length() if cache is not None and counts_positions(cache) else 0
 
 
+def is_empty(cache: Cache) -> bool:
+    """Whether no layer has been given keys and values. Those that keep states do not tell."""
+    return not any(getattr(layer, "is_initialized", False) for layer in cache.layers)
+
+
 def prefill(
     runner: EagerRunner,
     prompts: list[Prompt],

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,14 +97,31 @@ class ModelAdapter:
         batch.stack(caches)
         return batch
 
-    def can_take_over(self, cache: Cache) -> bool:
-        """Whether `take_over` can read this cache: each layer is of our type, or transformers' dynamic one."""
+    def can_take_over(self, cache: Cache, model: PreTrainedModel) -> bool:
+        """Whether `take_over` can read this cache: each layer is of our type, or transformers' dynamic one, and those
+        that hold keys and values hold as many as the others, of one sequence, as this model makes them.
+        """
         ours = self.make_cache().layers
-        return len(cache.layers) == len(ours) and all(
-            type(theirs) is type(mine)
-            or (isinstance(mine, InPlaceLayer) and type(theirs) in (DynamicLayer, DynamicSlidingWindowLayer))
-            for mine, theirs in zip(ours, cache.layers, strict=True)
-        )
+        if len(cache.layers) != len(ours):
+            return False
+        dtypes, device = {model.dtype}, device_of(model).type
+        if torch.is_autocast_enabled(device):  # then keys and values have either
+            dtypes.add(torch.get_autocast_dtype(device))
+        lengths: set[int] = set()
+        layers: list[Any] = cache.layers
+        for mine, theirs in zip(ours, layers, strict=True):
+            if not isinstance(mine, InPlaceLayer):
+                if type(theirs) is not type(mine):
+                    return False
+            elif type(theirs) not in (type(mine), DynamicLayer, DynamicSlidingWindowLayer):
+                return False
+            elif theirs.is_initialized:
+                both = theirs.buffers if isinstance(theirs, InPlaceLayer) else (theirs.keys, theirs.values)
+                windows = {getattr(layer, "sliding_window", None) for layer in (mine, theirs)}
+                if len(windows) > 1 or not all(_is_of_one_sequence(states, dtypes, device) for states in both):
+                    return False
+                lengths |= {theirs.get_seq_length(), theirs.get_seq_length() + both[0].shape[2] - both[1].shape[2]}
+        return len(lengths) < 2
 
     def take_over(self, cache: Cache) -> LookaheadCache:
         """Make a cache that holds what the caller's ``cache``, of one sequence, holds.
@@ -163,6 +181,16 @@ class ModelAdapter:
         if isinstance(masks, torch.Tensor):
             return [masks] * len(self.layers)
         return [masks.get(kind) for kind in self.config.layer_types]
+
+
+def _is_of_one_sequence(states: object, dtypes: set[torch.dtype], device: str) -> bool:
+    return (
+        type(states) is torch.Tensor
+        and states.ndim == 4
+        and len(states) == 1
+        and states.dtype in dtypes
+        and states.device.type == device
+    )
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

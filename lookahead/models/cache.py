@@ -76,11 +76,26 @@ class InPlaceLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[-2]
+        for buffer, states in ((self._keys, key_states), (self._values, value_states)):
+            if not _takes(buffer, states):
+                self._widen(key_states, value_states)
+                break
         first, seen = self.extend(new)
         self._keys.narrow(2, first + seen, new).copy_(key_states)  # cheaper than indexing
         self._values.narrow(2, first + seen, new).copy_(value_states)
         shown = 2, first, seen + new
         return self._keys.narrow(*shown), self._values.narrow(*shown)
+
+    def _widen(self, *new: torch.Tensor) -> None:
+        """Let the buffers take these states, as `torch.cat` does for transformers' layers: what is held becomes numbers
+        of the wider dtype. Raises its error for states of another shape or device.
+        """
+        old = self._keys, self._values
+        both = [torch.cat([held[:, :, :0], states[:, :, :0]], dim=2) for held, states in zip(old, new, strict=True)]
+        self._hold(*self._allocate(self._room, *both))
+        for buffer, held in zip(self.buffers, old, strict=True):
+            buffer[:, :, : self.columns] = held[:, :, : self.columns]
+        self.dtype = self._keys.dtype
 
     def extend(self, new: int) -> tuple[int, int]:
         """Append ``new`` rows, which the caller writes. Return the first column shown, and the columns before the rows.
@@ -413,6 +428,17 @@ def _move(layers: list[InPlaceLayer], moves: np.ndarray) -> None:
             buffer.index_copy_(2, targets, buffer.index_select(2, sources))
         else:
             buffer[sequences, :, targets] = buffer[sequences, :, sources]
+
+
+def _takes(buffer: torch.Tensor, states: torch.Tensor) -> bool:
+    """Whether states can be written into a buffer, and none of their digits is lost."""
+    (batch, heads, _, size), new = buffer.shape, states.shape
+    return (
+        len(new) == 4
+        and (batch, heads, size) == (new[0], new[1], new[3])
+        and buffer.device == states.device
+        and (buffer.dtype == states.dtype or torch.promote_types(buffer.dtype, states.dtype) == buffer.dtype)
+    )
 
 
 def _copy_of_state(value: Any) -> Any:
