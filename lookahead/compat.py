@@ -7,7 +7,7 @@ import copy
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
@@ -125,6 +125,12 @@ def has_accelerate_hook(module: nn.Module) -> bool:
     return hasattr(module, "_hf_hook")
 
 
+def tensors_of(modules: Iterable[nn.Module]) -> list[tuple[dict, str, torch.Tensor]]:
+    """All parameters and buffers of these modules: where each is looked up, its name there, and what is there now."""
+    places = [places for module in modules for places in (module._parameters, module._buffers)]
+    return [(place, name, tensor) for place in places for name, tensor in place.items() if tensor is not None]
+
+
 def is_tensor_parallel(model: PreTrainedModel) -> bool:
     """Whether several processes compute the model together, as with ``tp_plan="auto"``."""
     return (getattr(model, "_tp_size", None) or 1) > 1
@@ -212,6 +218,11 @@ def int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Non
 def version_of(tensor: torch.Tensor) -> int | None:
     """How often a tensor was written to; None if it was made in inference mode, which does not count."""
     return None if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`version_of` tensors of which none was made in inference mode."""
+    return [tensor._version for tensor in tensors]
 
 
 # -- processors and kernels -------------------------------------------------------------------------------------------

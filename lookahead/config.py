@@ -49,7 +49,8 @@ class LookaheadConfig:
     pack_weights: bool | Literal["auto"] = AUTO
     """Whether passes that are one call read the weights from a copy that holds the same numbers in fewer bits
     (`cpu.blocks`): bf16 numbers in 12 bits, those of GGUF files in the bits of the file. ``auto``: where the copy takes
-    at most half as much as the weights, or at most 1 GiB."""
+    at most half as much as the weights, or at most 1 GiB. False is for calls in which a few weights are written to in
+    place by way of ``.data`` or numpy: only the next call is certain to see that."""
 
     allow_row_dependent: bool = False
     """Whether to decode models whose logits depend on the other rows of a pass by more than rounding, as they do where
@@ -66,10 +67,10 @@ class LookaheadConfig:
     as long as the longest text so far stays on the GPU between calls."""
 
     def __post_init__(self) -> None:
-        if self.pack_weights not in (True, False, AUTO):
+        if not isinstance(self.pack_weights, bool) and self.pack_weights != AUTO:  # 1 == True, but is not True
             raise ValueError(f"pack_weights={self.pack_weights!r} must be True, False or {AUTO!r}")
         for name in ("cpu_kernels", "allow_row_dependent", "compile_passes", "cuda_graphs"):
-            if getattr(self, name) not in (True, False):  # a text would count as True
+            if not isinstance(getattr(self, name), bool):  # a text would count as True
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}")

@@ -170,6 +170,18 @@ def test_exceptions_of_a_block_do_not_touch_the_others(dtype):
     assert torch.equal(again.weight, found.weight)
 
 
+@pytest.mark.parametrize("rows", [1, 20])
+def test_weights_near_zero_are_not_given_to_the_matrix_unit_in_float32(rows):
+    """It takes products below 2^-126 as zero, which float32 still tells apart."""
+    weight = torch.randn(20, 128).bfloat16().float()
+    weight[:rows] *= 2.0**-60
+    found = blocks.smallest(Linear(weight), torch.float32)
+    assert (found.whole is not None) == (can_index(torch.float32) and not native.HAS_TILES)
+    weight[0] = 0
+    weight[1:] = torch.randn(19, 128).bfloat16().float()
+    assert (blocks.smallest(Linear(weight), torch.float32).whole is not None) == can_index(torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_worth_it_is_not_indexed(dtype):
     weight = torch.randn(7, 256).bfloat16().to(dtype)

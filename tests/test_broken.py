@@ -148,9 +148,9 @@ def fused_pass_that_names_the_least_likely(monkeypatch):
 def fused_pass_that_misses_the_first_key(monkeypatch):
     original = FusedRunner._extended
 
-    def extended(self, index, layer, rows):
-        keys, values, stride, held = original(self, index, layer, rows)
-        skipped = self._program.head_dim * self._program.decoder.embedding.element_size() * (held > 0)
+    def extended(self, program, index, layer, rows):
+        keys, values, stride, held = original(self, program, index, layer, rows)
+        skipped = program.head_dim * program.decoder.embedding.element_size() * (held > 0)
         return keys + skipped, values + skipped, stride, held - (held > 0)
 
     monkeypatch.setattr(FusedRunner, "_extended", extended)

@@ -261,6 +261,16 @@ def test_versions_of_tensors():
     assert compat.version_of(tensor) > before, moved("Tensor._version", "torch")
     with torch.inference_mode():
         assert compat.version_of(torch.zeros(2)) is None
+    assert compat.versions_of([tensor]) == [compat.version_of(tensor)]
+
+
+def test_tensors_of_modules():
+    layer = nn.Linear(2, 3, bias=False)
+    layer.register_buffer("scale", torch.ones(1))
+    found = {name: (place, tensor) for place, name, tensor in compat.tensors_of([layer])}
+    assert set(found) == {"weight", "scale"}, moved("Module._parameters and ._buffers", "torch")
+    layer.weight = nn.Parameter(torch.zeros(2, 3))
+    assert found["weight"][0]["weight"] is layer.weight is not found["weight"][1]
 
 
 def test_cpu_capability(monkeypatch):

@@ -158,12 +158,23 @@ struct Part {
     float* sums;     // [queries][size]
 };
 
+// What `Attention::run` needs beside registers. It lies in the caller's room, for a thread's stack may be small.
+template <class By, int L, int W>
+struct Space {
+    typedef typename Lanes<L>::Floats Floats;
+    typedef typename By::template Factors<L> Factors;
+
+    Floats sums[MAX_SIZE * W], p[(KEYS + 1) * W];
+    Factors q[MAX_SIZE / By::TOGETHER * W], weights[KEYS / By::TOGETHER * W];
+    typename By::Factor room[KEYS / By::TOGETHER * MAX_SIZE];
+};
+
 template <class T>
 struct Attention;
 
 #ifdef HAS_TILES
 static void block_in_tiles(const Attention<BFloat16>& all, long head, long first, long begin, long end,
-                           const Part* part);  // tile_attention.h
+                           const Part* part, void* room);  // tile_attention.h
 #endif
 
 template <class T>
@@ -181,17 +192,17 @@ struct Attention {
     long blocks() const { return (queries() + lanes() - 1) / lanes(); }
 
     // Queries of a key head, from `first` on, `lanes` at most, over keys begin..end-1. Without a part, these are all
-    // keys, and the result goes to `out`.
-    void block(long head, long first, long begin, long end, const Part* part = nullptr) const {
+    // keys, and the result goes to `out`. room: this thread's own, ROOM bytes, aligned to 64 bytes.
+    void block(long head, long first, long begin, long end, const Part* part, void* room) const {
 #ifdef HAS_TILES
         if constexpr (sizeof(T) == 2)
-            if (in_tiles()) return block_in_tiles(*this, head, first, begin, end, part);
+            if (in_tiles()) return block_in_tiles(*this, head, first, begin, end, part, room);
 #endif
 #ifdef __AVX512BF16__
         if constexpr (sizeof(T) == 2)
-            if (size % 16 == 0 && !floats_are_faster()) return block_by<ByPairs>(head, first, begin, end, part);
+            if (size % 16 == 0 && !floats_are_faster()) return block_by<ByPairs>(head, first, begin, end, part, room);
 #endif
-        block_by<BySingles>(head, first, begin, end, part);
+        block_by<BySingles>(head, first, begin, end, part, room);
     }
 
     // Join `count` parts of all queries of a key head. Those of one part lie behind those of the part before.
@@ -212,32 +223,31 @@ struct Attention {
 
    private:
     template <class By>
-    void block_by(long head, long first, long begin, long end, const Part* part) const {
+    void block_by(long head, long first, long begin, long end, const Part* part, void* room) const {
         const long left = queries() - first;
         constexpr int NARROW = std::min(8, WIDEST);
         if (left <= 8)
-            run<By, NARROW, 8 / NARROW>(head, first, begin, end, part);
+            run<By, NARROW, 8 / NARROW>(head, first, begin, end, part, room);
         else if (left <= 16)
-            run<By, WIDEST, 16 / WIDEST>(head, first, begin, end, part);
+            run<By, WIDEST, 16 / WIDEST>(head, first, begin, end, part, room);
         else if (left <= 32)
-            run<By, WIDEST, 32 / WIDEST>(head, first, begin, end, part);
+            run<By, WIDEST, 32 / WIDEST>(head, first, begin, end, part, room);
         else
-            run<By, WIDEST, LANES / WIDEST>(head, first, begin, end, part);
+            run<By, WIDEST, LANES / WIDEST>(head, first, begin, end, part, room);
     }
 
     template <class By, int L, int W>
-    void run(long head, long first, long first_key, long end, const Part* part) const {
+    void run(long head, long first, long first_key, long end, const Part* part, void* of_thread) const {
         typedef typename Lanes<L>::Floats Floats;
-        typedef typename By::template Factors<L> Factors;
         constexpr int TOGETHER = By::TOGETHER;
+        auto& [sums, p, q, weights, room] = *(Space<By, L, W>*)of_thread;
         const long groups = heads / key_heads;
         const bool is_causal = !mask && !hidden;
         const long free = keys - (is_causal ? rows : masked);  // number of first keys, which all rows see
         const int lanes = std::min<long>(L * W, queries() - first);
         const T *keys_here = key + head * key_stride, *values_here = value + head * key_stride;
-        typename By::Factor room[KEYS / TOGETHER * MAX_SIZE];
-        Factors q[MAX_SIZE / TOGETHER * W] = {}, weights[KEYS / TOGETHER * W];
-        Floats sums[MAX_SIZE * W], p[(KEYS + 1) * W], largest[W], total[W] = {};
+        Floats largest[W], total[W] = {};
+        memset(q, 0, sizeof q);
         std::fill(sums, sums + size * W, Floats{});
         std::fill(largest, largest + W, Floats{} + HIDDEN);
         long row[L * W];

@@ -4,6 +4,8 @@
 // offset. Scales have few digits, so the products are exact. The blocks of 8 or 4 bits that floats were unpacked from
 // are found again from the floats. Numbers of bf16, also where they are held in float32, are indexed (`weights.h`).
 
+#include <atomic>
+
 #include "products.h"
 
 using namespace products;
@@ -41,11 +43,10 @@ static bool write_bytes(const float* weights, float scale, int8_t* bytes) {
     return are_bytes_of<SIZE>(weights, scale, bytes);
 }
 
-// Find the bytes and the scale of a group, unless they are there already. The largest is 127 in GGUF's Q8_0, 16 in Q5_0,
-// and any up to 32 in Q6_K. most: the largest of the group before.
+// Find the bytes and the scale of a group. The largest is 127 in GGUF's Q8_0, 16 in Q5_0, and any up to 32 in Q6_K.
+// most: the largest of the group before.
 template <int SIZE>
 static bool find_bytes(const float* weights, int& most, int8_t* bytes, float* scale) {
-    if (are_bytes_of<SIZE>(weights, *scale, bytes)) return true;
     float largest = 0;
     for (int i = 0; i < SIZE; i++) largest = std::max(largest, __builtin_fabsf(weights[i]));
     const auto fits = [&](int tried) { return write_bytes<SIZE>(weights, *scale = largest / tried, bytes); };
@@ -87,9 +88,8 @@ static float shortened(float x) {
     return x;
 }
 
-// Find the codes, the scale and the offset of a group, unless they are there already.
+// Find the codes, the scale and the offset of a group.
 static bool find_codes(const float* weights, Codes* codes, float* scale, float* offset) {
-    if (are_codes_of(weights, *scale, *offset, codes)) return true;
     float lowest = weights[0], highest = weights[0], smallest = weights[0];
     for (int i = 1; i < GROUP; i++) {
         lowest = std::min(lowest, weights[i]), highest = std::max(highest, weights[i]);
@@ -110,10 +110,11 @@ static bool find_codes(const float* weights, Codes* codes, float* scale, float* 
 // Whether `find(i)` is true of 0..count-1, tried in that order by the first thread, which gives up first.
 template <class Find>
 static bool all_found(long count, long threads, Find find) {
-    volatile bool found = find(0);
-#pragma omp parallel for num_threads(threads) schedule(static) if (found)
-    for (long i = 0; i < count; i++)
-        if (found && !find(i)) found = false;
+    std::atomic<bool> found{find(0)};
+    if (!found) return false;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 1; i < count; i++)
+        if (found.load(std::memory_order_relaxed) && !find(i)) found.store(false, std::memory_order_relaxed);
     return found;
 }
 
@@ -135,6 +136,12 @@ extern "C" void find_codes_float32(const float* weights, long count, long, Codes
     });
 }
 
+// Whether these codes are the bytes, of STRIDE weights.
+template <class By>
+static bool are_same(const Codes* codes, const int8_t* bytes, float scale) {
+    return are_equal(By::factors(codes, scale, -8 * scale), By::factors((const Grouped*)bytes, scale));
+}
+
 // Bytes become codes, which are 8 more, with offsets of -8 times the scales. scales, offsets: one for each `size`
 // weights.
 template <class By>
@@ -142,14 +149,14 @@ static void pack_all(const int8_t* bytes, long count, long size, Codes* codes, c
                      bool* found, long threads) {
     *found = all_found(count, threads, [=](long group) {
         const long of = group * GROUP / size;
-        const float scale = scales[of], offset = offsets[of] = -8 * scale;
+        const float scale = scales[of];
+        offsets[of] = -8 * scale;
         bool same = true;
         for (long i = group * GROUP; i < (group + 1) * GROUP; i += By::STRIDE) {
             int8_t raised[By::STRIDE];
             for (int j = 0; j < By::STRIDE; j++) same &= !((raised[j] = bytes[i + j] + 8) & ~15);
             By::pack(raised, codes + i / 2);
-            same &= are_equal(By::factors(codes + i / 2, scale, offset),
-                              By::factors((const Grouped*)bytes + i, scale));
+            same &= are_same<By>(codes + i / 2, bytes + i, scale);
         }
         return same;
     });
@@ -174,18 +181,28 @@ static BFloat16 upper_half(float x) {
     return bits >> 16;
 }
 
-// Whether all numbers of a row are bf16 numbers. Tiles take the input in parts, some of which may be zero: then float32
-// numbers must also be finite.
+// Whether all numbers are bf16 numbers. Tiles take the input in parts, some of which may be zero: then float32 numbers
+// must also be finite.
 static bool are_bfloat16(const BFloat16*, long) { return true; }
-static bool are_bfloat16(const float* weights, long inputs) {
+static bool are_bfloat16(const float* weights, long n) {
     Ints lower = {};
     Floats zeros = {};
-    for (long i = 0; i < inputs; i += L) {
+    for (long i = 0; i < n; i += L) {
         const Floats some = ByFloats::factors(weights + i);
         lower |= (Ints)some;
         if (Indexed::TOGETHER > 1) zeros += some * 0.0f;
     }
     return are_equal(lower & 0xffff, Ints{}) && are_equal(zeros, Floats{});
+}
+
+// Tiles take products below 2^-126 as zero, and add them to sums that float32 would still tell apart. So the largest
+// weight of a row must be far above that.
+static bool is_far_above_zero(const BFloat16*, long) { return true; }
+static bool is_far_above_zero(const float* weights, long inputs) {
+    if (Indexed::TOGETHER == 1) return true;
+    float largest = 0;
+    for (long i = 0; i < inputs; i++) largest = std::max(largest, __builtin_fabsf(weights[i]));
+    return largest == 0 || largest >= 0x1p-40f;
 }
 
 // The vectors of the lines of a block of these rows: first[line], second[line].
@@ -198,11 +215,14 @@ static void lines_of(const T* weights, long rows, long inputs, Ints* first, Ints
 #endif
 }
 
-// Whether these rows of a matrix are indexed already, from row `first` to row `last`.
+// Whether inputs begin..end-1 of the rows of a matrix from row `first` to row `last` are indexed so.
 template <class T>
-static bool are_indexed(const T* matrix, long first, long last, const Indexed::Rows<const uint8_t>& rows) {
+static bool are_indexed(const T* matrix, long first, long last, const Indexed::Rows<const uint8_t>& rows, long begin,
+                        long end) {
+    for (long row = first; row < last; row++)
+        if (!are_bfloat16(matrix + row * rows.inputs + begin, end - begin)) return false;
     Ints differ = {};
-    for (long i = 0; i < rows.inputs; i += Indexed::BLOCK) {
+    for (long i = begin; i < end; i += Indexed::BLOCK) {
         if (*rows.exceptions(i) == Indexed::ALL) continue;
         Ints halves[2][Indexed::TOGETHER], unpacked[2][Indexed::TOGETHER];
         lines_of(matrix + first * rows.inputs + i, last - first, rows.inputs, halves[0], halves[1]);
@@ -265,14 +285,16 @@ static void write_indexed(const T* matrix, long first, long last, const Indexed:
     }
 }
 
-// Index the rows that lie together from row `first` on, unless they are there already. Returns how many blocks must be
-// read from the matrix, or more than there are if not all weights are bf16 numbers.
+// Index the rows that lie together from row `first` on. Returns how many blocks must be read from the matrix, or more
+// than there are if not all weights are bf16 numbers that can be served.
 template <class T>
 static long index_rows(const T* matrix, long first, long last, long inputs, uint8_t* to) {
-    for (long row = first; row < last; row++)
-        if (!are_bfloat16(matrix + row * inputs, inputs)) return (last - first) * inputs;
+    for (long row = first; row < last; row++) {
+        const T* const weights = matrix + row * inputs;
+        if (!are_bfloat16(weights, inputs) || !is_far_above_zero(weights, inputs)) return (last - first) * inputs;
+    }
     const Indexed::Rows<uint8_t> rows(to, first, inputs);
-    if (!are_indexed(matrix, first, last, {to, first, inputs})) write_indexed(matrix, first, last, rows);
+    write_indexed(matrix, first, last, rows);
     long read = 0;
     for (long i = 0; i < inputs; i += Indexed::BLOCK) read += *rows.exceptions(i) == Indexed::ALL ? last - first : 0;
     return read;
@@ -283,10 +305,10 @@ template <class T>
 static void index_all(const T* weights, long outputs, long inputs, uint8_t* to, bool* found, long threads) {
     const long blocks = inputs / Indexed::BLOCK, first = std::min(outputs, 16L);
     long read = 0;
-    volatile bool are_numbers = true;
+    std::atomic<bool> are_numbers{true};
     const auto index = [&](long o) {
         const long count = index_rows(weights, o, std::min(outputs, o + Indexed::TOGETHER), inputs, to);
-        if (count > blocks * Indexed::TOGETHER) are_numbers = false;
+        if (count > blocks * Indexed::TOGETHER) are_numbers.store(false, std::memory_order_relaxed);
         return count;
     };
     const auto is_found = [&](long rows) { return are_numbers && read * 4 <= rows * blocks; };
@@ -295,7 +317,7 @@ static void index_all(const T* weights, long outputs, long inputs, uint8_t* to, 
     if (!*found) return;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : read)
     for (long o = first; o < outputs; o += Indexed::TOGETHER)
-        if (are_numbers) read += index(o);
+        if (are_numbers.load(std::memory_order_relaxed)) read += index(o);
     *found = is_found(outputs);
 }
 
@@ -314,3 +336,78 @@ extern "C" void index_bfloat16(const BFloat16* weights, long count, long size, u
 #endif
 
 #endif
+
+// A matrix, and the copy that was made of it.
+struct Copy {
+    const void* weights;         // [outputs][inputs]
+    const float* given;          // their scales, if they are bytes in groups; else null
+    const void* packed;          // indexed, if it has no scales
+    const float *scales, *offsets;  // of the copy, [outputs][inputs / group], or null
+    long outputs, inputs, group;
+
+    long together() const { return scales ? 1 : Indexed::TOGETHER; }  // rows
+    long block() const { return scales ? GROUP : Indexed::BLOCK; }    // inputs
+};
+
+// Whether a copy holds inputs begin..end-1 of rows first..last-1, which lie together. The range is of whole blocks.
+template <class By>
+static bool holds(const Copy& copy, long first, long last, long begin, long end) {
+    typedef typename By::Number T;
+#ifdef __AVX2__
+    if (!copy.scales)
+        return are_indexed((const T*)copy.weights, first, last, {(const uint8_t*)copy.packed, first, copy.inputs}, begin,
+                           end);
+#endif
+    for (long row = first; row < last; row++)
+        for (long i = begin; i < end; i += GROUP) {
+            const long at = row * copy.inputs + i, of = at / copy.group;
+            const Codes* const codes = (const Codes*)copy.packed + at / 2;
+            if (copy.given) {
+                const int8_t* const bytes = (const int8_t*)copy.weights + at;
+                if (copy.given[of] != copy.scales[of]) return false;
+                for (long j = 0; j < GROUP; j += By::STRIDE)
+                    if (!are_same<By>(codes + j / 2, bytes + j, copy.scales[of])) return false;
+            } else if constexpr (sizeof(T) == 4) {
+                const T* const weights = (const T*)copy.weights + at;
+                const int8_t* const bytes = (const int8_t*)copy.packed + at;
+                if (copy.offsets) {
+                    if (!are_codes_of(weights, copy.scales[of], copy.offsets[of], codes)) return false;
+                } else {
+                    for (long j = 0; j < GROUP; j += GROUP / 2)
+                        if (!are_bytes_of<GROUP / 2>(weights + j, copy.scales[(at + j) / copy.group], bytes + j))
+                            return false;
+                }
+            }
+        }
+    return true;
+}
+
+// Whether copies no longer hold what they were made of. turn: in each, one block is looked at, another in each turn;
+// below 0, all of them.
+template <class By>
+static bool have_changed(const Copy* copies, long count, long turn, long threads) {
+    bool same = true;
+    for (long i = 0; i < count && turn < 0 && same; i++) {
+        const Copy& copy = copies[i];
+        const long together = copy.together();
+        same = all_found((copy.outputs + together - 1) / together, threads, [&](long group) {
+            return holds<By>(copy, group * together, std::min(copy.outputs, (group + 1) * together), 0, copy.inputs);
+        });
+    }
+    if (turn < 0) return !same;
+    for (long i = 0; i < count; i++) {  // a few cache lines of each: to wait for threads would take longer
+        const Copy& copy = copies[i];
+        const long together = copy.together(), groups = (copy.outputs + together - 1) / together;
+        const uint64_t place = (turn + i) * 0x9e3779b97f4a7c15 >> 16;  // scattered, so that no row is left for long
+        const long first = place % groups * together, begin = place / groups % (copy.inputs / copy.block()) * copy.block();
+        if (!holds<By>(copy, first, std::min(copy.outputs, first + together), begin, begin + copy.block())) return true;
+    }
+    return false;
+}
+
+extern "C" bool changed_float32(const Copy* copies, long count, long turn, long threads) {
+    return have_changed<ByFloats>(copies, count, turn, threads);
+}
+extern "C" bool changed_bfloat16(const Copy* copies, long count, long turn, long threads) {
+    return have_changed<Pairs>(copies, count, turn, threads);
+}

@@ -6,9 +6,10 @@ bits.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 
+import numpy as np
 import torch
 
 from lookahead.cpu import native
@@ -21,29 +22,36 @@ _of_bytes = cache(partial(native.kernels, "blocks", "find_bytes", (torch.float32
 _of_codes = cache(partial(native.kernels, "blocks", "find_codes", (torch.float32,), _ARGUMENTS))
 _of_int4 = cache(partial(native.kernels, "blocks", "pack", native.FLOATS, _ARGUMENTS))
 _of_bfloat16 = cache(partial(native.kernels, "blocks", "index", native.FLOATS, _ARGUMENTS))
+_CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 3]
+_changed = cache(partial(native.kernels, "blocks", "changed", native.FLOATS, _CHANGED, ctypes.c_bool))
 TOGETHER = 16 if native.HAS_TILES else 1  # Indexed::TOGETHER in weights.h, and Indexed::BLOCK:
 INDEXED = 64 if native.CAPABILITY.startswith("AVX512") else 32
+ALL = -1  # a turn in which `have_changed` looks at everything
 
 
 def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexes: bool = True) -> Linear:
     """The same layer with the fewest bits that make the same products exactly; the layer itself if it has them.
 
-    dtype: of the layer's input. known: what was found before; it is written over where weights have changed since.
-    indexes: whether bf16 numbers may be indexed.
+    dtype: of the layer's input. known: what was found before, which is returned if it still is what this layer holds.
+    It is never written to, for calls in other threads may read it. indexes: whether bf16 numbers may be indexed.
     Float32 becomes codes of 4 bits where it was unpacked from GGUF's Q4_0, Q4_1 or Q4_K, and int8 where it was unpacked
     from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups becomes codes where it is int4. bf16 becomes
     12 bits, and so does float32 where all weights are bf16 numbers.
     """
     weight, scales = linear.weight, linear.scales
+    if known is not None and _may_hold(known, linear, dtype, indexes):
+        same = _made_of(linear, *known[:2], known.offsets)
+        if not have_changed(copies_of([same]), dtype, ALL):
+            return same
     ways: list[Callable[[], Linear | None]] = []
     if scales is None and weight.dtype == torch.float32 and _of_codes():
-        ways = [partial(_find, _of_codes()[dtype], linear, GROUP, GROUP, True, known)]
-        ways += [partial(_find, _of_bytes()[dtype], linear, size, size, False, known) for size in SIZES_OF_BYTES]
+        ways = [partial(_find, _of_codes()[dtype], linear, GROUP, GROUP, True)]
+        ways += [partial(_find, _of_bytes()[dtype], linear, size, size, False) for size in SIZES_OF_BYTES]
     elif scales is not None and scales.ndim == 2 and _of_int4():
-        ways = [partial(_find, _of_int4()[dtype], linear, GROUP, weight.shape[1] // scales.shape[1], True, known)]
+        ways = [partial(_find, _of_int4()[dtype], linear, GROUP, weight.shape[1] // scales.shape[1], True)]
     if scales is None and indexes and can_index(dtype):
         was_indexed = known is not None and known.scales is None  # then it very likely is so still
-        ways.insert(0 if was_indexed else len(ways), partial(_index, _of_bfloat16()[dtype], linear, known))
+        ways.insert(0 if was_indexed else len(ways), partial(_index, _of_bfloat16()[dtype], linear))
     return next((found for way in ways if (found := way())), linear)
 
 
@@ -52,44 +60,90 @@ def can_index(dtype: torch.dtype) -> bool:
     return dtype in _of_bfloat16()
 
 
-def _index(indexer: Callable[..., None], linear: Linear, known: Linear | None) -> Linear | None:
+def copies_of(linears: Iterable[Linear]) -> np.ndarray:
+    """Return those of these layers that `smallest` has made, as `have_changed` takes them: int64 [copies, 8].
+
+    It holds their addresses: the layers, with their `origin`, must outlive it.
+    """
+    return np.array([_copy(linear) for linear in linears if linear.origin is not None], np.int64).reshape(-1, 8)
+
+
+def have_changed(copies: np.ndarray, dtype: torch.dtype, turn: int) -> bool:
+    """Whether copies no longer hold what they were made of: in one block of each, another in each turn, or ALL."""
+    if not len(copies):
+        return False
+    return _changed()[dtype](copies.ctypes.data, len(copies), turn, torch.get_num_threads())
+
+
+def _copy(found: Linear) -> tuple[int, ...]:
+    """The fields of a Copy in blocks.cpp."""
+    weight, scales, origin = found.weight, found.scales, found.origin
+    assert origin is not None
+    outputs, inputs = origin.weight.shape
+    return (
+        origin.weight.data_ptr(), pointer(origin.scales), weight.data_ptr(), pointer(scales), pointer(found.offsets),
+        outputs, inputs, inputs if scales is None else inputs // scales.shape[1],
+    )  # fmt: skip
+
+
+def _made_of(linear: Linear, weight: torch.Tensor, scales: torch.Tensor | None, offsets: torch.Tensor | None) -> Linear:
+    """A layer with the bias of this one, and with what was found of its weight."""
+    return Linear(weight, scales, linear.bias, offsets, linear.weight if scales is None else None, linear)
+
+
+def _may_hold(known: Linear, linear: Linear, dtype: torch.dtype, indexes: bool) -> bool:
+    """Whether what was found before has the form that could be found of this layer."""
+    outputs, inputs = linear.weight.shape
+    if known.scales is None:
+        may_index = linear.scales is None and indexes and can_index(dtype) and inputs % INDEXED == 0
+        return may_index and known.weight.shape == _shape_of_indexed(outputs, inputs)
+    in_codes = known.offsets is not None
+    if linear.scales is not None:
+        groups = [linear.scales.shape] if in_codes and linear.scales.ndim == 2 else []
+    else:
+        sizes = (GROUP,) if in_codes else SIZES_OF_BYTES
+        groups = [torch.Size((outputs, inputs // size)) for size in sizes if dtype == torch.float32]
+    width = inputs // 2 if in_codes else inputs
+    return inputs % GROUP == 0 and known.weight.shape == (outputs, width) and known.scales.shape in groups
+
+
+def _shape_of_indexed(outputs: int, inputs: int) -> tuple[int, int]:
+    bytes_of_row = -(-(inputs * 3 // 2 + 16 + inputs // INDEXED) // 64) * 64
+    return -(-outputs // TOGETHER) * TOGETHER, bytes_of_row
+
+
+def _index(indexer: Callable[..., None], linear: Linear) -> Linear | None:
     """Return the layer with its weight in 12 bits (`Indexed` in weights.h), if its weights are bf16 numbers."""
     outputs, inputs = linear.weight.shape
     if inputs % INDEXED:
         return None
-    shape = -(-outputs // TOGETHER) * TOGETHER, -(-(inputs * 3 // 2 + 16 + inputs // INDEXED) // 64) * 64
-    weight = known.weight if known is not None and known.scales is None and known.weight.shape == shape else None
-    if weight is None:
-        first = linear.weight[0]
-        if not torch.equal(first, first.bfloat16().to(first.dtype)):  # nothing large is allocated in vain
-            return None
-        weight = torch.zeros(shape, dtype=torch.uint8, device="cpu")
+    first = linear.weight[0]
+    if not torch.equal(first, first.bfloat16().to(first.dtype)):  # nothing large is allocated in vain
+        return None
+    weight = torch.zeros(_shape_of_indexed(outputs, inputs), dtype=torch.uint8, device="cpu")
     found = ctypes.c_bool()
     indexer(
         linear.weight.data_ptr(), outputs, inputs, weight.data_ptr(), 0, 0, ctypes.byref(found), torch.get_num_threads()
     )
-    return Linear(weight, None, linear.bias, None, linear.weight) if found else None
+    return _made_of(linear, weight, None, None) if found else None
 
 
-def _find(
-    finder: Callable[..., None], linear: Linear, unit: int, group: int, in_codes: bool, known: Linear | None
-) -> Linear | None:
+def _find(finder: Callable[..., None], linear: Linear, unit: int, group: int, in_codes: bool) -> Linear | None:
     """Return what a function of blocks.cpp finds, if it finds all.
 
     unit: the weights that it takes at a time. group: those with one scale. in_codes: it finds codes.
     """
     outputs, inputs = linear.weight.shape
-    if group % unit or inputs % group:
+    if group % unit or inputs % group or not outputs:
         return None
     shape, dtype = ((outputs, inputs // 2), torch.uint8) if in_codes else ((outputs, inputs), torch.int8)
-    groups = outputs, inputs // group
-    if known is None or known.scales is None or (known.weight.shape, known.scales.shape) != (shape, groups):
-        scales, offsets = torch.empty(2, *groups, dtype=torch.float32, device="cpu")
-        known = Linear(torch.empty(shape, dtype=dtype, device="cpu"), scales, None, offsets if in_codes else None)
-    scales = known.scales if linear.scales is None else linear.scales.clone()  # never the model's own
+    weight = torch.empty(shape, dtype=dtype, device="cpu")
+    scales, offsets = torch.empty(2, outputs, inputs // group, dtype=torch.float32, device="cpu")
+    if linear.scales is not None:
+        scales = linear.scales.clone()  # never the model's own
     found = ctypes.c_bool()
     finder(
-        linear.weight.data_ptr(), linear.weight.numel() // unit, group, known.weight.data_ptr(), pointer(scales),
-        pointer(known.offsets), ctypes.byref(found), torch.get_num_threads(),
+        linear.weight.data_ptr(), linear.weight.numel() // unit, group, weight.data_ptr(), scales.data_ptr(),
+        offsets.data_ptr(), ctypes.byref(found), torch.get_num_threads(),
     )  # fmt: skip
-    return Linear(known.weight, scales, linear.bias, known.offsets) if found else None
+    return _made_of(linear, weight, scales, offsets if in_codes else None) if found else None

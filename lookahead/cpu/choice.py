@@ -12,6 +12,7 @@ from lookahead.cpu import native
 from lookahead.cpu.likeliest import MAX_COUNT
 
 MAX_TOP_K = MAX_COUNT
+STATE_BYTES = 5056  # of torch's generator on the CPU: a Mersenne Twister, and a normal variate kept for later
 _TRIED = 4099  # variates
 _CHOOSE = [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float, ctypes.c_long, ctypes.c_double, ctypes.c_void_p]
 _choosers = cache(partial(native.kernels, "choice", "choose", native.FLOATS, _CHOOSE))
@@ -44,8 +45,11 @@ def likeliest(logits: torch.Tensor, row: int = 0) -> int | None:
 def drawn(logits: torch.Tensor, variates: np.ndarray, warp: Warp, row: int = 0) -> int | None:
     """Return the token that torch draws with these variates; None if rounding might decide, or if there is a NaN.
 
-    logits, row: as for `likeliest`. variates: float32 [vocabulary], contiguous, as `draw` makes them.
+    logits, row: as for `likeliest`. variates: float32 [vocabulary], contiguous, as `draw` makes them. None, too, for
+    variates of another number of tokens, as after a processor that has changed the number of scores.
     """
+    if len(variates) != logits.shape[-1] or warp.top_k > MAX_TOP_K:
+        return None
     return _choose(logits, row, variates.ctypes.data, warp)
 
 
@@ -62,7 +66,10 @@ def draw(state: torch.Tensor, variates: np.ndarray) -> None:
     """Draw exponential variates as ``exponential_()`` does, up to rounding, and leave the state that it leaves.
 
     state: uint8, of a generator on the CPU. variates: float32 [n], contiguous.
+    Raises ValueError for a state that is not of the Mersenne Twister.
     """
+    if state.shape != (STATE_BYTES,) or state.dtype != torch.uint8 or not state.is_cpu:
+        raise ValueError(f"a state of {tuple(state.shape)} {state.dtype} is not that of torch's generator on the CPU")
     _drawers()[torch.float32](state.data_ptr(), variates.ctypes.data, len(variates))
 
 
@@ -72,6 +79,8 @@ def can_draw() -> bool:
     if torch.float32 not in _drawers() or not multinomial_is_race():
         return False
     generator = torch.Generator().manual_seed(0)
+    if generator.get_state().shape != (STATE_BYTES,):  # what is tried writes to it
+        return False
     for skipped in range(3):
         torch.rand(skipped, generator=generator, device="cpu")  # takes one of the numbers of which a variate takes two
         state, ours = generator.get_state(), np.empty(_TRIED, np.float32)

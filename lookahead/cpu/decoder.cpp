@@ -13,6 +13,8 @@
 #include <omp.h>
 #include <sched.h>
 
+#include <atomic>
+
 #include "peaks.h"
 #include "products.h"
 #include "tile_attention.h"
@@ -53,7 +55,8 @@ struct Pass {
     T *product, *q, *attended, *mlp;  // [rows] of hidden, heads * size, heads * size, intermediate
     T* first_hidden;                  // [rows][hidden]: the embedding goes here too, if it is asked for
     float *largest, *total, *sums;    // parts of attention (`attention::Part`), for all heads and threads
-    void* room;                       // what a thread needs for itself: `room_bytes` for each
+    void* room;                       // what a thread needs for itself, `room_bytes` for each: see `sizes`
+    void* peaks;                      // the likeliest tokens that threads find, of each row: see `sizes`
     long* tokens;                     // [said][likeliest]: the likeliest tokens of rows that are shown
     float* probabilities;             // of these
     long room_bytes, layer_count, rows, shown, said, likeliest;
@@ -70,17 +73,17 @@ struct Pass {
 
 // Threads wait for each other in turns of the processor, and give it away if that takes long.
 struct Barrier {
-    alignas(64) volatile long arrived = 0;
-    alignas(64) volatile long phase = 0;
+    alignas(64) std::atomic<long> arrived{0};
+    alignas(64) std::atomic<long> phase{0};
 
     void wait(long threads) {
-        const long now = __atomic_load_n(&phase, __ATOMIC_RELAXED);
-        if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == threads) {
-            arrived = 0;
-            __atomic_store_n(&phase, now + 1, __ATOMIC_RELEASE);
+        const long now = phase.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+            arrived.store(0, std::memory_order_relaxed);
+            phase.store(now + 1, std::memory_order_release);
             return;
         }
-        for (int spins = 0; __atomic_load_n(&phase, __ATOMIC_ACQUIRE) == now;)
+        for (int spins = 0; phase.load(std::memory_order_acquire) == now;)
             if (++spins < SPINS) {
 #if defined(__x86_64__)
                 __builtin_ia32_pause();
@@ -152,6 +155,20 @@ static void activate(bool is_gelu, const T* gate, T* up, long n) {
     std::copy_n(last_up, n, up);
 }
 
+// Where a thread's parts of the room lie, in bytes: x, normed, prepared, scratch, of attention; and where it ends.
+template <class By>
+struct Places {
+    long at[6] = {};
+
+    explicit Places(const Pass<typename By::Number>& pass) {
+        const long widest = std::max({pass.hidden, pass.heads * pass.size, pass.intermediate});
+        const long numbers = pass.rows * (long)sizeof(typename By::Number);
+        const long sizes[] = {numbers * pass.hidden, numbers * pass.hidden, Input<By>::bytes(pass.rows, widest),
+                              numbers * GATED, attention::ROOM};
+        for (int i = 0; i < 5; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
+    }
+};
+
 template <class By>
 struct Thread {
     typedef typename By::Number T;
@@ -162,7 +179,8 @@ struct Thread {
     T *const x, *const normed;  // [rows][hidden]
     void* const prepared;       // the input of a product, if it is not taken as it is
     T* const scratch;           // [rows][GATED]
-    peaks::Peaks* const seen;  // [threads][said]
+    void* const of_attention;
+    peaks::Peaks* const seen = (peaks::Peaks*)pass.peaks;  // [threads][said]
 
     void meet() { barrier.wait(pass.threads); }
 
@@ -295,7 +313,8 @@ struct Thread {
         for (long item = index; item < heads * blocks * parts; item += pass.threads) {
             const long part = item % parts, head = item / parts % heads, first = item / parts / heads * all.lanes();
             const attention::Part to = part_of(head * parts + part);
-            all.block(head, first, keys * part / parts, keys * (part + 1) / parts, parts > 1 ? &to : nullptr);
+            all.block(head, first, keys * part / parts, keys * (part + 1) / parts, parts > 1 ? &to : nullptr,
+                      of_attention);
         }
         if (parts > 1) {
             meet();
@@ -386,25 +405,26 @@ static long run(const Pass<typename By::Number>& pass) {
     typedef typename By::Number T;
     Barrier barrier;
     bool has_nan = false;
-    peaks::Peaks* const seen =
-        (peaks::Peaks*)malloc(std::max(1L, pass.threads * pass.said) * sizeof(peaks::Peaks));
+    const Places<By> places(pass);
 #pragma omp parallel num_threads(pass.threads)
     {
         const TileUnit unit;
         const long index = omp_get_thread_num();
         Pass<T> here = pass;
         here.threads = omp_get_num_threads();  // may be fewer than were asked for
-        const auto aligned = [](char* at) { return (char*)(((uintptr_t)at + 63) & ~uintptr_t(63)); };
-        const long widest = std::max({pass.hidden, pass.heads * pass.size, pass.intermediate});
-        char* x = aligned((char*)pass.room + index * pass.room_bytes);
-        char* normed = aligned(x + pass.rows * pass.hidden * sizeof(T));
-        char* prepared = aligned(normed + pass.rows * pass.hidden * sizeof(T));
-        char* scratch = aligned(prepared + Input<By>::bytes(pass.rows, widest));
-        const bool found = Thread<By>{here, barrier, index, (T*)x, (T*)normed, prepared, (T*)scratch, seen}.run();
+        char* const own = (char*)pass.room + index * pass.room_bytes;
+        const auto part = [&](int i) { return own + places.at[i]; };
+        const bool found =
+            Thread<By>{here, barrier, index, (T*)part(0), (T*)part(1), part(2), (T*)part(3), part(4)}.run();
         if (index == 0) has_nan = found;  // every thread has all rows
     }
-    free(seen);
     return has_nan;
+}
+
+template <class By>
+static void measure(const Pass<typename By::Number>& pass, long* sizes) {
+    sizes[0] = Places<By>(pass).at[5];
+    sizes[1] = pass.threads * pass.rows * sizeof(peaks::Peaks);
 }
 
 // Returns whether a row has become NaN before the head.
@@ -413,10 +433,10 @@ extern "C" long run_bfloat16(const Pass<BFloat16>* pass) {
     return by_pairs([=](auto by) { return run<decltype(by)>(*pass); });
 }
 
-// Bytes that the input of a product takes, at most.
-extern "C" long room_float32(long rows, long inputs) { return Input<ByFloats>::bytes(rows, inputs); }
-extern "C" long room_bfloat16(long rows, long inputs) {
-    return by_pairs([=](auto by) { return Input<decltype(by)>::bytes(rows, inputs); });
+// Write the bytes that a thread needs for itself, and those of all peaks. Both are to be aligned to 64 bytes.
+extern "C" void sizes_float32(const Pass<float>* pass, long* sizes) { measure<ByFloats>(*pass, sizes); }
+extern "C" void sizes_bfloat16(const Pass<BFloat16>* pass, long* sizes) {
+    by_pairs([=](auto by) { measure<decltype(by)>(*pass, sizes); });
 }
 
 // Move rows of `bytes` bytes from the columns `sources` to the columns `targets`, both ascending and targets[i] <=

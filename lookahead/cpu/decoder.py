@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from lookahead.cpu import blocks, native, products
+from lookahead.cpu.likeliest import MAX_COUNT
 from lookahead.cpu.pages import HugePages
 from lookahead.cpu.products import Linear
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
 # Rows of a pass, at most: a root and its guesses. Beyond this, torch's products are faster.
 MAX_ROWS = 129 if native.HAS_TILES else 65
-_GATED = 192 if native.HAS_TILES else 48  # GATED in decoder.cpp
 _kernels = cache(partial(native.kernels, "decoder", "run", native.FLOATS, [ctypes.c_void_p], ctypes.c_long))
-_rooms = cache(partial(native.kernels, "decoder", "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
+_sizes = cache(partial(native.kernels, "decoder", "sizes", native.FLOATS, [ctypes.c_void_p] * 2))
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
 _movers = cache(partial(native.kernels, "decoder", "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
 
@@ -53,7 +53,8 @@ class Layer(NamedTuple):
 
 _FIELDS = tuple(Layer.__annotations__)
 _LINEARS, _NORMS = _FIELDS[:7], _FIELDS[7:]
-_PARTS = ("product", "q", "attended", "mlp", "largest", "total", "sums", "room")  # of `Program._room`, in _Pass
+# Of `Program._room`, in _Pass.
+_PARTS = ("product", "q", "attended", "mlp", "largest", "total", "sums", "room", "peaks")
 _OUT = {"q": "q", "k": "k", "v": "v", "o": "product", "up": "mlp", "down": "product"}  # the part that a product goes to
 _SETTINGS = (
     "is_gelu", "norms_round_once", "rotary_rounds_once", "epsilon", "scaling", "norm_offset", "embedding_factor",
@@ -94,8 +95,9 @@ class Decoder:
 def smallest(decoder: Decoder, known: dict[int, Linear], indexes: bool) -> Decoder:
     """The same decoder, with weights of fewer bits where these make the same products exactly (`blocks.smallest`).
 
-    known: what earlier calls have found, by place; the place of each linear layer is its own. Found anew where weights
-    have changed since. indexes: whether bf16 numbers may be indexed.
+    known: what earlier calls have found, by place; the place of each linear layer is its own. Where weights have
+    changed since, a new copy takes the place of the old one, which calls in other threads go on reading. indexes:
+    whether bf16 numbers may be indexed.
     """
     places = count()
     memory = HugePages()
@@ -110,8 +112,8 @@ def smallest(decoder: Decoder, known: dict[int, Linear], indexes: bool) -> Decod
         found = blocks.smallest(field, decoder.embedding.dtype, before := known.get(place), indexes)
         if found is not field:
             if before is None or found.weight is not before.weight:
-                weight, scales, bias, offsets, whole = found
-                found = Linear(memory.copy(weight), copied(scales), bias, copied(offsets), whole)
+                weight, scales, bias, offsets, whole, origin = found
+                found = Linear(memory.copy(weight), copied(scales), bias, copied(offsets), whole, origin)
             known[place] = Linear(found.weight, found.scales, None, found.offsets)
         else:
             known.pop(place, None)
@@ -139,7 +141,7 @@ class _Pass(ctypes.Structure):
         [("layers", ctypes.c_void_p), ("head", ctypes.c_long * products.FIELDS)]
         + [(name, ctypes.c_void_p) for name in ("ids", "embedding", "norm", "positions")]
         + [(name, ctypes.c_void_p) for name in ("product", "q", "attended", "mlp")]
-        + [(name, ctypes.c_void_p) for name in ("first_hidden", "largest", "total", "sums", "room")]
+        + [(name, ctypes.c_void_p) for name in ("first_hidden", "largest", "total", "sums", "room", "peaks")]
         + [(name, ctypes.c_void_p) for name in ("tokens", "probabilities")]
         + [(name, ctypes.c_long) for name in ("room_bytes", "layer_count", "rows", "shown", "said", "likeliest")]
         + [(name, ctypes.c_long) for name in ("hidden", "heads", "key_heads", "size")]
@@ -160,10 +162,26 @@ def serves(decoder: Decoder) -> bool:
     dtype = decoder.embedding.dtype
     return (
         dtype in _kernels()
-        and _has_equal_layers(decoder)
-        and decoder.head_dim <= MAX_HEAD_DIM
         and all(linear.is_served(dtype) for linear in _linears(decoder))
         and all(products.is_plain_of(tensor, dtype) for tensor in (decoder.embedding, decoder.norm, *norms))
+        and decoder.embedding.ndim == 2
+        and 0 < decoder.head_dim <= MAX_HEAD_DIM
+        and _has_equal_layers(decoder)
+        and all(_norms_fit(decoder, layer) for layer in decoder.layers)
+    )
+
+
+def _norms_fit(decoder: Decoder, layer: Layer) -> bool:
+    """Whether each norm has a weight for each number. torch would repeat a single one."""
+    width, size, first = decoder.embedding.shape[1], decoder.head_dim, decoder.layers[0]
+    of_rows = (layer.q.outputs,), (layer.k.outputs,)  # of all heads together
+    of_heads = [None if norm is None else norm.shape for norm in (layer.q_norm, layer.k_norm)]
+    of_first = [None if norm is None else norm.shape for norm in (first.q_norm, first.k_norm)]
+    others = decoder.norm, layer.input_norm, layer.mlp_norm, layer.o_norm, layer.down_norm
+    return (
+        all(norm is None or norm.shape == (width,) for norm in others)
+        and of_heads == of_first
+        and tuple(of_heads) in ((None, None), ((size,), (size,)), of_rows)
     )
 
 
@@ -174,6 +192,7 @@ def _has_equal_layers(decoder: Decoder) -> bool:
     width, size = decoder.embedding.shape[1], decoder.head_dim
     return (
         len(shapes) == 1
+        and min(map(min, (q, k, gate))) > 0
         and q[1] == k[1] == gate[1] == o[0] == down[0] == decoder.head.weight.shape[1] == width
         and (k, up) == (v, gate)
         and (q[0], gate[0]) == (o[1], down[1])
@@ -181,16 +200,28 @@ def _has_equal_layers(decoder: Decoder) -> bool:
     )
 
 
+def _held(field: Any) -> Any:
+    """The same tensor, or layer, in memory that stays for as long as this is held, whatever a parameter is set to."""
+    if isinstance(field, Linear):
+        return Linear(*map(_held, field))
+    return field.detach() if isinstance(field, torch.Tensor) else field
+
+
 class Program:
-    """The passes of one decoder. It refers to the weights by their addresses: they must stay where they are."""
+    """The passes of one decoder. It refers to the weights by their addresses, and holds the memory that they lie in."""
 
     def __init__(self, decoder: Decoder):
-        self.decoder, self.head_dim = decoder, decoder.head_dim
+        layers = [Layer(*map(_held, layer)) for layer in decoder.layers]
+        embedding, norm, head = map(_held, (decoder.embedding, decoder.norm, decoder.head))
+        self.decoder = decoder = replace(decoder, layers=layers, embedding=embedding, norm=norm, head=head)
+        self.head_dim = decoder.head_dim
+        self._copies, self._turn = blocks.copies_of(_linears(decoder)), 0
         first = decoder.layers[0]
         self.key_heads = first.k.outputs // decoder.head_dim
         self._heads = first.q.outputs // decoder.head_dim
         self._room = np.empty(0, np.uint8)
-        self._turned_by: dict[str | None, tuple[int, int]] = {}  # in the table, as are the `caches` of `run`
+        self._rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # in the table, as are the `caches` of `run`
+        self._positions = 0  # of those
         self._caches: Sequence[tuple[int, int, int]] = []
         self._layouts: dict[tuple[int, int], tuple[int, dict[str, int], int]] = {}  # `_layout`, by rows and threads
         self._table = np.zeros((len(decoder.layers), _PLACES["output"] + 1), np.int64)
@@ -228,7 +259,8 @@ class Program:
         outputs that were asked for; whether a row has become NaN before the output layer; and the likeliest tokens.
 
         ids, positions: int64 [T].
-        rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each.
+        rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each; another mapping whenever
+        these have changed.
         caches: for each layer, the addresses of the first key and value that it shows, [key heads, .., head_dim], and
         how many numbers lie between two heads.
         held: for each layer, how many keys it shows before the T rows.
@@ -238,32 +270,34 @@ class Program:
         shown: rows whose logits are computed, the last ones; default: all.
         likeliest: of how many of the rows that are shown the likeliest tokens are returned, from the first on; how
         many tokens; and the temperature. They are as `likeliest.likeliest` returns them: tokens and probabilities,
-        [1, rows, tokens]; None for a decoder that divides its logits.
+        [1, rows, tokens]; None for a decoder that divides its logits, and for more than MAX_COUNT tokens.
+        Raises ValueError for a layer that there is not, and for tables of rotary embeddings that do not fit.
         """
         decoder, rows, table = self.decoder, len(ids), self._table
+        if outputs and not 0 <= min(outputs) <= max(outputs) <= len(table):
+            raise ValueError(f"outputs={outputs}: the model has the outputs 0 to {len(table)}")
         threads = torch.get_num_threads()
         if (rows, threads) not in self._layouts:
             self._layouts[rows, threads] = self._layout(rows, threads)
         for_each, places, end = self._layouts[rows, threads]
         if self._room.nbytes < end:
-            self._room = np.empty(end, np.uint8)
-        address = self._room.ctypes.data
+            self._room = np.empty(end + 64, np.uint8)
+        address = -(-self._room.ctypes.data // 64) * 64
         parts = {name: address + place for name, place in places.items()}
         shown = rows if shown is None else shown
         logits = decoder.embedding.new_empty(1, shown, decoder.head.outputs)
         kept = {i: decoder.embedding.new_empty(1, rows, decoder.embedding.shape[1]) for i in outputs}
         said, count, temperature = likeliest
         count = min(count, decoder.head.outputs)
-        if not count or decoder.logits_divisor != 1:
-            said = 0
+        if not 0 < count <= MAX_COUNT or decoder.logits_divisor != 1:
+            said = count = 0
         tokens, probabilities = np.empty((1, said, count), np.int64), np.empty((1, said, count), np.float32)
         for name, part in _OUT.items():
             table[:, _PLACES[name] + products.OUT] = parts[part]
-        turned_by: dict[str | None, tuple[int, int]] = {None: (0, 0)}
-        turned_by |= {name: (cos.data_ptr(), sin.data_ptr()) for name, (cos, sin) in rotary.items()}
-        if turned_by != self._turned_by:
-            table[:, _PLACES["cos"] : _PLACES["keys"]] = [turned_by[name] for name in decoder.rotary]
-            self._turned_by = turned_by
+        if rotary is not self._rotary:
+            self._turn_by(rotary)
+        if max(positions.tolist()) >= self._positions:
+            raise ValueError(f"the tables of the rotary embedding have only {self._positions} positions")
         if caches != self._caches:
             table[:, _PLACES["keys"] : _PLACES["held"]] = caches
             self._caches = caches
@@ -285,15 +319,43 @@ class Program:
             logits = logits / decoder.logits_divisor
         return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
 
+    def is_stale(self) -> bool:
+        """Whether a copy that `smallest` has made differs from the weights, in one block of each matrix.
+
+        Each time, another block is looked at. So a change of most weights is seen at once, others are seen by chance.
+        """
+        self._turn += 1
+        return blocks.have_changed(self._copies, self.decoder.embedding.dtype, self._turn)
+
+    def can_turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Whether `run` takes these tables."""
+        tables = [table for pair in rotary.values() for table in pair]
+        width = tables[0].shape[-1]
+        is_served = width % 2 == 0 and 0 < width <= self.head_dim
+        return is_served and all(
+            table.ndim == 2 and table.shape[1] == width and products.is_plain_of(table, torch.float32)
+            for table in tables
+        )
+
+    def _turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if not self.can_turn_by(rotary):
+            raise ValueError("the tables of the rotary embedding do not fit the heads")
+        tables = [table for pair in rotary.values() for table in pair]
+        turned_by: dict[str | None, tuple[int, int]] = {None: (0, 0)}
+        turned_by |= {name: (cos.data_ptr(), sin.data_ptr()) for name, (cos, sin) in rotary.items()}
+        self._table[:, _PLACES["cos"] : _PLACES["keys"]] = [turned_by[name] for name in self.decoder.rotary]
+        self._rotary, self._positions = rotary, min(map(len, tables))
+
     def _layout(self, rows: int, threads: int) -> tuple[int, dict[str, int], int]:
         """Return the bytes that each thread needs for itself, where the parts of `_room` begin, and where it ends."""
         decoder, heads = self.decoder, self._heads
-        itemsize = decoder.embedding.element_size()
+        itemsize, now = decoder.embedding.element_size(), self._pass
         width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.outputs
         of_heads, of_keys = heads * decoder.head_dim, self.key_heads * decoder.head_dim
         parts = rows * heads * threads
-        input_bytes = _rooms()[decoder.embedding.dtype](rows, max(width, of_heads, intermediate))
-        for_each = rows * itemsize * (2 * width + _GATED) + input_bytes + 256
+        now.rows, now.threads, found = rows, threads, (ctypes.c_long * 2)()
+        _sizes()[decoder.embedding.dtype](ctypes.byref(now), found)
+        for_each, of_peaks = found
         of_row = {
             "product": width,
             "q": of_heads,
@@ -304,7 +366,7 @@ class Program:
         }
         sizes = {name: itemsize * rows * n for name, n in of_row.items()}
         sizes |= {"largest": 4 * parts, "total": 4 * parts, "sums": 4 * parts * decoder.head_dim}
-        sizes["room"] = threads * for_each
+        sizes |= {"room": threads * for_each, "peaks": of_peaks}
         *places, end = accumulate((-(-size // 64) * 64 for size in sizes.values()), initial=0)
         return for_each, dict(zip(sizes, places, strict=True)), end
 
@@ -313,11 +375,8 @@ def can_move(buffers: Sequence[torch.Tensor]) -> bool:
     """Whether `move_rows` takes these buffers."""
     first = buffers[0]
     shape, dtype = first.shape[1::2], first.dtype
-    return (
-        first.is_cpu
-        and len(first) == 1
-        and torch.uint8 in _movers()
-        and all(buffer.shape[1::2] == shape and buffer.dtype == dtype for buffer in buffers)
+    return torch.uint8 in _movers() and all(
+        buffer.shape[1::2] == shape and len(buffer) == 1 and products.is_plain_of(buffer, dtype) for buffer in buffers
     )
 
 

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "vectors.h"
@@ -32,7 +33,7 @@ struct Largest {
     long places[MAX_COUNT];
     const long count;
 
-    explicit Largest(long count) : count(count) {
+    explicit Largest(long wanted) : count(std::min(wanted, (long)MAX_COUNT)) {
         for (long i = 0; i < count; i++) numbers[i] = -INFINITY, places[i] = i;
     }
 

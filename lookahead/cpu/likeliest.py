@@ -15,7 +15,7 @@ _kernels = cache(partial(native.kernels, "likeliest", "likeliest", native.FLOATS
 
 def serves(logits: torch.Tensor, count: int) -> bool:
     """Whether `likeliest` takes these logits."""
-    return logits.is_cpu and logits.dtype in _kernels() and count <= min(MAX_COUNT, logits.shape[-1])
+    return logits.is_cpu and logits.dtype in _kernels() and 0 < count <= min(MAX_COUNT, logits.shape[-1])
 
 
 def likeliest(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -46,7 +46,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     of inputs are multiplied by before they are rounded to the input's dtype. bias: [outputs], of that dtype, or None.
     offsets: None, or float32 [outputs, groups], what is added before that. The weight is then in codes of 4 bits, uint8
     [outputs, inputs / 2], as `blocks` makes them. whole: None, or the weight [outputs, inputs] that `blocks` has made
-    this one of, rows of `Indexed` in weights.h, uint8.
+    this one of, rows of `Indexed` in weights.h, uint8. origin: None, or the layer that `blocks` has made this one of.
     """
 
     weight: torch.Tensor
@@ -54,6 +54,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     bias: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     whole: torch.Tensor | None = None
+    origin: "Linear | None" = None
 
     @classmethod
     def of(cls, layer: nn.Linear) -> "Linear":
@@ -70,7 +71,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
 
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
         """The fields of a Matrix in products.h."""
-        weight, scales, bias, offsets, whole = self
+        weight, scales, bias, offsets, whole, _ = self
         outputs, inputs = weight.shape if whole is None else whole.shape
         inputs *= 1 if offsets is None else 2
         of_outputs, of_groups = pointer(scales), 0
@@ -88,8 +89,8 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
             type(weight) in _PLAIN
             and weight.dtype == (dtype if scales is None else torch.int8)
             and can_multiply(weight, dtype)
-            and (scales is None or _are_scales(scales, weight.shape[1], dtype))
-            and (bias is None or is_plain_of(bias, dtype))
+            and (scales is None or _are_scales(scales, weight.shape[0], weight.shape[1], dtype))
+            and (bias is None or (bias.shape == weight.shape[:1] and is_plain_of(bias, dtype)))
         )
 
     def is_in_tiles(self, dtype: torch.dtype) -> bool:
@@ -98,15 +99,26 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         return native.HAS_TILES and (dtype == torch.bfloat16 or self.whole is not None or scales)
 
 
-def _are_scales(scales: torch.Tensor, inputs: int, dtype: torch.dtype) -> bool:
+def _are_scales(scales: torch.Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
     if scales.ndim == 1:
-        return is_plain_of(scales, dtype)
-    return is_plain_of(scales, torch.float32) and inputs // scales.shape[1] % STRIDE[dtype] == 0
+        return len(scales) == outputs and is_plain_of(scales, dtype)
+    return (
+        scales.ndim == 2
+        and len(scales) == outputs
+        and is_plain_of(scales, torch.float32)
+        and scales.shape[1] > 0
+        and inputs % (scales.shape[1] * STRIDE[dtype]) == 0
+    )
 
 
 def is_plain_of(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether C++ can read this tensor where it is, as numbers of this dtype."""
-    return type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
+    return type(tensor) in _PLAIN and tensor.dtype == dtype and _can_be_read(tensor)
+
+
+def _can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether its numbers lie in memory, one after the other. Offloading may leave a tensor without."""
+    return tensor.is_cpu and tensor.is_contiguous() and (tensor.data_ptr() != 0 or not tensor.numel())
 
 
 def pointer(tensor: torch.Tensor | None) -> int:
@@ -193,10 +205,10 @@ def remove(modules: Iterable[nn.Module]) -> None:
 def can_multiply(weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether our kernel takes this weight, [outputs, inputs], with an input of this dtype."""
     return (
-        weight.is_cpu
+        weight.ndim == 2
         and dtype in STRIDE
         and weight.shape[1] % STRIDE[dtype] == 0
-        and weight.is_contiguous()
+        and _can_be_read(weight)
         and dtype in kernels()
     )
 
@@ -250,8 +262,9 @@ def _serves(input: torch.Tensor, linear: Linear) -> bool:
     return (
         type(input) is torch.Tensor
         and input.is_cpu
-        and input.shape[-1] == linear.weight.shape[1]
+        and input.ndim > 0
         and input.numel() > 0
+        and input.shape[-1] == linear.weight.shape[-1]
         and (input.numel() <= MAX_ROWS * input.shape[-1] or input.dtype in SLOW_IN_TORCH)
         and linear.is_served(input.dtype)
         and not torch.is_autocast_enabled("cpu")
@@ -259,7 +272,10 @@ def _serves(input: torch.Tensor, linear: Linear) -> bool:
 
 
 def _products(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:
-    return multiply(input, [Linear(weight, None, bias) for weight, bias in zip(weights, biases, strict=True)])
+    linears = [Linear(weight, None, bias) for weight, bias in zip(weights, biases, strict=True)]
+    if all(input.shape[-1] == linear.weight.shape[-1] and linear.is_served(input.dtype) for linear in linears):
+        return multiply(input, linears)
+    return [nn.functional.linear(input, linear.weight, linear.bias) for linear in linears]
 
 
 # For compiled passes. Defined by hand, because the wrapper of torch.library.custom_op takes as long as a small layer.

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <new>
+
 #include "attention.h"
 #include "tiles.h"
 
@@ -203,10 +205,18 @@ struct TileBlock {
 };
 
 static void block_in_tiles(const Attention<BFloat16>& all, long head, long first, long begin, long end,
-                           const Part* part) {
-    TileBlock(all, head, first).run(begin, end, part);
+                           const Part* part, void* room) {
+    (new (room) TileBlock(all, head, first))->run(begin, end, part);
 }
 
 #endif
+
+// Bytes of a thread's room for `Attention::block`.
+#ifdef HAS_TILES
+constexpr long ROOM = std::max(sizeof(Space<BySingles, WIDEST, LANES / WIDEST>), sizeof(TileBlock));
+#else
+constexpr long ROOM = sizeof(Space<BySingles, WIDEST, LANES / WIDEST>);
+#endif
+static_assert(ROOM % 64 == 0, "the rooms of threads are neighbours");
 
 }  // namespace attention

@@ -16,6 +16,9 @@ constexpr long TILE_BYTES = 1024;
 static const __m512i PLACES = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 
 // Instructions of the unit. Registers are named by numbers known when this is compiled.
+#ifdef EMULATED_TILES  // `make test-native`
+#include "emulated_tiles.h"
+#else
 template <int TO>
 static INLINE void clear_tile() {
     asm volatile("tilezero %%tmm%c0" ::"i"(TO));
@@ -32,6 +35,12 @@ template <int SUM, int A, int B>
 static INLINE void add_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
+template <class Configuration>
+static INLINE void configure_tiles(const Configuration* configuration) {
+    asm volatile("ldtilecfg %0" ::"m"(*configuration));
+}
+static INLINE void release_tiles() { asm volatile("tilerelease"); }
+#endif
 
 // Prefetch a line into the second cache, here and not wherever the compiler likes.
 static INLINE void prefetch_in_turn(const void* x) { asm volatile("prefetcht2 %0" ::"m"(*(const char*)x) : "memory"); }
@@ -46,13 +55,13 @@ static INLINE void set_up_tiles(long rows = SIDE) {
         uint8_t rows[16];
     } configuration;
     for (int i = 0; i < 16; i++) configuration.rows[i] = i >= 8 ? 0 : i == WEIGHTS ? SIDE : rows;
-    asm volatile("ldtilecfg %0" ::"m"(configuration));
+    configure_tiles(&configuration);
 }
 
 // The unit of the thread that makes this, for as long as it exists. Who uses the registers sets them up first.
 struct TileUnit {
     TileUnit() {}  // so that it counts as used
-    ~TileUnit() { asm volatile("tilerelease"); }
+    ~TileUnit() { release_tiles(); }
     TileUnit(const TileUnit&) = delete;
 };
 

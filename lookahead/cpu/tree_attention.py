@@ -11,26 +11,45 @@ import torch
 from lookahead.cpu import native
 
 MAX_HEAD_DIM = 256  # MAX_SIZE in attention.h
-_ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 10 + [ctypes.c_float]
+_ARGUMENTS = [ctypes.c_void_p] * 6 + [ctypes.c_long] * 10 + [ctypes.c_float]
 _kernels = cache(partial(native.kernels, "tree_attention", "attend", native.FLOATS, _ARGUMENTS))
+_rooms = cache(partial(native.kernels, "tree_attention", "room", (torch.uint8,), [], ctypes.c_long))
 
 
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether `attend` takes these tensors."""
     return (
-        query.device.type == "cpu"
+        query.is_cpu
+        and key.is_cpu
+        and value.is_cpu
         and query.dtype == key.dtype == value.dtype
-        and (mask is None or (mask.dtype == query.dtype and mask.shape[2] == query.shape[2]))
-        and (mask is None or mask.shape[3] <= key.shape[2])
-        and len(query) == 1
-        and query.shape[3] <= MAX_HEAD_DIM
+        and _fit(query.shape, key.shape)
+        and (mask is None or _is_mask_of(query, key, mask))
         and query.stride(3) == 1
+        and key.shape == value.shape
         and key.stride() == value.stride()
         and key.stride()[2:] == (key.shape[3], 1)
         and not (torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)))
         and not torch.compiler.is_compiling()
         and query.dtype in _kernels()
     )
+
+
+def _fit(query: torch.Size, key: torch.Size) -> bool:
+    """Whether these are the shapes of one sequence's queries and keys."""
+    return (
+        len(query) == len(key) == 4
+        and query[0] == key[0] == 1
+        and key[1] > 0
+        and query[1] % key[1] == 0
+        and 0 < query[2] <= key[2]
+        and 0 < query[3] == key[3] <= MAX_HEAD_DIM
+    )
+
+
+def _is_mask_of(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> bool:
+    is_served = mask.is_cpu and mask.dtype == query.dtype
+    return is_served and mask.shape[:3] == (1, 1, query.shape[2]) and mask.shape[3] <= key.shape[2]
 
 
 def attend(
@@ -46,10 +65,11 @@ def attend(
     out = query.new_empty(1, rows, heads, size)
     if mask is not None:
         mask = mask.contiguous()
+    threads = torch.get_num_threads()
+    room = query.new_empty(threads * _rooms()[torch.uint8](), dtype=torch.uint8)  # torch aligns it to 64 bytes
     _kernels()[query.dtype](
         query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(), out.data_ptr(),
-        heads, key.shape[1], rows, key.shape[2], 0 if mask is None else mask.shape[3], size,
-        query.stride(1), query.stride(2), key.stride(1), torch.get_num_threads(),
-        size**-0.5 if scaling is None else scaling,
+        room.data_ptr(), heads, key.shape[1], rows, key.shape[2], 0 if mask is None else mask.shape[3], size,
+        query.stride(1), query.stride(2), key.stride(1), threads, size**-0.5 if scaling is None else scaling,
     )  # fmt: skip
     return out

@@ -24,7 +24,16 @@ class Needs:
     """Layers whose outputs it needs, of prompts and of steps: 0 is the embedding, 1 the first layer. Passes are then
     neither compiled nor replayed as CUDA graphs."""
     likeliest: int = 0
-    """How many of the likeliest tokens of a step's rows it looks at: `Outcome.likeliest`."""
+    """How many of the likeliest tokens of a step's rows it looks at, up to MAX_COUNT: `Outcome.likeliest`."""
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("likeliest", self.likeliest, fast.MAX_COUNT),
+            ("prompt_logits", self.prompt_logits, 2**62),
+            *(("hidden_states", layer, 2**62) for layer in self.hidden_states),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+                raise ValueError(f"{name}={value!r} must be a whole number in 0..{most}")
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,19 @@
 """Passes over single sequences in one call, for models built like Llama on a CPU (`cpu.decoder`)."""
 
-from typing import Any, Literal
+import operator
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from lookahead.compat import int8_weight, tensors_of, versions_of
 from lookahead.cpu import decoder, native
-from lookahead.cpu.products import Linear
+from lookahead.cpu.products import Linear, is_plain_of
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import LookaheadCache
 from lookahead.models.decoder import UnknownDecoderError, read_decoder
@@ -24,12 +29,41 @@ MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the 
 _known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionary()  # for `decoder.smallest`
 
 
+class Watch:
+    """Notices that parameters or buffers were replaced, moved, resized or written to, where torch counts that.
+
+    It does not count what is written by way of ``.data`` or numpy.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        places = tensors_of(modules)
+        self._places, self._names = [place for place, _, _ in places], [name for _, name, _ in places]
+        self._tensors = [tensor for _, _, tensor in places]
+        # What torchao has quantized is a tensor without memory, and has others within.
+        found = ((tensor, *(int8_weight(tensor) or ())) for tensor in self._tensors)
+        self._in_memory = [tensor for tensors in found for tensor in tensors[len(tensors) > 1 :]]
+        self._counted = [tensor for tensor in self._in_memory if not tensor.is_inference()]
+        self._before = self._looked_at()
+
+    def has_changed(self) -> bool:
+        """Whether anything has changed since this was made."""
+        now = map(dict.get, self._places, self._names)
+        return not all(map(operator.is_, now, self._tensors)) or self._looked_at() != self._before
+
+    def _looked_at(self) -> tuple[list, ...]:
+        of_each = (
+            list(map(of, self._in_memory)) for of in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
+        )
+        return *of_each, versions_of(self._counted)
+
+
 class FusedRunner(EagerRunner):
     """Runs steps of single sequences, and their shorter prompts, in one call. Everything else runs eagerly.
 
     The model is looked at anew for each call of generate(), and its weights are read where they are, or in a copy that
-    holds them in fewer bits (`decoder.smallest`), which is kept for the next call. Raises UnknownDecoderError if the
-    model cannot be run so.
+    holds them in fewer bits (`decoder.smallest`), which is kept for the next call. If they change during the call, they
+    are read where they are from then on; if they then have no form that can be read, passes run eagerly. Raises
+    UnknownDecoderError if the model cannot be run so.
     """
 
     name = "fused"
@@ -45,11 +79,7 @@ class FusedRunner(EagerRunner):
         super().__init__(model, adapter, hidden_states)
         if not (adapter.splits_attention and adapter.uses_kernels and adapter.takes_position_ids):
             raise UnknownDecoderError("it does not take our attention or our kernels")
-        found = read_decoder(model)
-        if not decoder.serves(found):
-            raise UnknownDecoderError(
-                "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
-            )
+        found = self._look()
         self.declined_bytes = 0
         """Bytes, about, of a copy of the weights that was not made because it is large."""
         if packs:
@@ -60,52 +90,99 @@ class FusedRunner(EagerRunner):
             found = decoder.smallest(found, _known.setdefault(model, {}), indexes=not self.declined_bytes)
         else:
             forget(model)
-        self._program = decoder.Program(found)
+        self._program: decoder.Program | None = decoder.Program(found)
         in_tiles = all(linear.is_in_tiles(found.embedding.dtype) for linear in (found.head, *found.layers[0][:7]))
         self._most_read = MOST_READ_IN_TILES[found.embedding.dtype] if in_tiles else MOST_READ
         self.weight_bytes = decoder.weight_bytes(found)
-        self._vocabulary = len(found.embedding)
+        self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
-        # The keys of each layer, by its index; the addresses of its keys and values; the bytes of a column; and the
-        # numbers from head to head.
-        self._buffers: dict[int, tuple[torch.Tensor, int, int, int, int]] = {}
+        # The keys and values of each layer, by its index; their addresses; the bytes of a column; and the numbers from
+        # head to head.
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor, int, int, int, int]] = {}
+
+    def _look(self) -> decoder.Decoder:
+        """Read the model, and watch it from now on."""
+        found = read_decoder(self.model)
+        if not decoder.serves(found):
+            raise UnknownDecoderError(
+                "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
+            )
+        rotary: Any = self.model.model.rotary_emb
+        self._watch = Watch(module for module in self.model.modules() if module is not rotary)
+        return found
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         step = steps[0]
-        if len(steps) > 1 or len(step) - step.computed > decoder.MAX_ROWS or not self._takes(step.ids):
+        if len(steps) > 1 or len(step) - step.computed > decoder.MAX_ROWS or not self._takes(step.ids, cache):
             return super().run(steps, cache, last)
-        return self._compute(step, cache, last)
+        try:
+            return self._compute(step, cache, last)
+        except UnknownDecoderError:
+            return super().run(steps, cache, last)
 
     def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
         count = new.shape[1]
         fits = count <= min(self._most_read, chunk_size or count, context_length(self.model) - cache.lengths[0])
-        if new.ndim > 2 or not fits or not self._takes(ids := new[0].cpu().numpy()):
+        if new.ndim > 2 or not fits or not self._takes(ids := new[0].cpu().numpy(), cache):
             return super().read(new, cache, chunk_size, keep)
         step = grow(ids.tolist(), range(-1, count - 1), computed=0)
-        output = self._compute(step, cache, shown=min(keep, count))
+        try:
+            output = self._compute(step, cache, shown=min(keep, count))
+        except UnknownDecoderError:
+            return super().read(new, cache, chunk_size, keep)
         cache.commit([step], [list(range(count))])
         return Output(output.logits[0], {i: states[0] for i, states in output.hidden_states.items()})
 
-    def _takes(self, ids: np.ndarray) -> bool:
+    def _takes(self, ids: np.ndarray, cache: LookaheadCache) -> bool:
         """Whether a pass can compute these tokens. Otherwise, the model's own code does, or raises an error."""
-        tokens = ids.tolist()
-        are_known = min(tokens) >= 0 and max(tokens) < self._vocabulary
-        return are_known and not torch.is_autocast_enabled("cpu")
+        if torch.is_autocast_enabled("cpu"):
+            return False
+        if self._program is not None and (self._watch.has_changed() or self._program.is_stale()):
+            self._program, self._buffers, self._serves = None, {}, range(0)
+            with suppress(UnknownDecoderError):
+                self._program = decoder.Program(self._look())
+        tokens, layers = ids.tolist(), cast(list[Any], cache.layers)
+        return (
+            self._program is not None
+            and len(layers) == len(self._program.decoder.layers)
+            and min(tokens) >= 0
+            and max(tokens) < len(self._program.decoder.embedding)
+            and all(not layer.is_initialized or self._fits(self._program, i, layer) for i, layer in enumerate(layers))
+        )
+
+    def _fits(self, program: decoder.Program, index: int, layer: Any) -> bool:
+        """Whether a pass can read and write the buffers of a layer of the cache, and find their addresses."""
+        keys, values = layer.buffers
+        held = self._buffers.get(index)
+        if held is None or held[0] is not keys or held[1] is not values:
+            heads, size, dtype = program.key_heads, program.head_dim, program.decoder.embedding.dtype
+            for buffer in (keys, values):
+                fits = buffer.shape == (1, heads, keys.shape[2], size) and is_plain_of(buffer, dtype)
+                if not fits or buffer.shape[2] < layer.columns:
+                    return False
+            column = size * keys.element_size()
+            held = self._buffers[index] = keys, values, keys.data_ptr(), values.data_ptr(), column, keys.stride(1)
+        return held[2] == keys.data_ptr() and held[3] == values.data_ptr()
 
     def _compute(
         self, step: Step, cache: LookaheadCache, last: list[int] | None = None, shown: int | None = None
     ) -> Output:
-        """Run a step of a single sequence. shown: rows whose logits are returned, the last ones; default: all."""
+        """Run a step of a single sequence. shown: rows whose logits are returned, the last ones; default: all.
+
+        Raises UnknownDecoderError, before it changes the cache, if the rotary embedding has become another one.
+        """
+        program = self._program
+        assert program is not None
         ids, positions, ancestors = pad([step], cache.lengths, last)
-        rows = ids.shape[1]
+        rows, rotary = ids.shape[1], self._rotary_of(max(positions[0].tolist()), program)
         cache.begin(rows, step.computed)
         hidden = self.adapter.hidden(ancestors, positions, cache)
-        extended = [self._extended(index, layer, rows) for index, layer in enumerate(cache.layers)]
-        logits, outputs, has_nan, likeliest = self._program.run(
+        extended = [self._extended(program, index, layer, rows) for index, layer in enumerate(cache.layers)]
+        logits, outputs, has_nan, likeliest = program.run(
             ids[0],
             positions[0],
-            self._rotary_of(max(positions[0].tolist())),
+            rotary,
             [(keys, values, stride) for keys, values, stride, _ in extended],
             [held for *_, held in extended],
             [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in self.adapter.kinds.items()],
@@ -115,36 +192,37 @@ class FusedRunner(EagerRunner):
         )
         return Output(logits, outputs, has_nan, likeliest)
 
-    def _rotary_of(self, position: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def _rotary_of(self, position: int, program: decoder.Program) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
 
         position: the largest of a pass. By it, longrope chooses one of two sets of frequencies for the whole pass.
         """
-        if position not in self._serves:
+        if position not in self._serves or self._rotary_watch.has_changed():
             rotary: Any = self.model.model.rotary_emb
             count = switch = max(FIRST_POSITIONS, 2 * position)
             if rotary.rope_type == "longrope":
                 switch = rotary.config.rope_parameters["original_max_position_embeddings"]
             self._serves = range(switch, count) if position >= switch else range(min(switch, count))
             positions = torch.arange(self._serves.stop, device="cpu")[None]
-            like = self._program.decoder.embedding.new_empty(1, 1, 1)
-            for name in {name or "" for name in self._program.decoder.rotary}:
+            like, tables = program.decoder.embedding.new_empty(1, 1, 1), {}
+            for name in {name or "" for name in program.decoder.rotary}:
                 cos, sin = rotary(like, positions, *([name] if name else []))
-                self._rotary[name] = cos[0].float().contiguous(), sin[0].float().contiguous()
+                tables[name] = cos[0].float().contiguous(), sin[0].float().contiguous()
+            if not program.can_turn_by(tables):
+                self._program = None
+                raise UnknownDecoderError("its rotary embedding does not fit its heads")
+            self._rotary, self._rotary_watch = tables, Watch([rotary])  # longrope has replaced a buffer
         return self._rotary
 
-    def _extended(self, index: int, layer: Any, rows: int) -> tuple[int, int, int, int]:
+    def _extended(self, program: decoder.Program, index: int, layer: Any, rows: int) -> tuple[int, int, int, int]:
         """Append rows to the `InPlaceLayer` of this index. Return its part of `caches` and `held` in `Program.run`."""
         if not layer.is_initialized:
-            empty = self._program.decoder.embedding.new_empty(1, self._program.key_heads, 0, self._program.head_dim)
+            empty = program.decoder.embedding.new_empty(1, program.key_heads, 0, program.head_dim)
             layer.lazy_initialization(empty, empty)
         first, seen = layer.extend(rows)
-        keys, values = layer.buffers
-        held = self._buffers.get(index)
-        if held is None or held[0] is not keys:
-            column = keys.shape[3] * keys.element_size()
-            held = self._buffers[index] = keys, keys.data_ptr(), values.data_ptr(), column, keys.stride(1)
-        _, of_keys, of_values, column, stride = held
+        if not self._fits(program, index, layer):
+            raise RuntimeError(f"the buffers of layer {index} of the cache have changed while a pass began")
+        _, _, of_keys, of_values, column, stride = self._buffers[index]
         return of_keys + first * column, of_values + first * column, stride, seen
 
 
