@@ -4,12 +4,14 @@
 PYTHON ?= python3
 PIP_FLAGS ?=
 GPU_FLAGS ?=
+PROGRAMS ?= 200
+NATIVE_FLAGS ?=
 VENV := .venv
 INSTALLED := $(VENV)/installed
 WITH_TESTS := $(VENV)/installed-with-tests
 VLLM := .peers/vllm
 
-.PHONY: demo lint test test-versions test-vllm test-clients gpu docs format clean
+.PHONY: demo lint test test-versions test-native test-vllm test-clients gpu docs format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/lookahead generate --prompt-file demo_prompt.txt --temperature 0.6 --seed 1 --max-new-tokens 256 --compare
@@ -28,6 +30,11 @@ test: lint
 # The core tests with the oldest and the newest transformers that pyproject.toml admits.
 test-versions: $(WITH_TESTS)
 	PIP_FLAGS="$(PIP_FLAGS)" sh scripts/test_versions.sh $(VENV)/bin/python .versions
+
+# The C++ under sanitizers, in each flavour of instructions that this machine can run: the kernels' tests, and so many
+# random programs. NATIVE_FLAGS="--help" lists what can be left out.
+test-native: $(WITH_TESTS)
+	PYTHONPATH="$(CURDIR)" $(VENV)/bin/python scripts/test_native.py --programs $(PROGRAMS) $(NATIVE_FLAGS)
 
 # In its own environment of some GB, with vLLM's build for the CPU (Linux on x86-64, Python 3.11). The engines run in the
 # test processes, so that tests can look into them, and with the OpenMP that vLLM wants.
@@ -70,4 +77,4 @@ $(VENV)/installed-with-docs: $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .peers .versions
+	rm -rf $(VENV) .peers .versions .native

@@ -1,0 +1,160 @@
+"""Runs the kernels' C++ under sanitizers, in every flavour of instructions that this machine can run.
+
+Each flavour is built with address and undefined-behaviour sanitizers. The kernels' tests and random programs
+(`native/fuzz.py`) run with it. The threads of the narrowest one run under ThreadSanitizer, by std::thread in the place
+of OpenMP (`native/threads.cpp`). AMX is emulated, too (`native/emulated_tiles.h`), for sanitizers do not see what it
+loads. What is built stays in the folder, and is built anew when a source changes.
+"""
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+from lookahead.cpu import native, toolchain
+
+HERE = Path(__file__).parent / "native"
+ROOT = Path(__file__).parent.parent
+EMULATED = "AVX512_AMX, emulated"
+TESTS = ["tests/test_tree_attention.py", "tests/test_blocks.py", "tests/test_products.py", "tests/test_known_draws.py"]
+KERNEL_TESTS = "formula or found or packed or indexed or exceptions or rounded or number or draws or likeliest"
+SANITIZERS = {
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "thread": ("-fsanitize=thread",),
+}
+RUNTIMES = {"address": ("libasan.so", "libstdc++.so.6"), "thread": ("libtsan.so",)}
+
+
+def flavours() -> list[str]:
+    """Flavours that this machine can run, the widest first."""
+    names = list(toolchain.INSTRUCTIONS)
+    can_run = names[names.index(native.CAPABILITY) :]
+    return [EMULATED, *can_run] if "AVX512_BF16" in can_run else can_run
+
+
+def capability(flavour: str) -> str:
+    return flavour.split(",")[0]
+
+
+def build(folder: Path, name: str, flavour: str, sanitizer: str) -> None:
+    """Build a kernel into the folder, unless it is there already."""
+    instructions = [
+        *toolchain.INSTRUCTIONS[capability(flavour)],
+        "-O1" if sanitizer == "thread" else "-O0",
+        "-g1",
+        "-w",
+    ]
+    if flavour == EMULATED:
+        instructions += ["-DEMULATED_TILES", f"-I{HERE}"]
+    compiler = [*toolchain.compiler(), *SANITIZERS[sanitizer]]
+    hashed = hashlib.sha256(repr((compiler, toolchain.FLAGS, instructions)).encode())
+    for source in [
+        native.SOURCES / f"{name}.cpp",
+        *native.SOURCES.glob("*.h"),
+        *HERE.glob("*.h"),
+        HERE / "threads.cpp",
+    ]:
+        hashed.update(source.read_bytes())
+    library, stamp = (folder / f"{name}-{capability(flavour)}.{end}" for end in ("so", "txt"))
+    if library.exists() and stamp.exists() and stamp.read_text() == hashed.hexdigest():
+        return
+    linking = ["-fopenmp"]
+    if sanitizer == "thread":
+        threads = folder / f"{name}-threads.o"
+        hide = ["-std=c++17", "-fvisibility=hidden", "-fPIC", "-O1", "-g1", "-c", str(HERE / "threads.cpp")]
+        subprocess.run([*compiler, *hide, "-o", str(threads)], check=True)
+        linking = [str(threads), "-lpthread"]
+    library.write_bytes(toolchain.build(native.SOURCES / f"{name}.cpp", compiler, instructions, linking))
+    stamp.write_text(hashed.hexdigest())
+
+
+def runtime(name: str) -> str:
+    """The path of a library that the compiler brings."""
+    command = [*toolchain.compiler(), f"-print-file-name={name}"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not os.path.isabs(path):
+        sys.exit(
+            f"{command[0]} has no {name}, which the sanitizers need: install gcc (apt-get install g++), or name in CXX "
+            "a compiler that has it"
+        )
+    return path
+
+
+def run(folder: Path, flavour: str, sanitizer: str, command: list[str]) -> bool:
+    """Run Python with these kernels. Returns whether it found nothing."""
+    environment = os.environ | {
+        "KERNELS": str(folder),
+        "CAPABILITY": capability(flavour),
+        "LD_PRELOAD": " ".join(map(runtime, RUNTIMES[sanitizer])),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1 halt_on_error=1 exitcode=66",
+        "OMP_NUM_THREADS": "1",
+    }
+    found = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
+    print(
+        f"{sanitizer}, {flavour}: {' '.join(command[:2])}: {'nothing found' if not found else f'status {found}'}",
+        flush=True,
+    )
+    return not found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=200, help="random programs for each flavour (default: 200)")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first of them (default: 0)")
+    parser.add_argument("--flavours", nargs="+", default=flavours(), choices=flavours(), help="default: all of these")
+    parser.add_argument(
+        "--sanitizers", nargs="+", default=list(SANITIZERS), choices=list(SANITIZERS), help="default: both"
+    )
+    parser.add_argument("--short", action="store_true", help="this machine's own flavour alone, and threads of DEFAULT")
+    parser.add_argument("--no-tests", action="store_true", help="random programs alone")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".native", help="for what is built (default: .native)")
+    options = parser.parse_args()
+    toolchain.SECONDS = 3600  # sanitizers make the compiler's work many times as long
+    if options.short:
+        options.flavours = list(dict.fromkeys([native.CAPABILITY, "DEFAULT"]))
+    missing = [name for name in toolchain.INSTRUCTIONS if name not in map(capability, options.flavours)]
+    watched = options.flavours[:1] if options.short else options.flavours
+    jobs = [("address", flavour) for flavour in watched if "address" in options.sanitizers]
+    jobs += [("thread", options.flavours[-1])] * ("thread" in options.sanitizers)
+    folders = {job: options.folder / "-".join(job).replace(", ", "-") for job in jobs}
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = [
+            pool.submit(build, folders[sanitizer, flavour], name, flavour, sanitizer)
+            for (sanitizer, flavour), name in product(jobs, native.KERNELS)
+        ]
+        for one in built:
+            one.result()
+    print("built; not run, for this machine cannot, or was not asked to:", ", ".join(missing) or "none", flush=True)
+    passed = True
+    for sanitizer, flavour in jobs:
+        folder, programs = folders[sanitizer, flavour], options.programs
+        if not options.no_tests and sanitizer == "address":
+            tests = [
+                "-m",
+                "pytest",
+                "-p",
+                "sanitized",
+                "-p",
+                "no:cacheprovider",
+                "-q",
+                "-n0",
+                "-k",
+                KERNEL_TESTS,
+                *TESTS,
+            ]
+            passed &= run(folder, flavour, sanitizer, tests)
+        passed &= run(folder, flavour, sanitizer, [str(HERE / "fuzz.py"), str(programs), str(options.first)])
+    sys.exit(not passed)
+
+
+if __name__ == "__main__":
+    main()
