@@ -7,6 +7,7 @@ import copy
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -14,7 +15,6 @@ from functools import cache
 from itertools import chain
 
 import torch
-import transformers
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -27,22 +27,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # -- versions ---------------------------------------------------------------------------------------------------------
 
-NEWEST_TESTED = {torch: "2.14.1", transformers: "5.24.0"}
+NEWEST_TESTED = {"torch": "2.14.1", "transformers": "5.24.0"}
 """The newest versions with which the tests have passed."""
 
 
 def newer_than_tested() -> str:
     """Say which versions installed here are newer than those tested, and how to go back; "" if none is."""
-    newer = {
-        module.__name__: (module.__version__, tested)
-        for module, tested in NEWEST_TESTED.items()
-        if _release(module.__version__) > _release(tested)
-    }
+    here = {name: sys.modules[name].__version__ for name in NEWEST_TESTED}
+    newer = [name for name, tested in NEWEST_TESTED.items() if _release(here[name]) > _release(tested)]
     if not newer:
         return ""
-    here = " and ".join(f"{name} {version}" for name, (version, _) in newer.items())
-    back = " ".join(f"{name}=={tested}" for name, (_, tested) in newer.items())
-    return f"{here} is newer than what lookahead was tested with: `pip install {back}` goes back."
+    installed = " and ".join(f"{name} {here[name]}" for name in newer)
+    back = " ".join(f"{name}=={NEWEST_TESTED[name]}" for name in newer)
+    return f"{installed} is newer than what lookahead was tested with: `pip install {back}` goes back."
 
 
 def _release(version: str) -> list[int]:
