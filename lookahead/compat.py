@@ -20,9 +20,11 @@ from torch._dynamo import OptimizedModule
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # -- versions ---------------------------------------------------------------------------------------------------------
@@ -106,6 +108,17 @@ def registered_attention(name: str) -> Callable:
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
+def register_attention(function: Callable) -> None:
+    """Put a function in the place of transformers' own "sdpa" attention, unless something else stands there."""
+    if registered_attention("sdpa") is sdpa_attention_forward:
+        AttentionInterface.register("sdpa", function)
+
+
+def registered_mask(name: str | None) -> Callable | None:
+    """The function that transformers has registered for making the masks of an attention; None if there is none."""
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+
+
 def settings_of(config: PretrainedConfig) -> dict:
     """All that a configuration says about the model itself, without its origin."""
     return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
@@ -161,6 +174,26 @@ def hooks_of_users(module: nn.Module) -> list[Callable]:
     return [hook for hook in hooks if getattr(hook, "__module__", None) not in harmless]
 
 
+def hooks_take_keywords(module: nn.Module) -> bool:
+    """Whether a hook before the module sees its keyword arguments, such as masks, and may change them."""
+    return bool(module._forward_pre_hooks_with_kwargs)
+
+
+def global_hooks_of_users() -> list[Callable]:
+    """Hooks on all modules of the process."""
+    return [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
+
+
+def dictionaries_of(module: nn.Module) -> tuple[dict, tuple[dict, ...], tuple[dict, ...]]:
+    """What a module consists of: its attributes; its modules and hooks; its parameters and buffers."""
+    own = vars(module)
+    return (
+        own,
+        (own["_modules"], own["_forward_hooks"], own["_forward_pre_hooks"]),
+        (own["_parameters"], own["_buffers"]),
+    )
+
+
 def has_own_call(module: nn.Module) -> bool:
     """Whether calling the module does more, or other things, than the forward of its class."""
     return bool(hooks_of_users(module)) or "forward" in vars(module) or is_compiled(module)
@@ -168,7 +201,7 @@ def has_own_call(module: nn.Module) -> bool:
 
 def global_hooks() -> bool:
     """Whether hooks are set on all modules of the process."""
-    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+    return bool(global_hooks_of_users())
 
 
 def copy_of_module(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
@@ -184,6 +217,13 @@ def copy_of_module(module: nn.Module, children: dict[str, nn.Module]) -> nn.Modu
 def is_plain(tensor: torch.Tensor) -> bool:
     """False for a tensor that wraps other tensors, such as a quantized weight."""
     return not is_traceable_wrapper_subclass(tensor)
+
+
+def quantization_of(tensor: torch.Tensor) -> str:
+    """What a tensor that wraps others says about them: how it quantizes, without its numbers."""
+    names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # `is_plain` does not hold
+    inner = [(name, getattr(tensor, name)) for name in names]
+    return repr(([(name, type(part).__name__, part.dtype) for name, part in inner], settings))
 
 
 _OF_ACTIVATIONS = "act_quant_kwargs", "act_pre_scale", "activation_quantization"

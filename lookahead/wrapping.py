@@ -17,6 +17,7 @@ from lookahead.engine.fallback import ASSISTED_ARGUMENTS, why_no_draft_model
 from lookahead.guessing import layer_skip
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
+from lookahead.models.state import forget, state_of
 from lookahead.passes import fused
 from lookahead.passes.capabilities import find_adapter, fused_runner
 from ngram_pool import NgramPool
@@ -151,8 +152,12 @@ def wrap(
             after.pool = pool if pool is not None else before.pool
         return model
     config = config or LookaheadConfig()
-    begins_with = new_pool(model, config) if pool is None else pool
-    _prepare(model, Lookahead(config, begins_with, source, lacks_bigrams=pool is None and not begins_with))
+    if pool is None:
+        made = new_pool(model, config)
+        engine = Lookahead(config, made, source, made, lacks_bigrams=not made)
+    else:
+        engine = Lookahead(config, pool, source)
+    _prepare(model, engine)
     model.__class__ = _wrapped_class(type(model))  # type: ignore[assignment, arg-type]  # of both classes
     return model
 
@@ -162,7 +167,7 @@ def _prepare(model: PreTrainedModel, engine: Lookahead) -> None:
     before = _engine(model)
     _use_kernels(model, engine.config.cpu_kernels)
     try:
-        if not model.config.is_encoder_decoder:
+        if not model.config.is_encoder_decoder and state_of(model).why_plain() is None:
             engine.adapter = find_adapter(model, engine.config.cpu_kernels)
             fused_runner(model, engine.adapter, packs=engine.config.pack_weights)  # copies the weights now
     except BaseException:
@@ -192,4 +197,5 @@ def unwrap(model: PreTrainedModel) -> PreTrainedModel:
             del model.lookahead
             _use_kernels(model, False)
             layer_skip.forget(model)
+            forget(model)
     return model

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules import module as module_hooks
 from transformers import GenerationConfig, GenerationMixin, LlamaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from zoo import tiny_model
@@ -159,6 +160,22 @@ def test_registered_attention():
     assert ended.stdout.strip() == "sdpa_attention_forward", moved("ALL_ATTENTION_FUNCTIONS", "transformers")
 
 
+def test_attention_is_registered_in_place_of_transformers_own():
+    code = (
+        "from lookahead import compat; mine = lambda *_: None; compat.register_attention(mine); "
+        "assert compat.registered_attention('sdpa') is mine; compat.register_attention(print); "
+        "assert compat.registered_attention('sdpa') is mine"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, moved("AttentionInterface.register", "transformers") + ended.stderr
+
+
+def test_registered_masks():
+    assert compat.registered_mask("sdpa").__name__ == "sdpa_mask", moved("ALL_MASK_ATTENTION_FUNCTIONS", "transformers")
+    assert compat.registered_mask("no such attention") is None
+    assert compat.registered_mask(None) is None
+
+
 def test_settings():
     one, other = LlamaConfig(hidden_size=64), LlamaConfig(hidden_size=64)
     one._name_or_path, other._name_or_path = "here", "there"
@@ -172,6 +189,32 @@ def test_hooks_of_accelerate(model):
     accelerate.cpu_offload(model, torch.device("cpu"))
     assert compat.has_accelerate_hook(model.lm_head), moved("module._hf_hook", "accelerate")
     assert torch.device(compat.execution_device(model.lm_head)).type == "cpu", moved("execution_device", "accelerate")
+
+
+def test_what_a_module_consists_of():
+    layer = nn.BatchNorm1d(2)
+    layer.part = nn.Linear(2, 2)
+    hook = layer.register_forward_hook(lambda *_: None)
+    own, (modules, hooks, _), (parameters, buffers) = compat.dictionaries_of(layer)
+    assert own is vars(layer)
+    assert (list(modules), len(hooks)) == (["part"], 1), moved("Module._modules, _forward_hooks", "torch")
+    assert (list(parameters), "running_mean" in buffers) == (["weight", "bias"], True), moved("_parameters", "torch")
+    hook.remove()
+    for register in (module_hooks.register_module_forward_hook, module_hooks.register_module_forward_pre_hook):
+        assert compat.global_hooks_of_users() == []
+        hook = register(print)
+        assert compat.global_hooks_of_users() == [print], moved("_global_forward_hooks", "torch")
+        hook.remove()
+
+
+def test_what_a_quantized_tensor_says():
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+
+    layer, other = nn.Sequential(nn.Linear(32, 8)), nn.Sequential(nn.Linear(32, 8))
+    quantize_(layer, Int8WeightOnlyConfig())
+    quantize_(other, Int8DynamicActivationInt8WeightConfig())
+    said = [compat.quantization_of(one[0].weight) for one in (layer, other)]
+    assert said[0] != said[1], moved("__tensor_flatten__", "torch")
 
 
 def test_compiled_modules():
@@ -191,6 +234,10 @@ def test_hooks(model):
     layer = nn.Linear(2, 2)
     before = layer.register_forward_pre_hook(lambda *_: None)
     assert len(compat.pre_hooks(layer)) == len(compat.hooks_of_users(layer)) == 1, moved("_forward_pre_hooks", "torch")
+    before.remove()
+    assert not compat.hooks_take_keywords(layer)
+    before = layer.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    assert compat.hooks_take_keywords(layer), moved("_forward_pre_hooks_with_kwargs", "torch")
     before.remove()
     layer.register_forward_hook(lambda *_: None)
     assert not compat.pre_hooks(layer)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead
 from lookahead.cpu import native, toolchain
 from lookahead.engine import engine, fallback
-from lookahead.models import decoder
+from lookahead.models import decoder, state
 from lookahead.passes import capabilities, compiled, fused, graphs, probe, runner
 from lookahead.tools.batch import READ_PADDING
 from lookahead.tools.cli import main as program
@@ -233,6 +233,8 @@ SPEAKERS = {
     capabilities._try_compiled: ast.AnnAssign,
     decoder.read_decoder: ast.Raise,
     decoder._Reader: ast.Raise,
+    decoder._own_class: ast.Raise,
+    state.State.why_not_split: ast.Return,
     fused.FusedRunner.__init__: ast.Raise,
     compiled.CompiledRunner.run: ast.Call,
     graphs.why_eager: ast.Return,

@@ -138,7 +138,7 @@ class DecodingLinear(nn.Linear):
                 linear = Linear.of(self)
                 if _serves(input, linear):
                     return self._multiply(input, linear, decoding)
-        return nn.functional.linear(input, self.weight, self.bias)
+        return super().forward(input)
 
     def _multiply(self, input: torch.Tensor, linear: Linear, decoding: DecodingPass) -> torch.Tensor:
         """Return this layer's product. The products of its siblings are kept until they are called."""

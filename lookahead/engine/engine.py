@@ -10,13 +10,15 @@ from lookahead.compat import attention_implementation, is_tensor_parallel
 from lookahead.config import AUTO, LookaheadConfig
 from lookahead.cpu import native
 from lookahead.engine.fallback import warn_plain
+from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Pace, WindowTrials
 from lookahead.guessing.combine import Ledger, needs_of, trials_of
 from lookahead.guessing.draft import DraftModelSource
 from lookahead.guessing.jacobi import JacobiSource, WindowSource
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource, Needs
-from lookahead.models.adapter import ModelAdapter
+from lookahead.models.adapter import ModelAdapter, vocabulary_of
+from lookahead.models.state import state_of
 from lookahead.passes.capabilities import choose_runner
 from lookahead.passes.costs import step_costs
 from lookahead.passes.fused import copied_bytes
@@ -51,6 +53,8 @@ class Lookahead:
     """Evidence for guesses, kept for the life of the wrap."""
     source: GuessSource | Sequence[GuessSource] | None = None
     """One source of guesses, or several, as `wrap` was given them; None: `default_sources`."""
+    made: NgramPool | None = None
+    """A pool that was made for this model, not given by the user. While it is in use, it may be replaced."""
     lacks_bigrams: bool = False
     """Whether the pool is a new one that began empty, for `lookahead tune --bigrams` has kept none for this model."""
     stats: Stats = field(default_factory=Stats)
@@ -70,6 +74,7 @@ class Lookahead:
     lock: Lock = field(default_factory=Lock, repr=False)
     """Guards what several threads write to here."""
     _running: int = 0  # number of calls under way
+    _graphs_of: tuple | None = field(default=None, repr=False)  # `State.key` of the model that `graphs` are of
     _why_not_faster: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,6 +108,12 @@ class Lookahead:
             if self._running:
                 raise RuntimeError(f"a model cannot be {what} while it decodes: wait until generate() has ended")
             yield
+
+    def fit_pool(self, model: PreTrainedModel) -> None:
+        """Begin a new pool if ours holds tokens that the model has lost (`resize_token_embeddings`)."""
+        with self.lock:
+            if self.pool is self.made and self.pool.largest_token >= vocabulary_of(model):
+                self.pool = self.made = new_pool(model, self.config)
 
     def add(self, stats: Stats) -> None:
         """Add the statistics of a call to those of all calls."""
@@ -186,7 +197,9 @@ class Lookahead:
         runner, self._why_not_faster = choose_runner(model, self.config, layers)
         if self.config.cuda_graphs and not layers:
             with self.lock:
-                self.graphs = self.graphs or StepGraphs(model)
+                now = state_of(model).key
+                if self.graphs is None or self._graphs_of != now:  # replays run no Python
+                    self.graphs, self._graphs_of = StepGraphs(model), now
             runner = GraphRunner(self.graphs, runner)
         # The runner itself is not kept: it holds the model, which holds this.
         self.adapter, self.passes, self.copied_bytes = runner.adapter, runner.name, copied_bytes(model)
@@ -244,4 +257,4 @@ class Lookahead:
             return self.pace
 
     def __getstate__(self) -> dict:
-        return vars(self) | {"_running": 0}
+        return vars(self) | {"_running": 0, "_graphs_of": None}

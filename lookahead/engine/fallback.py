@@ -12,6 +12,8 @@ from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.guessing.draft import DraftModelSource
 from lookahead.models.adapter import UnsupportedModelError, context_length
+from lookahead.models.layers import rope_kinds
+from lookahead.models.state import state_of
 from lookahead.passes.capabilities import can_batch, find_adapter, same_without_cache
 from lookahead.vocabulary import vocabulary_fingerprint
 
@@ -57,7 +59,8 @@ def why_plain(
         return "encoder-decoder models"
     if synced_gpus:
         return "with synced_gpus"
-    if model.training:  # dropout draws anew in every pass
+    state = state_of(model)
+    if state.is_training:  # dropout draws anew in every pass
         return "in training mode (model.eval() ends it)"
     if "prepare_inputs_for_generation" in vars(model):  # as in a prompt-tuned PEFT model
         return "with a prepare_inputs_for_generation that replaces the model's"
@@ -69,6 +72,8 @@ def why_plain(
         is_absent = value is None or value is False or (isinstance(value, dict) and not value)
         if name not in KNOWN_ARGUMENTS and not is_absent:
             return f"with {_described(name, value)}"
+    if (replaced := state.why_plain()) is not None:
+        return f"a model whose cache or loop is replaced ({replaced})"
     adapter = find_adapter(model, cpu_kernels=config.cpu_kernels)
     if adapter.row_dependence and not config.allow_row_dependent:
         return (
@@ -178,10 +183,12 @@ def _switches_rope(model: PreTrainedModel, batch: int, prompt: int, end: int) ->
     So no step of a longrope model may straddle that length, and no batch may have sequences on both sides of it.
     """
     config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "dynamic":
-        return batch > 1 and end > context_length(model)
-    if rope.get("rope_type") != "longrope":
-        return False
-    switch = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    return switch is not None and (prompt <= switch or batch > 1) and switch < end
+    for rope in rope_kinds(config).values():
+        if rope.get("rope_type") == "dynamic" and batch > 1 and end > context_length(model):
+            return True
+        if rope.get("rope_type") == "longrope":
+            switch = rope.get("original_max_position_embeddings")
+            switch = switch or getattr(config, "original_max_position_embeddings", None)
+            if switch is not None and (prompt <= switch or batch > 1) and switch < end:
+                return True
+    return False

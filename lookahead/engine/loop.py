@@ -24,8 +24,9 @@ from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Budget
 from lookahead.guessing.combine import Combined, needs_of
 from lookahead.guessing.source import Batch, GuessSource, Outcome
-from lookahead.models.adapter import context_length, vocabulary_of
+from lookahead.models.adapter import UnsupportedModelError, context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
+from lookahead.models.state import looked_at
 from lookahead.passes.costs import synchronize
 from lookahead.stats import Stats
 from ngram_pool import NgramPool
@@ -96,16 +97,19 @@ def run(
     if len(input_ids) == 0:
         raise ValueError("the batch is empty: give at least one prompt")
     with engine.call():
-        reason = why_plain(model, input_ids, generation_config, synced_gpus, model_kwargs, engine.config)
+        with looked_at(model):
+            reason = _why_plain(engine, model, input_ids, generation_config, synced_gpus, model_kwargs)
+            if reason is None:
+                rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, streamer, seeds)
+                engine.fit_pool(model)
+                recorder = streamer if isinstance(streamer, Recorder) else None
+                call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder)
         if reason is not None:
             engine.decode_plainly(model, reason)
             return plain(
                 model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
                 **model_kwargs,
             )  # fmt: skip
-        rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, streamer, seeds)
-        recorder = streamer if isinstance(streamer, Recorder) else None
-        call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder)
         engine.last = call.stats
         try:
             ids = call.decode(rules)
@@ -122,6 +126,23 @@ def run(
             logits=logits,  # type: ignore[arg-type]
             **{compat.CACHE: call.cache_passed_in},  # type: ignore[arg-type]
         )
+
+
+def _why_plain(
+    engine: Lookahead,
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    generation: GenerationConfig,
+    synced_gpus: bool,
+    model_kwargs: dict,
+) -> str | None:
+    """Why lookahead does not decode this call, or None if it does. Raises UnsupportedModelError if it never could."""
+    try:
+        return why_plain(model, ids, generation, synced_gpus, model_kwargs, engine.config)
+    except UnsupportedModelError as error:
+        if engine.adapter is None:
+            raise
+        return f"a model that was changed after it was wrapped ({error})"
 
 
 def _rules(

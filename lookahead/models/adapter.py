@@ -52,6 +52,8 @@ class ModelAdapter:
     row_dependence: float = 0.0
     """Largest error that the other rows of a pass make in a row of logits, relative to the spread of that row; 0 if it
     is only rounding."""
+    foreign: tuple[str, ...] = ()
+    """Code that passes run, and that neither torch nor transformers defines. No other code may compute it."""
     given_up: tuple[str, ...] = ()
     """Faster ways of computing that were tried, and why each of them failed."""
 

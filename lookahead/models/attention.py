@@ -5,8 +5,8 @@
 
 On a CPU, our own kernel serves single sequences (`tree_attention`). Elsewhere, the two parts are computed apart and
 joined by their log-sum-exp, as in flash decoding. Query heads that share a key head are treated as further queries of
-it, so keys and values are never repeated. `attend` is registered with transformers in place of "sdpa". Outside of the
-passes of the decoding loop (`decoding_pass`), and for anything but steps and prompts, it calls "sdpa".
+it, so keys and values are never repeated. `attend` is registered with transformers in place of its own "sdpa". Outside
+of the passes of the decoding loop (`decoding_pass`), and for anything but steps and prompts, it calls that.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
-from lookahead.compat import flash_attention, registered_attention
+from lookahead.compat import flash_attention, register_attention, registered_attention
 from lookahead.cpu import tree_attention
 from lookahead.decoding_pass import current_pass, is_traced
 
@@ -150,5 +150,10 @@ def _joined(
     return torch.lerp(first.float(), second.float(), share).to(first.dtype)
 
 
-sdpa = registered_attention("sdpa")
-AttentionInterface.register("sdpa", attend)
+def is_registered() -> bool:
+    """Whether `attend` is what models get as "sdpa". It is put there unless somebody else has put something."""
+    register_attention(attend)
+    return registered_attention("sdpa") is attend
+
+
+is_registered()

@@ -6,9 +6,10 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead import compat
-from lookahead.compat import attention_implementation, is_compiled, looks_up_attention
+from lookahead.compat import attention_implementation, looks_up_attention
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError
 from lookahead.models.cache import InPlaceLayer
+from lookahead.models.state import state_of
 from lookahead.step import Visibility
 
 
@@ -19,7 +20,6 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None)
     arguments = inspect.signature(model.forward).parameters
     cache_argument = compat.cache_argument(model)
     if cache_argument is None:
@@ -39,14 +39,20 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
         ) from error
     if not theirs:
         raise UnsupportedModelError(f"{name} says that it has no layers to cache. Its own generate() still works.")
-    chunk = getattr(config, "attention_chunk_size", None)
+    # Settings count where the model's code reads them. The cache reads all of them, and so hides more at times.
+    names = state_of(model).names
+    reads_types = "layer_types" in names or "create_causal_mask" not in names  # or makes its masks in a way of its own
+    types = getattr(config, "layer_types", None) if reads_types else None
+    chunk = getattr(config, "attention_chunk_size", None) if "create_chunked_causal_mask" in names else None
+    always = "create_sliding_window_causal_mask" in names and not reads_types  # all layers have the window
+    window = getattr(config, "sliding_window", None) if always else None
     layers: list[Visibility | None] = []
     has_state = False
     for index, layer in enumerate(theirs):
         if type(layer) is DynamicLayer:
-            layers.append(Visibility())
+            layers.append(Visibility(window=window))
         elif type(layer) is DynamicSlidingWindowLayer:
-            is_chunk = types[index] == "chunked_attention" if types else layer.sliding_window == chunk
+            is_chunk = layer.sliding_window == chunk and (not types or types[index] == "chunked_attention")
             layers.append(Visibility(chunk=chunk) if is_chunk else Visibility(window=layer.sliding_window))
         else:
             layers.append(None)
@@ -70,16 +76,27 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
     )
 
 
+def hides_in_cache_alone(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
+    """Whether the cache has a window and the model's own masks have none, as with settings that its code does not read.
+
+    A chain of guesses would then see more than plain decoding does.
+    """
+    makers = {"create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate"}
+    is_known = "create_causal_mask" in (names := state_of(model).names)  # other models make masks in their own way
+    has_window = any(visibility is not None and visibility != Visibility() for visibility in adapter.layers)
+    return has_window and is_known and makers.isdisjoint(names)
+
+
+def rope_kinds(config: PreTrainedConfig) -> dict[str, dict]:
+    """The settings of each rotary embedding, by type of layer; of the only one, by an empty name."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = {name: kind for name, kind in rope.items() if isinstance(kind, dict) and "rope_type" in kind}
+    return nested or {"": rope}
+
+
 def _changes_rope(config: PreTrainedConfig) -> bool:
     """Whether a pass may change the model's rotary frequencies, which then stay changed."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
-
-
-def is_compiled_by_user(model: PreTrainedModel) -> bool:
-    """Whether the user has compiled the model or a part of it. Compiled code cannot tell that a pass is ours."""
-    return any(is_compiled(module) for module in model.modules())
+    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in rope_kinds(config).values())
 
 
 def looks_up_sdpa(model: PreTrainedModel) -> bool:

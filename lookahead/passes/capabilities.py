@@ -7,6 +7,7 @@ decoding, because a model may accept a custom mask and ignore it.
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -14,25 +15,52 @@ from transformers import PreTrainedModel
 
 from lookahead.compat import attention_implementation, newer_than_tested
 from lookahead.config import LookaheadConfig
-from lookahead.cpu import products
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device_of
 from lookahead.models.decoder import UnknownDecoderError
-from lookahead.models.layers import is_compiled_by_user, looks_up_sdpa, read_config, state_layers
-from lookahead.passes import compiled, probe
+from lookahead.models.layers import hides_in_cache_alone, looks_up_sdpa, read_config, state_layers
+from lookahead.models.state import state_of
+from lookahead.passes import compiled, probe, verdicts
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner
+from ngram_pool.waiting import kept_for_later, told_if_long
 
 logger = logging.getLogger(__name__)
+
+_KEPT = "in_inference_mode", "can_branch", "splits_attention", "uses_kernels"  # of an adapter, for later processes
+_MOST_FOUND = 32  # results that are kept for a model
 
 _found: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary()
 
 
-def _once(model: PreTrainedModel, key: tuple, find: Callable[[], Any]) -> Any:
-    """Return the result of ``find``, which is called once for each model and key."""
+def _once(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Callable[[], Any]) -> Any:
+    """Return the result of ``find``, which is called once for each state of the model.
+
+    cpu_kernels: whether our own kernels may be used.
+    """
     found = _found.setdefault(model, {})
+    key = what, cpu_kernels, attention_implementation(model.config), state_of(model).key
     if key not in found:
-        found[key] = find()
+        with told_if_long("trying the model out"):
+            found[key] = find()
+        if len(found) > _MOST_FOUND:
+            del found[next(iter(found))]
     return found[key]
+
+
+def _once_for_all(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Callable[[], str | None]) -> str | None:
+    """Return what is wrong, by ``find``; None if nothing is. Later processes are told that nothing is."""
+
+    def find_or_read() -> str | None:
+        path = verdicts.path_of(model, what, cpu_kernels)
+        if verdicts.read(path) is None:
+            with kept_for_later():
+                wrong = find()
+            if wrong is not None:
+                return wrong
+            verdicts.keep(path, {})
+        return None
+
+    return _once(model, what, cpu_kernels, find_or_read)
 
 
 def find_adapter(model: PreTrainedModel, cpu_kernels: bool = True) -> ModelAdapter:
@@ -42,7 +70,7 @@ def find_adapter(model: PreTrainedModel, cpu_kernels: bool = True) -> ModelAdapt
     Raises UnsupportedModelError if lookahead cannot give the model's own output.
     """
     try:
-        return _once(model, ("adapter", *_way(model, cpu_kernels)), lambda: _try_ways(model, cpu_kernels))
+        return _once(model, "adapter", cpu_kernels, lambda: _read_or_try_ways(model, cpu_kernels))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{error} {newer_than_tested()}".rstrip()) from error
 
@@ -52,8 +80,10 @@ def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | Non
 
     Probed once for each way of computing. The first failure is final, with a warning.
     """
+    if adapter.foreign:
+        return adapter.foreign[0]
     if compiled.why_not(model) is None:
-        _once(model, ("compiled", *_way(model, adapter.uses_kernels)), lambda: _try_compiled(model, adapter))
+        _once(model, "compiled", adapter.uses_kernels, lambda: _try_compiled(model, adapter))
     return compiled.why_not(model)
 
 
@@ -98,31 +128,25 @@ def fused_runner(
         runner = FusedRunner(model, adapter, hidden_states, packs)
     except UnknownDecoderError as error:
         return str(error)
-    wrong = _once(model, ("fused", *_way(model, True)), lambda: probe.compare_with_plain(runner, trials=trials))
+    wrong = _once_for_all(model, "fused", True, lambda: probe.compare_with_plain(runner, trials=trials))
     return runner if wrong is None else wrong
 
 
 def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether sequences of different lengths can share a pass. Probed once for each attention implementation."""
+    """Whether sequences of different lengths can share a pass. Probed once for each state of the model."""
     if not adapter.can_branch:
         return False
-    key = "batch", attention_implementation(model.config), adapter.uses_kernels
-    return _once(model, key, lambda: probe.compare_with_plain(EagerRunner(model, adapter), sequences=2)) is None
+    runner = EagerRunner(model, adapter)
+    find = partial(probe.compare_with_plain, runner, sequences=2)
+    return _once_for_all(model, "batch", adapter.uses_kernels, find) is None
 
 
 def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     """Whether plain passes over the whole text give the logits of plain decoding on a cache, as causal attention does.
 
-    Probed once for each attention implementation.
+    Probed once for each state of the model.
     """
-    key = "no cache", attention_implementation(model.config)
-    return _once(model, key, lambda: probe.is_same_without_cache(model, adapter))
-
-
-def _way(model: PreTrainedModel, cpu_kernels: bool) -> tuple:
-    """All that can change how a model computes during its life."""
-    has_products = cpu_kernels and products.are_installed(model)
-    return attention_implementation(model.config), cpu_kernels, has_products, is_compiled_by_user(model)
+    return _once(model, "no cache", True, lambda: probe.is_same_without_cache(model, adapter))
 
 
 def _try_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> None:
@@ -134,22 +158,48 @@ def _try_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> None:
         compiled.give_up(model, reason)
 
 
+def _read_or_try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
+    """Return the adapter that an earlier process has found, or that `_try_ways` finds."""
+    path = verdicts.path_of(model, "adapter", cpu_kernels)
+    known = verdicts.read(path)
+    if known is not None and known.keys() == set(_KEPT):
+        return replace(read_config(model), **known)
+    with kept_for_later():
+        adapter = _try_ways(model, cpu_kernels)
+    if not adapter.given_up and not adapter.row_dependence:
+        verdicts.keep(path, {name: getattr(adapter, name) for name in _KEPT})
+    return adapter
+
+
 def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     """Return the fastest adapter that passes the probe, or raise UnsupportedModelError."""
-    name = type(model).__name__
-    adapter = replace(read_config(model), uses_kernels=cpu_kernels)
+    name, state = type(model).__name__, state_of(model)
+    given_up: list[str] = []
+    if cpu_kernels and (reason := state.why_no_kernels()) is not None:
+        cpu_kernels = False
+        given_up.append(f"kernels of our own: {reason}")
+    adapter = replace(read_config(model), uses_kernels=cpu_kernels, foreign=tuple(map(str, state.foreign)))
+    if adapter.can_branch and (reason := state.why_no_trees()) is not None:
+        adapter = replace(adapter, can_branch=False)
+        given_up.append(f"trees: {reason}")
     if adapter.in_inference_mode and not probe.takes_inference_mode(model, adapter):
         adapter = replace(adapter, in_inference_mode=False)
-    adapter = replace(adapter, row_dependence=probe.row_dependence(model, adapter))
+    trials: dict[tuple[bool, int], probe.Trial] = {}
+    adapter = replace(adapter, row_dependence=probe.row_dependence(model, adapter, trials))
     ways = {}
     if adapter.can_branch:
-        if looks_up_sdpa(model) and not is_compiled_by_user(model):
-            ways["split attention"] = replace(adapter, splits_attention=True)
+        if looks_up_sdpa(model) and not state.is_compiled:
+            reason = state.why_not_split()
+            if reason is None:
+                ways["split attention"] = replace(adapter, splits_attention=True)
+            else:
+                given_up.append(f"split attention: {reason}")
         ways["trees"] = adapter
-    ways["single chains"] = replace(adapter, can_branch=False)
-    trials: dict[tuple[bool, int], probe.Trial] = {}
-    given_up: list[str] = []
-    reason: str | None = None
+    if hides_in_cache_alone(model, adapter):
+        reason = "its cache drops positions that its masks show"
+    else:
+        ways["single chains"] = replace(adapter, can_branch=False)
+        reason = None
     for what, way in ways.items():
         if what == "single chains" and adapter.can_branch:
             logger.warning("%s: %s. Guesses will be a single chain, without a Jacobi window.", name, reason)

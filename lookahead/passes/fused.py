@@ -16,7 +16,8 @@ from lookahead.cpu import decoder, native
 from lookahead.cpu.products import Linear, is_plain_of
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import LookaheadCache
-from lookahead.models.decoder import UnknownDecoderError, read_decoder
+from lookahead.models.decoder import UnknownDecoderError, read_decoder, windows_of
+from lookahead.models.layers import rope_kinds
 from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, grow, pad
 
@@ -79,7 +80,11 @@ class FusedRunner(EagerRunner):
         super().__init__(model, adapter, hidden_states)
         if not (adapter.splits_attention and adapter.uses_kernels and adapter.takes_position_ids):
             raise UnknownDecoderError("it does not take our attention or our kernels")
+        if adapter.foreign:
+            raise UnknownDecoderError(adapter.foreign[0])
         found = self._look()
+        if windows_of(model) != [visibility and visibility.window for visibility in adapter.layers]:
+            raise UnknownDecoderError("its cache keeps other positions than its masks show")
         self.declined_bytes = 0
         """Bytes, about, of a copy of the weights that was not made because it is large."""
         if packs:
@@ -201,7 +206,7 @@ class FusedRunner(EagerRunner):
             rotary: Any = self.model.model.rotary_emb
             count = switch = max(FIRST_POSITIONS, 2 * position)
             if rotary.rope_type == "longrope":
-                switch = rotary.config.rope_parameters["original_max_position_embeddings"]
+                switch = rope_kinds(rotary.config)[""]["original_max_position_embeddings"]
             self._serves = range(switch, count) if position >= switch else range(min(switch, count))
             positions = torch.arange(self._serves.stop, device="cpu")[None]
             like, tables = program.decoder.embedding.new_empty(1, 1, 1), {}

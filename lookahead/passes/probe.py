@@ -50,14 +50,26 @@ def takes_inference_mode(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     return True
 
 
-def row_dependence(model: PreTrainedModel, adapter: ModelAdapter) -> float:
-    """Measure `ModelAdapter.row_dependence`.
+def row_dependence(
+    model: PreTrainedModel, adapter: ModelAdapter, trials: dict[tuple[bool, int], "Trial"] | None = None
+) -> float:
+    """Measure `ModelAdapter.row_dependence`. trials: as for `compare_with_plain`.
 
-    Several sequences are computed in one batch, and each alone. If attention is causal, one sequence is also computed
-    in one pass, and token by token. (Not if layers keep a state, because scans and steps sum in another order.)
-    Rounding alone may make a router send a row to another expert. That does not count: in full precision it hardly
-    happens in both rounds, and in half precision the median ignores it.
+    Plain decoding of the trial's texts is compared with one pass over all of them. If they differ, it may have other
+    reasons, so more is tried. Several sequences are computed in one batch, and each alone. If attention is causal, one
+    sequence is also computed in one pass, and token by token. (Not if layers keep a state, because scans and steps sum
+    in another order.) Rounding alone may make a router send a row to another expert. That does not count: in full
+    precision it hardly happens in both rounds, and in half precision the median ignores it.
     """
+    largest = max(_tolerance(model), _LARGEST_ROUNDING)
+    try:
+        errors = _trial(model, adapter, 1, {} if trials is None else trials).errors
+        if _typical(model, errors) <= largest:
+            return 0.0
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception:  # it will fail below, too, or the probe will tell
+        pass
     rng = np.random.default_rng(1)
     token_by_token = is_causal(model, adapter) and not adapter.has_state
     found = []
@@ -72,10 +84,15 @@ def row_dependence(model: PreTrainedModel, adapter: ModelAdapter) -> float:
             raise
         except Exception:  # a model that takes no batches, or that the probe will refuse
             return 0.0
-        found.append((errors.median() if is_half(model.dtype) else errors.max()).item())
-        if not found[-1] > max(_tolerance(model), _LARGEST_ROUNDING):
+        found.append(_typical(model, errors))
+        if not found[-1] > largest:
             return 0.0
     return max(found)
+
+
+def _typical(model: PreTrainedModel, errors: torch.Tensor) -> float:
+    """The error of rows that must not be more than rounding: the largest; in half precision, the median."""
+    return (errors.median() if is_half(model.dtype) else errors.max()).item()
 
 
 def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
@@ -122,6 +139,8 @@ class Trial:
     """For each sequence: the tokens of its prompt."""
     rounds: list[list[tuple[Step, list[int], PlainRows]]]
     """For each pass and sequence: a step and its accepted path."""
+    errors: torch.Tensor
+    """Errors of rows (`row_errors`) between one pass over all lines of tokens and plain decoding, float64 [rows]."""
 
 
 def compare_with_plain(
@@ -133,12 +152,10 @@ def compare_with_plain(
     trials: what plain decoding of this model has said already; it is added to. The model must not change meanwhile.
     """
     trials = {} if trials is None else trials
-    key = runner.adapter.can_branch, sequences
     try:
+        trial = _trial(runner.model, runner.adapter, sequences, trials)
         with _as_in_generate(runner.model):
-            if key not in trials:
-                trials[key] = _plain_trial(runner.model, runner.adapter, sequences)
-            return _compare_with_plain(runner, trials[key])
+            return _compare_with_plain(runner, trial)
     except (torch.OutOfMemoryError, MemoryError):  # this says nothing about the model
         raise
     except Exception as error:  # a model may raise anything if it does not know such a mask or cache
@@ -179,6 +196,16 @@ def _error_beyond_rounding(runner: EagerRunner, logits: torch.Tensor, plain: Pla
     return max(beyond, default=0.0)
 
 
+def _trial(
+    model: PreTrainedModel, adapter: ModelAdapter, sequences: int, trials: dict[tuple[bool, int], Trial]
+) -> Trial:
+    key = adapter.can_branch, sequences
+    if key not in trials:
+        with _as_in_generate(model):
+            trials[key] = _plain_trial(model, adapter, sequences)
+    return trials[key]
+
+
 def _plain_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int) -> Trial:
     """Decode prompts and steps plainly, and measure how far rounding moves their logits."""
     vocabulary = vocabulary_of(model)
@@ -187,16 +214,17 @@ def _plain_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int) 
     tokens[:, 9] = (tokens[:, 9] + (tokens[:, 9] == tokens[:, 8])) % vocabulary
     chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Source.TEXT))  # all of it is accepted
     last = lay_out(tokens[0, 19], GuessTree.empty())
-    trial = Trial([], [[], [], []])
+    prompts: list[tuple[list[int], PlainRows]] = []
+    rounds: list[list[tuple[Step, list[int], PlainRows]]] = [[], [], []]
     lines: list[tuple[list[int], list[_Place]]] = []
     for b, of_sequence in enumerate(tokens):
         text = of_sequence[: 6 - 2 * b].tolist()
         cache = DynamicCache(config=adapter.config)
         plain = _without_noise(_plain_logits(model, adapter, torch.tensor([text]), cache)[0])
         places: list[_Place] = [(plain, i) for i in range(len(text))]
-        trial.prompts.append((text, plain))
+        prompts.append((text, plain))
         plan = _first_step(of_sequence, adapter.can_branch, b), (chain, [0, 1]), (last, [0])
-        for steps, (step, path) in zip(trial.rounds, plan, strict=True):
+        for steps, (step, path) in zip(rounds, plan, strict=True):
             logits, after = _plain_rows(model, adapter, step, cache, len(text))
             plain = _without_noise(logits)
             steps.append((step, path, plain))
@@ -205,8 +233,7 @@ def _plain_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int) 
                 lines.append(([*text, *step.ids[branch]], [*places, *((plain, i) for i in branch)]))
             cache, text = after[path[-1]], text + step.ids[path].tolist()
             places += [(plain, i) for i in path]
-    _measure_noise(model, adapter, lines)
-    return trial
+    return Trial(prompts, rounds, _measure_noise(model, adapter, lines))
 
 
 _Place = tuple[PlainRows, int]  # a row, and what plain decoding says of it
@@ -216,40 +243,51 @@ def _without_noise(logits: torch.Tensor) -> PlainRows:
     return PlainRows(logits, torch.zeros(len(logits), dtype=torch.float64, device="cpu"))
 
 
-def _measure_noise(model: PreTrainedModel, adapter: ModelAdapter, lines: list[tuple[list[int], list[_Place]]]) -> None:
-    """Set the noise of all rows.
+def _measure_noise(
+    model: PreTrainedModel, adapter: ModelAdapter, lines: list[tuple[list[int], list[_Place]]]
+) -> torch.Tensor:
+    """Set the noise of all rows, and return `Trial.errors`.
 
     lines: tokens, and the row of each of them.
 
     In half precision, some rows of a trained model are moved by ten times as much as others. So each has a noise of its
     own: the error of plain passes over the whole lines, with the embeddings moved by one rounding. In full precision,
-    the largest error between plain passes of several shapes serves all.
+    the largest error of such a pass serves all. If it is more than rounding, the largest error between plain passes of
+    several shapes does.
     """
     longest = max(len(places) for _, places in lines)
     ids = torch.tensor([[*line, *[0] * (longest - len(line))] for line, _ in lines])
     every = [place for _, places in lines for place in places]
+    expected = torch.stack([plain.logits[row] for plain, row in every])
+
+    def errors_at_once() -> torch.Tensor:
+        logits = _plain_logits(model, adapter, ids)
+        of_lines = [rows[: len(places)] for rows, (_, places) in zip(logits, lines, strict=True)]
+        return row_errors(torch.cat(of_lines), expected).cpu()
+
     if is_half(model.dtype):
-        noise = torch.zeros(len(every), dtype=torch.float64, device="cpu")
-        expected = torch.stack([plain.logits[row] for plain, row in every])
+        errors = torch.zeros(len(every), dtype=torch.float64, device="cpu")
         for seed in range(NOISY_PASSES):
             with _moved_embeddings(model, seed):
-                logits = _plain_logits(model, adapter, ids)
-            of_lines = [rows[: len(places)] for rows, (_, places) in zip(logits, lines, strict=True)]
-            noise = torch.maximum(noise, row_errors(torch.cat(of_lines), expected).cpu())
+                errors = torch.maximum(errors, errors_at_once())
+        noise = errors.clone()
         if noise.median() >= GROSS_ERROR:  # the model ignores its cache, say
             noise.zero_()
     else:
-        noise = _batch_errors(model, adapter, ids).cpu()
-        of_prefill = _prefill_errors(model, adapter, ids[-1:])
-        if adapter.has_state:  # scans and steps sum in another order
-            of_prefill = _unless_gross(of_prefill)
-        elif of_prefill.max() >= _LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
-            of_prefill = of_prefill[:0]
-        noise = torch.cat([noise, of_prefill.cpu()])
+        errors = noise = errors_at_once()
+        if not errors.max() < _LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
+            noise = _batch_errors(model, adapter, ids).cpu()
+            of_prefill = _prefill_errors(model, adapter, ids[-1:])
+            if adapter.has_state:  # scans and steps sum in another order
+                of_prefill = _unless_gross(of_prefill)
+            elif of_prefill.max() >= _LARGEST_ROUNDING / 4:
+                of_prefill = of_prefill[:0]
+            noise = torch.cat([noise, of_prefill.cpu()])
     if adapter.has_state or not is_half(model.dtype):  # a state hands the error of a row on to the next ones
         noise = noise.max().repeat(len(every))
     for (plain, row), of_row in zip(every, noise, strict=True):
         plain.noise[row] = max(plain.noise[row], of_row)
+    return errors
 
 
 @contextmanager

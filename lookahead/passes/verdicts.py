@@ -1,0 +1,57 @@
+"""What the probe has found right, kept in the user's cache directory for later processes.
+
+A verdict depends on all that `models.state` sees, on the versions of the libraries, and on our own code. So it is kept
+only where torch and transformers define all that a pass runs. Other models are tried anew in each process.
+"""
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+
+import platformdirs
+import xxhash
+from transformers import PreTrainedModel
+
+from lookahead.cpu import native
+from lookahead.models.state import state_of
+from lookahead.passes.costs import write_json
+from lookahead.passes.environment import environment
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "verdicts"
+
+
+def path_of(model: PreTrainedModel, *depends_on: object) -> Path | None:
+    """Name the file of a verdict; None if it is not to be kept. depends_on: all else that it depends on."""
+    state = state_of(model)
+    if not state.is_known:
+        return None
+    text = repr((environment(model), native.CAPABILITY, _our_code(), state.text, depends_on))
+    return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_128_hexdigest(text.encode())}.json"
+
+
+def read(path: Path | None) -> dict | None:
+    """Read a verdict. None: there is none, or the file is not valid."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path else None
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def keep(path: Path | None, verdict: dict) -> None:
+    """Write a verdict. If that fails, the next process finds it again."""
+    try:
+        if path:
+            write_json(path, verdict)
+    except OSError as error:
+        logger.info("a verdict is not kept: %s", error)
+
+
+@cache
+def _our_code() -> str:
+    """Changes whenever a file of this package does."""
+    files = sorted(path for path in Path(__file__).parents[1].rglob("*.*") if path.suffix in (".py", ".cpp", ".h"))
+    return xxhash.xxh3_128_hexdigest(b"".join(path.read_bytes() for path in files))
