@@ -622,7 +622,11 @@ def test_rotary_embeddings_by_type_of_layer(family, kind, which, batch):
         options = {**GREEDY, "max_new_tokens": new_tokens}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert model.generate(ids, **options).tolist() == plain.generate(ids, **options).tolist()
+            try:
+                expected = plain.generate(ids, **options).tolist()
+            except UnboundLocalError:
+                pytest.skip("the first versions of transformers 5 fail on longrope by type of layer themselves")
+            assert model.generate(ids, **options).tolist() == expected
 
 
 def test_a_smaller_vocabulary_goes_on_with_a_new_pool():
