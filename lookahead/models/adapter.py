@@ -103,7 +103,7 @@ class ModelAdapter:
         """Whether `take_over` can read this cache: each layer is of our type, or transformers' dynamic one, and those
         that hold keys and values hold as many as the others, of one sequence, as this model makes them.
         """
-        ours = self.make_cache().layers
+        ours, usual = self.make_cache().layers, DynamicCache(config=self.config).layers
         if len(cache.layers) != len(ours):
             return False
         dtypes, device = {model.dtype}, device_of(model).type
@@ -111,7 +111,7 @@ class ModelAdapter:
             dtypes.add(torch.get_autocast_dtype(device))
         lengths: set[int] = set()
         layers: list[Any] = cache.layers
-        for mine, theirs in zip(ours, layers, strict=True):
+        for mine, own, theirs in zip(ours, usual, layers, strict=True):
             if not isinstance(mine, InPlaceLayer):
                 if type(theirs) is not type(mine):
                     return False
@@ -119,8 +119,10 @@ class ModelAdapter:
                 return False
             elif theirs.is_initialized:
                 both = theirs.buffers if isinstance(theirs, InPlaceLayer) else (theirs.keys, theirs.values)
-                windows = {getattr(layer, "sliding_window", None) for layer in (mine, theirs)}
-                if len(windows) > 1 or not all(_is_of_one_sequence(states, dtypes, device) for states in both):
+                # A layer without a window holds all positions. One for chunks has their length as its window.
+                windows = None, getattr(own, "sliding_window", None)
+                fits = all(_is_of_one_sequence(states, dtypes, device) for states in both)
+                if not fits or getattr(theirs, "sliding_window", None) not in windows:
                     return False
                 lengths |= {theirs.get_seq_length(), theirs.get_seq_length() + both[0].shape[2] - both[1].shape[2]}
         return len(lengths) < 2
