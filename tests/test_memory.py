@@ -104,6 +104,22 @@ def test_a_cache_of_another_kind_gives_what_plain_decoding_gives(name, which, la
         assert text_or_error(model, input_ids=ids, past_key_values=caches[1]) == expected
 
 
+@pytest.mark.parametrize("by_ours", [False, True])
+def test_a_cache_of_another_window(by_ours):
+    """Which says how much of itself it shows."""
+    ids = torch.cat([IDS, IDS, torch.tensor([[20, 21]])], 1)
+
+    def text(wraps):
+        other, model = tiny_model("mistral", sliding_window=16), tiny_model("mistral", sliding_window=8)
+        cache = DynamicCache(config=other.config)
+        if by_ours:
+            lookahead.wrap(other)
+        other.generate(IDS, past_key_values=cache, **GREEDY)
+        return text_or_error(lookahead.wrap(model) if wraps else model, input_ids=ids, past_key_values=cache)
+
+    assert text(wraps=True) == text(wraps=False)
+
+
 @pytest.mark.parametrize("how", ["inference mode", "autocast, then not", "not, then autocast", "autocast twice"])
 def test_turns_on_one_cache_under_changing_modes(how):
     modes = {
