@@ -226,6 +226,41 @@ def test_our_attention_stands_in_for_that_of_transformers_alone():
         AttentionInterface.register("sdpa", attention.attend)
 
 
+def windowed(hidden_states_of, last):
+    """Attention that is given the last keys alone, as some that evict keys from the cache do it."""
+
+    def forward(self, *args, **kwargs):
+        def mine(module, query, key, value, mask, **others):
+            mask = mask if mask is None else mask[..., -last:]
+            return attention.sdpa(module, query, key[:, :, -last:], value[:, :, -last:], mask, **others)
+
+        with mock.patch.dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=mine):
+            return hidden_states_of(self, *args, **kwargs)
+
+    return forward
+
+
+@pytest.mark.parametrize("last", [30, 100])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_code_that_acts_in_long_texts_computes_the_text_or_is_refused(last, is_before, monkeypatch):
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    prompt = {"max_new_tokens": 100}
+    if not is_before:
+        text_of(lookahead.wrap(model, CONFIG))
+    monkeypatch.setattr(llama.LlamaAttention, "forward", windowed(llama.LlamaAttention.forward, last))
+    if is_before:
+        with pytest.raises(
+            lookahead.UnsupportedModelError,
+            match=r"cannot be decoded by lookahead.*LlamaAttention.forward is .*test_patched.py",
+        ):
+            lookahead.wrap(model, CONFIG)
+    else:
+        with pytest.warns(UserWarning, match="a model that was changed after it was wrapped"):
+            found = model.generate(IDS, **{**GREEDY, **prompt}).tolist()
+        assert found == text_of(plain, **prompt)
+
+
 def own_forward(model):
     mlp = model.model.layers[1].mlp
     mlp.forward = types.MethodType(lambda self, x: 1.3 * llama.LlamaMLP.forward(self, x), mlp)

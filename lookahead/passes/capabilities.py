@@ -137,7 +137,7 @@ def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     if not adapter.can_branch:
         return False
     runner = EagerRunner(model, adapter)
-    find = partial(probe.compare_with_plain, runner, sequences=2)
+    find = partial(probe.compare_with_plain, runner, sequences=2, also_long=not state_of(model).is_known)
     return _once_for_all(model, "batch", adapter.uses_kernels, find) is None
 
 
@@ -203,10 +203,11 @@ def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     for what, way in ways.items():
         if what == "single chains" and adapter.can_branch:
             logger.warning("%s: %s. Guesses will be a single chain, without a Jacobi window.", name, reason)
-        reason = probe.compare_with_plain(EagerRunner(model, way), trials=trials)
+        compare = partial(probe.compare_with_plain, trials=trials, also_long=not state.is_known)
+        reason = compare(EagerRunner(model, way))
         if reason is not None and cpu_kernels:
             without = replace(way, uses_kernels=False)
-            if probe.compare_with_plain(EagerRunner(model, without), trials=trials) is None:
+            if compare(EagerRunner(model, without)) is None:
                 given_up.append(f"kernels of our own: {reason}")
                 way, reason = without, None
         if reason is None:
@@ -222,6 +223,8 @@ def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     else:
         others = [repr(other) for other in ("sdpa", "eager") if other != implementation]
         remedy = f"Loading it with attn_implementation={' or '.join(others)} may help"
+    if state.foreign:
+        remedy = f"It runs other code than transformers' ({state.foreign[0]})"
     raise UnsupportedModelError(
         f"{name} cannot be decoded by lookahead: {reason} (attn_implementation={implementation!r}). {remedy}; its own "
         "generate() still works."

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from lookahead.compat import is_plain
-from lookahead.models.adapter import ModelAdapter, device_of, vocabulary_of
+from lookahead.models.adapter import ModelAdapter, context_length, device_of, vocabulary_of
 from lookahead.models.cache import InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import is_half, relative_error, row_errors, tolerance
 from lookahead.passes.runner import EagerRunner
@@ -22,6 +22,7 @@ from ngram_pool import GuessTree, Source
 # rows, for they share a scale or an expert's capacity, are off by far more.
 _LARGEST_ROUNDING = 1e-4
 GROSS_ERROR = 0.2  # A median error this large comes neither from rounding nor from quantization.
+LONG_TEXT = 384  # tokens that code of users is also tried behind
 NOISY_PASSES = 2  # One moves a row by too little now and then.
 
 
@@ -144,18 +145,25 @@ class Trial:
 
 
 def compare_with_plain(
-    runner: EagerRunner, sequences: int = 1, trials: dict[tuple[bool, int], Trial] | None = None
+    runner: EagerRunner,
+    sequences: int = 1,
+    trials: dict[tuple[bool, int], Trial] | None = None,
+    also_long: bool = False,
 ) -> str | None:
     """Say what is wrong with the passes of ``runner``. None: their logits are those of plain decoding.
 
     sequences: sequences in the batch. Their prompts and accepted paths differ in length.
     trials: what plain decoding of this model has said already; it is added to. The model must not change meanwhile.
+    also_long: try it behind LONG_TEXT tokens, too. Code of users may act only there.
     """
     trials = {} if trials is None else trials
     try:
         trial = _trial(runner.model, runner.adapter, sequences, trials)
         with _as_in_generate(runner.model):
-            return _compare_with_plain(runner, trial)
+            wrong = _compare_with_plain(runner, trial)
+            if wrong is None and also_long:
+                wrong = _compare_with_plain(runner, _long_trial(runner.model, runner.adapter, sequences, trial))
+            return wrong
     except (torch.OutOfMemoryError, MemoryError):  # this says nothing about the model
         raise
     except Exception as error:  # a model may raise anything if it does not know such a mask or cache
@@ -206,10 +214,24 @@ def _trial(
     return trials[key]
 
 
-def _plain_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int) -> Trial:
-    """Decode prompts and steps plainly, and measure how far rounding moves their logits."""
+def _long_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int, short: Trial) -> Trial:
+    """Make a trial behind a long text. Rounding moves its rows as far as it has moved any of the short one."""
+    before = max(min(LONG_TEXT, context_length(model) - 40), 0)
+    plain = [rows for _, rows in short.prompts] + [rows for plan in short.rounds for *_, rows in plan]
+    return _plain_trial(model, adapter, sequences, before, max(rows.noise.max().item() for rows in plain))
+
+
+def _plain_trial(
+    model: PreTrainedModel, adapter: ModelAdapter, sequences: int, before: int = 0, noise: float | None = None
+) -> Trial:
+    """Decode prompts and steps plainly, and measure how far rounding moves their logits.
+
+    before: tokens before each prompt. noise: of all rows, if it is known.
+    """
     vocabulary = vocabulary_of(model)
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (sequences, 20))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocabulary, (sequences, 20))
+    earlier = rng.integers(0, vocabulary, (sequences, before)).tolist()
     # Tokens 8 and 9 are siblings in the first step, so they must differ.
     tokens[:, 9] = (tokens[:, 9] + (tokens[:, 9] == tokens[:, 8])) % vocabulary
     chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Source.TEXT))  # all of it is accepted
@@ -218,7 +240,7 @@ def _plain_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int) 
     rounds: list[list[tuple[Step, list[int], PlainRows]]] = [[], [], []]
     lines: list[tuple[list[int], list[_Place]]] = []
     for b, of_sequence in enumerate(tokens):
-        text = of_sequence[: 6 - 2 * b].tolist()
+        text = earlier[b] + of_sequence[: 6 - 2 * b].tolist()
         cache = DynamicCache(config=adapter.config)
         plain = _without_noise(_plain_logits(model, adapter, torch.tensor([text]), cache)[0])
         places: list[_Place] = [(plain, i) for i in range(len(text))]
@@ -233,7 +255,11 @@ def _plain_trial(model: PreTrainedModel, adapter: ModelAdapter, sequences: int) 
                 lines.append(([*text, *step.ids[branch]], [*places, *((plain, i) for i in branch)]))
             cache, text = after[path[-1]], text + step.ids[path].tolist()
             places += [(plain, i) for i in path]
-    return Trial(prompts, rounds, _measure_noise(model, adapter, lines))
+    if noise is None:
+        return Trial(prompts, rounds, _measure_noise(model, adapter, lines))
+    for plain in [rows for _, rows in prompts] + [rows for plan in rounds for *_, rows in plan]:
+        plain.noise.fill_(noise)
+    return Trial(prompts, rounds, torch.zeros(0, dtype=torch.float64, device="cpu"))
 
 
 _Place = tuple[PlainRows, int]  # a row, and what plain decoding says of it
