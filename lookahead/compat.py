@@ -19,7 +19,9 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 from transformers import AttentionInterface, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -117,6 +119,12 @@ def register_attention(function: Callable) -> None:
 def registered_mask(name: str | None) -> Callable | None:
     """The function that transformers has registered for making the masks of an attention; None if there is none."""
     return ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+
+
+def own_methods_of_registries() -> list[tuple[str, Callable]]:
+    """Functions that were set on the objects in which transformers registers attention and masks, by name."""
+    of_each = map(vars, (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
+    return [(name, value) for own in of_each for name, value in own.items() if callable(value)]
 
 
 def settings_of(config: PretrainedConfig) -> dict:
@@ -250,6 +258,12 @@ def int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Non
     if not numbers.is_cpu or numbers.shape[1] % scales.shape[1] or (zeros is not None and zeros.numpy().any()):
         return None
     return numbers, scales
+
+
+def modes_of_users() -> list[str]:
+    """Names of the modes that now see each operation of torch, and may do another; not of a default device."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -414,3 +414,12 @@ def test_nothing_else_uses_private_names_of_libraries():
                 ours.add(getattr(node, "name", None) or node.id)
     foreign = {name: place for name, place in used.items() if name not in ours}
     assert not foreign, "private names of other libraries belong into lookahead/compat.py"
+
+
+def test_methods_of_registries_and_modes(monkeypatch):
+    assert compat.own_methods_of_registries() == []
+    monkeypatch.setattr(compat.ALL_ATTENTION_FUNCTIONS, "get_interface", print)
+    assert compat.own_methods_of_registries() == [("get_interface", print)]
+    assert compat.modes_of_users() == []
+    with torch.device("cpu"), torch.overrides.TorchFunctionMode(), torch.utils._python_dispatch.TorchDispatchMode():
+        assert compat.modes_of_users() == ["TorchFunctionMode", "TorchDispatchMode"]

@@ -18,6 +18,8 @@ import transformers.models.llama.modeling_llama as llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, GenerationMixin
 from zoo import ALIKE, SETTINGS, tiny_model
 
@@ -531,6 +533,138 @@ def test_looking_at_a_model_keeps_nothing_of_it_alive():
     del model
     gc.collect()
     assert layer() is None
+
+
+def in_first_token(change, model):
+    """Options of a call in which a processor changes something when the first token is chosen."""
+    left = [change]
+
+    def process(ids, scores):
+        if left:
+            left.pop()(model)
+        return scores
+
+    return {"logits_processor": [process]}
+
+
+def module_replaced(model):
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[1].mlp)
+
+
+def rotary_replaced(model):
+    model.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    model.model.rotary_emb.inv_freq.mul_(0.3)
+
+
+def class_swapped(model):
+    for layer in model.model.layers:
+        layer.mlp.__class__ = type("Mine", (llama.LlamaMLP,), {"forward": scaled(llama.LlamaMLP.forward)})
+
+
+def weights_halved(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        module_replaced, rotary_replaced, class_swapped, weights_halved, own_forward, hook, head, activation,
+        setting("self_attn.scaling", 0.9, 0), lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0),
+    ],
+)  # fmt: skip
+def test_what_a_callback_changes_counts_from_the_next_pass_on(change):
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    usual = text_of(lookahead.wrap(model, CONFIG))
+    expected = text_of(plain, **in_first_token(change, plain))
+    assert expected != usual
+    assert text_of(model, **in_first_token(change, model)) == expected
+
+
+@pytest.mark.parametrize("what", ["mlp", "turning", "a function of torch.nn"])
+def test_code_that_a_callback_replaces_counts_from_the_next_pass_on(what, monkeypatch):
+    place, name, code = IN_PLACE[what]
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    text_of(lookahead.wrap(model, CONFIG))
+    texts = []
+    for one in (plain, model):
+        with monkeypatch.context() as patch:
+            texts.append(text_of(one, **in_first_token(lambda _, patch=patch: patch.setattr(place, name, code), one)))
+    assert texts[0] == texts[1]
+
+
+def test_a_callback_that_changes_nothing_leaves_passes_as_they_are():
+    model = lookahead.wrap(tiny_model("llama"), CONFIG)
+    with mock.patch.object(EagerRunner, "run", side_effect=AssertionError("it runs eagerly")):
+        text_of(model, logits_processor=[lambda ids, scores: scores])
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma3_text", "olmo3", "exaone4"])
+@pytest.mark.parametrize("which", ["outer", "inner"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_configurations_of_parts_that_differ(family, which, is_before):
+    model = tiny_model(family, sliding_window=30)  # more than the probe tries
+    plain = copy.deepcopy(model)
+    if not is_before:
+        text_of(lookahead.wrap(model, CONFIG))
+    for one in (model, plain):
+        part = one if which == "outer" else one.model
+        part.config = copy.deepcopy(part.config)
+        part.config.sliding_window = 40
+    if is_before:
+        lookahead.wrap(model, CONFIG)
+    for sample in (False, True):
+        texts = []
+        for one in (model, plain):
+            torch.manual_seed(0)
+            texts.append(text_of(one, max_new_tokens=60, do_sample=sample))
+        assert texts[0] == texts[1]
+    assert "configurations that differ (sliding_window)" in model.lookahead.report()
+
+
+@pytest.mark.parametrize("of_class", [True, False])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_a_look_up_of_attention_that_is_replaced(of_class, is_before, monkeypatch):
+    registry = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    if not is_before:
+        text_of(lookahead.wrap(model, CONFIG))
+    mine = scaled(transformers.integrations.sdpa_attention.sdpa_attention_forward)
+    found = lambda *args: mine  # noqa: E731
+    monkeypatch.setattr(AttentionInterface if of_class else registry, "get_interface", found)
+    if is_before:
+        lookahead.wrap(model, CONFIG)
+    assert text_of(model) == text_of(plain)
+    assert "passes: fused" not in model.lookahead.report()
+
+
+class OfFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 1.3 if function is F.silu else result
+
+
+class OfOperations(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 1.3 if function is torch.ops.aten.silu.default else result
+
+
+@pytest.mark.parametrize("mode", [OfFunctions, OfOperations])
+def test_modes_that_see_operations(mode):
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    usual = text_of(lookahead.wrap(model, CONFIG))
+    with mode():
+        expected = text_of(plain)
+        assert expected != usual
+        assert text_of(model) == expected
+    with torch.device("cpu"):
+        assert text_of(model) == usual
+    assert "passes: fused" in model.lookahead.report()
 
 
 # -- how often a model is tried ----------------------------------------------------------------------------------------

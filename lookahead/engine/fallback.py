@@ -73,7 +73,9 @@ def why_plain(
         if name not in KNOWN_ARGUMENTS and not is_absent:
             return f"with {_described(name, value)}"
     if (replaced := state.why_plain()) is not None:
-        return f"a model whose cache or loop is replaced ({replaced})"
+        return replaced
+    if modes := compat.modes_of_users():  # fused passes and our kernels run no operations of torch
+        return f"in a mode that sees the operations of torch ({', '.join(modes)})"
     adapter = find_adapter(model, cpu_kernels=config.cpu_kernels)
     if adapter.row_dependence and not config.allow_row_dependent:
         return (

@@ -104,6 +104,7 @@ def run(
                 engine.fit_pool(model)
                 recorder = streamer if isinstance(streamer, Recorder) else None
                 call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder)
+                call.watch(*logits_processor, *stopping_criteria, *filter(None, [streamer]))
         if reason is not None:
             engine.decode_plainly(model, reason)
             return plain(
@@ -209,7 +210,7 @@ class _Call:
         self._generation = generation
         self._prompts = prompts_of(ids, generation, model_kwargs)
         self._texts = [prompt.text for prompt in self._prompts]
-        sources = engine.sources_with(draft_model)
+        sources = self._sources = engine.sources_with(draft_model)
         self._names = engine.ledger.names
         self._recorder = recorder
         if recorder is not None:
@@ -225,6 +226,15 @@ class _Call:
         self._planner = StepPlanner(self._source, self._budget, engine.windows, self._runner.adapter)
         self._batch = Batch(self._texts, temperature, vocabulary_of(model), engine.pool, self._pace is not None)
         self._is_spoiled = False
+
+    def watch(self, *callbacks: object) -> None:
+        """Look at the model before each pass if one of these, or a source, runs code of users, which may change it."""
+        own = [source for source in self._sources if not type(source).__module__.startswith("lookahead.")]
+        self._runner.is_watched = bool(own) or any(
+            (type(callback) not in BY_SEQUENCE and not isinstance(callback, BaseStreamer))
+            or not type(callback).__module__.startswith(("lookahead.", "transformers."))
+            for callback in callbacks
+        )
 
     def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:
         """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded.

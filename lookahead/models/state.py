@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead import compat
@@ -27,10 +27,16 @@ from lookahead.models.origin import OF_LOOP, Foreign, Origin, code_of, is_define
 PASS_ON = ("accelerate", "bitsandbytes", "peft", "torchao")
 """Packages that wrap modules, and hand masks and positions on to them as they are."""
 _CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)  # which `LookaheadCache` stands in for
+_REGISTRIES = AttentionInterface, AttentionMaskInterface  # in which passes look up functions
 # Settings that no pass reads.
 _WITHOUT_EFFECT = {
     "_name_or_path", "_commit_hash", "transformers_version", "architectures", "id2label", "label2id", "problem_type",
     "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
+}  # fmt: skip
+# Settings that the cache and the masks must read from one configuration, and passes, too.
+_OF_ALL = {
+    "sliding_window", "layer_types", "attention_chunk_size", "rope_parameters", "is_causal",
+    "use_bidirectional_attention", "_attn_implementation_internal",
 }  # fmt: skip
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial
 _MOST_ORIGINS = 64  # kept for later models of the same classes
@@ -69,6 +75,7 @@ class State:
             {id(c): c for m in modules if isinstance(c := vars(m).get("config"), PreTrainedConfig)}.values()
         )
         self._settings = repr(list(map(_settings, self._configs)))
+        self._differing = _differing(model.config.get_text_config(decoder=True), self._configs)
         self._global_hooks = compat.global_hooks_of_users()
         self._registered = _registered(model)
         origin = self._origin = _origin(frozenset(self._classes), self._registered)
@@ -140,12 +147,14 @@ class State:
 
     def why_plain(self) -> str | None:
         """Why neither our cache nor our loop can stand in for the model's; None if they can."""
+        if self._differing:
+            return f"a model whose parts have configurations that differ ({', '.join(self._differing)})"
         for foreign in self.foreign:
             bases = foreign.cls.__mro__ if foreign.cls else ()
             is_of_transformers = any(base.__module__.startswith("transformers.models.") for base in bases)
             of_loop = foreign.place.rsplit(".", 1)[-1] in OF_LOOP and is_of_transformers  # not of a model of users
             if of_loop or foreign.place.startswith(("transformers.cache_utils.", "transformers.generation.")):
-                return str(foreign)
+                return f"a model whose cache or loop is replaced ({foreign})"
         return None
 
 
@@ -186,7 +195,7 @@ def forget(model: PreTrainedModel) -> None:
 def _origin(classes: frozenset[type], registered: list[tuple[str, str, Any]]) -> Origin:
     origin = _origins.pop(classes, None)
     if origin is None or not origin.is_current() or origin.functions != registered:
-        origin = Origin((*classes, *_CACHES), registered)
+        origin = Origin((*classes, *_CACHES, *_REGISTRIES), registered)
     _origins[classes] = origin
     if len(_origins) > _MOST_ORIGINS:
         del _origins[next(iter(_origins))]
@@ -201,7 +210,7 @@ def _registered(model: PreTrainedModel) -> list[tuple[str, str, Any]]:
         now = compat.registered_attention(name)
         of_sdpa = attention.sdpa if now is attention.attend else now
         found.append(("transformers.integrations.sdpa_attention", "sdpa_attention_forward", of_sdpa))
-    return found
+    return found + [("transformers.modeling_utils", *item) for item in compat.own_methods_of_registries()]
 
 
 def _replaced(modules: list[nn.Module], origin: Origin) -> Iterator[Foreign]:
@@ -210,6 +219,12 @@ def _replaced(modules: list[nn.Module], origin: Origin) -> Iterator[Foreign]:
         for name, value in vars(module).items():
             if isinstance(value, _FUNCTIONS) and name in origin.names and (name in origin.methods or not is_own(value)):
                 yield Foreign(f"{name} of a {type(module).__name__}", value, type(module))
+
+
+def _differing(of_model: PreTrainedConfig, configs: list[PreTrainedConfig]) -> list[str]:
+    """Name the settings by which the cache or the masks of a part would not be those that the model says."""
+    others = [config for config in configs if type(config) is type(of_model)]
+    return sorted(n for n in _OF_ALL if any(vars(c).get(n) != vars(of_model).get(n) for c in others))
 
 
 def _unwrapped(cls: type) -> type:

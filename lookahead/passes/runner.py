@@ -59,6 +59,8 @@ class EagerRunner:
     likeliest: tuple[int, float] = 0, 1.0
     """How many of the likeliest tokens after the root and each guess of a step are wanted, and at which temperature.
     Passes that have no cheap way to find them do not."""
+    is_watched = False
+    """Whether code of users runs between passes, and may change more than weights. Looking takes a millisecond."""
 
     def __init__(self, model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()):
         """hidden_states: layers whose output is requested. 0 is the embedding, 1 the first layer."""
