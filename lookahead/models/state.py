@@ -38,6 +38,9 @@ _OF_ALL = {
     "sliding_window", "layer_types", "attention_chunk_size", "rope_parameters", "is_causal",
     "use_bidirectional_attention", "_attn_implementation_internal",
 }  # fmt: skip
+# Functions of a module that are given the tokens of a pass alone, and those of torch that are given keys or scores.
+_OF_ROWS = {"apply_rotary_pos_emb", "rotate_half", "clip_qkv"}
+_OF_KEYS = {"scaled_dot_product_attention", "softmax", "matmul", "bmm", "baddbmm", "einsum", "cat"}
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial
 _MOST_ORIGINS = 64  # kept for later models of the same classes
 
@@ -97,6 +100,7 @@ class State:
             for foreign in self.foreign
             if foreign.package not in PASS_ON and (foreign.cls is None or foreign.cls in hand_on)
         ]
+        self._seeing_keys = [foreign for foreign in self.foreign if self._sees_keys(foreign)]
         kinds = [
             (_name(kind), dtype, device, _quantization(tensor))
             for tensor, kind, dtype, device in zip(_of(self._tensors), *zip(*self._kinds, strict=True), strict=True)
@@ -130,6 +134,20 @@ class State:
             and self._origin.is_current()
         )
 
+    def _sees_keys(self, foreign: Foreign) -> bool:
+        """Whether this code stands in the place of transformers' attention, or of what that calls.
+
+        It may do something else from some number of keys on, and passes over several tokens reach that number sooner.
+        """
+        own = _unwrapped(self._classes[0])
+        name = foreign.place.rsplit(".", 1)[-1]
+        if foreign.place.startswith("torch."):
+            return name in _OF_KEYS
+        if not (is_defined(own) or foreign.place.startswith("transformers.")) or isinstance(foreign.found, type):
+            return False  # a model of the user's is tried as it is; a class in a module has no objects here
+        is_of_layer = foreign.cls is None or foreign.cls not in own.__mro__
+        return foreign in self._seeing_masks and is_of_layer and name not in _OF_ROWS
+
     def why_not_split(self) -> str | None:
         """Why a mask that covers the step alone may not be handed to the model; None if it may."""
         if self._hooks_take_keywords:
@@ -146,7 +164,7 @@ class State:
         return next((str(foreign) for foreign in self.foreign if foreign.place.startswith(places)), None)
 
     def why_plain(self) -> str | None:
-        """Why neither our cache nor our loop can stand in for the model's; None if they can."""
+        """Why the model's own decoding must take its calls; None if it need not."""
         if self._differing:
             return f"a model whose parts have configurations that differ ({', '.join(self._differing)})"
         for foreign in self.foreign:
@@ -155,7 +173,7 @@ class State:
             of_loop = foreign.place.rsplit(".", 1)[-1] in OF_LOOP and is_of_transformers  # not of a model of users
             if of_loop or foreign.place.startswith(("transformers.cache_utils.", "transformers.generation.")):
                 return f"a model whose cache or loop is replaced ({foreign})"
-        return None
+        return next((f"a model whose attention is replaced ({foreign})" for foreign in self._seeing_keys), None)
 
 
 _states: WeakKeyDictionary[PreTrainedModel, State] = WeakKeyDictionary()
