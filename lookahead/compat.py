@@ -75,15 +75,23 @@ CACHE_ARGUMENTS = tuple(dict.fromkeys((CACHE, "past_key_values", "cache_params")
 """What models of transformers call a `Cache` among the arguments of their forward."""
 
 
+def forward_arguments(model: PreTrainedModel | type[PreTrainedModel]) -> set[str]:
+    """Names of the arguments that the model's forward takes, or that its class's takes if it hands all on to that."""
+    arguments = inspect.signature(model.forward).parameters
+    if isinstance(model, nn.Module) and "forward" in vars(model) and any(one.kind is one.VAR_KEYWORD for one in arguments.values()):
+        return {*arguments, *inspect.signature(type(model).forward).parameters}
+    return set(arguments)
+
+
 def cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
     """What the model's forward calls its cache; None if it takes no `Cache`."""
-    arguments = inspect.signature(model.forward).parameters
+    arguments = forward_arguments(model)
     return next((name for name in CACHE_ARGUMENTS if name in arguments), None)
 
 
 def own_cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | None:
     """What the model's forward calls a cache that is no `Cache`; None if it takes none."""
-    arguments = inspect.signature(model.forward).parameters
+    arguments = forward_arguments(model)
     return next((name for name in ("state", "mems", "past_buckets_states", "cache") if name in arguments), None)
 
 
@@ -231,7 +239,7 @@ def quantization_of(tensor: torch.Tensor) -> str:
     """What a tensor that wraps others says about them: how it quantizes, without its numbers."""
     names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # `is_plain` does not hold
     inner = [(name, getattr(tensor, name)) for name in names]
-    return repr(([(name, type(part).__name__, part.dtype) for name, part in inner], settings))
+    return repr(([(name, type(part).__name__, getattr(part, "dtype", None)) for name, part in inner], settings))
 
 
 _OF_ACTIVATIONS = "act_quant_kwargs", "act_pre_scale", "activation_quantization"

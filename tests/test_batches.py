@@ -80,7 +80,7 @@ def test_num_return_sequences(model):
     passes = []
     handle = model.register_forward_pre_hook(lambda *_, **__: passes.append(1))
     lookahead.wrap(model)
-    model.generate(ids, max_new_tokens=2)  # step costs are measured
+    model.generate(ids, **options)  # the model is tried out with the hook, and step costs are measured
     passes.clear()
     torch.manual_seed(4)
     output = model.generate(ids, **options)

@@ -413,14 +413,14 @@ def test_a_long_prompt_holds_up_nobody(address):
     ):
         count, says = answered_meanwhile(address, path, **body)
         assert re.fullmatch(r"the prompt has \d{6} tokens: give 1 to 1023, the model's context", says)
-        assert count > 10
+        assert count > 3  # a loop that is held up answers one at most
 
 
 def test_a_slow_template_holds_up_nobody(address):
     body = {"messages": [{"role": "user", "content": "word " * 2000}], "chat_template_kwargs": {"slow": True}}
     count, says = answered_meanwhile(address, CHAT, **body)
     assert says.startswith("the prompt has ")
-    assert count > 10
+    assert count > 3  # a loop that is held up answers one at most
 
 
 @pytest.mark.parametrize("path", SCHEMAS)

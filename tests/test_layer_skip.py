@@ -25,6 +25,7 @@ from lookahead.compat import is_compiled
 from lookahead.cpu import products
 from lookahead.guessing import layer_skip
 from lookahead.guessing.layer_skip import SkippedLayers, find_skipped_layers, kept_layers
+from lookahead.models import state
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes import costs
 from lookahead.passes.capabilities import find_adapter
@@ -410,7 +411,7 @@ def test_beside_cuda_graphs_it_proposes_nothing_and_says_so():
     lookahead.wrap(
         model, LookaheadConfig(cuda_graphs=True, budget=8), source=[PoolSource(), LayerSkipSource(model, [1])]
     )
-    model.lookahead.graphs = StepGraphs(model, capture=None)
+    model.lookahead.graphs, model.lookahead._graphs_of = StepGraphs(model, capture=None), state.state_of(model).key
     with pytest.warns(UserWarning, match="LayerSkipSource proposes nothing: .*StaticCache"):
         assert model.generate(IDS, **GREEDY).tolist() == expected
     assert model.lookahead.last.accepted["LayerSkipSource"] == 0

@@ -118,7 +118,8 @@ def is_plain_of(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
     """Whether its numbers lie in memory, one after the other. Offloading may leave a tensor without."""
-    return tensor.is_cpu and tensor.is_contiguous() and (tensor.data_ptr() != 0 or not tensor.numel())
+    in_memory = tensor.untyped_storage().nbytes() > 0 or not tensor.numel()  # compilers show tensors without addresses
+    return tensor.is_cpu and tensor.is_contiguous() and in_memory
 
 
 def pointer(tensor: torch.Tensor | None) -> int:
@@ -138,7 +139,7 @@ class DecodingLinear(nn.Linear):
                 linear = Linear.of(self)
                 if _serves(input, linear):
                     return self._multiply(input, linear, decoding)
-        return super().forward(input)
+        return nn.Linear.forward(self, input)  # accelerate may call this for a layer that is no longer of this class
 
     def _multiply(self, input: torch.Tensor, linear: Linear, decoding: DecodingPass) -> torch.Tensor:
         """Return this layer's product. The products of its siblings are kept until they are called."""

@@ -1,7 +1,5 @@
 """Reads from a model's configuration and classes which layers it has."""
 
-import inspect
-
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -20,7 +18,7 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
-    arguments = inspect.signature(model.forward).parameters
+    arguments = compat.forward_arguments(model)
     cache_argument = compat.cache_argument(model)
     if cache_argument is None:
         own = compat.own_cache_argument(model)

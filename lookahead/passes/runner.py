@@ -9,7 +9,6 @@
 some steps faster.
 """
 
-import inspect
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lookahead.compat import forward_arguments
 from lookahead.cpu import products
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models.adapter import ModelAdapter, context_length, device_of
@@ -113,7 +113,7 @@ class EagerRunner:
         length = held + new.shape[1]
         if length > context:
             warnings.warn(f"the prompt has {length} tokens, the model was made for {context}", stacklevel=2)
-        takes_limit = "logits_to_keep" in inspect.signature(model.forward).parameters
+        takes_limit = "logits_to_keep" in forward_arguments(model)
         limits = {"logits_to_keep": keep} if takes_limit else {}
         positions = torch.arange(held, length, device=device_of(model))[None]
         hidden: dict[int, list[torch.Tensor]] = {i: [] for i in self._requested}
