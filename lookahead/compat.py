@@ -78,7 +78,8 @@ CACHE_ARGUMENTS = tuple(dict.fromkeys((CACHE, "past_key_values", "cache_params")
 def forward_arguments(model: PreTrainedModel | type[PreTrainedModel]) -> set[str]:
     """Names of the arguments that the model's forward takes, or that its class's takes if it hands all on to that."""
     arguments = inspect.signature(model.forward).parameters
-    if isinstance(model, nn.Module) and "forward" in vars(model) and any(one.kind is one.VAR_KEYWORD for one in arguments.values()):
+    is_replaced = isinstance(model, nn.Module) and "forward" in vars(model)
+    if is_replaced and any(one.kind is one.VAR_KEYWORD for one in arguments.values()):
         return {*arguments, *inspect.signature(type(model).forward).parameters}
     return set(arguments)
 
