@@ -80,7 +80,7 @@ def forward_arguments(model: PreTrainedModel | type[PreTrainedModel]) -> set[str
     arguments = inspect.signature(model.forward).parameters
     is_replaced = isinstance(model, nn.Module) and "forward" in vars(model)
     if is_replaced and any(one.kind is one.VAR_KEYWORD for one in arguments.values()):
-        return {*arguments, *inspect.signature(type(model).forward).parameters}
+        return {*arguments, *inspect.signature(type(model).forward).parameters}  # type: ignore[union-attr]
     return set(arguments)
 
 
