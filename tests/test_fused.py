@@ -234,8 +234,8 @@ def with_pre_hook(model):
 
 
 def with_own_forward(model):
-    layer = model.model.layers[1]
-    layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs) * 0.5
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda *args, **kwargs: type(mlp).forward(mlp, *args, **kwargs) * 0.5
 
 
 def with_adapter(model):

@@ -186,6 +186,7 @@ def test_a_model_that_is_refused_is_left_as_it_was():
     model = small_llama()
     inner = model.model.forward
     model.model.forward = lambda *args, cache=None, past_key_values=None, **kwargs: inner(*args, **kwargs)
+    model.__class__ = type("Forgetful", (type(model),), {})  # an architecture of its own, not one that is patched
     with pytest.raises(lookahead.UnsupportedModelError):
         lookahead.wrap(model)
     assert not products.are_installed(model)
