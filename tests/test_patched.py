@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AutoConfig, GenerationMixin
+from transformers import AttentionInterface, AutoConfig, AutoTokenizer, GenerationMixin
 from zoo import ALIKE, SETTINGS, tiny_model
 
 import lookahead
@@ -31,6 +31,7 @@ from lookahead.models.decoder import FAMILIES
 from lookahead.models.state import state_of
 from lookahead.passes import probe, verdicts
 from lookahead.passes.capabilities import find_adapter
+from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner
 from ngram_pool import NgramPool, Source
 
@@ -606,6 +607,19 @@ def test_code_that_a_callback_replaces_counts_from_the_next_pass_on(what, monkey
         with monkeypatch.context() as patch:
             texts.append(text_of(one, **in_first_token(lambda _, patch=patch: patch.setattr(place, name, code), one)))
     assert texts[0] == texts[1]
+
+
+def test_callbacks_of_our_own_need_no_look_at_the_model_before_each_pass():
+    """A look takes a millisecond. `stream`, chats and the server stop by a criterion of ours."""
+    tokenizer = AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL)
+    model = lookahead.wrap(tiny_model("llama", vocab_size=len(tokenizer)), CONFIG)
+    watched = []
+    take = FusedRunner._takes
+    with mock.patch.object(FusedRunner, "_takes", lambda *args: watched.append(args[0].is_watched) or take(*args)):
+        list(lookahead.stream(model, tokenizer, "def f(", max_new_tokens=5, stop_strings=["no such"]))
+        assert not any(watched)
+        text_of(model, logits_processor=[lambda ids, scores: scores])
+        assert watched[-1]
 
 
 def test_a_callback_that_changes_nothing_leaves_passes_as_they_are():

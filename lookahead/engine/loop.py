@@ -103,8 +103,10 @@ def run(
                 rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, streamer, seeds)
                 engine.fit_pool(model)
                 recorder = streamer if isinstance(streamer, Recorder) else None
-                call = _Call(engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder)
-                call.watch(*logits_processor, *stopping_criteria, *filter(None, [streamer]))
+                callbacks = [*logits_processor, *stopping_criteria, *filter(None, [streamer])]
+                call = _Call(
+                    engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder, callbacks
+                )
         if reason is not None:
             engine.decode_plainly(model, reason)
             return plain(
@@ -190,6 +192,13 @@ def _padded(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tens
     return torch.cat([torch.nn.functional.pad(group, (0, longest - group.shape[1]), value=pad) for group in ids])
 
 
+def _runs_code_of_users(called: object) -> bool:
+    """Whether a processor, criterion, streamer or source may do what neither we nor transformers have written."""
+    module = type(called).__module__
+    is_known = type(called) in BY_SEQUENCE or isinstance(called, BaseStreamer)
+    return not (module.startswith("lookahead.") or (is_known and module.startswith("transformers.")))
+
+
 class _Call:
     """One call of generate(), step by step. The last token of a text is the root of its next step."""
 
@@ -202,7 +211,9 @@ class _Call:
         draft_model: PreTrainedModel | None,
         model_kwargs: dict,
         recorder: Recorder | None,
+        callbacks: Sequence[object],
     ):
+        """callbacks: what the call's loop calls between passes."""
         self.stats = Stats(calls=1, sequences=len(ids))
         self.cache_passed_in = cache_passed_in(model_kwargs)
         self._width = ids.shape[1]
@@ -210,7 +221,7 @@ class _Call:
         self._generation = generation
         self._prompts = prompts_of(ids, generation, model_kwargs)
         self._texts = [prompt.text for prompt in self._prompts]
-        sources = self._sources = engine.sources_with(draft_model)
+        sources = engine.sources_with(draft_model)
         self._names = engine.ledger.names
         self._recorder = recorder
         if recorder is not None:
@@ -220,21 +231,13 @@ class _Call:
         self._runner = engine.find_runner(model, needs)
         temperature = engine.temperature(generation)
         self._runner.likeliest = needs.likeliest, temperature
+        self._runner.is_watched = any(map(_runs_code_of_users, (*callbacks, *sources)))
         self._pace = engine.find_pace(self._runner)
         self._budget = Budget(engine.max_guesses(len(ids), self._pace), self._pace, self.stats)
         self._source = Combined(sources, engine.ledger, self._budget, self.stats, resting)
         self._planner = StepPlanner(self._source, self._budget, engine.windows, self._runner.adapter)
         self._batch = Batch(self._texts, temperature, vocabulary_of(model), engine.pool, self._pace is not None)
         self._is_spoiled = False
-
-    def watch(self, *callbacks: object) -> None:
-        """Look at the model before each pass if one of these, or a source, runs code of users, which may change it."""
-        own = [source for source in self._sources if not type(source).__module__.startswith("lookahead.")]
-        self._runner.is_watched = bool(own) or any(
-            (type(callback) not in BY_SEQUENCE and not isinstance(callback, BaseStreamer))
-            or not type(callback).__module__.startswith(("lookahead.", "transformers."))
-            for callback in callbacks
-        )
 
     def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:
         """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded.
