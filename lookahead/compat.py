@@ -154,7 +154,7 @@ def has_accelerate_hook(module: nn.Module) -> bool:
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[tuple[dict, str, torch.Tensor]]:
     """All parameters and buffers of these modules: where each is looked up, its name there, and what is there now."""
-    places = [places for module in modules for places in (module._parameters, module._buffers)]
+    places = [places for module in modules for places in dictionaries_of(module)[2]]
     return [(place, name, tensor) for place in places for name, tensor in place.items() if tensor is not None]
 
 

@@ -85,8 +85,6 @@ def why_plain(
         )
     if model_kwargs.get("use_cache") is False and not same_without_cache(model, adapter):
         return "with use_cache=False a model that writes another text then"
-    if len(DynamicCache(config=adapter.config).layers) != len(adapter.layers):  # as assistant_early_exit does
-        return "with another number of layers than the model had"
     if len(ids) > 1 and not can_batch(model, adapter):
         return "batches of a model whose guesses are single chains"
     embeds = model_kwargs.get("inputs_embeds")
