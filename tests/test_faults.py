@@ -150,15 +150,37 @@ def test_a_guess_that_overflows_spoils_nothing(batch):
     assert stats.steps > stats.sequence_steps // batch, "no guess overflowed, so nothing was tested"
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("length", [10, 11, 25])
-def test_nan_logits_are_named(wrapped, do_sample, length):
+def test_nan_scores_are_named_where_sampling_has_no_choice(wrapped, length):
     model, ids, _ = wrapped
     with pytest.raises(FloatingPointError, match=f"position {length}"):
         model.generate(
-            ids, max_new_tokens=40, min_new_tokens=40, do_sample=do_sample,
+            ids, max_new_tokens=40, min_new_tokens=40, do_sample=True,
             logits_processor=LogitsProcessorList([NanAt(length)]),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [10, 11, 25])
+def test_nan_scores_of_a_processor_are_chosen_greedily_as_generate_does(wrapped, length):
+    model, ids, _ = wrapped
+    options = {"max_new_tokens": 40, "do_sample": False}
+    actual = model.generate(ids, **options, logits_processor=LogitsProcessorList([NanAt(length)]))
+    lookahead.unwrap(model)
+    expected = model.generate(ids, **options, logits_processor=LogitsProcessorList([NanAt(length)]))
+    lookahead.wrap(model)
+    assert actual.tolist() == expected.tolist()
+
+
+def test_a_penalty_of_a_forbidden_end_is_chosen_greedily_as_generate_does(wrapped):
+    """The end is forbidden by -inf, and its penalty, in the end infinite, makes NaN of that."""
+    model, ids, _ = wrapped
+    options = {"max_new_tokens": 40, "min_new_tokens": 30, "do_sample": False}
+    options["exponential_decay_length_penalty"] = (1, 1e20)
+    actual = model.generate(ids, **options)
+    lookahead.unwrap(model)
+    expected = model.generate(ids, **options)
+    lookahead.wrap(model)
+    assert actual.tolist() == expected.tolist()
 
 
 def test_nan_weights_are_named():

@@ -177,7 +177,8 @@ class NextTokenRule:
         logits: [live, vocabulary], of the model, after `ids`.
         row: for a single live sequence. Its logits are then this row of [..., vocabulary], counted over all dimensions
             but the last.
-        Raises FloatingPointError if the logits leave no choice.
+        Raises FloatingPointError if the logits leave no choice: where generate() samples, it raises, too; greedily it
+        writes the first token whose logit is NaN.
         """
         if self._usual is not None and (token := self._choose(logits, row or 0, self._usual[0])) is not None:
             return self.emit_token(token)
@@ -186,7 +187,7 @@ class NextTokenRule:
         raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
         if len(self.live) < len(self.ids):  # ended sequences get logits of zeros
             raw = raw.new_zeros(len(self.ids), raw.shape[1]).index_copy_(0, raw.new_tensor(self.live).long(), raw)
-        scores = raw
+        is_spoiled, scores = raw.isnan().any(dim=-1), raw
         for processor in self._processors:  # as LogitsProcessorList does, which also inspects every signature
             scores = processor(self.ids, scores)
         if self.scores is not None:
@@ -203,7 +204,8 @@ class NextTokenRule:
             chosen = torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
         else:
             chosen = torch.argmax(scores, dim=-1)
-            no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()  # argmax ranks NaN highest
+            # argmax ranks NaN highest. One that a processor made is a choice like others, as it is to generate().
+            no_choice = is_spoiled & scores.gather(1, chosen[:, None])[:, 0].isnan()
         if self._settings.pad_token is not None and len(self.live) < len(self.ids):
             chosen = chosen.where(self._unfinished, self._settings.pad_token)
         self._ids = torch.cat([self._ids, chosen[:, None]], dim=-1)
