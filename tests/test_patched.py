@@ -28,10 +28,9 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.models import attention
 from lookahead.models.decoder import FAMILIES
-from lookahead.models.state import state_of
+from lookahead.models.state import State, state_of
 from lookahead.passes import probe, verdicts
 from lookahead.passes.capabilities import find_adapter
-from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner
 from ngram_pool import NgramPool, Source
 
@@ -596,6 +595,90 @@ def test_what_a_callback_changes_counts_from_the_next_pass_on(change):
     assert text_of(model, **in_first_token(change, model)) == expected
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_a_window_that_a_callback_changes_counts_from_the_next_pass_on(family):
+    def narrowed(model):
+        model.config.sliding_window = 4
+
+    model = tiny_model(family, sliding_window=30)
+    plain = copy.deepcopy(model)
+    usual = text_of(lookahead.wrap(model, CONFIG))
+    expected = text_of(plain, **in_first_token(narrowed, plain))
+    assert expected != usual
+    assert text_of(model, **in_first_token(narrowed, model)) == expected
+
+
+class Switch:
+    """Hooks that scale the last row of a pass while a flag, kept in one of several places, is up."""
+
+    def __init__(self):
+        self.is_up = False
+        self.seen = []
+
+    def method(self, module, inputs, output):
+        self.seen.append(output.shape)
+        return last_row_scaled(output) if self.is_up else output
+
+    def closure(self):
+        flags = [False]
+
+        def switched(module, inputs, output):
+            return last_row_scaled(output) if flags[0] else output
+
+        return switched, lambda: flags.__setitem__(0, True)
+
+    def default(self):
+        flag = {"factor": 0.0}
+
+        def switched(module, inputs, output, *, flag=flag):
+            return last_row_scaled(output) if flag["factor"] else output
+
+        return switched, lambda: flag.__setitem__("factor", 2.0)
+
+    def own(self):
+        return self.method, lambda: setattr(self, "is_up", True)
+
+    def partial(self):
+        return functools.partial(Switch.method, self), lambda: setattr(self, "is_up", True)
+
+    def of_module(self):
+        def switched(module, inputs, output):
+            return last_row_scaled(output) if SWITCH.is_up else output
+
+        SWITCH.is_up = False
+        return switched, lambda: setattr(SWITCH, "is_up", True)
+
+
+def last_row_scaled(output):
+    output = output.clone()
+    output[:, -1] *= 3
+    return output
+
+
+SWITCH = types.SimpleNamespace(is_up=False)
+
+
+@pytest.mark.parametrize("place", ["closure", "default", "own", "partial", "of_module"])
+@pytest.mark.parametrize("is_hook", [True, False], ids=["hook", "forward"])
+def test_flags_that_code_of_users_hangs_on_are_part_of_the_state(place, is_hook):
+    """What acts on the last row of a pass alone gives another text if several rows are verified in one."""
+    switched, raise_flag = getattr(Switch(), place)()
+    model = tiny_model("llama")
+    if is_hook:
+        model.model.layers[0].mlp.register_forward_hook(switched)
+    else:
+        usual_forward = model.model.layers[0].mlp.forward
+        model.model.layers[0].mlp.forward = lambda x: switched(None, x, usual_forward(x))
+    usual = text_of(model)
+    lookahead.wrap(model, CONFIG)
+    assert text_of(model) == usual
+    raise_flag()
+    actual = text_of(model)
+    lookahead.unwrap(model)
+    assert text_of(model) == actual
+    assert actual != usual, "it has an effect"
+
+
 @pytest.mark.parametrize("what", ["mlp", "turning", "a function of torch.nn"])
 def test_code_that_a_callback_replaces_counts_from_the_next_pass_on(what, monkeypatch):
     place, name, code = IN_PLACE[what]
@@ -613,19 +696,41 @@ def test_callbacks_of_our_own_need_no_look_at_the_model_before_each_pass():
     """A look takes a millisecond. `stream`, chats and the server stop by a criterion of ours."""
     tokenizer = AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL)
     model = lookahead.wrap(tiny_model("llama", vocab_size=len(tokenizer)), CONFIG)
-    watched = []
-    take = FusedRunner._takes
-    with mock.patch.object(FusedRunner, "_takes", lambda *args: watched.append(args[0].is_watched) or take(*args)):
+    looks, look = [], State.is_current
+    with mock.patch.object(State, "is_current", lambda *args: looks.append(args) or look(*args)):
         list(lookahead.stream(model, tokenizer, "def f(", max_new_tokens=5, stop_strings=["no such"]))
-        assert not any(watched)
+        assert len(looks) <= 2
         text_of(model, logits_processor=[lambda ids, scores: scores])
-        assert watched[-1]
+        assert len(looks) > 5
 
 
 def test_a_callback_that_changes_nothing_leaves_passes_as_they_are():
     model = lookahead.wrap(tiny_model("llama"), CONFIG)
     with mock.patch.object(EagerRunner, "run", side_effect=AssertionError("it runs eagerly")):
         text_of(model, logits_processor=[lambda ids, scores: scores])
+
+
+def test_the_type_of_a_rotary_embedding_is_its_modules():
+    """Its frequencies change at 48 positions, whatever the configuration says by now."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "factor": 4.0}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 48, "rope_theta": 10000.0, **factors}
+    model = tiny_model("llama", head_dim=8, rope_parameters=rope)
+    model.config.rope_parameters["rope_type"] = "default"
+    usual = text_of(model, max_new_tokens=80)
+    lookahead.wrap(model, CONFIG)
+    assert text_of(model, max_new_tokens=80) == usual
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_fewer_frequencies_than_heads_have_are_refused(is_before):
+    """The model's own code cannot turn by them."""
+    model = tiny_model("llama")
+    if not is_before:
+        text_of(lookahead.wrap(model, CONFIG))
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq[:-1].clone()
+    with pytest.raises((RuntimeError, lookahead.UnsupportedModelError), match="must match the size"):
+        text_of(lookahead.wrap(model, CONFIG) if is_before else model)
 
 
 @pytest.mark.parametrize("family", ["mistral", "phi3", "gemma3_text", "olmo3", "exaone4"])

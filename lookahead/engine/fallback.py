@@ -12,7 +12,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.guessing.draft import DraftModelSource
 from lookahead.models.adapter import UnsupportedModelError, context_length
-from lookahead.models.layers import rope_kinds
+from lookahead.models.layers import ropes_of
 from lookahead.models.state import state_of
 from lookahead.passes.capabilities import can_batch, find_adapter, same_without_cache
 from lookahead.vocabulary import vocabulary_fingerprint
@@ -183,7 +183,7 @@ def _switches_rope(model: PreTrainedModel, batch: int, prompt: int, end: int) ->
     So no step of a longrope model may straddle that length, and no batch may have sequences on both sides of it.
     """
     config = model.config.get_text_config(decoder=True)
-    for rope in rope_kinds(config).values():
+    for rope in ropes_of(model):
         if rope.get("rope_type") == "dynamic" and batch > 1 and end > context_length(model):
             return True
         if rope.get("rope_type") == "longrope":

@@ -26,7 +26,7 @@ from lookahead.guessing.combine import Combined, needs_of
 from lookahead.guessing.source import Batch, GuessSource, Outcome
 from lookahead.models.adapter import UnsupportedModelError, context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
-from lookahead.models.state import looked_at
+from lookahead.models.state import looked_at, state_of
 from lookahead.passes.costs import synchronize
 from lookahead.stats import Stats
 from ngram_pool import NgramPool
@@ -231,13 +231,14 @@ class _Call:
         self._runner = engine.find_runner(model, needs)
         temperature = engine.temperature(generation)
         self._runner.likeliest = needs.likeliest, temperature
-        self._runner.is_watched = any(map(_runs_code_of_users, (*callbacks, *sources)))
+        # What users' code may change between passes, besides weights. Looking takes a millisecond.
+        self._watched = state_of(model) if any(map(_runs_code_of_users, (*callbacks, *sources))) else None
         self._pace = engine.find_pace(self._runner)
         self._budget = Budget(engine.max_guesses(len(ids), self._pace), self._pace, self.stats)
         self._source = Combined(sources, engine.ledger, self._budget, self.stats, resting)
         self._planner = StepPlanner(self._source, self._budget, engine.windows, self._runner.adapter)
         self._batch = Batch(self._texts, temperature, vocabulary_of(model), engine.pool, self._pace is not None)
-        self._is_spoiled = False
+        self._is_spoiled = self._is_changed = False
 
     def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:
         """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded.
@@ -303,11 +304,13 @@ class _Call:
 
     def _step(self, rules: list[NextTokenRule], live: list[int]) -> None:
         """Guess, lay out, run, verify, commit, learn. live: sequences that have not ended."""
+        if self._watched is not None and not self._watched.is_current(self._runner.model):
+            self._leave_to_model()
         stats, cache = self.stats, self._cache
         texts, last = [self._texts[b] for b in live], [self._last[b] for b in live]
         depths = [max(end - length, 0) for end, length in zip(last, cache.lengths, strict=True)]
         rests = self._budget.rests
-        if self._is_spoiled or rests or len(cache.replay) > MAX_REPLAYED:
+        if self._is_spoiled or rests or self._is_changed or len(cache.replay) > MAX_REPLAYED:
             depths = [0] * len(live)
         stats.steps += 1
         began, before = time.perf_counter(), stats.seconds["forward"]
@@ -334,11 +337,18 @@ class _Call:
                 self._recorder.record(len(text) - 1, step, tree, path, tokens)
             text += tokens
             stats.count(step, tree, path, self._names)
-        if self._pace and not rests:
+        if self._pace and not (rests or self._is_changed):
             in_pass = stats.seconds["forward"] - before
             rows, length = logits.shape[0] * logits.shape[1], max(map(len, texts))
             overhead = time.perf_counter() - began - in_pass - self._source.paid_seconds
             self._budget.time(rows, length, in_pass, max(overhead, 0.0))
+
+    def _leave_to_model(self) -> None:
+        """Let the model's own code compute all further tokens one by one: it is no longer what was tried."""
+        self._is_changed, self._watched = True, None
+        runner = self._runner
+        self._runner, self._cache = runner.eager(self._cache)
+        runner.end()
 
     @staticmethod
     def _known_draws(rules: list[NextTokenRule], depths: list[int]) -> list[np.ndarray | None]:

@@ -31,6 +31,8 @@ class Family(NamedTuple):
     """This and the next two are fields of `Decoder`."""
     norms_round_once: bool = False
     rotary_rounds_once: bool = False
+    turns_part: bool = False
+    """Whether the rotary embedding may turn the first numbers of a head alone."""
     model: str = "Model"
     """The class of the model within, without the family's name."""
     embedding: str | None = None
@@ -58,7 +60,7 @@ FAMILIES = {
     "Qwen2": Family(slides="by type"),
     "Qwen3": Family(slides="by type"),
     "SmolLM3": Family(turns=lambda attention: attention.use_rope, slides="by type"),
-    "Phi3": Family(activation="activation_fn", is_joined=True, slides="always"),
+    "Phi3": Family(activation="activation_fn", is_joined=True, turns_part=True, slides="always"),
     "Granite": Family(has_multipliers=True),
     "Olmo2": Family(_AFTER, norms_round_once=True, rotary_rounds_once=True),
     "Olmo3": Family(_AFTER, norms_round_once=True, rotary_rounds_once=True, slides="by type"),
@@ -105,6 +107,11 @@ def windows_of(model: PreTrainedModel) -> list[int | None]:
     slides = FAMILIES[_prefix(_own_class(model))].slides
     kinds = config.layer_types if slides == "by type" else ["sliding_attention"] * config.num_hidden_layers
     return [config.sliding_window if slides != "never" and kind == "sliding_attention" else None for kind in kinds]
+
+
+def turns_part(model: PreTrainedModel) -> bool:
+    """Whether the rotary embedding of such a model may be narrower than its heads."""
+    return FAMILIES[_prefix(_own_class(model))].turns_part
 
 
 def _own_class(model: PreTrainedModel) -> Any:

@@ -65,7 +65,7 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
         takes_position_ids="position_ids" in arguments,
         cache_argument=cache_argument,
         has_state=has_state,
-        in_inference_mode=not has_state and not _changes_rope(config),
+        in_inference_mode=not has_state and not _changes_rope(model),
         can_branch=(
             attention_implementation(model.config) in ("sdpa", "eager")
             and not _depends_on_columns(config)
@@ -92,9 +92,24 @@ def rope_kinds(config: PreTrainedConfig) -> dict[str, dict]:
     return nested or {"": rope}
 
 
-def _changes_rope(config: PreTrainedConfig) -> bool:
+def ropes_of(model: PreTrainedModel) -> list[dict]:
+    """The settings of all rotary embeddings that the configuration or the modules of a model name.
+
+    A module keeps the type that it was made with, and reads the rest from its configuration.
+    """
+    ropes = list(rope_kinds(model.config.get_text_config(decoder=True)).values())
+    for module in map(vars, model.modules()):
+        own, types = module.get("config"), module.get("rope_type")
+        if isinstance(own, PreTrainedConfig) and types is not None:
+            kinds = rope_kinds(own)
+            names = types if isinstance(types, dict) else dict.fromkeys(kinds, types)
+            ropes += [{**kinds.get(name, {}), "rope_type": kind} for name, kind in names.items()]
+    return ropes
+
+
+def _changes_rope(model: PreTrainedModel) -> bool:
     """Whether a pass may change the model's rotary frequencies, which then stay changed."""
-    return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in rope_kinds(config).values())
+    return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in ropes_of(model))
 
 
 def looks_up_sdpa(model: PreTrainedModel) -> bool:

@@ -56,12 +56,12 @@ class Foreign(NamedTuple):
     @property
     def package(self) -> str:
         """The package that it comes from."""
-        space = getattr(_function_of(self.found), "__globals__", {})
+        space = getattr(function_of(self.found), "__globals__", {})
         name = space.get("__name__") or getattr(self.found, "__module__", None) or type(self.found).__module__
         return str(name).split(".")[0]
 
 
-def _function_of(found: Any) -> Any:
+def function_of(found: Any) -> Any:
     """What a method, a property or a partial object calls."""
     while True:
         for name in ("__func__", "func", "fget"):
@@ -75,7 +75,7 @@ def _function_of(found: Any) -> Any:
 
 def code_of(found: Any) -> CodeType | None:
     """The code of a function, of a method, or of what a partial object calls; None if it is not written in Python."""
-    return getattr(_function_of(found), "__code__", None)
+    return getattr(function_of(found), "__code__", None)
 
 
 class _Source:
@@ -153,7 +153,7 @@ _IN_C = (torch.Tensor, *torch.Tensor.__mro__)
 
 def is_own(function: Any) -> bool:
     """Whether torch or transformers, or Python, defines what this is, or what it calls."""
-    function = _function_of(function)
+    function = function_of(function)
     if not isinstance(function, FunctionType):
         return str(getattr(function, "__module__", None)).split(".")[0] in (*ROOTS, "builtins", "math", "None")
     module = str(function.__globals__.get("__name__"))
@@ -270,7 +270,7 @@ class Origin:
 
     def _value(self, place: str, found: Any, cls: type | None = None) -> None:
         """Follow what was found, which may be any code of torch or transformers."""
-        found = _undecorated(_function_of(found))
+        found = _undecorated(function_of(found))
         if isinstance(found, FunctionType):
             self._function(place, found, cls)
         elif callable(found) and not isinstance(found, _NATIVE):
@@ -294,7 +294,7 @@ class Origin:
         elif not _is_pythons(module):
             self._blame(place, function, cls)
             return
-        for inner in _enclosed(function):  # decorators hold what they decorate
+        for inner in enclosed(function):  # decorators hold what they decorate
             if isinstance(inner, (FunctionType, MethodType, functools.partial)):
                 self._value(place, inner, cls)
 
@@ -364,7 +364,7 @@ def _names(step: dis.Instruction) -> tuple[Any, ...]:
     return step.argval if isinstance(step.argval, tuple) else (step.argval,)
 
 
-def _enclosed(function: Any) -> Iterator[Any]:
+def enclosed(function: Any) -> Iterator[Any]:
     """Yield what a function has taken from around it."""
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # it is empty
@@ -385,7 +385,7 @@ def _inner(function: Any) -> Iterator[FunctionType]:
         if isinstance(one, FunctionType) and id(one) not in seen:
             seen.add(id(one))
             yield one
-            left += [getattr(one, "__wrapped__", None), *_enclosed(one)]
+            left += [getattr(one, "__wrapped__", None), *enclosed(one)]
 
 
 def _imported(origin: str, name: str | None) -> Any:

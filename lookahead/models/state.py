@@ -6,12 +6,13 @@ each call looks at it. If every object is that of the last look, this takes a fr
 
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead import compat
 from lookahead.models import attention
-from lookahead.models.origin import OF_LOOP, Foreign, Origin, code_of, is_defined, is_own
+from lookahead.models.origin import OF_LOOP, Foreign, Origin, code_of, enclosed, function_of, is_defined, is_own
 
 PASS_ON = ("accelerate", "bitsandbytes", "peft", "torchao")
 """Packages that wrap modules, and hand masks and positions on to them as they are."""
@@ -42,6 +43,8 @@ _OF_ALL = {
 _OF_ROWS = {"apply_rotary_pos_emb", "rotate_half", "clip_qkv"}
 _OF_KEYS = {"scaled_dot_product_attention", "softmax", "matmul", "bmm", "baddbmm", "einsum", "cat"}
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial
+_MOST_FLAGS, _MOST_HELD = 256, 16  # values that are looked at, in all and in one container
+_NO_FLAGS = nn.Module, torch.Tensor, PreTrainedConfig, ModuleType, BuiltinFunctionType
 _MOST_ORIGINS = 64  # kept for later models of the same classes
 
 _origins: dict[frozenset[type], Origin] = {}
@@ -88,6 +91,8 @@ class State:
         """Code that passes run, and that neither torch nor transformers defines."""
         hooks = [(i, hook) for i, module in enumerate(modules) for hook in compat.hooks_of_users(module)]
         hooks += [(-1, hook) for hook in self._global_hooks]
+        self._code_of_users = [*(hook for _, hook in hooks), *(foreign.found for foreign in self.foreign)]
+        self._flags = _flags(self._code_of_users)
         self.is_known = not (self.foreign or hooks) and all(map(is_defined, self._classes))
         """Whether torch and transformers define all that passes run."""
         self.is_training = model.training or any(module.training and _drops(module) for module in modules)
@@ -115,6 +120,7 @@ class State:
             self.is_compiled,
             tuple((i, _Same(code_of(hook) or hook)) for i, hook in hooks),  # a hook may be made anew for each call
             tuple((foreign.place, _Same(foreign.found)) for foreign in self.foreign),
+            tuple(self._flags),
         )
         """All of it, for this process."""
 
@@ -132,6 +138,7 @@ class State:
             and compat.global_hooks_of_users() == self._global_hooks
             and _registered(model) == self._registered
             and self._origin.is_current()
+            and (not self._code_of_users or _flags(self._code_of_users) == self._flags)
         )
 
     def _sees_keys(self, foreign: Foreign) -> bool:
@@ -254,6 +261,44 @@ def _unwrapped(cls: type) -> type:
 def _identities(model: PreTrainedModel) -> list[tuple[str, int]]:
     """The attributes of a model, by name, without those that `wrap` and `generate` use."""
     return [(name, id(value)) for name, value in vars(model).items() if name not in ("lookahead", "generation_config")]
+
+
+def _flags(functions: list[Any]) -> list[Any]:
+    """What functions may hang on: values that they hold, or that the names in their code stand for.
+
+    A number counts as zero or not, for it may be a counter. What is in a model, torch or transformers is left out.
+    """
+    found: list[Any] = []
+    wanted, seen = deque(functions), set()
+    while wanted and len(found) < _MOST_FLAGS:
+        value = wanted.popleft()
+        if value is None or isinstance(value, (bool, str)):
+            found.append(value)
+        elif isinstance(value, (int, float)):
+            found.append(bool(value))
+        elif id(value) not in seen and not isinstance(value, _NO_FLAGS):
+            seen.add(id(value))
+            wanted += _held(value)
+    return found
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """What a function, a container or an object holds."""
+    if isinstance(value, dict):
+        return islice(value.values(), _MOST_HELD)
+    if isinstance(value, (list, tuple)):
+        return value[:_MOST_HELD]
+    if isinstance(value, type) and is_defined(value):
+        return ()
+    function = function_of(value)
+    held = list(islice(getattr(value, "__dict__", {}).values(), _MOST_HELD))
+    if isinstance(function, FunctionType):
+        if is_own(function):
+            return ()
+        held += [getattr(value, name, None) for name in ("__self__", "args", "keywords")]
+        held += [function.__globals__.get(name) for name in function.__code__.co_names]
+        held += [*enclosed(function), function.__defaults__, function.__kwdefaults__]
+    return held
 
 
 def _takes_masks(module: nn.Module) -> bool:

@@ -16,9 +16,8 @@ from lookahead.cpu import decoder, native
 from lookahead.cpu.products import Linear, is_plain_of
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import LookaheadCache
-from lookahead.models.decoder import UnknownDecoderError, read_decoder, windows_of
+from lookahead.models.decoder import UnknownDecoderError, read_decoder, turns_part, windows_of
 from lookahead.models.layers import rope_kinds
-from lookahead.models.state import state_of
 from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, grow, pad
 
@@ -64,9 +63,8 @@ class FusedRunner(EagerRunner):
 
     The model is looked at anew for each call of generate(), and its weights are read where they are, or in a copy that
     holds them in fewer bits (`decoder.smallest`), which is kept for the next call. If they change during the call, they
-    are read where they are from then on; if they then have no form that can be read, passes run eagerly. So do they
-    from then on if code, modules, hooks or settings change and `is_watched`. Raises UnknownDecoderError if the model
-    cannot be run so.
+    are read where they are from then on; if they then have no form that can be read, passes run eagerly. Raises
+    UnknownDecoderError if the model cannot be run so.
     """
 
     name = "fused"
@@ -84,7 +82,6 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError("it does not take our attention or our kernels")
         if adapter.foreign:
             raise UnknownDecoderError(adapter.foreign[0])
-        self._state = state_of(model)
         found = self._look()
         if windows_of(model) != [visibility and visibility.window for visibility in adapter.layers]:
             raise UnknownDecoderError("its cache keeps other positions than its masks show")
@@ -146,8 +143,6 @@ class FusedRunner(EagerRunner):
         """Whether a pass can compute these tokens. Otherwise, the model's own code does, or raises an error."""
         if torch.is_autocast_enabled("cpu"):
             return False
-        if self.is_watched and not self._state.is_current(self.model):
-            self.is_watched, self._program, self._watch = False, None, Watch([])
         if self._program is not None and (self._watch.has_changed() or self._program.is_stale()):
             self._program, self._buffers, self._serves = None, {}, range(0)
             with suppress(UnknownDecoderError):
@@ -218,7 +213,8 @@ class FusedRunner(EagerRunner):
             for name in {name or "" for name in program.decoder.rotary}:
                 cos, sin = rotary(like, positions, *([name] if name else []))
                 tables[name] = cos[0].float().contiguous(), sin[0].float().contiguous()
-            if not program.can_turn_by(tables):
+            is_whole = all(cos.shape[1] == program.head_dim for cos, _ in tables.values())
+            if not (program.can_turn_by(tables) and (is_whole or turns_part(self.model))):
                 self._program = None
                 raise UnknownDecoderError("its rotary embedding does not fit its heads")
             self._rotary, self._rotary_watch = tables, Watch([rotary])  # longrope has replaced a buffer

@@ -330,6 +330,9 @@ class GraphRunner(EagerRunner):
             self._cache = None
         self._other.end()
 
+    def eager(self, cache: LookaheadCache) -> tuple[EagerRunner, LookaheadCache]:
+        return self._other.eager(cache.sequence(0) if isinstance(cache, StaticCache) else cache)
+
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         if isinstance(cache, StaticCache):
             return Output(self._graphs.forward(steps[0], cache, last))

@@ -59,8 +59,6 @@ class EagerRunner:
     likeliest: tuple[int, float] = 0, 1.0
     """How many of the likeliest tokens after the root and each guess of a step are wanted, and at which temperature.
     Passes that have no cheap way to find them do not."""
-    is_watched = False
-    """Whether code of users runs between passes, and may change more than weights. Looking takes a millisecond."""
 
     def __init__(self, model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()):
         """hidden_states: layers whose output is requested. 0 is the embedding, 1 the first layer."""
@@ -75,6 +73,10 @@ class EagerRunner:
 
     def end(self) -> None:
         """Release what the steps needed. No step follows."""
+
+    def eager(self, cache: LookaheadCache) -> tuple["EagerRunner", LookaheadCache]:
+        """Return a runner of the model's own code, and the cache for its steps. This one runs no more steps."""
+        return EagerRunner(self.model, self.adapter, self._requested), cache
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         """Run one pass over a step of each sequence.
