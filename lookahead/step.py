@@ -15,6 +15,9 @@ import torch
 
 from ngram_pool import GuessTree
 
+MAX_DEPTH = 64
+"""Depth of a guess, at most. Attention of fused passes counts on it: NEAR in cpu/attention.h."""
+
 
 @dataclass(frozen=True)
 class Visibility:

@@ -3,12 +3,14 @@
 import copy
 import gc
 import weakref
+from dataclasses import replace
+from functools import lru_cache
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, note, settings
+from hypothesis import Phase, example, given, note, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -25,7 +27,7 @@ from lookahead.passes import capabilities, fused
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.rounding import relative_error
 from lookahead.passes.runner import EagerRunner
-from lookahead.step import lay_out
+from lookahead.step import MAX_DEPTH, lay_out
 from ngram_pool import GuessTree, Source
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -52,7 +54,7 @@ FAMILIES = [
     heads=st.sampled_from([(4, 4, 16), (6, 3, 32), (4, 1, 32), (3, 3, 64)]),
     width=st.sampled_from([96, 192]),
     intermediate=st.sampled_from([32, 64, 160]),
-    steps=st.lists(st.integers(0, min(90, decoder.MAX_ROWS - 1)), min_size=1, max_size=3),
+    steps=st.lists(st.integers(0, 90) | st.just(300), min_size=1, max_size=3),
     held=st.integers(1, 150) | st.sampled_from([300, 500]),
     threads=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
@@ -104,6 +106,65 @@ def test_it_computes_what_the_model_computes(
             assert mine.keys.shape == theirs.keys.shape
             for ours, own in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
                 assert relative_error(ours.flatten(0, 2), own.flatten(0, 2)) < allowed
+    finally:
+        torch.set_num_threads(before)
+
+
+@lru_cache(maxsize=8)
+def sharp_model(family, heads, window, dtype):
+    """A model whose attention is far from even, and its adapter."""
+    many, few, size = heads
+    window = {} if family in ("llama", "qwen3") else {"sliding_window": window}
+    model = tiny_model(
+        family, hidden_size=96, intermediate_size=64, num_attention_heads=many, num_key_value_heads=few, head_dim=size,
+        num_hidden_layers=2, max_position_embeddings=8192, **window,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 4
+    model = model.to(dtype)
+    return model, capabilities.find_adapter(model)
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    family=st.sampled_from(["llama", "mistral", "qwen3", "gemma3_text", "phi3"]),
+    heads=st.sampled_from([(4, 4, 16), (6, 3, 32), (3, 3, 64)]),
+    window=st.sampled_from([20, 100, 300]),
+    held=st.integers(1, 700) | st.sampled_from([60, 64, 127, 128, 192, 255, 256, 320, 4100]),
+    rows=st.integers(1, 90),
+    breadth=st.integers(1, 90),
+    window_rows=st.integers(0, 3),
+    threads=st.tuples(*[st.integers(1, 3)] * 2),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+@example("llama", (6, 3, 32), 100, 255, 64, 1, 0, (2, 1), torch.bfloat16, 1)  # the deepest guess
+def test_guesses_do_not_change_a_bit(family, heads, window, held, rows, breadth, window_rows, threads, dtype, seed):
+    """The logits of a row of a tree are those that passes over one token give along its path."""
+    note(f"{family=} {heads=} {window=} {held=} {rows=} {breadth=} {window_rows=} {threads=} {dtype=} {seed=}")
+    model, adapter = sharp_model(family, heads, window, dtype)
+    runner, rng = FusedRunner(model, adapter), np.random.default_rng(seed)
+    prompt = torch.from_numpy(rng.integers(3, 97, (1, held)))
+    parents = [int(rng.integers(max(-1, row - breadth), row)) for row in range(rows)]
+    tree = GuessTree.of(rng.permutation(np.arange(1000))[:rows].tolist(), parents, Source.TEXT)
+    step = lay_out(5, tree, [rng.integers(3, 97, 4) for _ in range(window_rows)])
+    step = replace(step, ids=step.ids % 97)
+    before = torch.get_num_threads()
+    try:
+        with torch.no_grad():
+            filled = adapter.make_cache()
+            EagerRunner(model, adapter).read(prompt, filled)
+            torch.set_num_threads(threads[0])
+            logits = runner.run([step], copy.deepcopy(filled)).logits[0]
+            torch.set_num_threads(threads[1])
+            leaf, path = int(rng.integers(0, min(rows, MAX_DEPTH) + 1)), []
+            while leaf >= 0:
+                path, leaf = [leaf, *path], int(step.parents[leaf])
+            for row in path:
+                alone = lay_out(int(step.ids[row]), GuessTree.empty())
+                assert torch.equal(runner.run([alone], filled).logits[0, 0], logits[row]), f"{row=} of {path=}"
+                filled.commit([alone], [[0]])
     finally:
         torch.set_num_threads(before)
 

@@ -4,6 +4,12 @@
 // a time. So one number of a key or a value serves all of them, nothing is transposed, and maxima and sums are computed
 // lane by lane. Keys are taken KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv
 // 1805.02867; Dao et al. 2022, arXiv 2205.14135, algorithm 1). Sums are in float32.
+//
+// The bits of a sum depend on its order, and rows of a tree stand between others that they do not see. So in a step, keys
+// go by their positions. A row's near keys are those of its last NEAR to NEAR + KEYS - 1 positions. They are one block,
+// added up one by one in their order: there, a key that the row does not see has the weight 0 and leaves no trace. All
+// others are far keys, of the cache alone. Their blocks, and the parts that threads take, end at multiples of KEYS. So what
+// a row attends to is the same to the bit, whatever other rows a step has and wherever in the text it begins.
 
 #pragma once
 
@@ -15,6 +21,8 @@
 namespace attention {
 
 constexpr int KEYS = 64, MAX_SIZE = 256;
+constexpr long NEAR = 64;   // a guess is at most so deep, so that no far key is one of the step's own
+constexpr long PART = 256;  // far keys that a thread takes at a time, at least
 constexpr int TILE_QUERIES = 128;  // queries that share the tiles of keys and values
 // Lanes of a vector, at most: a wider one than the processor's would stay in memory. Then vectors for sums, and lanes that
 // are computed at a time.
@@ -164,10 +172,18 @@ struct Space {
     typedef typename Lanes<L>::Floats Floats;
     typedef typename By::template Factors<L> Factors;
 
-    Floats sums[MAX_SIZE * W], p[(KEYS + 1) * W];
+    Floats sums[MAX_SIZE * W];
     Factors q[MAX_SIZE / By::TOGETHER * W], weights[KEYS / By::TOGETHER * W];
     typename By::Factor room[KEYS / By::TOGETHER * MAX_SIZE];
+    Floats p[(KEYS + 1) * W];  // and further ones behind, if there are more near keys: see `room_for`
 };
+
+// The end of the part of far keys in which position `from` lies. So there are at most 8 for each doubling of a text.
+static inline long end_of_part(long from) {
+    long size = PART;
+    while (16 * size <= from) size *= 2;
+    return from / size * size + size;
+}
 
 template <class T>
 struct Attention;
@@ -185,14 +201,18 @@ struct Attention {
     T* out;
     long heads, key_heads, rows, keys, masked, size, head_stride, row_stride, key_stride;
     float scaling;
+    long start = 0;              // position of the first key
+    const long* near = nullptr;  // [rows]: the first of a row's near keys. Without it, all keys are far
 
     long queries() const { return heads / key_heads * rows; }  // of a key head
+    bool is_causal() const { return !mask && !hidden; }
+    long free() const { return keys - (is_causal() ? rows : masked); }  // number of first keys, which all rows see
     bool in_tiles() const { return HAS_TILE_UNIT && sizeof(T) == 2 && size % 32 == 0; }
     long lanes() const { return in_tiles() ? TILE_QUERIES : LANES; }
     long blocks() const { return (queries() + lanes() - 1) / lanes(); }
 
-    // Queries of a key head, from `first` on, `lanes` at most, over keys begin..end-1. Without a part, these are all
-    // keys, and the result goes to `out`. room: this thread's own, ROOM bytes, aligned to 64 bytes.
+    // Queries of a key head, from `first` on, `lanes` at most, over keys begin..end-1, the far ones. Without a part, these
+    // are all keys, and the result goes to `out`. room: this thread's own, `room_for` bytes, aligned to 64 bytes.
     void block(long head, long first, long begin, long end, const Part* part, void* room) const {
 #ifdef HAS_TILES
         if constexpr (sizeof(T) == 2)
@@ -205,52 +225,64 @@ struct Attention {
         block_by<BySingles>(head, first, begin, end, part, room);
     }
 
-    // Join `count` parts of all queries of a key head. Those of one part lie behind those of the part before.
-    void join(long head, const Part& parts, long count) const {
+    // The same over the near keys, for LANES queries at most.
+    void near_block(long head, long first, const Part* part, void* room) const {
+        block_by<BySingles, true>(head, first, 0, keys, part, room);
+    }
+
+    // Join `count` parts of a query of a key head. Those of all its queries lie behind those of the part before.
+    void join(long head, long query, const Part& parts, long count) const {
         const long n = queries();
-        for (long query = 0; query < n; query++) {
-            float largest = HIDDEN, total = 0, sums[MAX_SIZE] = {};
-            for (long i = 0; i < count; i++) largest = std::max(largest, parts.largest[i * n + query]);
-            for (long i = 0; i < count; i++) {
-                const float share = exponential<8>(Lanes<8>::Floats{} + parts.largest[i * n + query] - largest)[0];
-                total += share * parts.total[i * n + query];
-                for (long d = 0; d < size; d++) sums[d] += share * parts.sums[(i * n + query) * size + d];
-            }
-            T* to = out + (query % rows * heads + head * (heads / key_heads) + query / rows) * size;
-            for (long d = 0; d < size; d++) store(sums[d] / total, to + d);
+        float largest = HIDDEN, total = 0, sums[MAX_SIZE] = {};
+        for (long i = 0; i < count; i++) largest = std::max(largest, parts.largest[i * n + query]);
+        for (long i = 0; i < count; i++) {
+            const float share = exponential<8>(Lanes<8>::Floats{} + parts.largest[i * n + query] - largest)[0];
+            total += share * parts.total[i * n + query];
+            for (long d = 0; d < size; d++) sums[d] += share * parts.sums[(i * n + query) * size + d];
         }
+        T* to = out + (query % rows * heads + head * (heads / key_heads) + query / rows) * size;
+        for (long d = 0; d < size; d++) store(sums[d] / total, to + d);
     }
 
    private:
-    template <class By>
+    // What is added to the score of key j of a row.
+    template <bool IS_NEAR>
+    float added(long row, long j) const {
+        if (near && (j < near[row]) == IS_NEAR) return HIDDEN;
+        const long masked_key = j - free();
+        if (masked_key < 0) return 0;
+        const long place = row * masked + masked_key;
+        return mask ? number(mask[place]) : (hidden ? hidden[place] : masked_key > row) ? HIDDEN : 0.0f;
+    }
+
+    template <class By, bool IS_NEAR = false>
     void block_by(long head, long first, long begin, long end, const Part* part, void* room) const {
         const long left = queries() - first;
         constexpr int NARROW = std::min(8, WIDEST);
         if (left <= 8)
-            run<By, NARROW, 8 / NARROW>(head, first, begin, end, part, room);
+            run<By, NARROW, 8 / NARROW, IS_NEAR>(head, first, begin, end, part, room);
         else if (left <= 16)
-            run<By, WIDEST, 16 / WIDEST>(head, first, begin, end, part, room);
+            run<By, WIDEST, 16 / WIDEST, IS_NEAR>(head, first, begin, end, part, room);
         else if (left <= 32)
-            run<By, WIDEST, 32 / WIDEST>(head, first, begin, end, part, room);
+            run<By, WIDEST, 32 / WIDEST, IS_NEAR>(head, first, begin, end, part, room);
         else
-            run<By, WIDEST, LANES / WIDEST>(head, first, begin, end, part, room);
+            run<By, WIDEST, LANES / WIDEST, IS_NEAR>(head, first, begin, end, part, room);
     }
 
-    template <class By, int L, int W>
-    void run(long head, long first, long first_key, long end, const Part* part, void* of_thread) const {
+    template <class By, int L, int W, bool IS_NEAR>
+    void run(long head, long first, long begin, long end, const Part* part, void* of_thread) const {
         typedef typename Lanes<L>::Floats Floats;
         constexpr int TOGETHER = By::TOGETHER;
-        auto& [sums, p, q, weights, room] = *(Space<By, L, W>*)of_thread;
+        auto& [sums, q, weights, room, first_p] = *(Space<By, L, W>*)of_thread;
+        Floats* const p = first_p;
         const long groups = heads / key_heads;
-        const bool is_causal = !mask && !hidden;
-        const long free = keys - (is_causal ? rows : masked);  // number of first keys, which all rows see
         const int lanes = std::min<long>(L * W, queries() - first);
         const T *keys_here = key + head * key_stride, *values_here = value + head * key_stride;
         Floats largest[W], total[W] = {};
         memset(q, 0, sizeof q);
         std::fill(sums, sums + size * W, Floats{});
         std::fill(largest, largest + W, Floats{} + HIDDEN);
-        long row[L * W];
+        long row[L * W], least_near = keys, most_near = 0;
         T* outs[L * W];
         for (int lane = 0; lane < lanes; lane++) {
             const long of = head * groups + (first + lane) / rows;
@@ -258,23 +290,33 @@ struct Attention {
             const T* x = query + of * head_stride + row[lane] * row_stride;
             for (long d = 0; d < size; d++) By::put(x[d], d, lane % L, q[d / TOGETHER * W + lane / L]);
             outs[lane] = out + (row[lane] * heads + of) * size;
+            if (near) least_near = std::min(least_near, near[row[lane]]), most_near = std::max(most_near, near[row[lane]]);
         }
-        const long from = is_causal ? free + *std::min_element(row, row + lanes) + 1 : free;  // first masked key
-        if (is_causal) end = std::min(end, free + *std::max_element(row, row + lanes) + 1);
-        for (long begin = first_key; begin < end; begin += KEYS) {
-            const long n = std::min<long>(KEYS, end - begin), bytes = n * size * sizeof(T);
-            const T *some_keys = keys_here + begin * size, *some_values = values_here + begin * size;
+        long from = free();  // the first key that some row does not see; near ones, behind the first that all rows have
+        if (is_causal()) {
+            end = std::min(end, from + *std::max_element(row, row + lanes) + 1);
+            from += *std::min_element(row, row + lanes) + 1;
+        }
+        if (IS_NEAR)
+            begin = least_near;
+        else
+            from = std::min(from, least_near);
+        for (long n; begin < end; begin += n) {
+            n = IS_NEAR ? end - begin : std::min<long>(KEYS - (start + begin) % KEYS, end - begin);
             std::fill(p, p + n * W, Floats{});
-            multiply<By, W>(p, By::keys(some_keys, n, size, room), size / TOGETHER, 1, q, n, size / TOGETHER,
-                            some_values, bytes);
+            for (long j = 0; j < n; j += KEYS) {
+                const long m = std::min<long>(KEYS, n - j);
+                multiply<By, W>(p + j * W, By::keys(keys_here + (begin + j) * size, m, size, room), size / TOGETHER, 1, q,
+                                m, size / TOGETHER, values_here + (begin + j) * size, m * size * sizeof(T));
+            }
             for (long j = 0; j < n * W; j++) p[j] *= scaling;
-            for (long j = std::max(begin, from); j < begin + n; j++)
-                for (int lane = 0; lane < lanes; lane++) {
-                    const long place = row[lane] * masked + j - free;
-                    p[(j - begin) * W + lane / L][lane % L] += mask     ? number(mask[place])
-                                                               : hidden ? (hidden[place] ? HIDDEN : 0.0f)
-                                                                        : (j - free > row[lane] ? HIDDEN : 0.0f);
-                }
+            const auto hide = [&](long j, long last) {
+                for (; j < last; j++)
+                    for (int lane = 0; lane < lanes; lane++)
+                        p[(j - begin) * W + lane / L][lane % L] += added<IS_NEAR>(row[lane], j);
+            };
+            if (IS_NEAR && least_near < most_near) hide(begin, std::min(from, most_near));
+            hide(std::max(begin, from), begin + n);
             for (int w = 0; w < W; w++) {
                 const Floats before = largest[w];
                 for (long j = w; j < n * W; j += W) largest[w] = p[j] > largest[w] ? p[j] : largest[w];
@@ -283,9 +325,12 @@ struct Attention {
                 for (long d = w; d < size * W; d += W) sums[d] *= fade;
                 for (long j = w; j < n * W; j += W) total[w] += p[j] = exponential<L>(p[j] - largest[w]);
             }
-            multiply<By, W>(sums, By::values(some_values, n, size, room), 1, size,
-                            By::template weights<W>(p, n, weights), size, (n + TOGETHER - 1) / TOGETHER,
-                            some_keys + KEYS * size, bytes);
+            for (long j = 0; j < n; j += KEYS) {
+                const long m = std::min<long>(KEYS, n - j);
+                multiply<By, W>(sums, By::values(values_here + (begin + j) * size, m, size, room), 1, size,
+                                By::template weights<W>(p + j * W, m, weights), size, (m + TOGETHER - 1) / TOGETHER,
+                                keys_here + (begin + j + KEYS) * size, m * size * sizeof(T));
+            }
         }
         for (int lane = 0; lane < lanes; lane++) {
             const int w = lane / L, l = lane % L;

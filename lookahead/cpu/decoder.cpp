@@ -27,7 +27,7 @@ constexpr long GATED = 192;  // outputs of an MLP's halves that a thread takes a
 #else
 constexpr long GATED = BLOCK;
 #endif
-constexpr long LEAST_KEYS = 128;  // keys that are worth a thread of their own, at least
+constexpr long MOST_PARTS = 512;  // of keys, for texts of any length
 constexpr long LOOKED_AT = 512;   // logits of a row that are looked at as soon as they are there
 constexpr int SPINS = 4096;
 
@@ -54,12 +54,14 @@ struct Pass {
     const long* positions;            // [rows]
     T *product, *q, *attended, *mlp;  // [rows] of hidden, heads * size, heads * size, intermediate
     T* first_hidden;                  // [rows][hidden]: the embedding goes here too, if it is asked for
-    float *largest, *total, *sums;    // parts of attention (`attention::Part`), for all heads and threads
+    float *largest, *total, *sums;    // parts of attention (`attention::Part`), for all heads
     void* room;                       // what a thread needs for itself, `room_bytes` for each: see `sizes`
     void* peaks;                      // the likeliest tokens that threads find, of each row: see `sizes`
     long* tokens;                     // [said][likeliest]: the likeliest tokens of rows that are shown
     float* probabilities;             // of these
     long room_bytes, layer_count, rows, shown, said, likeliest;
+    long length, keys_of_step;  // positions before the step, and keys of it that the caches hold after this pass
+    long has_near;              // whether near keys are summed apart (`attention.h`), as those of steps must be
     long hidden, heads, key_heads, size, rotary, intermediate, threads;
     long is_gelu;                              // the activation: GELU as approximated by tanh, or SiLU
     long norms_round_once;                     // not before they multiply with their weights
@@ -155,17 +157,17 @@ static void activate(bool is_gelu, const T* gate, T* up, long n) {
     std::copy_n(last_up, n, up);
 }
 
-// Where a thread's parts of the room lie, in bytes: x, normed, prepared, scratch, of attention; and where it ends.
+// Where a thread's parts of the room lie, in bytes: x, normed, prepared, scratch, of attention, near; and where it ends.
 template <class By>
 struct Places {
-    long at[6] = {};
+    long at[7] = {};
 
     explicit Places(const Pass<typename By::Number>& pass) {
         const long widest = std::max({pass.hidden, pass.heads * pass.size, pass.intermediate});
         const long numbers = pass.rows * (long)sizeof(typename By::Number);
         const long sizes[] = {numbers * pass.hidden, numbers * pass.hidden, Input<By>::bytes(pass.rows, widest),
-                              numbers * GATED, attention::ROOM};
-        for (int i = 0; i < 5; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
+                              numbers * GATED, attention::room_for(pass.keys_of_step), pass.rows * (long)sizeof(long)};
+        for (int i = 0; i < 6; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
     }
 };
 
@@ -180,6 +182,7 @@ struct Thread {
     void* const prepared;       // the input of a product, if it is not taken as it is
     T* const scratch;           // [rows][GATED]
     void* const of_attention;
+    long* const near;  // [rows], of `attention::Attention`
     peaks::Peaks* const seen = (peaks::Peaks*)pass.peaks;  // [threads][said]
 
     void meet() { barrier.wait(pass.threads); }
@@ -298,27 +301,45 @@ struct Thread {
             }
     }
 
-    // Threads take key heads in turn. If these do not go round, the keys of each are divided too.
+    // Threads take near keys of all heads in turn, and then parts of the far ones.
     void attend(const Layer<T>& layer) {
+        using attention::KEYS, attention::LANES;
         const long heads = pass.key_heads, keys = layer.held + pass.rows;
-        attention::Attention<T> all = {pass.q, layer.keys, layer.values, nullptr, layer.hidden, pass.attended, pass.heads, heads,
-                                       pass.rows, keys, layer.masked, pass.size, pass.size, pass.heads * pass.size,
-                                       layer.key_stride, float(pass.scaling)};
-        const long parts = heads % pass.threads ? std::max(1L, std::min(pass.threads, keys / LEAST_KEYS)) : 1;
-        const long queries = all.queries(), blocks = all.blocks();
+        const long start = pass.length - (layer.held - (pass.keys_of_step - pass.rows));
+        long far = pass.has_near ? 0 : keys;  // so many keys are far from some row
+        for (long row = 0; row < pass.rows && pass.has_near; row++) {
+            const long begin = std::min(pass.positions[row] - attention::NEAR, pass.length) / KEYS * KEYS;
+            near[row] = std::max(0L, begin - start), far = std::max(far, near[row]);
+        }
+        const attention::Attention<T> all = {
+            pass.q, layer.keys, layer.values, nullptr, layer.hidden, pass.attended, pass.heads, heads, pass.rows, keys,
+            layer.masked, pass.size, pass.size, pass.heads * pass.size, layer.key_stride, float(pass.scaling), start,
+            pass.has_near ? near : nullptr};
+        long ends[MOST_PARTS + 1] = {}, far_parts = 0;
+        while (ends[far_parts] < far) {
+            const long end = std::min(far, attention::end_of_part(start + ends[far_parts]) - start);
+            ends[++far_parts] = end;
+        }
+        const long queries = all.queries(), parts = far_parts + pass.has_near;
         const auto part_of = [&](long i) {
             return attention::Part{pass.largest + i * queries, pass.total + i * queries,
                                    pass.sums + i * queries * pass.size};
         };
-        for (long item = index; item < heads * blocks * parts; item += pass.threads) {
-            const long part = item % parts, head = item / parts % heads, first = item / parts / heads * all.lanes();
-            const attention::Part to = part_of(head * parts + part);
-            all.block(head, first, keys * part / parts, keys * (part + 1) / parts, parts > 1 ? &to : nullptr,
-                      of_attention);
+        const long near_items = pass.has_near ? heads * ((queries + LANES - 1) / LANES) : 0, blocks = all.blocks();
+        for (long item = index; item < near_items + heads * blocks * far_parts; item += pass.threads) {
+            const bool is_near = item < near_items;
+            const long of_kind = is_near ? item : item - near_items, head = of_kind % heads, block = of_kind / heads;
+            const long part = is_near ? far_parts : block / blocks;
+            const attention::Part place = part_of(head * parts + part), *const to = parts > 1 ? &place : nullptr;
+            if (is_near)
+                all.near_block(head, block * LANES, to, of_attention);
+            else
+                all.block(head, block % blocks * all.lanes(), ends[part], ends[part + 1], to, of_attention);
         }
         if (parts > 1) {
             meet();
-            for (long head = index; head < heads; head += pass.threads) all.join(head, part_of(head * parts), parts);
+            for (long item = index; item < heads * queries; item += pass.threads)
+                all.join(item / queries, item % queries, part_of(item / queries * parts), parts);
         }
     }
 
@@ -415,7 +436,7 @@ static long run(const Pass<typename By::Number>& pass) {
         char* const own = (char*)pass.room + index * pass.room_bytes;
         const auto part = [&](int i) { return own + places.at[i]; };
         const bool found =
-            Thread<By>{here, barrier, index, (T*)part(0), (T*)part(1), part(2), (T*)part(3), part(4)}.run();
+            Thread<By>{here, barrier, index, (T*)part(0), (T*)part(1), part(2), (T*)part(3), part(4), (long*)part(5)}.run();
         if (index == 0) has_nan = found;  // every thread has all rows
     }
     return has_nan;
@@ -423,8 +444,10 @@ static long run(const Pass<typename By::Number>& pass) {
 
 template <class By>
 static void measure(const Pass<typename By::Number>& pass, long* sizes) {
-    sizes[0] = Places<By>(pass).at[5];
+    sizes[0] = Places<By>(pass).at[6];
     sizes[1] = pass.threads * pass.rows * sizeof(peaks::Peaks);
+    sizes[2] = 2;  // the near keys, and what is left of a part
+    for (long end = 0; end < pass.length + pass.rows; end = attention::end_of_part(end)) sizes[2]++;
 }
 
 // Returns whether a row has become NaN before the head.
@@ -433,7 +456,8 @@ extern "C" long run_bfloat16(const Pass<BFloat16>* pass) {
     return by_pairs([=](auto by) { return run<decltype(by)>(*pass); });
 }
 
-// Write the bytes that a thread needs for itself, and those of all peaks. Both are to be aligned to 64 bytes.
+// Write the bytes that a thread needs for itself, and those of all peaks, which are to be aligned to 64 bytes; and in how
+// many parts attention may be computed.
 extern "C" void sizes_float32(const Pass<float>* pass, long* sizes) { measure<ByFloats>(*pass, sizes); }
 extern "C" void sizes_bfloat16(const Pass<BFloat16>* pass, long* sizes) {
     by_pairs([=](auto by) { measure<decltype(by)>(*pass, sizes); });

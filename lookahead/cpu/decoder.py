@@ -21,8 +21,6 @@ from lookahead.cpu.pages import HugePages
 from lookahead.cpu.products import Linear
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
-# Rows of a pass, at most: a root and its guesses. Beyond this, torch's products are faster.
-MAX_ROWS = 129 if native.HAS_TILES else 65
 _kernels = cache(partial(native.kernels, "decoder", "run", native.FLOATS, [ctypes.c_void_p], ctypes.c_long))
 _sizes = cache(partial(native.kernels, "decoder", "sizes", native.FLOATS, [ctypes.c_void_p] * 2))
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
@@ -144,6 +142,7 @@ class _Pass(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("first_hidden", "largest", "total", "sums", "room", "peaks")]
         + [(name, ctypes.c_void_p) for name in ("tokens", "probabilities")]
         + [(name, ctypes.c_long) for name in ("room_bytes", "layer_count", "rows", "shown", "said", "likeliest")]
+        + [(name, ctypes.c_long) for name in ("length", "keys_of_step", "has_near")]
         + [(name, ctypes.c_long) for name in ("hidden", "heads", "key_heads", "size")]
         + [(name, ctypes.c_long) for name in ("rotary", "intermediate", "threads")]
         + [(name, ctypes.c_long) for name in ("is_gelu", "norms_round_once", "rotary_rounds_once", "norms_of_rows")]
@@ -223,7 +222,7 @@ class Program:
         self._rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # in the table, as are the `caches` of `run`
         self._positions = 0  # of those
         self._caches: Sequence[tuple[int, int, int]] = []
-        self._layouts: dict[tuple[int, int], tuple[int, dict[str, int], int]] = {}  # `_layout`, by rows and threads
+        self._layouts: dict[tuple[int, ...], tuple[int, dict[str, int], int]] = {}  # `_layout`, by its arguments
         self._table = np.zeros((len(decoder.layers), _PLACES["output"] + 1), np.int64)
         for row, layer in zip(self._table, decoder.layers, strict=True):
             matrices = [field for linear in layer[:7] for field in linear.matrix()]
@@ -254,6 +253,9 @@ class Program:
         outputs: tuple[int, ...] = (),
         shown: int | None = None,
         likeliest: tuple[int, int, float] = (0, 0, 1.0),
+        length: int | None = None,
+        computed: int = 0,
+        is_prompt: bool = False,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], bool, tuple[np.ndarray, np.ndarray] | None]:
         """Compute T rows, and append their keys and values to the caches. Return logits [1, shown, vocabulary]; the
         outputs that were asked for; whether a row has become NaN before the output layer; and the likeliest tokens.
@@ -271,15 +273,20 @@ class Program:
         likeliest: of how many of the rows that are shown the likeliest tokens are returned, from the first on; how
         many tokens; and the temperature. They are as `likeliest.likeliest` returns them: tokens and probabilities,
         [1, rows, tokens]; None for a decoder that divides its logits, and for more than MAX_COUNT tokens.
+        length: positions before the step; default: before these rows.
+        computed: rows of the same step, right before these, that other passes have computed.
+        is_prompt: whether bits may depend on how many rows are computed together, which takes less time for many.
         Raises ValueError for a layer that there is not, and for tables of rotary embeddings that do not fit.
         """
         decoder, rows, table = self.decoder, len(ids), self._table
         if outputs and not 0 <= min(outputs) <= max(outputs) <= len(table):
             raise ValueError(f"outputs={outputs}: the model has the outputs 0 to {len(table)}")
         threads = torch.get_num_threads()
-        if (rows, threads) not in self._layouts:
-            self._layouts[rows, threads] = self._layout(rows, threads)
-        for_each, places, end = self._layouts[rows, threads]
+        length = int(positions[0]) if length is None else length
+        layout = rows, threads, rows + computed, length.bit_length()
+        if layout not in self._layouts:
+            self._layouts[layout] = self._layout(*layout)
+        for_each, places, end = self._layouts[layout]
         if self._room.nbytes < end:
             self._room = np.empty(end + 64, np.uint8)
         address = -(-self._room.ctypes.data // 64) * 64
@@ -312,6 +319,7 @@ class Program:
             setattr(now, name, parts[name])
         now.first_hidden = products.pointer(kept.get(0))
         now.tokens, now.probabilities = tokens.ctypes.data, probabilities.ctypes.data
+        now.length, now.keys_of_step, now.has_near = length, rows + computed, not is_prompt
         now.room_bytes, now.rows, now.shown, now.said, now.likeliest = for_each, rows, shown, said, count
         now.rotary, now.threads, now.temperature = next(iter(rotary.values()))[0].shape[1], threads, temperature
         has_nan = _kernels()[logits.dtype](ctypes.byref(now))
@@ -346,16 +354,20 @@ class Program:
         self._table[:, _PLACES["cos"] : _PLACES["keys"]] = [turned_by[name] for name in self.decoder.rotary]
         self._rotary, self._positions = rotary, min(map(len, tables))
 
-    def _layout(self, rows: int, threads: int) -> tuple[int, dict[str, int], int]:
-        """Return the bytes that each thread needs for itself, where the parts of `_room` begin, and where it ends."""
+    def _layout(self, rows: int, threads: int, keys_of_step: int, bits: int) -> tuple[int, dict[str, int], int]:
+        """Return the bytes that each thread needs for itself, where the parts of `_room` begin, and where it ends.
+
+        bits: of the positions before the step.
+        """
         decoder, heads = self.decoder, self._heads
         itemsize, now = decoder.embedding.element_size(), self._pass
         width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.outputs
         of_heads, of_keys = heads * decoder.head_dim, self.key_heads * decoder.head_dim
-        parts = rows * heads * threads
-        now.rows, now.threads, found = rows, threads, (ctypes.c_long * 2)()
+        now.rows, now.threads, now.keys_of_step, now.length = rows, threads, keys_of_step, 2**bits
+        found = (ctypes.c_long * 3)()
         _sizes()[decoder.embedding.dtype](ctypes.byref(now), found)
-        for_each, of_peaks = found
+        for_each, of_peaks, most_parts = found
+        parts = rows * heads * most_parts
         of_row = {
             "product": width,
             "q": of_heads,

@@ -22,14 +22,15 @@ struct TileBlock {
 
     const Attention<BFloat16>& all;
     const long head, first, size = all.size;
-    const bool is_causal = !all.mask && !all.hidden;
-    const long free = all.keys - (is_causal ? all.rows : all.masked);  // number of first keys, which all rows see
-    const BFloat16* key;                                               // the first of those at hand
+    const bool is_causal = all.is_causal();
+    const long free = all.free();
+    const BFloat16* key;  // the first of those at hand
+    long lead;            // places before it that are empty, so that tiles hold the keys of the same positions always
     alignas(64) Tile queries[GROUPS][STEPS];             // pairs of numbers by queries
     alignas(64) Tile values[KEYS / DEPTH][PLACES];       // pairs of keys by numbers
     alignas(64) Tile weights[KEYS / DEPTH];              // queries by pairs of keys
     alignas(64) BFloat16 last_keys[SIDE * MAX_SIZE];     // if they are fewer than SIDE: then followed by others
-    alignas(64) Floats scores[KEYS], products[4][SIDE];  // by queries; by numbers
+    alignas(64) Floats scores[KEYS + 4 * SIDE], products[4][SIDE];  // by queries; by numbers
     alignas(64) Floats sums[GROUPS][SIDE][PLACES], largest[GROUPS], total[GROUPS];
     int row[GROUPS][SIDE];
 
@@ -60,18 +61,21 @@ struct TileBlock {
     void take_keys(long begin, long n) {
         const long offset = head * all.key_stride + begin * size;
         const BFloat16* const value = all.value + offset;
-        key = all.key + offset;
+        key = all.key + offset, lead = (all.start + begin) % DEPTH;
         memcpy(last_keys, key + n / SIDE * SIDE * size, n % SIDE * size * sizeof(BFloat16));
-        for (long j = 0; j < n; j += 2)
+        const long end = lead + n;
+        for (long j = 0; j < (end + DEPTH - 1) / DEPTH * DEPTH; j += 2) {
+            const BFloat16* const a = lead <= j && j < end ? value + (j - lead) * size : nullptr;
+            const BFloat16* const b = lead <= j + 1 && j + 1 < end ? value + (j + 1 - lead) * size : nullptr;
             for (long place = 0; place < size / SIDE; place += 2)
-                pair(value + j * size + place * SIDE, j + 1 < n, &values[j / DEPTH][place][j % DEPTH / 2]);
-        for (long j = n + n % 2; j % DEPTH; j += 2)
-            for (long place = 0; place < size / SIDE; place++) values[j / DEPTH][place][j % DEPTH / 2] = Ints{};
+                pair(a ? a + place * SIDE : a, b ? b + place * SIDE : b, &values[j / DEPTH][place][j % DEPTH / 2]);
+        }
     }
 
-    // DEPTH numbers of a value, paired with those of the next value, or else with zeros: a row of each of two tiles.
-    INLINE void pair(const BFloat16* x, bool has_next, Ints* to) const {
-        const __m512i a = _mm512_loadu_si512(x), b = has_next ? _mm512_loadu_si512(x + size) : _mm512_setzero_si512();
+    // DEPTH numbers of a value, paired with those of the next value: a row of each of two tiles. Null: zeros.
+    static INLINE void pair(const BFloat16* x, const BFloat16* next, Ints* to) {
+        const __m512i a = x ? _mm512_loadu_si512(x) : _mm512_setzero_si512();
+        const __m512i b = next ? _mm512_loadu_si512(next) : _mm512_setzero_si512();
         const __m512i of_b = _mm512_add_epi32(products::PLACES, _mm512_set1_epi32(32));
         const __m512i halves = _mm512_or_si512(products::PLACES, _mm512_slli_epi32(of_b, 16));  // a0 b0 a1 b1 ...
         to[0] = (Ints)_mm512_permutex2var_epi16(a, halves, b);
@@ -82,18 +86,22 @@ struct TileBlock {
     void see(int group, long begin, long n) {
         const int* const rows = row[group];
         if (is_causal && begin > free + *std::max_element(rows, rows + lanes(group))) return;
+        std::fill(scores, scores + lead, Floats{} + HIDDEN);
         for (long j = 0; j < n; j += 4 * SIDE) score(group, j, n);
         const long seen = is_causal ? *std::min_element(rows, rows + lanes(group)) + 1 : 0;  // masked keys, by all rows
-        Floats now = largest[group];
-        for (long j = 0; j < n; j++) scores[j] *= all.scaling;
-        for (long j = std::max(0L, free + seen - begin); j < n; j += SIDE)
-            mask(group, begin + j - free, scores + j, n - j);
-        for (long j = 0; j < n; j++) now = scores[j] > now ? scores[j] : now;
+        Floats now = largest[group], *const own = scores + lead;
+        for (long j = 0; j < n; j++) own[j] *= all.scaling;
+        for (long j = std::max(0L, free + seen - begin); j < n; j += SIDE) mask(group, begin + j - free, own + j, n - j);
+        if (all.near)
+            for (int lane = 0; lane < lanes(group); lane++)
+                for (long j = std::max(0L, all.near[rows[lane]] - begin); j < n; j++) own[j][lane] = HIDDEN;
+        for (long j = 0; j < n; j++) now = own[j] > now ? own[j] : now;
         const Floats fade = exponential<SIDE>(largest[group] - now);
         total[group] *= fade, largest[group] = now;
-        for (long j = 0; j < n; j += DEPTH) total[group] += weigh(now, j, n);
+        const long end = lead + n;
+        for (long j = 0; j < end; j += DEPTH) total[group] += weigh(now, j, end);
         for (long place = 0; place < size / SIDE;)
-            place += size / SIDE - place < 4 ? add<2>(group, place, n, fade) : add<4>(group, place, n, fade);
+            place += size / SIDE - place < 4 ? add<2>(group, place, end, fade) : add<4>(group, place, end, fade);
     }
 
     // The scores of up to four tiles of keys.
@@ -110,7 +118,7 @@ struct TileBlock {
                 products::add_tiles<tile, KEY, 7>();
             });
         }
-        repeat<4>([&](auto tile) { products::store_tile<tile>(scores + j + tile * SIDE); });
+        repeat<4>([&](auto tile) { products::store_tile<tile>(scores + lead + j + tile * SIDE); });
     }
 
     // The weights of the values of DEPTH keys, as a tile. Returns what they add up to.
@@ -195,8 +203,8 @@ struct TileBlock {
         for (int group = 0; group < groups(); group++) take_queries(group);
         const long rows = first % all.rows + std::min<long>(all.queries() - first, TILE_QUERIES);  // if in one head
         if (is_causal) end = std::min(end, free + std::min(rows, all.rows));
-        for (; begin < end; begin += KEYS) {
-            const long n = std::min<long>(KEYS, end - begin);
+        for (long n; begin < end; begin += n) {
+            n = std::min<long>(KEYS - (all.start + begin) % KEYS, end - begin);
             take_keys(begin, n);
             for (int group = 0; group < groups(); group++) see(group, begin, n);
         }
@@ -211,12 +219,15 @@ static void block_in_tiles(const Attention<BFloat16>& all, long head, long first
 
 #endif
 
-// Bytes of a thread's room for `Attention::block`.
+// Bytes of a thread's room for `Attention::block`, and for `near_block` of a step with so many keys of its own.
+static inline long room_for(long keys_of_step) {
+    const long more = std::max(0L, NEAR + keys_of_step);  // beside the KEYS that all have
+    const long bytes = sizeof(Space<BySingles, WIDEST, LANES / WIDEST>) + more * LANES * (long)sizeof(float);
 #ifdef HAS_TILES
-constexpr long ROOM = std::max(sizeof(Space<BySingles, WIDEST, LANES / WIDEST>), sizeof(TileBlock));
+    return (std::max<long>(bytes, sizeof(TileBlock)) + 63) / 64 * 64;
 #else
-constexpr long ROOM = sizeof(Space<BySingles, WIDEST, LANES / WIDEST>);
+    return (bytes + 63) / 64 * 64;
 #endif
-static_assert(ROOM % 64 == 0, "the rooms of threads are neighbours");
+}
 
 }  // namespace attention

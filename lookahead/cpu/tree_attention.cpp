@@ -10,7 +10,7 @@ static void attend(const attention::Attention<T>& attention, char* room, long th
 #pragma omp parallel num_threads(threads)
     {
         const products::TileUnit unit;
-        void* const own = room + omp_get_thread_num() * attention::ROOM;
+        void* const own = room + omp_get_thread_num() * attention::room_for(0);
 #pragma omp for
         for (long item = 0; item < attention.key_heads * blocks; item++)
             attention.block(item / blocks, item % blocks * attention.lanes(), 0, attention.keys, nullptr, own);
@@ -33,4 +33,4 @@ static void attend(const attention::Attention<T>& attention, char* room, long th
 FOR(attend_float32, float)
 FOR(attend_bfloat16, BFloat16)
 
-extern "C" long room_uint8() { return attention::ROOM; }
+extern "C" long room_uint8() { return attention::room_for(0); }

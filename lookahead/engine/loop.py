@@ -29,6 +29,7 @@ from lookahead.models.cache import LookaheadCache
 from lookahead.models.state import looked_at, state_of
 from lookahead.passes.costs import synchronize
 from lookahead.stats import Stats
+from lookahead.step import MAX_DEPTH
 from ngram_pool import NgramPool
 
 ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at most
@@ -308,7 +309,7 @@ class _Call:
             self._leave_to_model()
         stats, cache = self.stats, self._cache
         texts, last = [self._texts[b] for b in live], [self._last[b] for b in live]
-        depths = [max(end - length, 0) for end, length in zip(last, cache.lengths, strict=True)]
+        depths = [min(max(end - length, 0), MAX_DEPTH) for end, length in zip(last, cache.lengths, strict=True)]
         rests = self._budget.rests
         if self._is_spoiled or rests or self._is_changed or len(cache.replay) > MAX_REPLAYED:
             depths = [0] * len(live)

@@ -19,7 +19,7 @@ from lookahead.models.cache import LookaheadCache
 from lookahead.models.decoder import UnknownDecoderError, read_decoder, turns_part, windows_of
 from lookahead.models.layers import rope_kinds
 from lookahead.passes.runner import EagerRunner, Output
-from lookahead.step import Step, grow, pad
+from lookahead.step import MAX_DEPTH, Step, grow, pad
 
 # Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit by dtype, and without it.
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
@@ -119,7 +119,7 @@ class FusedRunner(EagerRunner):
 
     def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
         step = steps[0]
-        if len(steps) > 1 or len(step) - step.computed > decoder.MAX_ROWS or not self._takes(step.ids, cache):
+        if len(steps) > 1 or not self._takes(step.ids, cache):
             return super().run(steps, cache, last)
         try:
             return self._compute(step, cache, last)
@@ -133,7 +133,7 @@ class FusedRunner(EagerRunner):
             return super().read(new, cache, chunk_size, keep)
         step = grow(ids.tolist(), range(-1, count - 1), computed=0)
         try:
-            output = self._compute(step, cache, shown=min(keep, count))
+            output = self._compute(step, cache, shown=min(keep, count), is_prompt=count > MAX_DEPTH)
         except UnknownDecoderError:
             return super().read(new, cache, chunk_size, keep)
         cache.commit([step], [list(range(count))])
@@ -171,9 +171,15 @@ class FusedRunner(EagerRunner):
         return held[2] == keys.data_ptr() and held[3] == values.data_ptr()
 
     def _compute(
-        self, step: Step, cache: LookaheadCache, last: list[int] | None = None, shown: int | None = None
+        self,
+        step: Step,
+        cache: LookaheadCache,
+        last: list[int] | None = None,
+        shown: int | None = None,
+        is_prompt: bool = False,
     ) -> Output:
         """Run a step of a single sequence. shown: rows whose logits are returned, the last ones; default: all.
+        is_prompt: as for `Program.run`.
 
         Raises UnknownDecoderError, before it changes the cache, if the rotary embedding has become another one.
         """
@@ -194,6 +200,9 @@ class FusedRunner(EagerRunner):
             self._requested,
             shown,
             (0 if shown else 1 + step.guesses - step.computed, *self.likeliest),
+            cache.lengths[0],
+            step.computed,
+            is_prompt,
         )
         return Output(logits, outputs, has_nan, likeliest)
 

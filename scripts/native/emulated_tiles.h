@@ -31,16 +31,17 @@ static void store_tile(void* to) {
 template <int SUM, int A, int B>
 static void add_tiles() {
     for (long row = 0; row < emulated.rows[SUM]; row++)
-        for (long k = 0; k < emulated.rows[B]; k++)
-            for (long column = 0; column < 16; column++) {
-                float sum;
-                uint8_t* const at = emulated.bytes[SUM][row] + 4 * column;
-                memcpy(&sum, at, sizeof sum);
+        for (long column = 0; column < 16; column++) {
+            float sum, halves[2] = {};  // of even and odd inputs, which the unit adds up apart
+            for (long k = 0; k < emulated.rows[B]; k++)
                 for (int i = 0; i < 2; i++)
-                    sum = without_denormals(sum + bf16_at(emulated.bytes[A][row], 2 * k + i) *
-                                                      bf16_at(emulated.bytes[B][k], 2 * column + i));
-                memcpy(at, &sum, sizeof sum);
-            }
+                    halves[i] = without_denormals(__builtin_fmaf(bf16_at(emulated.bytes[A][row], 2 * k + i),
+                                                                 bf16_at(emulated.bytes[B][k], 2 * column + i), halves[i]));
+            uint8_t* const at = emulated.bytes[SUM][row] + 4 * column;
+            memcpy(&sum, at, sizeof sum);
+            sum = without_denormals(sum + without_denormals(halves[0] + halves[1]));
+            memcpy(at, &sum, sizeof sum);
+        }
 }
 static inline void configure_tiles(const void* configuration) {
     for (int i = 0; i < 8; i++) emulated.rows[i] = ((const uint8_t*)configuration)[48 + i];
