@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+from transformers.generation import BaseStreamer
 from zoo import tiny_model
 
 import lookahead
@@ -103,6 +104,41 @@ def test_a_recorded_text_is_the_same(family, seed):
     lookahead.wrap(model).generate(ids, **options, streamer=record)
     assert record.tokens == plain
     check_steps(record, model.lookahead.last)
+
+
+class Hooking(BaseStreamer):
+    """hooks the model when the first token is written."""
+
+    def __init__(self, model):
+        self.model = model
+        self.left = 2  # the prompt comes first
+
+    def put(self, value):
+        self.left -= 1
+        if not self.left:
+            self.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * -3)
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("recorders", [1, 2])
+def test_what_a_recorded_streamer_changes_counts_from_the_next_pass_on(recorders):
+    ids = torch.arange(3, 12)[None]
+
+    def text(model, streamer=None):
+        return model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0, streamer=streamer).tolist()
+
+    plain = tiny_model("llama")
+    usual = text(plain)
+    expected = text(plain, Hooking(plain))
+    model = lookahead.wrap(tiny_model("llama"))
+    streamer = Hooking(model)
+    for _ in range(recorders):
+        streamer = Recorder(streamer)
+    assert text(model) == usual
+    assert text(model, streamer) == expected
+    assert expected != usual, "the hook has an effect"
 
 
 def test_a_long_record_keeps_accepted_rows_alone(demo, monkeypatch):

@@ -49,7 +49,8 @@ class Recorder(BaseStreamer):
     """
 
     def __init__(self, streamer: BaseStreamer | None = None):
-        """streamer: is shown the tokens too."""
+        self.streamer = streamer
+        """It is shown the tokens, too."""
         self.prompt: list[int] = []
         """The prompt's tokens."""
         self.tokens: list[int] = []
@@ -61,7 +62,6 @@ class Recorder(BaseStreamer):
         """Names of what accepted guesses are counted for."""
         self.stats: Stats | None = None
         """Of the call; None until lookahead decodes it."""
-        self._streamer = streamer
         self._began: float | None = None
         self._rows = 0
         self._seconds: Counter = Counter()  # of all steps until now, by stage
@@ -79,12 +79,12 @@ class Recorder(BaseStreamer):
         else:
             self.tokens += value.flatten().tolist()
             self.times.append(time.perf_counter() - self._began)
-        if self._streamer is not None:
-            self._streamer.put(value)
+        if self.streamer is not None:
+            self.streamer.put(value)
 
     def end(self) -> None:
-        if self._streamer is not None:
-            self._streamer.end()
+        if self.streamer is not None:
+            self.streamer.end()
 
     def begin(self, names: list[str], stats: Stats) -> None:
         """Lookahead decodes the call."""
