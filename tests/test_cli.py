@@ -558,3 +558,4 @@ def test_whatever_takes_long_says_so(tmp_path):
     places = [told.find(part) for part in parts]
     assert -1 not in places, told
     assert places == sorted(places)
+    assert told.count("trying") == 1, told

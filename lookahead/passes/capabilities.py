@@ -22,7 +22,7 @@ from lookahead.models.state import state_of
 from lookahead.passes import compiled, probe, verdicts
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner
-from ngram_pool.waiting import kept_for_later, told_if_long
+from ngram_pool.waiting import kept_for_later
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,7 @@ def _once(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Callable[[
     found = _found.setdefault(model, {})
     key = what, cpu_kernels, attention_implementation(model.config), state_of(model).key
     if key not in found:
-        with told_if_long("trying the model out"):
-            found[key] = find()
+        found[key] = find()
         if len(found) > _MOST_FOUND:
             del found[next(iter(found))]
     return found[key]
