@@ -290,15 +290,27 @@ def test_instructions_and_input_make_one_conversation(address, expected):
         assert text == expected(prompt, do_sample=False)
 
 
-def test_openais_client_gets_a_response(address, expected):
-    """Whole where it does not ask for a stream."""
+@pytest.mark.parametrize(("most", "status"), [(8, "incomplete"), (9, "completed"), (10, "completed")])
+def test_openais_client_gets_a_response(address, expected, most, status):
+    """Whole where it does not ask for a stream. It says whether its length has cut it."""
+    prompt = "if __name__ == '__main__':\n    main()\n"
+    wanted = expected(f"{prompt}\n", most=8, do_sample=False)
+    assert expected(f"{prompt}\n", most=20, do_sample=False) == wanted, "the ninth token ends the text"
+    options = {"model": "demo_model", "input": prompt, "max_output_tokens": most, "temperature": 0}
     with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-        options = {"model": "demo_model", "input": "x = 1", "max_output_tokens": LENGTH, "temperature": 0}
-        wanted = expected("x = 1\n", do_sample=False)
-        assert client.responses.create(**options).output_text == wanted
+        whole = client.responses.create(**options)
         events = list(client.responses.create(**options, stream=True))
-        assert events[-1].response.output_text == wanted
-        assert events[-1].type == "response.completed"
+        with client.responses.stream(**options) as stream:
+            *_, last = stream
+    assert events[-1].type == last.type == f"response.{status}"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    (item,) = [event.item for event in events if event.type == "response.output_item.done"]
+    assert item.status == status
+    reason = "max_output_tokens" if status == "incomplete" else None
+    for response in (whole, events[-1].response, last.response):
+        assert response.output_text == wanted
+        assert response.status == response.output[0].status == status
+        assert (response.incomplete_details and response.incomplete_details.reason) == reason
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -246,6 +246,7 @@ class Generations(GenerateManager):
             raise HTTPException(400, f"the prompt has {length} tokens: give 1 to {context - 1}, the model's context")
         generation.max_new_tokens = min(generation.max_new_tokens or context, context - length)
         stop = Stop(tokenizer, length, wishes.stops, generation)
+        _stop.set(stop)
         options = {**inputs, **self._options, "generation_config": generation}
 
         def call(streamer: DirectStreamer | None = None) -> torch.Tensor:
@@ -365,7 +366,8 @@ class Stop(StopWhenAsked):
     and two of them are the stop string, it would end an answer that begins with one.
 
     If the text ends by itself, `generation.max_new_tokens` becomes None, for transformers' handlers say that a text has
-    been cut if it has that many tokens, whatever the last of them is.
+    been cut if it has that many tokens, whatever the last of them is. For responses, they say that it never has:
+    `has_cut` knows better.
     """
 
     def __init__(
@@ -379,6 +381,7 @@ class Stop(StopWhenAsked):
         ends = generation.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._reach = CONTEXT + BYTES * max(map(len, stops), default=0)  # tokens among which a stop string ends
+        self.has_cut = False  # whether the text is as long as it may be, and has not ended by itself
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         stop = super().__call__(input_ids, scores, **kwargs)
@@ -390,7 +393,12 @@ class Stop(StopWhenAsked):
             is_end |= is_stop
         if is_end:
             self._generation.max_new_tokens = None
+        else:
+            self.has_cut = input_ids.shape[1] - self._prompt == self._generation.max_new_tokens
         return stop
+
+
+_stop: ContextVar[Stop] = ContextVar("stop")  # of the request that the current task serves
 
 
 class Pieces(asyncio.Queue):
@@ -530,10 +538,13 @@ class Reading:
         except Exception as error:
             logger.exception("a request has failed")
             raise HTTPException(500, f"decoding failed: {type(error).__name__}: {error}") from error
+        stop = _stop.get()
         if isinstance(response, StreamingResponse):
-            response.body_iterator = events(response.body_iterator, ends_with_done=self.path != RESPONSE)
+            response.body_iterator = events(response.body_iterator, stop if self.path == RESPONSE else None)
             return response
         answer = json.loads(response.body)
+        if self.path == RESPONSE and stop.has_cut:
+            say_incomplete(answer)
         for place, key in texts_of(answer):
             if place.get(key):
                 place[key] = without_half_character(place[key][: before_stop(place[key], wishes.stops)])
@@ -568,20 +579,42 @@ def texts_of(answer: dict) -> Iterator[tuple[dict, str]]:
             yield part, "text"
 
 
-async def events(body: Any, ends_with_done: bool) -> AsyncIterator[Any]:
+def say_incomplete(response: dict) -> None:
+    """Say, as OpenAI's API does, that a response has ended because it is as long as it may be."""
+    response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    for item in response["output"]:
+        if item["type"] == "message":
+            item["status"] = "incomplete"
+
+
+def incomplete(events: str) -> str:
+    """Return events of a response that has ended so. Those that end the message and the whole say that."""
+    told = []
+    for line in events.split("\n\n")[:-1]:
+        event = json.loads(line.removeprefix("data: "))
+        if event["type"] == "response.completed":
+            event["type"] = "response.incomplete"
+            say_incomplete(event["response"])
+        elif event["type"] == "response.output_item.done" and event["item"]["type"] == "message":
+            event["item"]["status"] = "incomplete"
+        told.append(f"data: {json.dumps(event)}\n\n")
+    return "".join(told)
+
+
+async def events(body: Any, stop: Stop | None) -> AsyncIterator[Any]:
     """Yield the events of an answer, then the one by which clients know that it is whole; or the error.
 
-    ends_with_done: false for a response, whose own last event says so.
+    stop: of a response, whose own last event says so; None for other answers.
     """
     try:
         async for event in body:
-            yield event
+            yield incomplete(event) if stop and stop.has_cut else event
     except Exception as error:
         logger.exception("a request has failed")
         message = error_body(f"decoding failed: {type(error).__name__}: {error}", 500)
         yield f"data: {json.dumps(message)}\n\n"
     else:
-        if ends_with_done:
+        if stop is None:
             yield "data: [DONE]\n\n"
 
 
