@@ -42,22 +42,14 @@ def capability(flavour: str) -> str:
 
 def build(folder: Path, name: str, flavour: str, sanitizer: str) -> None:
     """Build a kernel into the folder, unless it is there already."""
-    instructions = [
-        *toolchain.INSTRUCTIONS[capability(flavour)],
-        "-O1" if sanitizer == "thread" else "-O0",
-        "-g1",
-        "-w",
-    ]
+    level = "-O1" if sanitizer == "thread" else "-O0"
+    instructions = [*toolchain.INSTRUCTIONS[capability(flavour)], level, "-g1", "-w"]
     if flavour == EMULATED:
         instructions += ["-DEMULATED_TILES", f"-I{HERE}"]
     compiler = [*toolchain.compiler(), *SANITIZERS[sanitizer]]
     hashed = hashlib.sha256(repr((compiler, toolchain.FLAGS, instructions)).encode())
-    for source in [
-        native.SOURCES / f"{name}.cpp",
-        *native.SOURCES.glob("*.h"),
-        *HERE.glob("*.h"),
-        HERE / "threads.cpp",
-    ]:
+    headers = [*native.SOURCES.glob("*.h"), *HERE.glob("*.h")]
+    for source in [native.SOURCES / f"{name}.cpp", *headers, HERE / "threads.cpp"]:
         hashed.update(source.read_bytes())
     library, stamp = (folder / f"{name}-{capability(flavour)}.{end}" for end in ("so", "txt"))
     if library.exists() and stamp.exists() and stamp.read_text() == hashed.hexdigest():
@@ -65,8 +57,8 @@ def build(folder: Path, name: str, flavour: str, sanitizer: str) -> None:
     linking = ["-fopenmp"]
     if sanitizer == "thread":
         threads = folder / f"{name}-threads.o"
-        hide = ["-std=c++17", "-fvisibility=hidden", "-fPIC", "-O1", "-g1", "-c", str(HERE / "threads.cpp")]
-        subprocess.run([*compiler, *hide, "-o", str(threads)], check=True)
+        hide = ["-std=c++17", "-fvisibility=hidden", "-fPIC", "-O1", "-g1", "-c"]
+        subprocess.run([*compiler, *hide, str(HERE / "threads.cpp"), "-o", str(threads)], check=True)
         linking = [str(threads), "-lpthread"]
     library.write_bytes(toolchain.build(native.SOURCES / f"{name}.cpp", compiler, instructions, linking))
     stamp.write_text(hashed.hexdigest())
@@ -97,10 +89,8 @@ def run(folder: Path, flavour: str, sanitizer: str, command: list[str]) -> bool:
         "OMP_NUM_THREADS": "1",
     }
     found = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
-    print(
-        f"{sanitizer}, {flavour}: {' '.join(command[:2])}: {'nothing found' if not found else f'status {found}'}",
-        flush=True,
-    )
+    result = f"status {found}" if found else "nothing found"
+    print(f"{sanitizer}, {flavour}: {' '.join(command[:2])}: {result}", flush=True)
     return not found
 
 
@@ -109,19 +99,13 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=200, help="random programs for each flavour (default: 200)")
     parser.add_argument("--first", type=int, default=0, help="seed of the first of them (default: 0)")
     parser.add_argument("--flavours", nargs="+", default=flavours(), choices=flavours(), help="default: all of these")
-    parser.add_argument(
-        "--sanitizers", nargs="+", default=list(SANITIZERS), choices=list(SANITIZERS), help="default: both"
-    )
-    parser.add_argument("--short", action="store_true", help="this machine's own flavour alone, and threads of DEFAULT")
+    parser.add_argument("--sanitizers", nargs="+", default=[*SANITIZERS], choices=[*SANITIZERS], help="default: both")
     parser.add_argument("--no-tests", action="store_true", help="random programs alone")
     parser.add_argument("--folder", type=Path, default=ROOT / ".native", help="for what is built (default: .native)")
     options = parser.parse_args()
     toolchain.SECONDS = 3600  # sanitizers make the compiler's work many times as long
-    if options.short:
-        options.flavours = list(dict.fromkeys([native.CAPABILITY, "DEFAULT"]))
     missing = [name for name in toolchain.INSTRUCTIONS if name not in map(capability, options.flavours)]
-    watched = options.flavours[:1] if options.short else options.flavours
-    jobs = [("address", flavour) for flavour in watched if "address" in options.sanitizers]
+    jobs = [("address", flavour) for flavour in options.flavours if "address" in options.sanitizers]
     jobs += [("thread", options.flavours[-1])] * ("thread" in options.sanitizers)
     folders = {job: options.folder / "-".join(job).replace(", ", "-") for job in jobs}
     for folder in folders.values():
@@ -138,20 +122,8 @@ def main() -> None:
     for sanitizer, flavour in jobs:
         folder, programs = folders[sanitizer, flavour], options.programs
         if not options.no_tests and sanitizer == "address":
-            tests = [
-                "-m",
-                "pytest",
-                "-p",
-                "sanitized",
-                "-p",
-                "no:cacheprovider",
-                "-q",
-                "-n0",
-                "-k",
-                KERNEL_TESTS,
-                *TESTS,
-            ]
-            passed &= run(folder, flavour, sanitizer, tests)
+            pytest = ["-m", "pytest", "-p", "sanitized", "-p", "no:cacheprovider", "-q", "-n0"]
+            passed &= run(folder, flavour, sanitizer, [*pytest, "-k", KERNEL_TESTS, *TESTS])
         passed &= run(folder, flavour, sanitizer, [str(HERE / "fuzz.py"), str(programs), str(options.first)])
     sys.exit(not passed)
 
