@@ -226,10 +226,10 @@ def markdown(rows: list[dict], environment: dict) -> str:
     ]  # fmt: skip
     return f"""# Architectures
 
-Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model with every kind of \
-layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its sliding windows and \
-chunks, which have {" and ".join(map(str, WINDOW_SIZES))} tokens in turn. Other shapes (few positions, other head \
-counts and widths, the default `is_decoder`) are tried too, if they can be built. The table shows each family's worst \
+Every model type of transformers' causal-LM mapping ({len(rows)}), as a tiny random float32 model with every kind of
+layer of its family. A prompt of {len(PROMPT)} tokens and {NEW_TOKENS} new ones outgrow its sliding windows and
+chunks, which have {" and ".join(map(str, WINDOW_SIZES))} tokens in turn. Other shapes (few positions, other head
+counts and widths, the default `is_decoder`) are tried too, if they can be built. The table shows each family's worst
 result:
 
 {meanings}
