@@ -82,7 +82,7 @@ struct BySingles {
 
     template <class Floats, class T>
     static void put(T x, long, int lane, Floats& to) {
-        to[lane] = number(x);
+        ((float*)&to)[lane] = number(x);
     }
 
     // n keys, or values, of this size as factors. They are converted into room if necessary.
@@ -117,7 +117,7 @@ struct ByPairs {
 
     template <class Ints>
     static void put(BFloat16 x, long d, int lane, Ints& to) {
-        to[lane] |= uint32_t(x) << 16 * (d % 2);
+        ((uint32_t*)&to)[lane] |= uint32_t(x) << 16 * (d % 2);
     }
 
     static const Factor* keys(const BFloat16* x, long, long, Factor*) { return (const Factor*)x; }
@@ -178,10 +178,10 @@ struct Space {
     Floats p[(KEYS + 1) * W];  // and further ones behind, if there are more near keys: see `room_for`
 };
 
-// The end of the part of far keys in which position `from` lies. So there are at most 8 for each doubling of a text.
+// The end of the part of far keys in which position `from` lies. There are two parts for each doubling of a text.
 static inline long end_of_part(long from) {
     long size = PART;
-    while (16 * size <= from) size *= 2;
+    while (4 * size <= from) size *= 2;
     return from / size * size + size;
 }
 
@@ -313,7 +313,7 @@ struct Attention {
             const auto hide = [&](long j, long last) {
                 for (; j < last; j++)
                     for (int lane = 0; lane < lanes; lane++)
-                        p[(j - begin) * W + lane / L][lane % L] += added<IS_NEAR>(row[lane], j);
+                        ((float*)(p + (j - begin) * W))[lane] += added<IS_NEAR>(row[lane], j);
             };
             if (IS_NEAR && least_near < most_near) hide(begin, std::min(from, most_near));
             hide(std::max(begin, from), begin + n);
@@ -332,16 +332,16 @@ struct Attention {
                                 keys_here + (begin + j + KEYS) * size, m * size * sizeof(T));
             }
         }
-        for (int lane = 0; lane < lanes; lane++) {
-            const int w = lane / L, l = lane % L;
-            if (part) {
-                part->largest[first + lane] = largest[w][l];
-                part->total[first + lane] = total[w][l];
-                for (long d = 0; d < size; d++) part->sums[(first + lane) * size + d] = sums[d * W + w][l];
-            } else {
-                for (long d = 0; d < size; d++) store(sums[d * W + w][l] / total[w][l], outs[lane] + d);
-            }
+        const float *const of_lanes = (const float*)sums, *const totals = (const float*)total;
+        if (!part) {
+            for (int lane = 0; lane < lanes; lane++)
+                for (long d = 0; d < size; d++) store(of_lanes[d * W * L + lane] / totals[lane], outs[lane] + d);
+            return;
         }
+        memcpy(part->largest + first, largest, lanes * sizeof(float));
+        memcpy(part->total + first, total, lanes * sizeof(float));
+        for (int lane = 0; lane < lanes; lane++)
+            for (long d = 0; d < size; d++) part->sums[(first + lane) * size + d] = of_lanes[d * W * L + lane];
     }
 };
 

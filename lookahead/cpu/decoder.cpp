@@ -73,15 +73,20 @@ struct Pass {
     double temperature;                        // of the probabilities
 };
 
-// Threads wait for each other in turns of the processor, and give it away if that takes long.
+// Threads wait for each other in turns of the processor, and give it away if that takes long. Between two barriers, they
+// may take items in turn.
 struct Barrier {
     alignas(64) std::atomic<long> arrived{0};
     alignas(64) std::atomic<long> phase{0};
+    alignas(64) std::atomic<long> taken{0};
+
+    long take() { return taken.fetch_add(1, std::memory_order_relaxed); }
 
     void wait(long threads) {
         const long now = phase.load(std::memory_order_relaxed);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
             arrived.store(0, std::memory_order_relaxed);
+            taken.store(0, std::memory_order_relaxed);
             phase.store(now + 1, std::memory_order_release);
             return;
         }
@@ -301,7 +306,7 @@ struct Thread {
             }
     }
 
-    // Threads take near keys of all heads in turn, and then parts of the far ones.
+    // Threads take parts of the keys of all heads as they come to it, the larger ones first.
     void attend(const Layer<T>& layer) {
         using attention::KEYS, attention::LANES;
         const long heads = pass.key_heads, keys = layer.held + pass.rows;
@@ -325,11 +330,12 @@ struct Thread {
             return attention::Part{pass.largest + i * queries, pass.total + i * queries,
                                    pass.sums + i * queries * pass.size};
         };
-        const long near_items = pass.has_near ? heads * ((queries + LANES - 1) / LANES) : 0, blocks = all.blocks();
-        for (long item = index; item < near_items + heads * blocks * far_parts; item += pass.threads) {
-            const bool is_near = item < near_items;
-            const long of_kind = is_near ? item : item - near_items, head = of_kind % heads, block = of_kind / heads;
-            const long part = is_near ? far_parts : block / blocks;
+        const long blocks = all.blocks(), far_items = far_parts * heads * blocks;
+        const long items = far_items + (pass.has_near ? heads * ((queries + LANES - 1) / LANES) : 0);
+        for (long item; (item = barrier.take()) < items;) {
+            const bool is_near = item >= far_items;
+            const long of_kind = is_near ? item - far_items : item, head = of_kind % heads, block = of_kind / heads;
+            const long part = is_near ? far_parts : far_parts - 1 - block / blocks;
             const attention::Part place = part_of(head * parts + part), *const to = parts > 1 ? &place : nullptr;
             if (is_near)
                 all.near_block(head, block * LANES, to, of_attention);

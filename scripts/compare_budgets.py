@@ -1,0 +1,87 @@
+"""Compare the texts that steps with different numbers of guesses write. Where a pass is one call, they are the same.
+
+Each prompt is decoded without guesses and with each of `--guesses`, by a fresh pool, from the same seed. Exits with
+status 1 if a text differs from the one without guesses; the page names the prompts.
+
+    python scripts/compare_budgets.py --model M --prompts FILE.jsonl --dtype bfloat16 --out OUT
+"""
+
+import sys
+
+import click
+from transformers import PreTrainedModel
+
+from bench import cli
+from bench.corpora import prompt_ids
+from bench.methods import as_inputs, timed_by
+from bench.pages import command_line, heading, table, write_results
+from bench.timing import decoding_options
+from lookahead import Lookahead, LookaheadConfig, NgramPool
+from lookahead.passes.environment import environment
+from lookahead.tools.loading import load
+from lookahead.tools.prompts import read_prompts
+
+
+def engine_of(guesses: int | str) -> Lookahead:
+    """Without guesses, there is no window either."""
+    config = LookaheadConfig(budget=guesses, **({"window_size": 0} if guesses == 0 else {}))
+    return Lookahead(config, NgramPool(config.pool_memory_mb))
+
+
+def compare(model: PreTrainedModel, prompts: list[list[int]], options: dict, guesses: list[int | str]) -> list[dict]:
+    """Return, for each number of guesses, the numbers of the prompts whose texts differ, and all steps."""
+    engines = {budget: engine_of(budget) for budget in dict.fromkeys([0, *guesses])}
+    differ: dict[int | str, list[int]] = {budget: [] for budget in engines}
+    steps = dict.fromkeys(engines, 0)
+    label = f"temperature {options.get('temperature', 0)}"
+    with click.progressbar(list(enumerate(prompts)), label=label, file=sys.stderr) as progress:
+        for seed, ids in progress:
+            texts = {}
+            for budget, engine in engines.items():
+                engine.pool = NgramPool(engine.config.pool_memory_mb)
+                (texts[budget],), _ = timed_by(engine, model, as_inputs(ids, model.device), options, seed)
+                if engine.last.plain:
+                    raise click.ClickException(f"plain decoding took a call: {engine.last.plain}")
+                steps[budget] += engine.last.steps
+                differ[budget] += [seed] * (texts[budget] != texts[0])
+    of_all = {"temperature": options.get("temperature", 0), "prompts": len(prompts), "steps_without": steps[0]}
+    return [of_all | {"guesses": budget, "differ": differ[budget], "steps": steps[budget]} for budget in guesses]
+
+
+def page(where: dict, results: list[dict]) -> str:
+    columns = ["temperature", "guesses", "texts as without guesses", "prompts that differ", "tokens/step"]
+    rows = [
+        [
+            f"{one['temperature']:g}", one["guesses"], f"{one['prompts'] - len(one['differ'])} of {one['prompts']}",
+            ", ".join(map(str, one["differ"])), one["steps_without"] / one["steps"],
+        ]
+        for one in results
+    ]  # fmt: skip
+    return f"{heading(where)}{table(columns, rows, 'rrrlr')}\n"
+
+
+@click.command(help=__doc__.split("\n")[0])
+@cli.model
+@cli.prompts
+@cli.limit
+@cli.dtype
+@click.option("--temperature", "temperatures", type=cli.ListOf(click.FloatRange(min=0)), default="0,0.7",
+              show_default=True, help="One or several; 0: greedy, no sampling.")  # fmt: skip
+@cli.new_tokens
+@click.option("--guesses", default="4,16,64,auto", type=cli.ListOf(cli.WholeOr("auto", least=1)), show_default=True,
+              help="In each step. One or several numbers, or auto.")  # fmt: skip
+@click.option("--out", type=cli.OUT, required=True, help="Write OUT.md and OUT.json.")
+def main(model_name, prompts_file, limit, dtype, temperatures, max_new_tokens, guesses, out) -> None:
+    model, tokenizer = load(model_name, dtype, "cpu")
+    prompts = [prompt_ids(tokenizer, prompt["turns"][0], raw=False) for prompt in read_prompts(prompts_file, limit)]
+    where = {"command": command_line(__file__), **environment(model), "prompts": len(prompts)}
+    results: list[dict] = []
+    for temperature in temperatures:
+        results += compare(model, prompts, decoding_options(max_new_tokens, temperature), guesses)
+        write_results(out, page(where, results), {"where": where, "results": results})
+    if any(result["differ"] for result in results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
