@@ -214,10 +214,12 @@ def run_program(seed: int) -> str:
     heads = key_heads * groups
     width, intermediate = (unit * rng.randint(1, 6) for _ in range(2))
     vocabulary = rng.choice([1, 7, 97, 200, 513, 1100])
-    rows = rng.choice([1, 1, 2, 3, rng.randint(4, 20), rng.randint(20, decoder.MAX_ROWS)])
-    held, threads = rng.choice([0, 1, rng.randint(2, 90), rng.randint(90, 400)]), rng.randint(1, 3)
+    rows = rng.choice([1, 1, 2, 3, rng.randint(4, 20), rng.randint(20, 140)])
+    held, threads = rng.choice([0, 1, rng.randint(2, 90), rng.randint(90, 900)]), rng.randint(1, 3)
+    computed, dropped = rng.randint(0, min(held, 5)), rng.choice([0, 0, rng.randint(1, 300)])
     count = rng.choice([0, 1, 5, 256, 300])
     text = f"{dtype=} {size=} {heads=} {key_heads=} {width=} {intermediate=} {vocabulary=} {rows=} {held=} {threads=}"
+    text += f" {computed=} {dropped=}"
     with guarded() as memory:
         norms = {name: (width,) for name in ("input_norm", "mlp_norm", "o_norm", "down_norm") if rng.random() < 0.6}
         norms |= rng.choice([{}, {"q_norm": (size,), "k_norm": (size,)},
@@ -252,13 +254,13 @@ def run_program(seed: int) -> str:
         packed = decoder.smallest(model, {}, indexes=True) if rng.random() < 0.7 else model
         program = Program(packed)
         rotary_dim = rng.choice([size, max(size // 4 * 2, 2)])
-        angles = (torch.arange(held + rows)[:, None] * torch.rand(rotary_dim // 2)).repeat(1, 2)
+        angles = (torch.arange(dropped + held + rows)[:, None] * torch.rand(rotary_dim // 2)).repeat(1, 2)
         rotary = {name: (memory.copy(angles.cos()), memory.copy(angles.sin())) for name in ("", "other")}
         capacity = held + rows
         caches = [memory.copy(torch.randn(2, key_heads, capacity, size).to(dtype)) for _ in layers]
         before = [cache[:, :, :held].clone() for cache in caches]
         ids = memory.copy(torch.randint(vocabulary, (rows,)))
-        positions = memory.copy((held + torch.randint(rows, (rows,))).long())
+        positions = memory.copy((dropped + held + torch.randint(rows, (rows,))).long())
         masked = rows + (rng.randint(0, held) if rng.random() < 0.3 else 0)
         hidden = torch.rand(rows, masked) < 0.4
         hidden[:, masked - rows :] &= ~torch.eye(rows, dtype=torch.bool)
@@ -273,6 +275,7 @@ def run_program(seed: int) -> str:
                 ids.numpy(), positions.numpy(), rotary,
                 [(cache[0].data_ptr(), cache[1].data_ptr(), cache.stride(1)) for cache in caches],
                 [held] * len(layers), [(kept_hidden, list(range(len(layers))))], outputs, shown, (said, count, 0.8),
+                dropped + held - computed, computed, is_prompt=rng.random() < 0.2,
             )  # fmt: skip
             tables = [None if name is None else tuple(t[positions] for t in rotary[name]) for name in names]
             expected, states = plain.run(ids, tables, before, hidden)
