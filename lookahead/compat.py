@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
 from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -280,9 +281,8 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """`version_of` tensors of which none was made in inference mode."""
-    return [tensor._version for tensor in tensors]
+VERSION = attrgetter("_version")
+"""How often a tensor that was not made in inference mode was written to. It is no function of Python's, for `map`."""
 
 
 # -- processors and kernels -------------------------------------------------------------------------------------------

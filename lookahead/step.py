@@ -8,7 +8,7 @@ the committed cache and its own ancestors, so positions and mask follow from the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class Visibility:
     chunk: int | None = None
     """A query at position p sees keys at positions p // chunk * chunk and later."""
 
-    @property
+    @cached_property
     def is_full(self) -> bool:
         """Whether every query sees all keys."""
         return self.window is None and self.chunk is None
@@ -74,7 +74,7 @@ class Step:
         """Map (row, token) to the row of the guess that continues this row with this token."""
         rows = slice(1, self.guesses + 1)
         keys = zip(self.parents[rows].tolist(), self.ids[rows].tolist(), strict=True)
-        return {key: row for row, key in enumerate(keys, 1)}
+        return dict(zip(keys, range(1, self.guesses + 1), strict=True))
 
     def positions(self, length: int, last: int | None = None) -> np.ndarray:
         """Return positions, int64 [T], when ``length`` positions are committed. None lies beyond ``last``.
@@ -96,8 +96,7 @@ def grow(ids: Sequence[int], parents: Sequence[int], computed: int) -> Step:
 def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> Step:
     """Make a step of the root, the guesses and the rows of a Jacobi window, int64 [W] each."""
     ids = np.array([root, *tree.tokens.tolist()])  # for so few, lists are faster than numpy
-    parents = np.array([-1, *[parent + 1 for parent in tree.parents.tolist()]])
-    depths = np.array([0, *tree.depths.tolist()])
+    parents, depths = np.array([-2, *tree.parents.tolist()]) + 1, np.array([0, *tree.depths.tolist()])
     ancestors = _closure(parents)
     if len(window):
         n = len(ids)
@@ -108,7 +107,7 @@ def lay_out(root: int, tree: GuessTree, window: Sequence[np.ndarray] = ()) -> St
         tree_ancestors, ancestors = ancestors, np.zeros((len(ids), len(ids)), bool)
         ancestors[:n, :n], ancestors[n:, n:] = tree_ancestors, w_ancestors
         ancestors[n:, 0] = True
-    return Step(ids, parents, depths, ancestors, len(tree))
+    return Step(ids, parents, depths, ancestors, len(tree.tokens))
 
 
 def pad(

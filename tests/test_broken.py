@@ -14,8 +14,7 @@ from lookahead.cpu import tree_attention
 from lookahead.cpu.decoder import Program
 from lookahead.engine import loop, verify
 from lookahead.engine.sampling import NextTokenRule
-from lookahead.models import adapter, attention, cache
-from lookahead.models.adapter import ModelAdapter
+from lookahead.models import attention, cache
 from lookahead.models.cache import LookaheadCache, SlidingLayer
 from lookahead.passes import capabilities
 from lookahead.passes.fused import FusedRunner
@@ -23,35 +22,35 @@ from lookahead.step import Step, Visibility
 
 
 def everyone_sees_everyone(monkeypatch):
-    original = adapter.hidden
-    monkeypatch.setattr(adapter, "hidden", lambda *args: np.zeros_like(original(*args)))
+    original = cache.hidden
+    monkeypatch.setattr(cache, "hidden", lambda *args: np.zeros_like(original(*args)))
 
 
 def siblings_see_each_other(monkeypatch):
-    original = adapter.hidden
+    original = cache.hidden
 
     def hidden(ancestors, *args):
         return original(np.tril(np.ones_like(ancestors)), *args)
 
-    monkeypatch.setattr(adapter, "hidden", hidden)
+    monkeypatch.setattr(cache, "hidden", hidden)
 
 
 def gaps_are_seen(monkeypatch):
-    original = adapter.hidden
+    original = cache.hidden
 
     def hidden(ancestors, positions, cached, *args):
         return original(ancestors, positions, np.maximum(cached, 0), *args)
 
-    monkeypatch.setattr(adapter, "hidden", hidden)
+    monkeypatch.setattr(cache, "hidden", hidden)
 
 
 def sequences_swapped(monkeypatch):
-    original = ModelAdapter.hidden
+    original = LookaheadCache.hidden
 
     def hidden(self, ancestors, *args):
         return original(self, ancestors[::-1].copy(), *args)
 
-    monkeypatch.setattr(ModelAdapter, "hidden", hidden)
+    monkeypatch.setattr(LookaheadCache, "hidden", hidden)
 
 
 def sliding_window_too_wide(monkeypatch):
@@ -64,14 +63,14 @@ def sliding_window_too_wide(monkeypatch):
 
 
 def prefix_hidden(monkeypatch):
-    original = adapter.hidden
+    original = cache.hidden
 
     def hidden(ancestors, positions, cached, *args):
         cached = cached.copy()
         cached[:, : cached.shape[1] // 2] = -1
         return original(ancestors, positions, cached, *args)
 
-    monkeypatch.setattr(adapter, "hidden", hidden)
+    monkeypatch.setattr(cache, "hidden", hidden)
 
 
 def half_of_the_prefix_unseen(monkeypatch):
@@ -146,14 +145,15 @@ def fused_pass_that_names_the_least_likely(monkeypatch):
 
 
 def fused_pass_that_misses_the_first_key(monkeypatch):
-    original = FusedRunner._extended
+    original = FusedRunner._extend
 
-    def extended(self, program, index, layer, rows):
-        keys, values, stride, held = original(self, program, index, layer, rows)
-        skipped = program.head_dim * program.decoder.embedding.element_size() * (held > 0)
-        return keys + skipped, values + skipped, stride, held - (held > 0)
+    def extend(self, program, cache, rows):
+        caches, held = original(self, program, cache, rows)
+        skipped = program.head_dim * program.decoder.embedding.element_size() * (held[0] > 0)
+        caches = [(keys + skipped, values + skipped, stride) for keys, values, stride in caches]
+        return caches, [seen - (seen > 0) for seen in held]
 
-    monkeypatch.setattr(FusedRunner, "_extended", extended)
+    monkeypatch.setattr(FusedRunner, "_extend", extend)
 
 
 def positions_by_row(monkeypatch):

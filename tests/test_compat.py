@@ -309,7 +309,7 @@ def test_versions_of_tensors():
     assert compat.version_of(tensor) > before, moved("Tensor._version", "torch")
     with torch.inference_mode():
         assert compat.version_of(torch.zeros(2)) is None
-    assert compat.versions_of([tensor]) == [compat.version_of(tensor)]
+    assert compat.VERSION(tensor) == compat.version_of(tensor)
 
 
 def test_tensors_of_modules():

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from lookahead.compat import CACHE, execution_device
 from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer, counts_positions
-from lookahead.step import Visibility, hidden, mask
+from lookahead.step import Visibility, mask
 
 # Settings that give the number of positions that a model was made for, or that its tables have room for.
 POSITION_LIMITS = (
@@ -145,27 +145,6 @@ class ModelAdapter:
             layers.append(mine)
         return LookaheadCache(layers, [cache.get_seq_length()])
 
-    def hidden(
-        self, ancestors: np.ndarray, positions: np.ndarray, cache: LookaheadCache
-    ) -> dict[Visibility, np.ndarray]:
-        """Return which keys each row of a step must not see (`step.hidden`), for each kind of layer.
-
-        If attention is split and hides no cached key, only the step's own keys are covered.
-        """
-        last = max(cache.lengths) + positions.shape[1]
-        found: dict[Visibility, np.ndarray] = {}
-        for visibility, indices in self.kinds.items():
-            layer = cache.layers[indices[0]]
-            if isinstance(layer, InPlaceLayer):
-                if self.splits_attention and visibility.is_full and not any(layer.gaps.tolist()):
-                    cached = np.empty((1, 0), np.int64)
-                else:
-                    cached = layer.positions_shown()
-                    if self.splits_attention and not visibility.hides_any(cached, last):
-                        cached = cached[:, :0]
-                found[visibility] = hidden(ancestors, positions, cached, visibility)
-        return found
-
     def masks(
         self,
         ancestors: np.ndarray,
@@ -174,8 +153,11 @@ class ModelAdapter:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Make the model's ``attention_mask`` for a step from `hidden`, one for each type of layer in `mask_of`."""
-        found = self.hidden(ancestors, positions, cache)
+        """Make the model's ``attention_mask`` for a step, one for each type of layer in `mask_of`.
+
+        If attention is split and hides no cached key, only the step's own keys are covered.
+        """
+        found = cache.hidden(ancestors, positions, self.kinds, self.splits_attention)
         if self.mask_of is None:
             return mask(found[next(v for v in self.layers if v is not None)], dtype, device)
         return {name: mask(found[visibility], dtype, device) for name, visibility in self.mask_of.items()}

@@ -19,8 +19,9 @@ again, ahead of the next step.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,12 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lookahead.cpu import decoder
-from lookahead.step import Step, to_device
+from lookahead.step import Step, Visibility, hidden, to_device
 
 FIRST_CAPACITY = 256  # columns
+# Of all layers at once, by `map`: a function for each layer and step would take longer than what it does.
+_IS_INITIALIZED, _KEYS, _VALUES = attrgetter("is_initialized"), attrgetter("_keys"), attrgetter("_values")
+_COLUMNS = attrgetter("columns", "computed", "_room")
 
 
 class InPlaceLayer(CacheLayerMixin):
@@ -38,6 +42,8 @@ class InPlaceLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    hides_unused = False
+    """Whether columns that are not in use take part in attention, hidden, so that they must be finite."""
     _keys: torch.Tensor
     _values: torch.Tensor
 
@@ -112,9 +118,13 @@ class InPlaceLayer(CacheLayerMixin):
         """All columns of keys and of values, [batch, heads, capacity, head_dim] each, in use or not."""
         return self._keys, self._values
 
+    def lacks_room(self, new: int) -> bool:
+        """Whether `make_room` would change anything."""
+        return self.columns + new > self._room
+
     def make_room(self, new: int) -> None:
         """Make room for an update of ``new`` rows. This may change the columns that the update shows."""
-        if self.columns + new > self._room:
+        if self.lacks_room(new):
             all_columns = np.zeros(1, np.int64), np.array([self.columns])
             self._move(*all_columns, max(2 * self._room, self.columns + new))
 
@@ -147,10 +157,9 @@ class InPlaceLayer(CacheLayerMixin):
 
     def clear_unused(self) -> None:
         """In float16, a rejected guess may have overflowed. But hidden columns must be finite."""
-        if self.dtype == torch.float16:
-            for b in np.flatnonzero(self.gaps):
-                for buffer in (self._keys, self._values):
-                    buffer[b, :, self.columns - self.gaps[b] : self.columns] = 0
+        for b in np.flatnonzero(self.gaps):
+            for buffer in (self._keys, self._values):
+                buffer[b, :, self.columns - self.gaps[b] : self.columns] = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` positions: transformers passes a negative number."""
@@ -249,12 +258,14 @@ class SlidingLayer(InPlaceLayer):
     def _most_seen(self) -> int:
         return self.sliding_window - 1
 
-    def make_room(self, new: int) -> None:
-        capacity = self._room
+    def lacks_room(self, new: int) -> bool:
         wanted = 2 * (self.sliding_window + new)
         # The buffers are too small, or too large since a long prompt.
-        if self.columns + new > capacity or capacity > 2 * max(wanted, FIRST_CAPACITY):
-            held = self.held
+        return self.columns + new > self._room or self._room > 2 * max(wanted, FIRST_CAPACITY)
+
+    def make_room(self, new: int) -> None:
+        if self.lacks_room(new):
+            wanted, held = 2 * (self.sliding_window + new), self.held
             seen = np.minimum(held, self._most_seen())
             self._move(held - seen, held, max(wanted, int(seen.max()) + new, FIRST_CAPACITY))
             self.starts = self.starts + held - seen
@@ -280,6 +291,11 @@ class LookaheadCache(Cache):
         self.replay: list[int] = []
         """The last accepted tokens, if the layers do not hold them. The next pass computes them again."""
         self._in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
+        alike: dict[tuple, list[int]] = {}
+        for index, layer in enumerate(layers):
+            if isinstance(layer, InPlaceLayer):
+                alike.setdefault((type(layer), getattr(layer, "sliding_window", None)), []).append(index)
+        self._kinds = list(alike.values())  # indices of layers that usually have the same columns
         self._with_state = [x for x in layers if not isinstance(x, InPlaceLayer) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []
 
@@ -288,13 +304,58 @@ class LookaheadCache(Cache):
 
         computed: rows of the same step that earlier passes have computed. If any, the layers must hold all positions.
         """
-        for layer in self._in_place:
-            if layer.is_initialized:
+        for kind in self._kinds:
+            layers: list[Any] = list(filter(_IS_INITIALIZED, map(self.layers.__getitem__, kind)))
+            for layer in layers:
                 if computed:
                     layer.columns = layer.base + computed
                 layer.computed = computed
-                layer.make_room(new)
-        self._before = [_copy_of_state(vars(layer)) for layer in self._with_state]
+            if layers and (not _are_alike(layers) or layers[0].lacks_room(new)):
+                for layer in layers:
+                    layer.make_room(new)
+        self._before = [_copy_of_state(vars(layer)) for layer in self._with_state] if self._with_state else []
+
+    def extend(self, new: int) -> list[tuple[list[int], int, int]]:
+        """Append ``new`` rows to all layers, after `begin` and for one sequence. The caller writes them.
+
+        Returns, for each kind of layer, the indices of its layers, and what `InPlaceLayer.extend` returns of them.
+        Every layer must be in place and initialized.
+        """
+        extended: list[tuple[list[int], int, int]] = []
+        for kind in self._kinds:
+            layers: list[Any] = list(map(self.layers.__getitem__, kind))
+            if not _are_alike(layers) or layers[0].lacks_room(new):
+                extended += [([index], *layer.extend(new)) for index, layer in zip(kind, layers, strict=True)]
+                continue
+            extended.append((kind, *layers[0].extend(new)))
+            for layer in layers[1:]:
+                layer.base, layer.columns = layers[0].base, layers[0].columns
+        return extended
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the keys of all layers, then their values, all columns. Every layer must be in place."""
+        return [*map(_KEYS, self.layers), *map(_VALUES, self.layers)]
+
+    def hidden(
+        self, ancestors: np.ndarray, positions: np.ndarray, kinds: Mapping[Visibility, Sequence[int]], of_step: bool
+    ) -> dict[Visibility, np.ndarray]:
+        """Return which keys each row of a step must not see (`step.hidden`), for each kind of layer, by its indices.
+
+        of_step: where no cached key is hidden, only the step's own keys are covered.
+        """
+        last = max(self.lengths) + positions.shape[1]
+        found: dict[Visibility, np.ndarray] = {}
+        for visibility, indices in kinds.items():
+            layer = self.layers[indices[0]]
+            if isinstance(layer, InPlaceLayer):
+                if of_step and visibility.is_full and not any(layer.gaps.tolist()):
+                    cached = np.empty((1, 0), np.int64)
+                else:
+                    cached = layer.positions_shown()
+                    if of_step and not visibility.hides_any(cached, last):
+                        cached = cached[:, :0]
+                found[visibility] = hidden(ancestors, positions, cached, visibility)
+        return found
 
     def commit(self, steps: list[Step], paths: list[list[int]]) -> None:
         """Keep rows ``paths[b]`` of the last pass's ``steps[b]``: ascending indices, beginning with the root's 0."""
@@ -307,7 +368,7 @@ class LookaheadCache(Cache):
                 self._restore_states()
                 paths, replay = [[]], self.replay + step.ids[path].tolist()
         # Layers that are not initialized use another layer's keys and values.
-        keep([layer for layer in self._in_place if layer.is_initialized], paths)
+        keep(list(filter(_IS_INITIALIZED, self._in_place)), paths)
         self.lengths, self.replay, self._before = lengths, replay, []
 
     def _restore_states(self) -> None:
@@ -390,7 +451,13 @@ def keep(layers: list[InPlaceLayer], paths: list[list[int]]) -> None:
         if moves is not None:
             _move(group, moves)
         for layer in group:
-            layer.clear_unused()
+            if layer.hides_unused or layer.dtype == torch.float16:
+                layer.clear_unused()
+
+
+def _are_alike(layers: list[InPlaceLayer]) -> bool:
+    """Whether these layers, of one kind and one sequence, have the same columns."""
+    return len(set(map(_COLUMNS, layers))) == 1
 
 
 def _moves(base: int, gaps: np.ndarray, paths: list[list[int]]) -> tuple[np.ndarray | None, int, np.ndarray]:

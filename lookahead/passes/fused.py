@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.compat import int8_weight, tensors_of, versions_of
+from lookahead.compat import VERSION, int8_weight, tensors_of
 from lookahead.cpu import decoder, native
 from lookahead.cpu.products import Linear, is_plain_of
 from lookahead.models.adapter import ModelAdapter, context_length
@@ -26,6 +27,8 @@ MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
 MOST_READ = 64 if native.CAPABILITY.startswith("AVX512") else 32
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the weights, unless it is asked for
+
+_ADDRESS, _IS_INITIALIZED = torch.Tensor.data_ptr, operator.attrgetter("is_initialized")
 
 _known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionary()  # for `decoder.smallest`
 
@@ -52,10 +55,9 @@ class Watch:
         return not all(map(operator.is_, now, self._tensors)) or self._looked_at() != self._before
 
     def _looked_at(self) -> tuple[list, ...]:
-        of_each = (
-            list(map(of, self._in_memory)) for of in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
-        )
-        return *of_each, versions_of(self._counted)
+        memory, tensor = self._in_memory, torch.Tensor
+        shapes = list(map(tensor.size, memory)), list(map(tensor.stride, memory))
+        return list(map(tensor.data_ptr, memory)), *shapes, list(map(VERSION, self._counted))
 
 
 class FusedRunner(EagerRunner):
@@ -82,6 +84,8 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError("it does not take our attention or our kernels")
         if adapter.foreign:
             raise UnknownDecoderError(adapter.foreign[0])
+        if None in adapter.layers:
+            raise UnknownDecoderError("a layer of it caches no keys of its own")
         found = self._look()
         if windows_of(model) != [visibility and visibility.window for visibility in adapter.layers]:
             raise UnknownDecoderError("its cache keeps other positions than its masks show")
@@ -102,9 +106,7 @@ class FusedRunner(EagerRunner):
         self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
-        # The keys and values of each layer, by its index; their addresses; the bytes of a column; and the numbers from
-        # head to head.
-        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor, int, int, int, int]] = {}
+        self._buffers: _Buffers | None = None
 
     def _look(self) -> decoder.Decoder:
         """Read the model, and watch it from now on."""
@@ -144,7 +146,7 @@ class FusedRunner(EagerRunner):
         if torch.is_autocast_enabled("cpu"):
             return False
         if self._program is not None and (self._watch.has_changed() or self._program.is_stale()):
-            self._program, self._buffers, self._serves = None, {}, range(0)
+            self._program, self._buffers, self._serves = None, None, range(0)
             with suppress(UnknownDecoderError):
                 self._program = decoder.Program(self._look())
         tokens, layers = ids.tolist(), cast(list[Any], cache.layers)
@@ -153,22 +155,17 @@ class FusedRunner(EagerRunner):
             and len(layers) == len(self._program.decoder.layers)
             and min(tokens) >= 0
             and max(tokens) < len(self._program.decoder.embedding)
-            and all(not layer.is_initialized or self._fits(self._program, i, layer) for i, layer in enumerate(layers))
+            and (not any(map(_IS_INITIALIZED, layers)) or self._finds(self._program, cache))
         )
 
-    def _fits(self, program: decoder.Program, index: int, layer: Any) -> bool:
-        """Whether a pass can read and write the buffers of a layer of the cache, and find their addresses."""
-        keys, values = layer.buffers
-        held = self._buffers.get(index)
-        if held is None or held[0] is not keys or held[1] is not values:
-            heads, size, dtype = program.key_heads, program.head_dim, program.decoder.embedding.dtype
-            for buffer in (keys, values):
-                fits = buffer.shape == (1, heads, keys.shape[2], size) and is_plain_of(buffer, dtype)
-                if not fits or buffer.shape[2] < layer.columns:
-                    return False
-            column = size * keys.element_size()
-            held = self._buffers[index] = keys, values, keys.data_ptr(), values.data_ptr(), column, keys.stride(1)
-        return held[2] == keys.data_ptr() and held[3] == values.data_ptr()
+    def _finds(self, program: decoder.Program, cache: LookaheadCache) -> bool:
+        """Whether a pass can read and write the buffers of a cache, all initialized. If so, `_buffers` are these."""
+        tensors = cache.buffers()
+        if self._buffers is None or not all(map(operator.is_, tensors, self._buffers.tensors)):
+            if not all(map(partial(_fits, program), cache.layers)):
+                return False
+            self._buffers = _Buffers(tensors)
+        return list(map(_ADDRESS, tensors)) == self._buffers.addresses
 
     def _compute(
         self,
@@ -188,15 +185,16 @@ class FusedRunner(EagerRunner):
         ids, positions, ancestors = pad([step], cache.lengths, last)
         rows, rotary = ids.shape[1], self._rotary_of(max(positions[0].tolist()), program)
         cache.begin(rows, step.computed)
-        hidden = self.adapter.hidden(ancestors, positions, cache)
-        extended = [self._extended(program, index, layer, rows) for index, layer in enumerate(cache.layers)]
+        kinds = self.adapter.kinds
+        hidden = cache.hidden(ancestors, positions, kinds, of_step=True)
+        caches, held = self._extend(program, cache, rows)
         logits, outputs, has_nan, likeliest = program.run(
             ids[0],
             positions[0],
             rotary,
-            [(keys, values, stride) for keys, values, stride, _ in extended],
-            [held for *_, held in extended],
-            [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in self.adapter.kinds.items()],
+            caches,
+            held,
+            [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in kinds.items()],
             self._requested,
             shown,
             (0 if shown else 1 + step.guesses - step.computed, *self.likeliest),
@@ -229,16 +227,52 @@ class FusedRunner(EagerRunner):
             self._rotary, self._rotary_watch = tables, Watch([rotary])  # longrope has replaced a buffer
         return self._rotary
 
-    def _extended(self, program: decoder.Program, index: int, layer: Any, rows: int) -> tuple[int, int, int, int]:
-        """Append rows to the `InPlaceLayer` of this index. Return its part of `caches` and `held` in `Program.run`."""
-        if not layer.is_initialized:
+    def _extend(
+        self, program: decoder.Program, cache: LookaheadCache, rows: int
+    ) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """Append rows to all layers of a cache. Return `caches` and `held` of `Program.run`."""
+        layers = cast(list[Any], cache.layers)
+        if not layers[0].is_initialized:
             empty = program.decoder.embedding.new_empty(1, program.key_heads, 0, program.head_dim)
-            layer.lazy_initialization(empty, empty)
-        first, seen = layer.extend(rows)
-        if not self._fits(program, index, layer):
-            raise RuntimeError(f"the buffers of layer {index} of the cache have changed while a pass began")
-        _, _, of_keys, of_values, column, stride = self._buffers[index]
-        return of_keys + first * column, of_values + first * column, stride, seen
+            for layer in layers:
+                layer.lazy_initialization(empty, empty)
+        caches, held = [(0, 0, 0)] * len(layers), [0] * len(layers)
+        places = cache.extend(rows)
+        if not self._finds(program, cache):
+            raise RuntimeError("the buffers of the cache have changed while a pass began")
+        buffers = self._buffers
+        assert buffers is not None
+        for indices, first, seen in places:
+            begin = first * buffers.column
+            for i in indices:
+                held[i] = seen
+                keys, values = buffers.addresses[i], buffers.addresses[i + len(layers)]
+                caches[i] = keys + begin, values + begin, buffers.strides[i]
+        return caches, held
+
+
+class _Buffers:
+    """Where the keys and values of all layers are. The tensors are held, so that their addresses stay theirs."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        """tensors: `LookaheadCache.buffers`."""
+        self.tensors = tensors
+        self.addresses = list(map(_ADDRESS, tensors))
+        self.strides = [tensor.stride(1) for tensor in tensors]
+        """Numbers from head to head."""
+        self.column = tensors[0].shape[3] * tensors[0].element_size()
+        """Bytes of a column of one head."""
+
+
+def _fits(program: decoder.Program, layer: Any) -> bool:
+    """Whether C++ can read and write the buffers of a layer of the cache."""
+    if not layer.is_initialized:
+        return False
+    keys, values = layer.buffers
+    shape = 1, program.key_heads, keys.shape[2], program.head_dim
+    dtype = program.decoder.embedding.dtype
+    fits = all(buffer.shape == shape and is_plain_of(buffer, dtype) for buffer in (keys, values))
+    return fits and keys.shape[2] >= layer.columns
 
 
 def copied_bytes(model: PreTrainedModel) -> int:

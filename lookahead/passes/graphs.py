@@ -344,7 +344,7 @@ class StaticCache(LookaheadCache):
 
     def __init__(self, buffers: "_Buffers", layers: int, lengths: list[int]):
         super().__init__([_Part(buffers, index) for index in range(layers)], list(lengths))
-        self._buffers, self._in_place, self._with_state = buffers, [buffers], []
+        self._buffers, self._in_place, self._with_state = buffers, [buffers], []  # one layer, in the place of all
 
     def sequence(self, b: int) -> LookaheadCache:
         """Return a copy in layers of its own, because the buffers stay with the model."""
@@ -360,6 +360,8 @@ class _Buffers(InPlaceLayer):
     Columns behind those in use are hidden, not cut off. They take part in sums with weight 0, so they must be finite:
     `commit` fills them with zeros.
     """
+
+    hides_unused = True
 
     def __init__(self) -> None:
         super().__init__(FIRST_CAPACITY)
