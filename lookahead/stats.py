@@ -1,33 +1,17 @@
 """Counts and times of a call, or of all calls of a wrap."""
 
 import html
-import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from lookahead.step import Step
-from ngram_pool import GuessTree, Source
+from ngram_pool import Source
 
 DECILES = 10
 FIXED_BUDGETS = (0, 1, 2, 4, 8, 16, 32, 64)  # a chosen budget is compared with these
 STAGES = ("guess", "forward", "verify", "commit", "learn")
-
-
-class Timer:
-    """Adds the time of a block to a counter. `contextlib` would take longer than some blocks."""
-
-    def __init__(self, seconds: Counter, name: str):
-        self._seconds, self._name = seconds, name
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *raised: object) -> None:
-        self._seconds[self._name] += time.perf_counter() - self._began  # type: ignore[assignment]  # of seconds
 
 
 @dataclass
@@ -158,29 +142,6 @@ class Stats:
         """Share of the steps' time spent outside the model's passes."""
         total = self.seconds.total()
         return 1 - self.seconds["forward"] / total if total else 0.0
-
-    def time(self, stage: str) -> "Timer":
-        """Add the time of a block to ``seconds``."""
-        return Timer(self.seconds, stage)
-
-    def count(self, step: Step, tree: GuessTree, path: list[int], names: Sequence[str]) -> None:
-        """Count a step of one sequence. path: its accepted rows from 0, the root's, on; each emitted a token.
-
-        names: the names to count accepted guesses under, by their number in ``tree.sources``.
-        """
-        self.sequence_steps += 1
-        self.tokens += len(path)
-        self.guesses += step.guesses
-        self.window_tokens += len(step) - 1 - step.guesses
-        self.accepted_per_step[len(path) - 1] += 1
-        chances = tree.probabilities.tolist()
-        deciles = [min(int(chance * DECILES), DECILES - 1) for chance in chances]
-        for chance, decile in zip(chances, deciles, strict=True):  # there are few, and numpy would find cold caches
-            self.deciles[decile, 0] += 1
-            self.deciles[decile, 1] += chance
-        for row in path[1:]:
-            self.accepted[names[tree.sources[row - 1]]] += 1
-            self.deciles[deciles[row - 1], 2] += 1
 
     def source(self, name: str) -> SourceStats:
         """Return the statistics of the source of this name, to count in."""

@@ -14,7 +14,7 @@ _locks: WeakSet["Lock"] = WeakSet()
 _held: list["Lock"] = []  # the locks that the current fork has taken
 
 
-class Lock:
+class Lock(type(threading.RLock())):  # type: ignore[misc]  # a class of C, so that taking it runs no Python
     """A lock for objects that are copied and pickled: each copy gets a lock of its own.
 
     A thread that holds one must not wait for another: two forks could then block each other.
@@ -22,14 +22,7 @@ class Lock:
 
     def __init__(self) -> None:
         with _forking:
-            self._lock = threading.RLock()
             _locks.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
 
     def __reduce__(self) -> tuple:
         return Lock, ()
@@ -39,13 +32,13 @@ def _before() -> None:
     _forking.acquire()
     _held.extend(_locks)
     for lock in _held:
-        lock._lock.acquire()
+        lock.acquire()
 
 
 def _after_in_parent() -> None:
     for lock in _held:
         with suppress(RuntimeError):  # an interrupt came before this lock was taken
-            lock._lock.release()
+            lock.release()
     _held.clear()
     _forking.release()
 
@@ -53,7 +46,7 @@ def _after_in_parent() -> None:
 def _after_in_child() -> None:
     global _forking
     for lock in _held:
-        lock._lock = threading.RLock()
+        lock._at_fork_reinit()  # as Python does it for its own locks
     _held.clear()
     _forking = threading.RLock()
 

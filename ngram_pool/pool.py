@@ -135,8 +135,8 @@ class NgramPool:
         Rows of the true text `calibrate` before all is learned. Errors as for `learn_next`.
         """
         recent = text[-LONGEST:]
-        line, guesses, parents = _whole([*recent, *emitted]), _whole(guesses), _whole(parents)
-        tokens, probabilities = _whole(tokens), _for_loops(np.asarray(probabilities), np.float64)
+        line, guesses, parents, tokens = _whole([*recent, *emitted], guesses, parents, tokens)
+        probabilities = _for_loops(np.asarray(probabilities), np.float64)
         n = len(guesses)
         if parents.shape != (n,) or tokens.ndim != 2 or len(tokens) != 1 + n or tokens.shape != probabilities.shape:
             raise ValueError(
@@ -368,17 +368,20 @@ def contexts_of(text: Ints, count: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[len(text) + 1 - count :]
 
 
-def _whole(numbers: ArrayLike) -> np.ndarray:
+def _whole(*arrays: ArrayLike) -> list[np.ndarray]:
     """Return whole numbers as the compiled loops take them. Those that do not fit become negative."""
-    numbers = np.asarray(numbers)
-    if numbers.size and numbers.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be whole numbers in 0..2**31-1, not of dtype {numbers.dtype}")
-    return _for_loops(numbers, np.int64)
+    found = []
+    for array in map(np.asarray, arrays):
+        if array.size and array.dtype.kind not in "iu":
+            raise ValueError(f"token ids must be whole numbers in 0..2**31-1, not of dtype {array.dtype}")
+        is_ready = array.dtype == np.int64 and array.flags.carray
+        found.append(array if is_ready else _for_loops(array, np.int64))
+    return found
 
 
 def _ids(tokens: ArrayLike) -> np.ndarray:
     tokens = np.asarray(tokens)
-    ids = _whole(tokens)
+    (ids,) = _whole(tokens)
     if not kernels.are_ids(ids.ravel()):
         raise ValueError(f"token ids must lie in 0..2**31-1, not {tokens.min()}..{tokens.max()}")
     return ids

@@ -107,7 +107,7 @@ class GuessTree:
     @cached_property
     def ranking(self) -> list[int]:
         """The nodes' indices, likeliest first; of equally likely nodes, the earlier comes first."""
-        return sorted(range(len(self)), key=self.probabilities.tolist().__getitem__, reverse=True)
+        return sorted(range(len(self.tokens)), key=self.probabilities.tolist().__getitem__, reverse=True)
 
     @cached_property
     def ranked(self) -> list[float]:
@@ -117,7 +117,7 @@ class GuessTree:
 
     def likeliest(self, count: int) -> "GuessTree":
         """Return the tree of the ``count`` likeliest nodes, in their present order."""
-        if count >= len(self):
+        if count >= len(self.tokens):
             return self
         if count <= 0:
             return GuessTree.empty()
@@ -145,8 +145,8 @@ class GuessTree:
     def part(self, kept: Ints) -> "GuessTree":
         """Return the tree of the nodes ``kept``, ascending, each node's parent among them."""
         nodes = np.asarray(kept, np.int64)
-        places = {-1: -1} | {node: place for place, node in enumerate(nodes.tolist())}
-        parents = np.array([places[parent] for parent in self.parents[nodes].tolist()], np.int64)
+        places = {-1: -1} | dict(zip(nodes.tolist(), range(len(nodes)), strict=True))
+        parents = np.array(list(map(places.__getitem__, self.parents[nodes].tolist())), np.int64)
         chances = self.probabilities[nodes]
         return GuessTree.trusted(self.tokens[nodes], parents, self.depths[nodes], chances, self.sources[nodes])
 

@@ -33,10 +33,10 @@ from ngram_pool import kernels
 
 ROOT = Path(lookahead.__file__).parents[1]
 OURS = tuple(f"{ROOT / package}/" for package in ("lookahead", "ngram_pool"))
-STEP = "lookahead/engine/loop.py", "_step"  # the function that each step begins with
+STEP = "lookahead/engine/call.py", "_step"  # the function that each step begins with
 LAYERS, VOCABULARY, NEW_TOKENS = 30, 97, 96
 PROMPT = [5, 7, 11, 13, 17, 19, 23, 29] * 3
-COMPILED = {loop.py_func.__code__ for loop in vars(kernels).values() if hasattr(loop, "py_func")}
+COMPILED = {(kernels.__file__, name) for name, loop in vars(kernels).items() if hasattr(loop, "py_func")}
 
 
 @dataclass
@@ -89,7 +89,7 @@ def calls_in(run: Callable[[], object]) -> list[CodeType]:
 
     def see(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(OURS) and code not in COMPILED:
+        if event == "call" and code.co_filename.startswith(OURS) and (code.co_filename, code.co_name) not in COMPILED:
             calls.append(code)
 
     before = sys.getprofile()
@@ -161,7 +161,7 @@ def count(model: PreTrainedModel) -> Counts:
         raise RuntimeError(f"passes are {engine.passes}, not fused:\n{engine.report()}")
     known = engine.pace.costs  # those of a larger model, so that guesses pay on any machine
     known.seconds, known.per_position = np.linspace(1e-2, 2e-2, len(costs.RUNGS)), np.zeros(2)
-    known.overhead, known.overhead_per_row = 1e-3, 0.0
+    known.overhead, known.overhead_per_row, known.prices = 1e-3, 0.0, None
     engine.pace = Pace(known)
     steps = steps_in(calls_in(lambda: generate(NEW_TOKENS)))
     accepted = engine.last.accepted.total() / engine.last.steps

@@ -11,7 +11,7 @@ import architectures
 import pytest
 from click.testing import CliRunner
 
-from lookahead.engine.verify import NextTokenRule
+from lookahead.engine.sampling import NextTokenRule
 
 PARTS = 24  # days until all families had their turn
 

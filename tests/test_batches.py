@@ -12,7 +12,7 @@ from zoo import END, tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cpu import choice
-from lookahead.engine import loop
+from lookahead.engine import call
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.passes.capabilities import can_batch, find_adapter
 
@@ -239,7 +239,7 @@ def test_batches_sample_the_exact_distribution(small_vocabulary):
 
 def test_the_distribution_test_sees_a_biased_rule(small_vocabulary, monkeypatch):
     """The usual mistake: after a rejection, the token is drawn from the whole distribution again."""
-    walk, emit = loop.walk, NextTokenRule.emit
+    walk, emit = call.walk, NextTokenRule.emit
 
     def noting_guesses(steps, logits, rules, *likeliest):
         for rule, step in zip([rule for rule in rules if rule.live], steps, strict=True):
@@ -256,7 +256,7 @@ def test_the_distribution_test_sees_a_biased_rule(small_vocabulary, monkeypatch)
         vars(self).pop("guessed", None)
         return tokens
 
-    monkeypatch.setattr(loop, "walk", noting_guesses)
+    monkeypatch.setattr(call, "walk", noting_guesses)
     monkeypatch.setattr(NextTokenRule, "emit", drawing_twice)
     monkeypatch.setattr(choice, "can_draw", lambda: False)  # known draws would leave little to reject
     model, probabilities = small_vocabulary

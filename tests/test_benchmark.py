@@ -181,12 +181,12 @@ def test_a_busy_machine_has_no_ratios(model, prompts, tmp_path, machine):
 
 def test_differences_are_found(prompts, tmp_path, monkeypatch):
     """A decoder that writes one wrong token is reported as different, with the margin at that place."""
-    original = NextTokenRule.emit_token
+    original = NextTokenRule.take
 
-    def emit_token(self, token):
-        return original(self, token + 1 if self.ids.shape[1] == 30 else token)
+    def take(self, token):
+        original(self, token + 1 if self.ids.shape[1] == 30 else token)
 
-    monkeypatch.setattr(NextTokenRule, "emit_token", emit_token)
+    monkeypatch.setattr(NextTokenRule, "take", take)
     out = tmp_path / "run"
     result = run("--prompts", prompts, "--methods", "auto", "--max-new-tokens", 24, "--repeats", 1, "--out", out)
     assert result.exit_code == 0, result.output

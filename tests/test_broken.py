@@ -12,7 +12,7 @@ import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.cpu import tree_attention
 from lookahead.cpu.decoder import Program
-from lookahead.engine import loop, verify
+from lookahead.engine import call
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.models import attention, cache
 from lookahead.models.cache import LookaheadCache, SlidingLayer
@@ -207,17 +207,17 @@ def nothing_computed_again(monkeypatch):
 
 
 def first_guess_always_accepted(monkeypatch):
-    original = verify.walk
+    original = call.walk
 
-    def walk(steps, logits, rules, *likeliest):
-        paths, tokens = original(steps, logits, rules, *likeliest)
+    def walk(steps, logits, rules, *argmax):
+        paths, tokens = original(steps, logits, rules, *argmax)
         if len(paths[0]) == 1 and steps[0].guesses and rules[0].live:
             paths[0].append(1)
             tokens[0].append(int(steps[0].ids[1]))
             rules[0].ids = torch.cat([rules[0].ids, torch.tensor([[tokens[0][-1]]])], dim=1)
         return paths, tokens
 
-    monkeypatch.setattr(loop, "walk", walk)
+    monkeypatch.setattr(call, "walk", walk)
 
 
 def one_draw_too_many(monkeypatch):

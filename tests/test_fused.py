@@ -580,18 +580,18 @@ def test_a_pass_finds_the_likeliest_tokens(vocabulary, rows, count, temperature,
     torch.set_num_threads(threads)
     try:
         runner = FusedRunner(model, adapter, packs=packs)
-        runner.likeliest = count, temperature
         cache = runner.adapter.make_cache()
         with torch.no_grad():
             runner.read(torch.from_numpy(rng.integers(0, vocabulary, (1, 7))), cache)
             step = lay_out(1, random_tree(rng, rows, vocabulary))
-            output = runner.run([step], cache)
+            output = runner.run([step], cache, likeliest=(count, temperature))
             tokens, probabilities = output.likeliest
             expected, chances = fast.likeliest(output.logits, temperature, min(count, vocabulary))
             assert (tokens == expected).all()
             np.testing.assert_allclose(probabilities, chances, rtol=1e-5, atol=1e-12)
             assert (tokens[..., 0] == output.logits.float().argmax(-1).numpy()).all()
-            assert output.known_nan is False
+            assert output.argmax == tokens[..., 0].tolist()
+            assert output.has_nan is False
     finally:
         torch.set_num_threads(before)
 
@@ -602,16 +602,19 @@ def test_a_row_that_is_nan_is_told(dtype):
     model = tiny_model("llama", **SIZES).to(dtype)
     runner = FusedRunner(model, capabilities.find_adapter(model))
     model.model.embed_tokens.weight.data[7] = torch.nan
-    runner.likeliest = 3, 1.0
+    wanted = {"likeliest": (3, 1.0)}
     cache = runner.adapter.make_cache()
     with torch.no_grad():
         runner.read(torch.tensor([[5, 6]]), cache)
-        sound = runner.run([lay_out(5, GuessTree.of([6, 8], [-1, 0]))], cache)
-        spoiled = runner.run([lay_out(5, GuessTree.of([7, 8], [-1, -1]))], cache)
-    assert (sound.known_nan, sound.has_nan, sound.logits.isnan().any().item()) == (False, False, False)
-    assert (spoiled.known_nan, spoiled.has_nan, spoiled.logits.isnan().any().item()) == (True, True, True)
+        sound = runner.run([lay_out(5, GuessTree.of([6, 8], [-1, 0]))], cache, **wanted)
+        spoiled = runner.run([lay_out(5, GuessTree.of([7, 8], [-1, -1]))], cache, **wanted)
+    assert (sound.has_nan, sound.logits.isnan().any().item()) == (False, False)
+    assert (spoiled.has_nan, spoiled.logits.isnan().any().item()) == (True, True)
     _tokens, probabilities = spoiled.likeliest
-    assert (probabilities[spoiled.logits.isnan().any(-1).numpy()] == 0).all()
+    is_nan = spoiled.logits.isnan().any(-1).numpy()
+    assert (probabilities[is_nan] == 0).all()
+    assert ((np.array(spoiled.argmax) == -1) == is_nan).all()
+    assert -1 not in sound.argmax[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

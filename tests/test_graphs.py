@@ -22,7 +22,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.engine import loop
+from lookahead.engine import call
 from lookahead.engine.engine import Lookahead
 from lookahead.models.cache import InPlaceLayer
 from lookahead.passes import graphs
@@ -275,7 +275,7 @@ def test_prompts_cache_is_given_back_early():
     """It would be a second copy of what the buffers hold."""
     model = tiny_model("llama")
     step_graphs, dead = StepGraphs(model, None), []
-    original = loop.prefill
+    original = call.prefill
 
     def watched(*args):
         cache, logits = original(*args)
@@ -290,7 +290,7 @@ def test_prompts_cache_is_given_back_early():
 
     alive: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "prefill", watched)
+        patch.setattr(call, "prefill", watched)
         lookahead.wrap(model, FIXED)
         with serving(step_graphs):
             model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, logits_processor=LogitsProcessorList([Look()]))

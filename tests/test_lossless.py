@@ -14,7 +14,7 @@ from zoo import CHAIN_ONLY, END, SETTINGS, VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
-from lookahead.engine import loop
+from lookahead.engine import call
 
 
 def random_prompt(rng: random.Random, longest: int = 40) -> torch.Tensor:
@@ -289,7 +289,7 @@ def test_what_a_state_makes_be_computed_again_is_bounded():
     torch.manual_seed(0)
     options = {"max_new_tokens": 100, "min_new_tokens": 100, "do_sample": True, "temperature": 1.5}
     model.generate(random_prompt(random.Random(9)), **options)
-    assert max(widths[1:]) <= (1 + 4) + loop.MAX_REPLAYED + (1 + 4)
+    assert max(widths[1:]) <= (1 + 4) + call.MAX_REPLAYED + (1 + 4)
     assert sum(widths[1:]) > 100 + 4 * len(widths) / 2, "nothing was computed again, so nothing was tested"
 
 

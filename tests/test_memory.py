@@ -193,11 +193,10 @@ def test_needs_are_bounded_where_they_are_made(needs):
 def test_a_pass_finds_no_more_tokens_than_there_is_room_for(count, dtype):
     model = tiny_model("llama", vocab_size=6000, **SIZES).to(dtype)
     runner = FusedRunner(model, find_adapter(model))
-    runner.likeliest = count, 1.0
     with torch.no_grad():
         cache = runner.adapter.make_cache()
         runner.read(IDS, cache)
-        output = runner.run([lay_out(5, GuessTree.of([6, 7], [-1, 0]))], cache)
+        output = runner.run([lay_out(5, GuessTree.of([6, 7], [-1, 0]))], cache, likeliest=(count, 1.0))
     assert (output.likeliest is None) == (not 0 < count <= likeliest.MAX_COUNT)
     if output.likeliest is not None:
         assert output.likeliest[0].shape == (1, 3, count)

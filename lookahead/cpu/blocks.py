@@ -26,7 +26,7 @@ _CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 3]
 _changed = cache(partial(native.kernels, "blocks", "changed", native.FLOATS, _CHANGED, ctypes.c_bool))
 TOGETHER = 16 if native.HAS_TILES else 1  # Indexed::TOGETHER in weights.h, and Indexed::BLOCK:
 INDEXED = 64 if native.CAPABILITY.startswith("AVX512") else 32
-ALL = -1  # a turn in which `have_changed` looks at everything
+ALL = -1  # a turn in which a `comparison` looks at everything
 
 
 def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexes: bool = True) -> Linear:
@@ -41,7 +41,8 @@ def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, in
     weight, scales = linear.weight, linear.scales
     if known is not None and _may_hold(known, linear, dtype, indexes):
         same = _made_of(linear, *known[:2], known.offsets)
-        if not have_changed(copies_of([same]), dtype, ALL):
+        copies = copies_of([same])
+        if not comparison(copies, dtype)(ALL, torch.get_num_threads()):
             return same
     ways: list[Callable[[], Linear | None]] = []
     if scales is None and weight.dtype == torch.float32 and _of_codes():
@@ -61,18 +62,19 @@ def can_index(dtype: torch.dtype) -> bool:
 
 
 def copies_of(linears: Iterable[Linear]) -> np.ndarray:
-    """Return those of these layers that `smallest` has made, as `have_changed` takes them: int64 [copies, 8].
+    """Return those of these layers that `smallest` has made, as a `comparison` takes them: int64 [copies, 8].
 
     It holds their addresses: the layers, with their `origin`, must outlive it.
     """
     return np.array([_copy(linear) for linear in linears if linear.origin is not None], np.int64).reshape(-1, 8)
 
 
-def have_changed(copies: np.ndarray, dtype: torch.dtype, turn: int) -> bool:
-    """Whether copies no longer hold what they were made of: in one block of each, another in each turn, or ALL."""
-    if not len(copies):
-        return False
-    return _changed()[dtype](copies.ctypes.data, len(copies), turn, torch.get_num_threads())
+def comparison(copies: np.ndarray, dtype: torch.dtype) -> Callable[[int, int], bool]:
+    """Return a function of a turn and the number of threads: whether copies no longer hold what they were made of.
+
+    It looks at one block of each, another in each turn, or at ALL. The array must outlive the function.
+    """
+    return partial(_changed()[dtype], copies.ctypes.data, len(copies))
 
 
 def _copy(found: Linear) -> tuple[int, ...]:

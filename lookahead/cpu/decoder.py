@@ -151,6 +151,15 @@ class _Pass(ctypes.Structure):
     )
 
 
+def tensors_of(decoder: Decoder) -> list[torch.Tensor]:
+    """All tensors that a decoder which no `smallest` has changed is made of."""
+    fields = [field for layer in decoder.layers for field in layer]
+    of_linears = [part for field in (*fields, decoder.head) if isinstance(field, Linear) for part in field[:4]]
+    others = [field for field in fields if not isinstance(field, Linear)]
+    found = (decoder.embedding, decoder.norm, *of_linears, *others)
+    return [tensor for tensor in found if tensor is not None]
+
+
 def _linears(decoder: Decoder) -> list[Linear]:
     return [decoder.head, *(linear for layer in decoder.layers for linear in layer[:7])]
 
@@ -215,9 +224,14 @@ class Program:
         self.decoder = decoder = replace(decoder, layers=layers, embedding=embedding, norm=norm, head=head)
         self.head_dim = decoder.head_dim
         self._copies, self._turn = blocks.copies_of(_linears(decoder)), 0
-        first = decoder.layers[0]
+        self._differ = blocks.comparison(self._copies, decoder.embedding.dtype) if len(self._copies) else None
+        self.layers, first = len(decoder.layers), decoder.layers[0]
         self.key_heads = first.k.outputs // decoder.head_dim
         self._heads = first.q.outputs // decoder.head_dim
+        self._outputs, self._intermediate = head.outputs, first.gate.outputs
+        # What `smallest` has made stays while the model's tensors are let go.
+        copied = [linear for linear in _linears(decoder) if linear.origin is not None]
+        self._made = [(linear.weight, linear.scales, linear.offsets) for linear in copied]
         self._room = np.empty(0, np.uint8)
         self._rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # in the table, as are the `caches` of `run`
         self._positions = 0  # of those
@@ -237,7 +251,7 @@ class Program:
             heads=self._heads,
             key_heads=self.key_heads,
             size=decoder.head_dim,
-            intermediate=first.gate.outputs,
+            intermediate=self._intermediate,
             norms_of_rows=first.q_norm is not None and len(first.q_norm) > decoder.head_dim,
             **{name: getattr(decoder, name) for name in _SETTINGS},
         )
@@ -283,19 +297,12 @@ class Program:
             raise ValueError(f"outputs={outputs}: the model has the outputs 0 to {len(table)}")
         threads = torch.get_num_threads()
         length = int(positions[0]) if length is None else length
-        layout = rows, threads, rows + computed, length.bit_length()
-        if layout not in self._layouts:
-            self._layouts[layout] = self._layout(*layout)
-        for_each, places, end = self._layouts[layout]
-        if self._room.nbytes < end:
-            self._room = np.empty(end + 64, np.uint8)
-        address = -(-self._room.ctypes.data // 64) * 64
-        parts = {name: address + place for name, place in places.items()}
+        for_each, parts = self._parts(rows, threads, rows + computed, length.bit_length())
         shown = rows if shown is None else shown
-        logits = decoder.embedding.new_empty(1, shown, decoder.head.outputs)
+        logits = decoder.embedding.new_empty(1, shown, self._outputs)
         kept = {i: decoder.embedding.new_empty(1, rows, decoder.embedding.shape[1]) for i in outputs}
         said, count, temperature = likeliest
-        count = min(count, decoder.head.outputs)
+        count = min(count, self._outputs)
         if not 0 < count <= MAX_COUNT or decoder.logits_divisor != 1:
             said = count = 0
         tokens, probabilities = np.empty((1, said, count), np.int64), np.empty((1, said, count), np.float32)
@@ -317,7 +324,7 @@ class Program:
         now.ids, now.positions, now.head[products.OUT] = ids.ctypes.data, positions.ctypes.data, logits.data_ptr()
         for name in _PARTS:
             setattr(now, name, parts[name])
-        now.first_hidden = products.pointer(kept.get(0))
+        now.first_hidden = kept[0].data_ptr() if 0 in kept else 0
         now.tokens, now.probabilities = tokens.ctypes.data, probabilities.ctypes.data
         now.length, now.keys_of_step, now.has_near = length, rows + computed, not is_prompt
         now.room_bytes, now.rows, now.shown, now.said, now.likeliest = for_each, rows, shown, said, count
@@ -327,13 +334,36 @@ class Program:
             logits = logits / decoder.logits_divisor
         return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
 
-    def is_stale(self) -> bool:
+    def _parts(self, *layout: int) -> tuple[int, dict[str, int]]:
+        """Make `_room` for a pass. Return the bytes that each thread needs for itself, and the addresses of parts.
+
+        layout: arguments of `_layout`.
+        """
+        if layout not in self._layouts:
+            self._layouts[layout] = self._layout(*layout)
+        for_each, places, end = self._layouts[layout]
+        if self._room.nbytes < end:
+            self._room = np.empty(end + 64, np.uint8)
+        address = -(-self._room.ctypes.data // 64) * 64
+        return for_each, {name: address + place for name, place in places.items()}
+
+    def let_go(self) -> None:
+        """Hold no tensor but the copies that `smallest` has made, until `resume`."""
+        nothing = self.decoder.embedding.new_empty(0)
+        self.decoder = replace(self.decoder, layers=(), embedding=nothing, norm=nothing, head=Linear(nothing))
+
+    def resume(self, embedding: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+        """Hold the model's tensors again, which are where they were."""
+        self.decoder, self._tensors = replace(self.decoder, embedding=embedding), tensors
+
+    def is_stale(self, turn: int | None = None) -> bool:
         """Whether a copy that `smallest` has made differs from the weights, in one block of each matrix.
 
         Each time, another block is looked at. So a change of most weights is seen at once, others are seen by chance.
+        turn: `blocks.ALL` looks at all of them.
         """
         self._turn += 1
-        return blocks.have_changed(self._copies, self.decoder.embedding.dtype, self._turn)
+        return self._differ is not None and self._differ(turn or self._turn, torch.get_num_threads())
 
     def can_turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Whether `run` takes these tables."""
@@ -361,7 +391,7 @@ class Program:
         """
         decoder, heads = self.decoder, self._heads
         itemsize, now = decoder.embedding.element_size(), self._pass
-        width, intermediate = decoder.embedding.shape[1], decoder.layers[0].gate.outputs
+        width, intermediate = decoder.embedding.shape[1], self._intermediate
         of_heads, of_keys = heads * decoder.head_dim, self.key_heads * decoder.head_dim
         now.rows, now.threads, now.keys_of_step, now.length = rows, threads, keys_of_step, 2**bits
         found = (ctypes.c_long * 3)()

@@ -193,7 +193,7 @@ def _same_input(module: nn.Module, kind: type[nn.Linear]) -> list[tuple[nn.Linea
 
 
 def are_installed(model: nn.Module) -> bool:
-    return any(type(module) is DecodingLinear for module in model.modules())
+    return DecodingLinear in map(type, model.modules())
 
 
 def remove(modules: Iterable[nn.Module]) -> None:

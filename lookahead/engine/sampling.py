@@ -1,7 +1,12 @@
-"""The next token, chosen as `generate` chooses it."""
+"""Verification: tokens are chosen as `generate` chooses them, and guess trees are walked as far as they have guessed.
+
+A guess is a point distribution. So to draw a token by the ordinary rule, and to look for it in the tree, accepts it
+with the same probability as rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, section 2.3).
+"""
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +22,7 @@ from transformers.generation import (
 
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
+from lookahead.step import Step
 from ngram_pool.forks import Lock
 
 KNOWN_DRAWS = 16  # how many tokens ahead draws are made
@@ -155,6 +161,8 @@ class NextTokenRule:
         ends = _ends(criteria)
         is_usual = len(ids) == 1 and not (settings.keep_scores or settings.keep_logits)
         self._usual = (warp, *ends) if is_usual and warp is not None and ends is not None else None
+        self.takes_argmax = self._usual is not None and not settings.do_sample
+        """Whether the next token is the one with the largest logit, and nobody else looks at the logits."""
 
     @property
     def ids(self) -> torch.Tensor:
@@ -181,7 +189,8 @@ class NextTokenRule:
         writes the first token whose logit is NaN.
         """
         if self._usual is not None and (token := self._choose(logits, row or 0, self._usual[0])) is not None:
-            return self.emit_token(token)
+            self.take(token)
+            return [token]
         if row is not None:
             logits = logits.flatten(0, -2)[row : row + 1]
         raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
@@ -220,13 +229,8 @@ class NextTokenRule:
             self._settings.streamer.put(torch.tensor(tokens))
         return emitted
 
-    @property
-    def takes_likeliest(self) -> bool:
-        """Whether the next token is the likeliest one, the first of equals, and nobody else looks at the logits."""
-        return self._usual is not None and not self._settings.do_sample
-
-    def emit_token(self, token: int) -> list[int]:
-        """Record and stream the next token of the only sequence, in the usual case."""
+    def take(self, token: int) -> None:
+        """Record and stream the next token of the only sequence, in the usual case, where it was chosen otherwise."""
         assert self._usual is not None
         _, max_length, ends = self._usual
         self._new.append(token)
@@ -234,7 +238,6 @@ class NextTokenRule:
             self.live = []
         if self._settings.streamer is not None:
             self._settings.streamer.put(torch.tensor([token]))
-        return [token]
 
     def _choose(self, logits: torch.Tensor, row: int, warp: Warp) -> int | None:
         """Choose the next token of a single sequence in one call; None if that is left to torch."""
@@ -251,6 +254,72 @@ class NextTokenRule:
             f"the scores of the token at position {self.ids.shape[1] - 1} are NaN, or all -inf: the model's weights or "
             "a logits processor are at fault, or the dtype is too narrow"
         )
+
+
+def walk(
+    steps: Sequence[Step],
+    logits: torch.Tensor,
+    rules: Sequence[NextTokenRule],
+    argmax: Sequence[Sequence[int]] | None = None,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Emit tokens as long as the trees have guessed them, and the first token of each sequence that was not guessed.
+
+    steps, logits: [live, T, vocabulary], of all live sequences, rule by rule.
+    argmax: `Output.argmax`. A rule that takes the largest logit then need not look at the logits.
+    Returns the path of each sequence (rows to commit, beginning with the root's 0), and its emitted tokens, one for
+    each row of the path.
+    """
+    paths: list[list[int]] = []
+    tokens: list[list[int]] = []
+    for rule in rules:
+        begin, count = len(paths), len(rule.live)
+        mine = steps[begin : begin + count]
+        if count == 1:
+            known = argmax[begin] if argmax is not None and rule.takes_argmax else ()
+            walked = _walk_one(rule, mine[0], logits, begin * logits.shape[1], known)
+        else:
+            walked = _walk_in_step(rule, mine, logits[begin : begin + count])
+        paths += walked[0]
+        tokens += walked[1]
+    return paths, tokens
+
+
+def _walk_one(
+    rule: NextTokenRule, step: Step, logits: torch.Tensor, first: int, argmax: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """`walk` for a rule of which one sequence is live. first: the root's row, counted over all dimensions but one."""
+    children, path, tokens = step.children(), [0], []
+    while True:
+        token = argmax[path[-1]] if argmax else -1
+        if token >= 0:
+            rule.take(token)
+        else:
+            (token,) = rule.emit(logits, first + path[-1])
+        tokens.append(token)
+        row = children.get((path[-1], token))
+        if row is None or not rule.live:
+            return [path], [tokens]
+        path.append(row)
+
+
+def _walk_in_step(
+    rule: NextTokenRule, steps: Sequence[Step], logits: torch.Tensor
+) -> tuple[list[list[int]], list[list[int]]]:
+    """`walk` for a rule whose sequences all go as far as each of them has guessed."""
+    children, index = [step.children() for step in steps], {sequence: i for i, sequence in enumerate(rule.live)}
+    paths: list[list[int]] = [[0] for _ in steps]
+    tokens: list[list[int]] = [[] for _ in steps]
+    while rule.live:
+        at = [index[sequence] for sequence in rule.live]
+        for i, token in zip(at, rule.emit(logits[at, [paths[i][-1] for i in at]]), strict=True):
+            tokens[i].append(token)
+        at = [index[sequence] for sequence in rule.live]
+        rows = [children[i].get((paths[i][-1], tokens[i][-1]), -1) for i in at]
+        if -1 in rows:
+            break
+        for i, row in zip(at, rows, strict=True):
+            paths[i].append(row)
+    return paths, tokens
 
 
 def _warp_of(processors: LogitsProcessorList) -> Warp | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lookahead.guessing.source import Outcome
-from lookahead.passes.costs import RUNGS, StepCosts
+from lookahead.passes.costs import RUNGS, Prices, StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
 from ngram_pool.forks import Lock
@@ -75,12 +75,12 @@ class Pace:
 
         length: committed positions of the longest sequence. window_rows: rows of each sequence's window.
         """
-        gains = [tree.ranked for tree in trees]
+        gains = [sorted(tree.probabilities.tolist(), reverse=True) for tree in trees]
         gained = gains[0] if len(gains) == 1 else [sum(column) for column in zip_longest(*gains, fillvalue=0.0)]
-        batch, costs, trust, rate = len(trees), self.costs, self.trust(), self.rate()
+        batch, trust, rate = len(trees), self._accepted / self._claimed, self._tokens / self._seconds
         first = batch * (1 + window_rows)
-        seconds = costs.by_rows(first + batch * len(gained))
-        per_row = costs.of_row(length)
+        prices = self._prices(first + batch * len(gained))
+        seconds, per_row = prices.passes, length * prices.per_position_and_row + prices.overhead_per_row
         best, most, tokens = 0, -rate * seconds[first], 0.0
         for count, gain in enumerate(gained, 1):
             tokens += trust * gain
@@ -95,13 +95,26 @@ class Pace:
 
         For the last guess that it takes must be worth its row, and the others are no less likely.
         """
-        return self.rate() * self.costs.least_of_row(length) / self.trust()
+        prices = self._prices()
+        of_row = prices.least_of_row + length * prices.per_position_and_row
+        return self._tokens / self._seconds * of_row / self.trust()
+
+    def _prices(self, most: int = 0) -> Prices:
+        """The costs as plain numbers, for passes over up to ``most`` rows."""
+        prices = self.costs.prices  # other threads may replace it
+        return prices if prices is not None and most < len(prices.passes) else self.costs.priced(most)
+
+    def _of_step(self, rows: int, length: int) -> float:
+        """`StepCosts.of_step` as a plain number."""
+        prices, further = self._prices(rows), rows - 1
+        in_pass = prices.passes[rows] + length * (prices.per_position + prices.per_position_and_row * further)
+        return in_pass + prices.overhead + prices.overhead_per_row * further
 
     def price(self, rows: int, fewer: int, length: int) -> float:
         """Return the tokens that could be written in the time by which a step of ``rows`` outlasts one of ``fewer``."""
         if rows == fewer:
             return 0.0
-        return self.rate() * float(self.costs.of_step(rows, length) - self.costs.of_step(fewer, length))
+        return self.rate() * (self._of_step(rows, length) - self._of_step(fewer, length))
 
     def count(self, tokens: int, rows: int, length: int, seconds: float = 0.0) -> None:
         """Add a step to the rate: the tokens that it wrote and the rows that it had, over all sequences.
@@ -110,15 +123,21 @@ class Pace:
         """
         with self._lock:
             self._tokens = FADE * self._tokens + tokens
-            self._seconds = FADE * self._seconds + float(self.costs.of_step(rows, length)) + seconds
+            self._seconds = FADE * self._seconds + self._of_step(rows, length) + seconds
 
     def count_guesses(self, chosen: list[GuessTree], paths: list[list[int]]) -> None:
         """Let `reach`, `trust` and `rests` follow the guesses that a step verified, and the rows that it accepted."""
-        self.reach = min(max(3 * self.reach // 4, 2 * max(map(len, chosen)) + 8), MAX_GUESSES)
+        most = accepted = 0
+        claimed = 0.0
+        for tree, path in zip(chosen, paths, strict=True):
+            most = max(most, len(tree.tokens))
+            claimed += sum(tree.probabilities.tolist())
+            accepted += max(len(path) - 1, 0)
+        self.reach = min(max(3 * self.reach // 4, 2 * most + 8), MAX_GUESSES)
         with self._lock:
-            self._fruitless = self._fruitless + 1 if max(map(len, paths)) == 1 else 0
-            self._claimed = FADE * self._claimed + sum(sum(tree.probabilities.tolist()) for tree in chosen)
-            self._accepted = FADE * self._accepted + sum(len(path) - 1 for path in paths)
+            self._fruitless = 0 if accepted else self._fruitless + 1
+            self._claimed = FADE * self._claimed + claimed
+            self._accepted = FADE * self._accepted + accepted
 
     def count_regret(self, stats: Stats, steps: list[Verified]) -> None:
         """Add to ``stats`` what steps of single sequences yielded, and what each fixed budget would have yielded.
@@ -177,27 +196,31 @@ class Budget:
 
     def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> list[GuessTree]:
         """Return the part of each tree that is verified. Arguments as for `Pace.choose`."""
-        if not any(map(len, trees)):
-            return trees
         count = self._chooser.choose(trees, length, window_rows) if self._chooser else self.limit(len(trees))
         return [tree.likeliest(count) for tree in trees]
 
     def count(
-        self, trees: list[GuessTree], chosen: list[GuessTree], outcome: Outcome, length: int, seconds: float
+        self,
+        trees: list[GuessTree],
+        chosen: list[GuessTree],
+        outcome: Outcome,
+        length: int,
+        seconds: float,
+        rested: bool,
     ) -> None:
         """Count what a step has yielded. trees: all guesses. chosen: the guesses that were verified.
 
-        seconds: what sources of guesses took, except those that are free.
+        seconds: what sources of guesses took, except those that are free. rested: whether none were looked for.
         """
         if self.pace is None:
             return
         if self._chooser:
-            rested = self.rests
             self._chooser.count_guesses(chosen, outcome.paths)
             if rested:
                 return
             self._waiting += map(Verified, trees, chosen, outcome.paths, [length] * len(trees))
-        self.pace.count(sum(map(len, outcome.paths)), outcome.rows, length, seconds)
+        rows = outcome.logits.shape[0] * outcome.logits.shape[1]
+        self.pace.count(sum(map(len, outcome.paths)), rows, length, seconds)
 
     def time(self, rows: int, length: int, seconds: float, overhead: float) -> None:
         """Let the costs follow a step. Arguments as for `StepCosts.follow`."""

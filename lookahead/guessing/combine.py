@@ -9,6 +9,7 @@ import time
 from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lookahead.guessing.budget import Budget, Trials
 from lookahead.guessing.jacobi import WindowSource
+from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
 from lookahead.models.cache import LookaheadCache
 from lookahead.stats import Stats
@@ -213,10 +215,16 @@ class Combined(GuessSource):
         proposers = [source for source in self._parts.values() if not isinstance(source, WindowSource)]
         self.stands_alone = len(proposers) == 1 and proposers[0].is_calibrated
         """Whether one source guesses alone, and its probabilities are used as they are."""
+        self.windows = next((source for source in self._sources if isinstance(source, WindowSource)), None)
+        """The source of Jacobi windows, if there is one."""
         self._ledger = ledger
         self._budget = budget
         self._names = ledger.names[len(Source) :]
         self._stats = [stats.source(name) for name in self._names[: len(sources)]]
+        others = [i for i, source in enumerate(self._sources) if source is not self.windows]
+        is_pool = len(others) == 1 and type(self._sources[others[0]]) is PoolSource
+        self.pool_alone = (cast(PoolSource, self._sources[others[0]]), self._stats[others[0]]) if is_pool else None
+        """The pool and what it did, if nothing else guesses. While there is no window, it may be asked without this."""
         self._begun: list[GuessSource] = []
         self._seconds = [0.0] * len(sources)  # that each source took in the current step
         self._has_observed: set[int] = set()  # sources that have observed a step of this call

@@ -61,6 +61,8 @@ class WindowSource(GuessSource):
         """size, ngram_size: W and N of all windows, unless ``trials`` choose them."""
         self._given = (size, ngram_size) if size else None
         self.trials = trials
+        self.size: tuple[int, int] | None = None
+        """W and N of the windows that are open; None: there are none."""
         self._windows: list[JacobiWindow | None] = []
 
     @property
@@ -90,15 +92,15 @@ class WindowSource(GuessSource):
                 ngrams = window.advance(newest, len(new))
                 if len(ngrams):
                     self._pool.learn_ngrams(ngrams)
-        if self.trials and self.trials.size != self._size:
+        if self.trials and self.trials.size != self.size:
             self._open(outcome.texts)
 
     def keep(self, sequences: list[int]) -> None:
         self._windows = [self._windows[b] for b in sequences]
 
     def _open(self, texts: list[list[int]]) -> None:
-        self._size = self.trials.size if self.trials else self._given
-        self._windows = [JacobiWindow(*self._size, text) if self._size and text else None for text in texts]
+        self.size = self.trials.size if self.trials else self._given
+        self._windows = [JacobiWindow(*self.size, text) if self.size and text else None for text in texts]
 
 
 class JacobiSource(GuessSource):

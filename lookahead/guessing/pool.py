@@ -28,7 +28,7 @@ class PoolSource(GuessSource):
     def start(self, batch: Batch) -> None:
         if not self._is_given:
             self._pool = batch.pool
-        self._temperature = batch.temperature
+        self._temperature, self._vocabulary = batch.temperature, batch.vocabulary
         if self._pool.largest_token >= batch.vocabulary:
             raise ValueError(
                 f"the pool holds token {self._pool.largest_token}, but the model knows {batch.vocabulary} tokens: the "
@@ -42,15 +42,22 @@ class PoolSource(GuessSource):
             self._pool.learn_next(contexts_of(text, len(logits)), *likeliest(logits, self._temperature, TOP_K))
 
     def propose(self, texts: Sequence[Ints], limits: Limits) -> list[GuessTree]:
-        draws = limits.draws or [None] * len(texts)
-        return [
-            self._pool.guess(text, limits.guesses, limits.min_probability, depth, limits.is_chain, known)
-            for text, depth, known in zip(texts, limits.depths, draws, strict=True)
-        ]
+        trees = []
+        for text, depth, draws in zip(texts, limits.depths, limits.draws or [None] * len(texts), strict=True):
+            tree = self._pool.guess(text, limits.guesses, limits.min_probability, depth, limits.is_chain, draws)
+            if (largest := max(tree.tokens.tolist(), default=-1)) >= self._vocabulary:  # learned since the call began
+                raise ValueError(
+                    f"PoolSource proposes token {largest}, but the model knows {self._vocabulary} tokens: another "
+                    "model uses the same pool; give one that only models of one vocabulary use"
+                )
+            trees.append(tree)
+        return trees
 
     def observe(self, outcome: Outcome) -> None:
         if outcome.likeliest is not None:
-            tokens, probabilities = (found[..., :TOP_K] for found in outcome.likeliest)
+            tokens, probabilities = outcome.likeliest
+            if tokens.shape[-1] > TOP_K:
+                tokens, probabilities = tokens[..., :TOP_K], probabilities[..., :TOP_K]
         else:
             most = max(step.guesses for step in outcome.steps)
             tokens, probabilities = likeliest(outcome.logits[:, : 1 + most], self._temperature, TOP_K)

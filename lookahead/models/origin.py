@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
-from itertools import chain, pairwise
-from operator import is_
+from itertools import chain, pairwise, repeat
+from operator import attrgetter, is_, methodcaller
 from types import BuiltinFunctionType, CodeType, FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -226,14 +226,18 @@ class Origin:
         """Names of the methods that passes call. An attribute of an object may stand in for its class's."""
         self._attributes = [value for cls in self._classes for value in vars(cls).values()]
         self._sizes = [len(vars(cls)) for cls in self._classes]
+        spaces, found = zip(*self._bindings.values(), strict=True) if self._bindings else ((), ())
+        self._bound = spaces, [name for _, name in self._bindings], found
 
     def is_current(self) -> bool:
         """Whether nothing was replaced since."""
+        # Each call of generate() asks this of a thousand names, so nothing here is a function of Python's.
+        spaces, names, found = self._bound
         return (
-            [len(vars(cls)) for cls in self._classes] == self._sizes
-            and all(map(is_, chain.from_iterable(vars(cls).values() for cls in self._classes), self._attributes))
-            and all(function.__code__ is code for function, code in self._functions.items())
-            and all(space.get(name, _MISSING) is found for (_, name), (space, found) in self._bindings.items())
+            list(map(len, map(vars, self._classes))) == self._sizes
+            and all(map(is_, chain.from_iterable(map(_VALUES, map(vars, self._classes))), self._attributes))
+            and all(map(is_, map(_CODE, self._functions), self._functions.values()))
+            and all(map(is_, map(dict.get, spaces, names, repeat(_MISSING)), found))
         )
 
     def _blame(self, place: str, found: Any, cls: type | None = None) -> None:
@@ -342,6 +346,7 @@ class Origin:
 
 
 _MISSING = object()
+_CODE, _VALUES = attrgetter("__code__"), methodcaller("values")
 
 
 def _is_called(found: Any, name: str) -> bool:

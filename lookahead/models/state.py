@@ -73,7 +73,7 @@ class State:
         found = [compat.dictionaries_of(module) for module in modules]
         self._dictionaries = [*found[0][1], *(d for own, others, _ in found[1:] for d in (own, *others))]
         self._filled = [d for d in self._dictionaries if d]
-        self._values = list(chain.from_iterable(d.values() for d in self._filled))
+        self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         self._own = _identities(model)
         self._tensors = [d for *_, tensors in found for d in tensors]  # not the tensors, which would be kept alive
         self._kinds = _kinds(self._tensors)
@@ -126,7 +126,7 @@ class State:
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether ``model`` is as it was."""
-        values = chain.from_iterable(d.values() for d in self._filled)
+        values = chain.from_iterable(map(dict.values, self._filled))
         return (
             sum(map(len, self._dictionaries)) == len(self._values)
             and all(map(is_, values, self._values))
@@ -322,8 +322,8 @@ def _drops(module: nn.Module) -> bool:
     )
 
 
-def _of(dictionaries: list[dict[str, torch.Tensor | None]]) -> Iterator[torch.Tensor]:
-    return (tensor for tensor in chain.from_iterable(d.values() for d in dictionaries) if tensor is not None)
+def _of(dictionaries: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor]:
+    return [tensor for tensor in chain.from_iterable(map(dict.values, dictionaries)) if tensor is not None]
 
 
 def _kinds(dictionaries: list[dict[str, torch.Tensor | None]]) -> list[tuple[type, torch.dtype, torch.device]]:

@@ -161,11 +161,17 @@ class CompiledRunner(EagerRunner):
         self._program: Callable | None = None  # `_last_program`; it refers to the weights
         self._checked: set[int] = set()
 
-    def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
+    def run(
+        self,
+        steps: list[Step],
+        cache: LookaheadCache,
+        last: list[int] | None = None,
+        likeliest: tuple[int, float] = (0, 1.0),
+    ) -> Output:
         device = device_of(self.model)
         serves = len(steps) == 1 and len(steps[0]) <= MAX_ROWS and not torch.is_autocast_enabled(device.type)
         if not serves or self.model in _given_up:
-            return super().run(steps, cache, last)
+            return super().run(steps, cache, last, likeliest)
         ids, positions, ancestors = pad(steps, cache.lengths, last, MIN_ROWS)
         tokens = to_device(np.concatenate([ids, positions]), device)
         cache.begin(tokens.shape[1], steps[0].computed)
@@ -175,7 +181,7 @@ class CompiledRunner(EagerRunner):
                 logits = self._run(tokens, cache, self.adapter.mask_of_layers(masks))
         except compat.COMPILE_ERRORS as error:
             give_up(self.model, f"torch.compile fails with {error!r}")
-            return super().run(steps, cache, last)
+            return super().run(steps, cache, last, likeliest)
         return Output(logits[:, : len(steps[0]) - steps[0].computed])
 
     def _run(self, tokens: torch.Tensor, cache: LookaheadCache, masks: list[torch.Tensor | None]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import click
@@ -54,6 +54,21 @@ FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "step-costs"
 REWRITE_RATIO = 1.25  # the file is rewritten when the costs differ from it by this ratio
 
 
+class Prices(NamedTuple):
+    """`StepCosts` as plain numbers, for those who ask many times in each step."""
+
+    passes: list[float]
+    """Seconds of passes over 0, 1, 2, ... rows when nothing is committed."""
+    per_position: float
+    """Seconds that each committed position adds to the first row of a pass."""
+    per_position_and_row: float
+    """Seconds that each committed position adds to each further row."""
+    overhead: float
+    overhead_per_row: float
+    least_of_row: float
+    """Seconds that a further row adds to a step where nothing is committed, and where it adds least."""
+
+
 @dataclass
 class StepCosts:
     """c(T, L) of one model on one machine."""
@@ -69,31 +84,22 @@ class StepCosts:
     path: Path | None = None
     """The file that keeps the costs for other processes; None if they were not measured."""
     _kept: np.ndarray | None = None  # `_summary` of the costs in the file
-    # `seconds`, and what `by_rows` has made of them
-    _by_rows: tuple[np.ndarray, list[float]] | None = field(default=None, repr=False, compare=False)
+    prices: Prices | None = field(default=None, repr=False, compare=False)
+    """What `priced` has made of all this; None after a change."""
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def __call__(self, rows: np.ndarray | int, length: np.ndarray | int) -> np.ndarray:
         """Return the seconds of passes over ``rows`` rows when each sequence holds ``length`` positions."""
-        base: Any = self.by_rows(rows)[rows] if isinstance(rows, int) else self._without_positions(rows, self.seconds)
+        base = self._without_positions(np.asarray(rows), self.seconds)
         return base + length * (self.per_position[0] + self.per_position[1] * (rows - 1))
 
-    def of_row(self, length: int) -> float:
-        """Return the seconds that each further row adds to a step, apart from `by_rows`."""
-        return length * float(self.per_position[1]) + self.overhead_per_row
-
-    def by_rows(self, most: int) -> list[float]:
-        """Return the seconds of passes over 0, 1, 2, ... rows when nothing is committed, for ``most`` rows at least."""
-        known, seconds = self._by_rows, self.seconds  # other threads may replace both
-        if known is None or known[0] is not seconds or len(known[1]) <= most:
-            known = seconds, self._without_positions(np.arange(2 * max(most, RUNGS[-1])), seconds).tolist()
-            self._by_rows = known
-        return known[1]
-
-    def least_of_row(self, length: int) -> float:
-        """Return the seconds that a further row adds to a step, where it adds least."""
-        seconds = self.by_rows(RUNGS[-1])
-        return min((seconds[b] - seconds[a]) / (b - a) for a, b in pairwise(RUNGS)) + self.of_row(length)
+    def priced(self, most: int = RUNGS[-1]) -> Prices:
+        """Return and keep all this as plain numbers, for passes over up to ``most`` rows at least."""
+        passes = self._without_positions(np.arange(2 * max(most, RUNGS[-1])), self.seconds).tolist()
+        least = min((passes[b] - passes[a]) / (b - a) for a, b in pairwise(RUNGS)) + self.overhead_per_row
+        first, further = self.per_position.tolist()
+        prices = self.prices = Prices(passes, first, further, self.overhead, self.overhead_per_row, least)
+        return prices
 
     @staticmethod
     def _without_positions(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -129,6 +135,7 @@ class StepCosts:
                 error = local * (min(overhead, 3 * expected) - expected) / (1 + further**2)
                 self.overhead = max(self.overhead + error, LEAST_OVERHEAD)
                 self.overhead_per_row = max(self.overhead_per_row + error * further / MANY_ROWS, 0.0)
+            self.prices = None
 
     def keep(self) -> None:
         """Replace the file if the costs have drifted from it. If that fails, the next process measures them again."""

@@ -1,8 +1,10 @@
 """Passes over single sequences in one call, for models built like Llama on a CPU (`cpu.decoder`)."""
 
 import operator
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
@@ -13,14 +15,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.compat import VERSION, int8_weight, tensors_of
-from lookahead.cpu import decoder, native
+from lookahead.cpu import blocks, decoder, native
 from lookahead.cpu.products import Linear, is_plain_of
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import LookaheadCache
 from lookahead.models.decoder import UnknownDecoderError, read_decoder, turns_part, windows_of
 from lookahead.models.layers import rope_kinds
+from lookahead.models.state import State, state_of
 from lookahead.passes.runner import EagerRunner, Output
-from lookahead.step import MAX_DEPTH, Step, grow, pad
+from lookahead.step import MAX_DEPTH, Step, Visibility, grow, pad
 
 # Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit by dtype, and without it.
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
@@ -31,6 +34,7 @@ MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the 
 _ADDRESS, _IS_INITIALIZED = torch.Tensor.data_ptr, operator.attrgetter("is_initialized")
 
 _known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionary()  # for `decoder.smallest`
+_ready: WeakKeyDictionary[PreTrainedModel, "_Ready"] = WeakKeyDictionary()  # for the next call
 
 
 class Watch:
@@ -54,6 +58,32 @@ class Watch:
         now = map(dict.get, self._places, self._names)
         return not all(map(operator.is_, now, self._tensors)) or self._looked_at() != self._before
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is watched."""
+        return self._tensors
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that is watched are parameters, in memory of their own, whose changes torch counts."""
+        return len(self._counted) == len(self._tensors) and all(
+            type(tensor) is nn.Parameter and tensor is counted
+            for tensor, counted in zip(self._tensors, self._counted, strict=True)
+        )
+
+    def let_go(self) -> None:
+        """Hold none of the tensors, until `resume`. Only if it `is_plain`."""
+        self._references = list(map(weakref.ref, self._tensors))
+        self._tensors = self._in_memory = self._counted = []
+
+    def resume(self) -> bool:
+        """Hold the tensors again. Returns whether they are as they were."""
+        now: list[Any] = list(map(dict.get, self._places, self._names))
+        if not all(map(operator.is_, now, map(weakref.ref.__call__, self._references))):
+            return False
+        self._tensors = self._in_memory = self._counted = now
+        return self._looked_at() == self._before
+
     def _looked_at(self) -> tuple[list, ...]:
         memory, tensor = self._in_memory, torch.Tensor
         shapes = list(map(tensor.size, memory)), list(map(tensor.stride, memory))
@@ -63,9 +93,9 @@ class Watch:
 class FusedRunner(EagerRunner):
     """Runs steps of single sequences, and their shorter prompts, in one call. Everything else runs eagerly.
 
-    The model is looked at anew for each call of generate(), and its weights are read where they are, or in a copy that
-    holds them in fewer bits (`decoder.smallest`), which is kept for the next call. If they change during the call, they
-    are read where they are from then on; if they then have no form that can be read, passes run eagerly. Raises
+    Weights are read where they are, or in a copy that holds them in fewer bits (`decoder.smallest`). What was made of
+    the model is kept for the next call, which uses it if nothing has changed. If weights change during a call, they are
+    read where they are from then on; if they then have no form that can be read, passes run eagerly. Raises
     UnknownDecoderError if the model cannot be run so.
     """
 
@@ -86,27 +116,53 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError(adapter.foreign[0])
         if None in adapter.layers:
             raise UnknownDecoderError("a layer of it caches no keys of its own")
-        found = self._look()
-        if windows_of(model) != [visibility and visibility.window for visibility in adapter.layers]:
-            raise UnknownDecoderError("its cache keeps other positions than its masks show")
-        self.declined_bytes = 0
-        """Bytes, about, of a copy of the weights that was not made because it is large."""
-        if packs:
-            copied = decoder.indexed_bytes(found)
-            is_small = copied <= MOST_COPIED or 2 * copied <= decoder.weight_bytes(found)
-            if not (packs is True or is_small):
-                self.declined_bytes = copied
-            found = decoder.smallest(found, _known.setdefault(model, {}), indexes=not self.declined_bytes)
-        else:
-            forget(model)
-        self._program: decoder.Program | None = decoder.Program(found)
-        in_tiles = all(linear.is_in_tiles(found.embedding.dtype) for linear in (found.head, *found.layers[0][:7]))
-        self._most_read = MOST_READ_IN_TILES[found.embedding.dtype] if in_tiles else MOST_READ
-        self.weight_bytes = decoder.weight_bytes(found)
+        if not packs:
+            _known.pop(model, None)
+        # Only this call has it: a pass writes into it.
+        ready = _ready.pop(model, None)
+        if ready is None or not ready.resume(model, adapter, packs):
+            ready = self._read(packs)
+        self._ready, self._watch = ready, ready.watch
+        self._program: decoder.Program | None = ready.program
+        self.weight_bytes, self.declined_bytes = ready.weight_bytes, ready.declined_bytes
         self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
         self._buffers: _Buffers | None = None
+
+    def end(self) -> None:
+        ready, program, self._program = self._ready, self._program, None
+        if program is ready.program and ready.can_wait:
+            ready.let_go()
+            _ready[self.model] = ready
+
+    def _read(self, packs: bool | Literal["auto"]) -> "_Ready":
+        """Read the model, and make its program."""
+        model, adapter = self.model, self.adapter
+        found = original = self._look()
+        windows = windows_of(model)
+        if windows != [visibility and visibility.window for visibility in adapter.layers]:
+            raise UnknownDecoderError("its cache keeps other positions than its masks show")
+        declined = 0
+        if packs:
+            copied = decoder.indexed_bytes(found)
+            is_small = copied <= MOST_COPIED or 2 * copied <= decoder.weight_bytes(found)
+            declined = 0 if packs is True or is_small else copied
+            found = decoder.smallest(found, _known.setdefault(model, {}), indexes=not declined)
+        dtype = found.embedding.dtype
+        in_tiles = all(linear.is_in_tiles(dtype) for linear in (found.head, *found.layers[0][:7]))
+        return _Ready(
+            state=state_of(model),
+            layers=adapter.layers,
+            packs=packs,
+            watch=self._watch,
+            program=decoder.Program(found),
+            embedding=next((i for i, x in enumerate(self._watch.tensors) if x is found.embedding), None),
+            can_wait=self._watch.is_plain and _lies_in(original, self._watch.tensors),
+            most_read=MOST_READ_IN_TILES[dtype] if in_tiles else MOST_READ,
+            weight_bytes=decoder.weight_bytes(found),
+            declined_bytes=declined,
+        )
 
     def _look(self) -> decoder.Decoder:
         """Read the model, and watch it from now on."""
@@ -116,21 +172,27 @@ class FusedRunner(EagerRunner):
                 "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
             )
         rotary: Any = self.model.model.rotary_emb
-        self._watch = Watch(module for module in self.model.modules() if module is not rotary)
+        self._watch = Watch([module for module in self.model.modules() if module is not rotary])
         return found
 
-    def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
+    def run(
+        self,
+        steps: list[Step],
+        cache: LookaheadCache,
+        last: list[int] | None = None,
+        likeliest: tuple[int, float] = (0, 1.0),
+    ) -> Output:
         step = steps[0]
         if len(steps) > 1 or not self._takes(step.ids, cache):
-            return super().run(steps, cache, last)
+            return super().run(steps, cache, last, likeliest)
         try:
-            return self._compute(step, cache, last)
+            return self._compute(step, cache, last, likeliest)
         except UnknownDecoderError:
-            return super().run(steps, cache, last)
+            return super().run(steps, cache, last, likeliest)
 
     def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
         count = new.shape[1]
-        fits = count <= min(self._most_read, chunk_size or count, context_length(self.model) - cache.lengths[0])
+        fits = count <= min(self._ready.most_read, chunk_size or count, context_length(self.model) - cache.lengths[0])
         if new.ndim > 2 or not fits or not self._takes(ids := new[0].cpu().numpy(), cache):
             return super().read(new, cache, chunk_size, keep)
         step = grow(ids.tolist(), range(-1, count - 1), computed=0)
@@ -152,7 +214,7 @@ class FusedRunner(EagerRunner):
         tokens, layers = ids.tolist(), cast(list[Any], cache.layers)
         return (
             self._program is not None
-            and len(layers) == len(self._program.decoder.layers)
+            and len(layers) == self._program.layers
             and min(tokens) >= 0
             and max(tokens) < len(self._program.decoder.embedding)
             and (not any(map(_IS_INITIALIZED, layers)) or self._finds(self._program, cache))
@@ -172,6 +234,7 @@ class FusedRunner(EagerRunner):
         step: Step,
         cache: LookaheadCache,
         last: list[int] | None = None,
+        likeliest: tuple[int, float] = (0, 1.0),
         shown: int | None = None,
         is_prompt: bool = False,
     ) -> Output:
@@ -188,7 +251,7 @@ class FusedRunner(EagerRunner):
         kinds = self.adapter.kinds
         hidden = cache.hidden(ancestors, positions, kinds, of_step=True)
         caches, held = self._extend(program, cache, rows)
-        logits, outputs, has_nan, likeliest = program.run(
+        logits, outputs, has_nan, found = program.run(
             ids[0],
             positions[0],
             rotary,
@@ -197,12 +260,15 @@ class FusedRunner(EagerRunner):
             [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in kinds.items()],
             self._requested,
             shown,
-            (0 if shown else 1 + step.guesses - step.computed, *self.likeliest),
+            (0 if shown else 1 + step.guesses - step.computed, *likeliest),
             cache.lengths[0],
             step.computed,
             is_prompt,
         )
-        return Output(logits, outputs, has_nan, likeliest)
+        argmax = None
+        if found is not None:  # in C++, nothing is likely in a row with a NaN
+            argmax = np.where(found[1][..., 0] > 0, found[0][..., 0], -1).tolist()
+        return Output(logits, outputs, has_nan, found, argmax)
 
     def _rotary_of(self, position: int, program: decoder.Program) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
@@ -251,6 +317,50 @@ class FusedRunner(EagerRunner):
         return caches, held
 
 
+@dataclass
+class _Ready:
+    """A program, and what it was made of. Between calls it holds none of the model's tensors."""
+
+    state: State
+    layers: tuple[Visibility | None, ...]
+    packs: bool | Literal["auto"]
+    watch: Watch
+    program: decoder.Program
+    embedding: int | None
+    """The place of the embedding among the tensors that are watched."""
+    can_wait: bool
+    """Whether it may serve the next call: nothing of it was computed from the tensors, unless it is compared with them.
+    """
+    most_read: int
+    """Tokens of a prompt that it reads, at most."""
+    weight_bytes: int
+    declined_bytes: int
+    """Bytes, about, of a copy of the weights that was not made because it is large."""
+
+    def let_go(self) -> None:
+        """Wait for the next call."""
+        self.watch.let_go()
+        self.program.let_go()
+
+    def resume(self, model: PreTrainedModel, adapter: ModelAdapter, packs: bool | Literal["auto"]) -> bool:
+        """Serve a call. Returns whether that is possible: whether all is as it was, also copies of weights."""
+        is_same = self.state is state_of(model) and self.layers == adapter.layers and self.packs == packs
+        if not (is_same and self.watch.resume()):
+            return False
+        tensors = list(map(torch.Tensor.detach, self.watch.tensors))
+        assert self.embedding is not None
+        self.program.resume(tensors[self.embedding], tensors)
+        return not self.program.is_stale(blocks.ALL)
+
+
+def _lies_in(found: decoder.Decoder, tensors: list[torch.Tensor]) -> bool:
+    """Whether all that a decoder refers to is the memory of these tensors, and no number of it was computed of them."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return any(tensor is found.embedding for tensor in tensors) and all(
+        tensor.untyped_storage().data_ptr() in memory for tensor in decoder.tensors_of(found)
+    )
+
+
 class _Buffers:
     """Where the keys and values of all layers are. The tensors are held, so that their addresses stay theirs."""
 
@@ -271,16 +381,17 @@ def _fits(program: decoder.Program, layer: Any) -> bool:
     keys, values = layer.buffers
     shape = 1, program.key_heads, keys.shape[2], program.head_dim
     dtype = program.decoder.embedding.dtype
-    fits = all(buffer.shape == shape and is_plain_of(buffer, dtype) for buffer in (keys, values))
-    return fits and keys.shape[2] >= layer.columns
+    are_of_shape = keys.shape == values.shape == shape and keys.shape[2] >= layer.columns
+    return are_of_shape and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
 
 
 def copied_bytes(model: PreTrainedModel) -> int:
     """Bytes of what is kept for the next call."""
     copies = _known.get(model, {}).values()
-    return sum(tensor.nbytes for linear in copies for tensor in linear if tensor is not None)
+    return sum([tensor.nbytes for linear in copies for tensor in linear if tensor is not None])
 
 
 def forget(model: PreTrainedModel) -> None:
     """Free what is kept for the next call."""
     _known.pop(model, None)
+    _ready.pop(model, None)

@@ -333,10 +333,16 @@ class GraphRunner(EagerRunner):
     def eager(self, cache: LookaheadCache) -> tuple[EagerRunner, LookaheadCache]:
         return self._other.eager(cache.sequence(0) if isinstance(cache, StaticCache) else cache)
 
-    def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
+    def run(
+        self,
+        steps: list[Step],
+        cache: LookaheadCache,
+        last: list[int] | None = None,
+        likeliest: tuple[int, float] = (0, 1.0),
+    ) -> Output:
         if isinstance(cache, StaticCache):
             return Output(self._graphs.forward(steps[0], cache, last))
-        return self._other.run(steps, cache, last)
+        return self._other.run(steps, cache, last, likeliest)
 
 
 class StaticCache(LookaheadCache):

@@ -37,16 +37,14 @@ class Output:
     its dtype."""
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
     """Output of the requested layers: [batch, T, hidden] for a step; [n, hidden] for all tokens of a prompt."""
-    known_nan: bool | None = None
-    """Whether a row is NaN, if the pass has found out."""
+    has_nan: bool | None = None
+    """Whether a row is NaN; None if the pass has not found out."""
     likeliest: tuple[np.ndarray, np.ndarray] | None = None
-    """For a step, what `EagerRunner.likeliest` asks for, if the pass has found it: tokens, int64, and probabilities,
-    float32 [batch, 1 + guesses, count], as `guessing.source.likeliest` returns them for these rows."""
-
-    @property
-    def has_nan(self) -> bool:
-        """Whether a row is NaN."""
-        return bool(self.logits.max().isnan()) if self.known_nan is None else self.known_nan
+    """For a step, the likeliest tokens that were asked for, if the pass has found them: tokens, int64, and
+    probabilities, float32 [batch, 1 + guesses, count], as `guessing.source.likeliest` returns them for these rows."""
+    argmax: list[list[int]] | None = None
+    """With `likeliest`, the token with the largest logit in each of these rows, the first of equals; -1 where the row
+    holds a NaN or an infinity."""
 
 
 class EagerRunner:
@@ -56,9 +54,6 @@ class EagerRunner:
     """The runner's name in reports."""
     weight_bytes = 0
     """Bytes of weights that a pass multiplies with; 0 if it is not known."""
-    likeliest: tuple[int, float] = 0, 1.0
-    """How many of the likeliest tokens after the root and each guess of a step are wanted, and at which temperature.
-    Passes that have no cheap way to find them do not."""
 
     def __init__(self, model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()):
         """hidden_states: layers whose output is requested. 0 is the embedding, 1 the first layer."""
@@ -78,12 +73,20 @@ class EagerRunner:
         """Return a runner of the model's own code, and the cache for its steps. This one runs no more steps."""
         return EagerRunner(self.model, self.adapter, self._requested), cache
 
-    def run(self, steps: list[Step], cache: LookaheadCache, last: list[int] | None = None) -> Output:
+    def run(
+        self,
+        steps: list[Step],
+        cache: LookaheadCache,
+        last: list[int] | None = None,
+        likeliest: tuple[int, float] = (0, 1.0),
+    ) -> Output:
         """Run one pass over a step of each sequence.
 
         T is the number of rows of the longest step that are not computed yet (`Step.computed`, the same in all steps).
         Rows that pad the shorter steps hold nothing useful.
         last: for each sequence, the last position for window tokens (`Step.positions`).
+        likeliest: how many of the likeliest tokens after the root and each guess are wanted, and at which temperature.
+        Passes that have no cheap way to find them do not.
         """
         adapter, device = self.adapter, device_of(self.model)
         ids, positions, ancestors = pad(steps, cache.lengths, last)

@@ -1,0 +1,354 @@
+"""One call of generate(): guess, lay out, run, verify, commit, learn, until all texts have ended."""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import BaseStreamer
+
+from lookahead import compat
+from lookahead.decoding_pass import decoding_pass
+from lookahead.engine.engine import Lookahead
+from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
+from lookahead.engine.recording import Recorder
+from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, walk
+from lookahead.guessing.budget import Budget
+from lookahead.guessing.combine import Combined, needs_of
+from lookahead.guessing.source import Batch, Limits, Outcome
+from lookahead.models.adapter import context_length, vocabulary_of
+from lookahead.models.cache import LookaheadCache
+from lookahead.models.state import state_of
+from lookahead.passes.costs import synchronize
+from lookahead.passes.runner import Output
+from lookahead.stats import DECILES, STAGES, Stats
+from lookahead.step import MAX_DEPTH, Step, lay_out
+from ngram_pool import GuessTree, Source
+
+ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at most
+# Tokens that a pass may compute again. If there are more, a step without guesses clears them: it is accepted whole.
+MAX_REPLAYED = 8
+MIN_PROBABILITY = 0.002  # a less likely guess is not worth a row of the pass
+# In a model with a state, a rejection costs computing the accepted tokens again. So a chain must be accepted whole.
+MIN_PROBABILITY_WITH_STATE = 0.2
+
+
+class Call:
+    """One call of generate(), step by step. The last token of a text is the root of its next step."""
+
+    def __init__(
+        self,
+        engine: Lookahead,
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        generation: GenerationConfig,
+        draft_model: PreTrainedModel | None,
+        model_kwargs: dict,
+        recorder: Recorder | None,
+        callbacks: Sequence[object],
+    ):
+        """callbacks: what the call's loop calls between passes."""
+        self.stats = Stats(calls=1, sequences=len(ids))
+        self.cache_passed_in = cache_passed_in(model_kwargs)
+        self._width = ids.shape[1]
+        self._new_tokens = generation.max_length - self._width
+        self._generation = generation
+        self._prompts = prompts_of(ids, generation, model_kwargs)
+        self._texts = [prompt.text for prompt in self._prompts]
+        sources = engine.sources_with(draft_model)
+        self._names = engine.ledger.names
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.begin(self._names, self.stats)
+        resting = engine.ledger.resting(self._new_tokens)
+        needs = needs_of([source for i, source in enumerate(sources) if i not in resting])
+        self._runner = engine.find_runner(model, needs)
+        temperature = engine.temperature(generation)
+        self._likeliest = needs.likeliest, temperature
+        # What users' code may change between passes, besides weights. Looking takes a millisecond.
+        self._watched = state_of(model) if any(map(_runs_code_of_users, (*callbacks, *sources))) else None
+        pace = engine.find_pace(self._runner)
+        self._budget = Budget(engine.max_guesses(len(ids), pace), pace, self.stats)
+        self._source = Combined(sources, engine.ledger, self._budget, self.stats, resting)
+        adapter = self._runner.adapter
+        self._is_chain = not adapter.can_branch
+        self._least = MIN_PROBABILITY_WITH_STATE if adapter.has_state else MIN_PROBABILITY
+        windows = self._source.windows if adapter.can_branch else None
+        self._trials = windows.trials if windows else None
+        self._most_rows = 1 + self._budget.max_guesses + (windows.max_rows if windows else 0)  # of a sequence in a step
+        self._batch = Batch(self._texts, temperature, vocabulary_of(model), engine.pool, pace is not None)
+        self._is_spoiled = self._is_changed = False
+
+    def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:
+        """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded.
+
+        rules: one for each sequence, or one for all.
+        A cache that was passed in and outlives the call ends as plain decoding leaves it: with all of the text but the
+        last token. If the call fails, the cache holds what it held before.
+        """
+        theirs = self.cache_passed_in
+        held = positions_in(theirs)
+        taken_over = self._runner.adapter.take_over(theirs) if theirs is not None and held else None
+        outlives = theirs if self._generation.return_dict_in_generate or compat.is_callers_own(theirs) else None
+        ended: dict[int, LookaheadCache] = {}  # by sequence, for a cache that outlives the call
+        try:
+            self._prefill(rules, taken_over)
+            active = list(range(len(self._texts)))  # sequences that the cache holds
+            while live := [number + sequence for number, rule in enumerate(rules) for sequence in rule.live]:
+                if live != active:
+                    kept = [active.index(b) for b in live]
+                    if outlives is not None:
+                        ended |= {b: self._cache.sequence(i) for i, b in enumerate(active) if b not in live}
+                    self._cache.select(kept)
+                    self._source.keep(kept)
+                    active = live
+                self._step(rules, live)
+            self._budget.end()
+            if self._budget.pace:
+                self._budget.pace.costs.keep()
+            ids = _padded([rule.ids for rule in rules], self._generation)
+            if outlives is not None:
+                ended |= {b: self._cache.sequence(i) for i, b in enumerate(active)}
+                self._hand_over([ended[b] for b in range(len(self._texts))], ids, outlives)
+            return ids
+        except BaseException:
+            if taken_over is not None:
+                taken_over.rewind(held)
+            raise
+        finally:
+            self._runner.end()
+            self._source.end()
+            self._budget.end()
+
+    def _prefill(self, rules: list[NextTokenRule], taken_over: LookaheadCache | None) -> None:
+        """Compute the prompts and emit the first tokens."""
+        began = time.perf_counter()
+        self._source.start(self._batch)
+        room = min(self._new_tokens, ROOM) + self._most_rows
+        chunk_size = self._generation.prefill_chunk_size
+        cache, logits = prefill(self._runner, self._prompts, self._source, taken_over, room, chunk_size)
+        self._cache = self._runner.begin(cache)
+        del cache  # its content may have been copied into buffers
+        self._source.attach(self._runner.model, self._cache)
+        self._begins = list(self._cache.lengths)
+        # The last positions that plain decoding computes.
+        most = context_length(self._runner.model) - 1
+        self._last = [min(begin + self._new_tokens - 2, most) for begin in self._begins]
+        rows = logits.split(len(rules[0].live))
+        first = [token for rule, row in zip(rules, rows, strict=True) for token in rule.emit(row)]
+        for text, token in zip(self._texts, first, strict=True):
+            text.append(token)
+        self.stats.tokens += len(first)
+        self.stats.prefill_seconds += time.perf_counter() - began
+
+    def _step(self, rules: list[NextTokenRule], live: list[int]) -> None:
+        """Guess, lay out, run, verify, commit, learn. live: sequences that have not ended."""
+        if self._watched is not None and not self._watched.is_current(self._runner.model):
+            self._leave_to_model()
+        texts, last = [self._texts[b] for b in live], [self._last[b] for b in live]
+        self.stats.steps += 1
+        clock = time.perf_counter
+        times = [clock()]
+        limits, guessed = self._guess(rules, texts, last)
+        steps, chosen = self._lay_out(texts, limits, guessed)
+        times.append(clock())
+        output = self._run(steps, last)
+        times.append(clock())
+        if self._is_spoiled:
+            self._cache.commit(steps, [[] for _ in steps])
+            self._add_times(times)
+            return
+        paths, emitted = walk(steps, output.logits, rules, output.argmax)
+        times.append(clock())
+        self._cache.commit(steps, paths)
+        times.append(clock())
+        outcome = Outcome(texts, steps, output.logits, paths, emitted, output.hidden_states, output.likeliest)
+        self._learn(outcome, guessed, chosen)
+        times.append(clock())
+        self._count(outcome, chosen, times)
+
+    def _guess(
+        self, rules: list[NextTokenRule], texts: list[list[int]], last: list[int]
+    ) -> tuple[Limits, list[GuessTree]]:
+        """Return all guesses for the next step, and the limits that they keep. last: as for `EagerRunner.run`."""
+        budget, cache, length = self._budget, self._cache, max(map(len, texts))
+        self._rests = budget.rests
+        depths = [0] * len(texts)
+        if not (self._rests or self._is_spoiled or self._is_changed or len(cache.replay) > MAX_REPLAYED):
+            for b, (end, held) in enumerate(zip(last, cache.lengths, strict=True)):
+                depths[b] = min(max(end - held, 0), MAX_DEPTH)
+        least = max(self._least, budget.least(len(texts), length)) if self._source.stands_alone else self._least
+        rate = budget.pace.rate() if budget.pace else None
+        draws = self._known_draws(rules, depths) if self._generation.do_sample else []
+        limits = Limits(depths, budget.limit(len(texts)), least, self._is_chain, rate, draws)
+        windows, trials = self._source.windows, self._trials
+        has_window = windows is not None and bool(windows.size or (trials and trials.level))
+        self._asks_pool_alone = self._source.pool_alone is not None and not has_window
+        if self._asks_pool_alone:
+            return limits, self._ask_pool(texts, limits)
+        with decoding_pass(splits_attention=False, uses_kernels=self._runner.adapter.uses_kernels):
+            return limits, self._source.propose(texts, limits)
+
+    def _ask_pool(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        """`Combined.propose` where nothing has to be combined, checked or calibrated."""
+        assert self._source.pool_alone is not None
+        pool, stats = self._source.pool_alone
+        began = time.perf_counter()
+        trees = pool.propose(texts, limits)
+        stats.seconds += time.perf_counter() - began
+        for tree in trees:
+            stats.proposed += len(tree.tokens)
+        return trees
+
+    def _lay_out(
+        self, texts: list[list[int]], limits: Limits, guessed: list[GuessTree]
+    ) -> tuple[list[Step], list[GuessTree]]:
+        """Return a step for each sequence, and its guesses: those that pay."""
+        windows: list[list[np.ndarray]] = [[]] * len(texts)
+        window_rows = 0
+        if not self._asks_pool_alone:
+            windows = self._source.look_ahead(limits)
+            window_rows = max(sum(map(len, rows)) for rows in windows)
+        chosen = self._budget.choose(guessed, max(map(len, texts)), window_rows)
+        planned = zip(texts, chosen, windows, strict=True)
+        return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], chosen
+
+    def _run(self, steps: list[Step], last: list[int]) -> Output:
+        """Compute the logits of the steps. A step that a guess has spoiled is to be repeated (`_is_spoiled`)."""
+        output = self._runner.run(steps, self._cache, last, self._likeliest)
+        logits = output.logits
+        # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
+        can_be_spoiled = not self._is_spoiled and logits.shape[1] > 1
+        has_nan = output.has_nan
+        if can_be_spoiled and has_nan is None:
+            has_nan = bool(logits.max().isnan())
+        self._is_spoiled = can_be_spoiled and bool(has_nan)
+        if not logits.is_cpu:
+            synchronize(logits.device)  # where the question above has not waited already
+        return output
+
+    def _learn(self, outcome: Outcome, guessed: list[GuessTree], chosen: list[GuessTree]) -> None:
+        """Show the outcome to the sources, and count the tokens that the step has earned."""
+        self._paid_seconds = 0.0
+        if self._asks_pool_alone:
+            self._show_pool(outcome)
+        else:
+            self._source.observe(outcome)
+            self._paid_seconds = self._source.paid_seconds
+        length = max(map(len, outcome.texts))
+        self._budget.count(guessed, chosen, outcome, length, self._paid_seconds, self._rests)
+        if self._trials and self._budget.pace:
+            is_open = self._trials.level > 0
+            self._trials.count(*(self._window_earned(outcome, chosen, length) if is_open else (0, 0.0)))
+
+    def _show_pool(self, outcome: Outcome) -> None:
+        """`Combined.observe` where the pool alone was asked."""
+        assert self._source.pool_alone is not None
+        pool, stats = self._source.pool_alone
+        began = time.perf_counter()
+        pool.observe(outcome)
+        stats.seconds += time.perf_counter() - began
+        stats.asked += 1
+        for path in outcome.paths:
+            stats.accepted += len(path) - 1
+            stats.earned += len(path) - 1
+
+    def _window_earned(self, outcome: Outcome, chosen: list[GuessTree], length: int) -> tuple[int, float]:
+        """Return the accepted tokens of the window's n-grams, and what its rows cost, in tokens."""
+        assert self._budget.pace is not None
+        fewer = len(outcome.steps) * max(1 + step.guesses for step in outcome.steps)
+        earned = sum(
+            int(np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Source.JACOBI))
+            for tree, path in zip(chosen, outcome.paths, strict=True)
+        )
+        return earned, self._budget.pace.price(outcome.rows, fewer, length)
+
+    def _count(self, outcome: Outcome, chosen: list[GuessTree], times: list[float]) -> None:
+        """Add the emitted tokens to the texts, and the step to the statistics and to the costs of steps."""
+        self._add_times(times)
+        of_each = outcome.texts, outcome.emitted, outcome.steps, chosen, outcome.paths
+        for text, tokens, step, tree, path in zip(*of_each, strict=True):
+            if self._recorder is not None:
+                self._recorder.record(len(text) - 1, step, tree, path, tokens)
+            text += tokens
+            _count_one(self.stats, step, tree, path, self._names)
+        if self._budget.pace and not (self._rests or self._is_changed):
+            (_, batch_rows, _), length = outcome.logits.shape, max(map(len, outcome.texts))
+            rows, in_pass = len(outcome.steps) * batch_rows, times[2] - times[1]
+            overhead = time.perf_counter() - times[0] - in_pass - self._paid_seconds
+            self._budget.time(rows, length, in_pass, max(overhead, 0.0))
+
+    def _add_times(self, times: list[float]) -> None:
+        """Add the times of the stages of a step. times: when each began, and when the last one ended."""
+        for stage, (began, ended) in zip(STAGES, pairwise(times), strict=False):
+            self.stats.seconds[stage] += ended - began  # type: ignore[assignment]  # of seconds
+
+    def _leave_to_model(self) -> None:
+        """Let the model's own code compute all further tokens one by one: it is no longer what was tried."""
+        self._is_changed, self._watched = True, None
+        runner = self._runner
+        self._runner, self._cache = runner.eager(self._cache)
+        runner.end()
+
+    @staticmethod
+    def _known_draws(rules: list[NextTokenRule], depths: list[int]) -> list[np.ndarray | None]:
+        """Return the known draws of each live sequence, down to the depth of its guesses; [] if none are known."""
+        live = [rule for rule in rules if rule.live]
+        if len(live) < len(depths):  # sequences that go in step
+            return []
+        return [rule.known_draws(depth) for rule, depth in zip(live, depths, strict=True)]
+
+    def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor, theirs: Cache) -> None:
+        """Move the content of the sequences' caches, each behind its padding, into the cache that was passed in."""
+        for cache, begin, new in zip(caches, self._begins, ids[:, self._width :], strict=True):
+            lacks = len(new) - 1 - (cache.lengths[0] - begin)  # the end of a text that ended early, and its padding
+            if lacks:
+                self._runner.read(new[None, -1 - lacks : -1], cache)
+        paddings = [prompt.padding for prompt in self._prompts]
+        whole = caches[0]
+        if len(caches) > 1 or paddings[0]:
+            whole = self._runner.adapter.make_cache()
+            whole.stack(caches, paddings)
+        self._runner.settle(whole)
+        theirs.layers = whole.layers
+
+
+def _count_one(stats: Stats, step: Step, tree: GuessTree, path: list[int], names: Sequence[str]) -> None:
+    """Count a step of one sequence. path: its accepted rows from 0, the root's, on; each emitted a token.
+
+    names: the names to count accepted guesses under, by their number in ``tree.sources``.
+    """
+    stats.sequence_steps += 1
+    stats.tokens += len(path)
+    stats.guesses += step.guesses
+    stats.window_tokens += len(step.ids) - 1 - step.guesses
+    stats.accepted_per_step[len(path) - 1] += 1
+    deciles = []
+    for chance in tree.probabilities.tolist():  # there are few, and numpy would find cold caches
+        deciles.append(decile := min(int(chance * DECILES), DECILES - 1))
+        stats.deciles[decile, 0] += 1
+        stats.deciles[decile, 1] += chance
+    for row in path[1:]:
+        stats.accepted[names[tree.sources[row - 1]]] += 1
+        stats.deciles[deciles[row - 1], 2] += 1
+
+
+def _padded(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tensor:
+    """Ids of all sequences, [sequences, longest]. Those that ended early are padded, as in plain decoding."""
+    longest = max(group.shape[1] for group in ids)
+    if all(group.shape[1] == longest for group in ids):
+        return torch.cat(ids)
+    pad = compat.pad_token(generation)
+    return torch.cat([torch.nn.functional.pad(group, (0, longest - group.shape[1]), value=pad) for group in ids])
+
+
+def _runs_code_of_users(called: object) -> bool:
+    """Whether a processor, criterion, streamer or source may do what neither we nor transformers have written."""
+    if type(called) is Recorder and called.streamer is not None:
+        return _runs_code_of_users(called.streamer)
+    module = type(called).__module__
+    is_known = type(called) in BY_SEQUENCE or isinstance(called, BaseStreamer)
+    return not (module.startswith("lookahead.") or (is_known and module.startswith("transformers.")))
