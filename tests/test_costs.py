@@ -29,10 +29,10 @@ def clock(monkeypatch):
     now = [0.0]
     original = EagerRunner.run
 
-    def run(self, steps, cache, last=None):
+    def run(self, steps, cache, *others):
         rows, length = len(steps[0]), cache.lengths[0]
         now[0] += 10e-3 + 1e-3 * rows + length * (1e-5 + 2e-6 * (rows - 1))
-        return original(self, steps, cache, last)
+        return original(self, steps, cache, *others)
 
     monkeypatch.setattr(EagerRunner, "run", run)
     monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")

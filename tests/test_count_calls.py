@@ -13,6 +13,11 @@ def counts():
     return count_calls.count(count_calls.small_model())
 
 
+def test_the_walk_stays_short(counts):
+    """What is above has to be worth it, and to be said here. Newer versions of Python count fewer comprehensions."""
+    assert count_calls.excesses(counts, step_calls=100, step_files=10, token_calls=850, longest=40) == []
+
+
 def test_calls_of_ours_are_counted_and_no_others():
     tree = GuessTree.chain([3, 4])
     calls = count_calls.Walk(count_calls.calls_in(lambda: (lay_out(5, tree), sorted([2, 1], key=abs))))

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 from torchao.quantization.granularity import PerGroup
+from transformers.generation import BaseStreamer
 from zoo import tiny_model
 
 import lookahead
@@ -405,9 +406,10 @@ def test_changed_weights_take_effect(change, most, dtype):
     if most:
         in_blocks(model, most)
     lookahead.wrap(model)
-    before = model.generate(IDS, **GREEDY)
     with mock.patch.object(decoder, "Program", side_effect=decoder.Program) as programs:
+        before = model.generate(IDS, **GREEDY)
         assert model.generate(IDS, **GREEDY).tolist() == before.tolist()
+    programs.assert_called_once()  # both calls have the same
     (read,) = programs.call_args.args
     assert {linear.weight.dtype for linear in (read.head, *read.layers[1][:7])} == {dtype}
     change(model)
@@ -415,6 +417,63 @@ def test_changed_weights_take_effect(change, most, dtype):
     assert "passes: fused" in model.lookahead.report()
     assert text.tolist() != before.tolist()
     assert text.tolist() == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packs", [False, True])
+def test_between_calls_no_weights_are_held(packs, dtype):
+    """Neither by what is kept for the next call, nor by the copy."""
+    model = tiny_model("llama", **SIZES)
+    in_blocks(model, 1)
+    memory = []
+    for parameter in model.to(dtype).parameters():
+        held = parameter.detach().view(torch.int16).numpy().copy()
+        parameter.data = torch.from_numpy(held).view(dtype)
+        memory.append(weakref.ref(held))
+    del held
+    lookahead.wrap(model, LookaheadConfig(pack_weights=packs))
+    expected = [model.generate(IDS, **GREEDY).tolist() for _ in range(2)]
+    assert all(reference() is not None for reference in memory)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    gc.collect()
+    assert all(reference() is None for reference in memory)
+    assert [model.generate(IDS, **GREEDY).tolist() for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize("kind", ["gemma", "torchao", "inference"])
+def test_what_was_computed_of_weights_is_computed_anew_in_each_call(kind):
+    """Factors in buffers, scales in another dtype; and tensors whose changes torch does not count."""
+    with torch.inference_mode(kind == "inference"):
+        model = tiny_model("gemma" if kind == "gemma" else "llama", **SIZES)
+    if kind == "torchao":
+        quantize_(model, Int8WeightOnlyConfig(version=2))
+    lookahead.wrap(model)
+    model.generate(IDS, **GREEDY)
+    with mock.patch.object(decoder, "Program", side_effect=decoder.Program) as programs:
+        model.generate(IDS, **GREEDY)
+    assert "passes: fused" in model.lookahead.report()
+    programs.assert_called_once()
+
+
+def test_calls_within_calls_have_programs_of_their_own():
+    model = tiny_model("llama", **SIZES)
+    expected, other = (model.generate(ids, **GREEDY).tolist() for ids in (IDS, IDS[:, :4]))
+
+    texts = []
+
+    class Nested(BaseStreamer):
+        def put(self, value):
+            texts.append(model.generate(IDS[:, :4], **GREEDY).tolist())
+
+        def end(self):
+            pass
+
+    lookahead.wrap(model)
+    for _ in range(2):
+        assert model.generate(IDS, streamer=Nested(), **GREEDY).tolist() == expected
+    assert texts
+    assert all(text == other for text in texts)
 
 
 @pytest.mark.parametrize(

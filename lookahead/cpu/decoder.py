@@ -351,6 +351,7 @@ class Program:
         """Hold no tensor but the copies that `smallest` has made, until `resume`."""
         nothing = self.decoder.embedding.new_empty(0)
         self.decoder = replace(self.decoder, layers=(), embedding=nothing, norm=nothing, head=Linear(nothing))
+        self._tensors: list[torch.Tensor] = []
 
     def resume(self, embedding: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         """Hold the model's tensors again, which are where they were."""
