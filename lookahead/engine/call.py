@@ -18,6 +18,7 @@ from lookahead.engine.recording import Recorder
 from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, walk
 from lookahead.guessing.budget import Budget
 from lookahead.guessing.combine import Combined, needs_of
+from lookahead.guessing.pool import PoolAlone
 from lookahead.guessing.source import Batch, Limits, Outcome
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
@@ -80,7 +81,8 @@ class Call:
         self._trials = windows.trials if windows else None
         self._most_rows = 1 + self._budget.max_guesses + (windows.max_rows if windows else 0)  # of a sequence in a step
         self._batch = Batch(self._texts, temperature, vocabulary_of(model), engine.pool, pace is not None)
-        self._is_spoiled = self._is_changed = False
+        self._asked: Combined | PoolAlone = self._source  # in the step under way
+        self._rests = self._is_spoiled = self._is_changed = False
 
     def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:
         """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded.
@@ -184,34 +186,19 @@ class Call:
         rate = budget.pace.rate() if budget.pace else None
         draws = self._known_draws(rules, depths) if self._generation.do_sample else []
         limits = Limits(depths, budget.limit(len(texts)), least, self._is_chain, rate, draws)
-        windows, trials = self._source.windows, self._trials
-        has_window = windows is not None and bool(windows.size or (trials and trials.level))
-        self._asks_pool_alone = self._source.pool_alone is not None and not has_window
-        if self._asks_pool_alone:
-            return limits, self._ask_pool(texts, limits)
+        windows, pool, self._asked = self._source.windows, self._source.pool_alone, self._source
+        if pool is not None and not (windows and (windows.size or (windows.trials and windows.trials.level))):
+            self._asked = pool
+            return limits, pool.propose(texts, limits)
         with decoding_pass(splits_attention=False, uses_kernels=self._runner.adapter.uses_kernels):
             return limits, self._source.propose(texts, limits)
-
-    def _ask_pool(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
-        """`Combined.propose` where nothing has to be combined, checked or calibrated."""
-        assert self._source.pool_alone is not None
-        pool, stats = self._source.pool_alone
-        began = time.perf_counter()
-        trees = pool.propose(texts, limits)
-        stats.seconds += time.perf_counter() - began
-        for tree in trees:
-            stats.proposed += len(tree.tokens)
-        return trees
 
     def _lay_out(
         self, texts: list[list[int]], limits: Limits, guessed: list[GuessTree]
     ) -> tuple[list[Step], list[GuessTree]]:
         """Return a step for each sequence, and its guesses: those that pay."""
-        windows: list[list[np.ndarray]] = [[]] * len(texts)
-        window_rows = 0
-        if not self._asks_pool_alone:
-            windows = self._source.look_ahead(limits)
-            window_rows = max(sum(map(len, rows)) for rows in windows)
+        windows = self._asked.look_ahead(limits)
+        window_rows = max([sum(map(len, rows)) for rows in windows])
         chosen = self._budget.choose(guessed, max(map(len, texts)), window_rows)
         planned = zip(texts, chosen, windows, strict=True)
         return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], chosen
@@ -232,29 +219,12 @@ class Call:
 
     def _learn(self, outcome: Outcome, guessed: list[GuessTree], chosen: list[GuessTree]) -> None:
         """Show the outcome to the sources, and count the tokens that the step has earned."""
-        self._paid_seconds = 0.0
-        if self._asks_pool_alone:
-            self._show_pool(outcome)
-        else:
-            self._source.observe(outcome)
-            self._paid_seconds = self._source.paid_seconds
-        length = max(map(len, outcome.texts))
-        self._budget.count(guessed, chosen, outcome, length, self._paid_seconds, self._rests)
+        self._asked.observe(outcome)
+        paid, length = self._asked.paid_seconds, max(map(len, outcome.texts))
+        self._budget.count(guessed, chosen, outcome, length, paid, self._rests)
         if self._trials and self._budget.pace:
             is_open = self._trials.level > 0
             self._trials.count(*(self._window_earned(outcome, chosen, length) if is_open else (0, 0.0)))
-
-    def _show_pool(self, outcome: Outcome) -> None:
-        """`Combined.observe` where the pool alone was asked."""
-        assert self._source.pool_alone is not None
-        pool, stats = self._source.pool_alone
-        began = time.perf_counter()
-        pool.observe(outcome)
-        stats.seconds += time.perf_counter() - began
-        stats.asked += 1
-        for path in outcome.paths:
-            stats.accepted += len(path) - 1
-            stats.earned += len(path) - 1
 
     def _window_earned(self, outcome: Outcome, chosen: list[GuessTree], length: int) -> tuple[int, float]:
         """Return the accepted tokens of the window's n-grams, and what its rows cost, in tokens."""
@@ -278,7 +248,7 @@ class Call:
         if self._budget.pace and not (self._rests or self._is_changed):
             (_, batch_rows, _), length = outcome.logits.shape, max(map(len, outcome.texts))
             rows, in_pass = len(outcome.steps) * batch_rows, times[2] - times[1]
-            overhead = time.perf_counter() - times[0] - in_pass - self._paid_seconds
+            overhead = time.perf_counter() - times[0] - in_pass - self._asked.paid_seconds
             self._budget.time(rows, length, in_pass, max(overhead, 0.0))
 
     def _add_times(self, times: list[float]) -> None:

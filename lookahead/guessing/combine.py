@@ -9,7 +9,6 @@ import time
 from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lookahead.guessing.budget import Budget, Trials
 from lookahead.guessing.jacobi import WindowSource
-from lookahead.guessing.pool import PoolSource
+from lookahead.guessing.pool import PoolAlone, PoolSource
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
 from lookahead.models.cache import LookaheadCache
 from lookahead.stats import Stats
@@ -223,8 +222,8 @@ class Combined(GuessSource):
         self._stats = [stats.source(name) for name in self._names[: len(sources)]]
         others = [i for i, source in enumerate(self._sources) if source is not self.windows]
         is_pool = len(others) == 1 and type(self._sources[others[0]]) is PoolSource
-        self.pool_alone = (cast(PoolSource, self._sources[others[0]]), self._stats[others[0]]) if is_pool else None
-        """The pool and what it did, if nothing else guesses. While there is no window, it may be asked without this."""
+        self.pool_alone = PoolAlone(self._sources[others[0]], self._stats[others[0]]) if is_pool else None
+        """The short road, if nothing else guesses: while no window is open, a step may take it in the place of this."""
         self._begun: list[GuessSource] = []
         self._seconds = [0.0] * len(sources)  # that each source took in the current step
         self._has_observed: set[int] = set()  # sources that have observed a step of this call

@@ -1,10 +1,13 @@
 """The n-gram pool as a source of guesses. It learns from texts and logits."""
 
+import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, likeliest
+from lookahead.stats import SourceStats
 from ngram_pool import GuessTree, NgramPool, Source, contexts_of
 from ngram_pool.tree import Ints
 
@@ -65,3 +68,38 @@ class PoolSource(GuessSource):
             tree, rows = slice(1, 1 + step.guesses), slice(0, 1 + step.guesses)
             guesses, parents = step.ids[tree], step.parents[tree] - 1  # the root is row 0 of a step
             self._pool.learn_step(text, guesses, parents, tokens[b, rows], probabilities[b, rows], new)
+
+
+class PoolAlone:
+    """The pool as the only source of a step: nothing has to be combined, checked or calibrated."""
+
+    paid_seconds = 0.0
+    """What sources that are not free took."""
+
+    def __init__(self, source: GuessSource, stats: SourceStats):
+        """source: a `PoolSource` of a call that has begun. stats: counts what it does."""
+        self._source, self._stats = source, stats
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        """`Combined.propose` for this step."""
+        began = time.perf_counter()
+        trees = self._source.propose(texts, limits)
+        self._seconds = time.perf_counter() - began
+        for tree in trees:
+            self._stats.proposed += len(tree.tokens)
+        return trees
+
+    @staticmethod
+    def look_ahead(limits: Limits) -> list[list[np.ndarray]]:
+        """No windows."""
+        return [[]] * len(limits.depths)
+
+    def observe(self, outcome: Outcome) -> None:
+        """`Combined.observe` for this step."""
+        began, stats = time.perf_counter(), self._stats
+        self._source.observe(outcome)
+        stats.asked += 1
+        stats.seconds += self._seconds + time.perf_counter() - began
+        for path in outcome.paths:
+            stats.accepted += len(path) - 1
+            stats.earned += len(path) - 1
