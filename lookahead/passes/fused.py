@@ -124,6 +124,7 @@ class FusedRunner(EagerRunner):
             ready = self._read(packs)
         self._ready, self._watch = ready, ready.watch
         self._program: decoder.Program | None = ready.program
+        self.most_read = ready.most_read
         self.weight_bytes, self.declined_bytes = ready.weight_bytes, ready.declined_bytes
         self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -192,7 +193,7 @@ class FusedRunner(EagerRunner):
 
     def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
         count = new.shape[1]
-        fits = count <= min(self._ready.most_read, chunk_size or count, context_length(self.model) - cache.lengths[0])
+        fits = count <= min(self.most_read, chunk_size or count, context_length(self.model) - cache.lengths[0])
         if new.ndim > 2 or not fits or not self._takes(ids := new[0].cpu().numpy(), cache):
             return super().read(new, cache, chunk_size, keep)
         step = grow(ids.tolist(), range(-1, count - 1), computed=0)
