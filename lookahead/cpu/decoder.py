@@ -312,13 +312,7 @@ class Program:
             self._turn_by(rotary)
         if max(positions.tolist()) >= self._positions:
             raise ValueError(f"the tables of the rotary embedding have only {self._positions} positions")
-        if caches != self._caches:
-            table[:, _PLACES["keys"] : _PLACES["held"]] = caches
-            self._caches = caches
-        table[:, _PLACES["held"]] = held
-        for array, layers in hidden:
-            rows_of = slice(None) if len(hidden) == 1 else layers
-            table[rows_of, _PLACES["hidden"]], table[rows_of, _PLACES["masked"]] = array.ctypes.data, array.shape[1]
+        self._attend_to(caches, held, hidden)
         table[:, _PLACES["output"]] = [products.pointer(kept.get(i)) for i in range(1, len(table) + 1)] if kept else 0
         now = self._pass
         now.ids, now.positions, now.head[products.OUT] = ids.ctypes.data, positions.ctypes.data, logits.data_ptr()
@@ -333,6 +327,22 @@ class Program:
         if decoder.logits_divisor != 1:
             logits = logits / decoder.logits_divisor
         return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
+
+    def _attend_to(
+        self,
+        caches: Sequence[tuple[int, int, int]],
+        held: Sequence[int],
+        hidden: Sequence[tuple[np.ndarray, Sequence[int]]],
+    ) -> None:
+        """Write into the table which keys the rows of a pass see. Arguments as for `run`."""
+        table = self._table
+        if caches != self._caches:
+            table[:, _PLACES["keys"] : _PLACES["held"]] = caches
+            self._caches = caches
+        table[:, _PLACES["held"]] = held
+        for array, layers in hidden:
+            rows_of = slice(None) if len(hidden) == 1 else layers
+            table[rows_of, _PLACES["hidden"]], table[rows_of, _PLACES["masked"]] = array.ctypes.data, array.shape[1]
 
     def _parts(self, *layout: int) -> tuple[int, dict[str, int]]:
         """Make `_room` for a pass. Return the bytes that each thread needs for itself, and the addresses of parts.
