@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from zoo import tiny_model
 
 import lookahead.models.cache
-from lookahead.models.cache import InPlaceLayer, SlidingLayer, keep
+from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer, keep
 from lookahead.passes.capabilities import find_adapter
 
 
@@ -189,3 +189,36 @@ def test_cache_is_a_transformers_cache():
     theirs = DynamicCache(config=model.config)
     assert len(cache.layers) == len(theirs.layers)
     assert cache.is_sliding == theirs.is_sliding
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("window", [None, 5])
+def test_all_layers_at_once_or_one_by_one(seed, window, monkeypatch):
+    """A pass over all layers of a kind finds the columns and the room of each of them, alike or not."""
+    monkeypatch.setattr(lookahead.models.cache, "FIRST_CAPACITY", 8)
+    rng = random.Random(seed)
+    kinds = [[InPlaceLayer() if window is None else SlidingLayer(window) for _ in range(3)] for _ in range(2)]
+    caches = [LookaheadCache([*layers, InPlaceLayer()]) for layers in kinds]
+    held = rng.randint(1, 12)
+    for cache in caches:
+        for layer in cache.layers:
+            layer.update(states(held), states(held))
+        cache.lengths = [held]
+    odd, more = rng.randrange(-1, 3), rng.randint(1, 9)
+    for layers in kinds:
+        if odd >= 0:  # as what users do to a layer leaves it
+            layers[odd].update(states(more), states(more))
+    for _ in range(6):
+        new = rng.randint(1, 7)
+        path = [list(range(rng.randint(1, new)))]
+        together, alone = caches
+        for cache in caches:
+            cache.begin(new)
+        places = {index: found for indices, *found in together.extend(new) for index in indices}
+        for index, layer in enumerate(alone.layers):
+            assert places[index] == list(layer.extend(new))
+        for ours, theirs in zip(together.layers, alone.layers, strict=True):
+            assert (ours.base, ours.columns) == (theirs.base, theirs.columns)
+            assert all(buffer.shape[2] >= ours.columns for buffer in ours.buffers)
+        for cache in caches:
+            keep(cache.layers, path)

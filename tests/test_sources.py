@@ -17,10 +17,13 @@ from zoo import CHAIN_ONLY, VOCABULARY, tiny_model
 import lookahead
 from lookahead import GuessSource, GuessTree, LookaheadConfig, NgramPool, PoolSource, Source, Stats
 from lookahead.engine import engine as engines
+from lookahead.guessing import budget as budgets
 from lookahead.guessing import combine
 from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, PAUSE_GROWTH, TRIAL_STEPS, Budget
 from lookahead.guessing.combine import Calibration, Combined, Ledger, Mixture
 from lookahead.guessing.source import Batch, Limits, Needs, Outcome
+from lookahead.passes import costs
+from lookahead.passes.costs import StepCosts
 from lookahead.step import lay_out
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
@@ -818,6 +821,34 @@ def test_what_sees_hidden_states_gets_fused_passes():
     for _ in range(2):  # transformers leaves hooks behind
         assert model.generate(IDS, **GREEDY).tolist() == expected.tolist()
         assert "passes: fused" in model.lookahead.report()
+
+
+@pytest.mark.parametrize("options", [GREEDY, {"do_sample": True, "max_new_tokens": 40}])
+@pytest.mark.parametrize("window", [{"window_size": 0}, {}])
+@pytest.mark.parametrize("model_type", ["llama", "bloom"])  # trees, and single chains
+def test_the_short_road_of_the_pool_leads_where_the_long_one_does(model_type, window, options, monkeypatch):
+    """Also where a window opens and closes in the midst of a text."""
+    monkeypatch.setattr(budgets, "FIRST_PAUSE", 7)
+    monkeypatch.setattr(budgets, "TRIAL_STEPS", 5)
+
+    def written(is_short: bool) -> tuple:
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_short:
+                patch.setattr(combine, "PoolAlone", lambda *_: None)
+            patch.setattr(StepCosts, "follow", lambda *_: None)
+            patch.setattr(costs, "_known", type(costs._known)())
+            patch.setattr(costs, "measure", lambda *_: StepCosts(1e-2 * (1 + np.arange(8) / 20), np.zeros(2)))
+            patch.setattr(costs, "_read", lambda path: None)
+            model = lookahead.wrap(tiny_model(model_type), LookaheadConfig(**window))
+            torch.manual_seed(0)
+            texts = [model.generate(IDS, **options).tolist() for _ in range(2)]
+            stats = model.lookahead.stats
+        pool = stats.sources["PoolSource"]
+        counted = pool.asked, pool.proposed, pool.accepted, pool.earned, stats.steps, stats.window_tokens
+        assert (stats.window_tokens > 0) == (model_type == "llama" and not window)
+        return texts, counted, dict(stats.accepted)
+
+    assert written(True) == written(False)
 
 
 def test_only_what_is_asked_for_is_shown():
