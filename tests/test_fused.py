@@ -391,6 +391,11 @@ def loaded(model):
     model.load_state_dict(tiny_model("llama", seed=5, **SIZES).state_dict(), assign=True)
 
 
+def given_other_memory(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.flip(0)
+
+
 def written_behind_its_back(model):
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -400,7 +405,7 @@ INDEXED = torch.uint8 if blocks.can_index(torch.float32) else torch.float32
 
 
 @pytest.mark.parametrize(("most", "dtype"), [(0, torch.float32), (127, torch.int8), (-8, torch.uint8), (1, INDEXED)])
-@pytest.mark.parametrize("change", [trained, replaced, loaded, written_behind_its_back])
+@pytest.mark.parametrize("change", [trained, replaced, loaded, given_other_memory, written_behind_its_back])
 def test_changed_weights_take_effect(change, most, dtype):
     model = tiny_model("llama", **SIZES)
     if most:
@@ -417,6 +422,25 @@ def test_changed_weights_take_effect(change, most, dtype):
     assert "passes: fused" in model.lookahead.report()
     assert text.tolist() != before.tolist()
     assert text.tolist() == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("most", [127, 1])
+def test_the_next_call_sees_each_weight_that_was_written_behind_its_back(most):
+    model = tiny_model("llama", **SIZES)
+    in_blocks(model, most)
+    lookahead.wrap(model, LookaheadConfig(pack_weights=True))
+    rows = [(layer.mlp.down_proj.weight.data, row) for layer in model.model.layers for row in (0, 17, 63)]
+    texts = []
+    for weight, row in rows:
+        model.generate(IDS, **GREEDY)
+        weight[row] = weight[row] * -8
+        with mock.patch.object(decoder, "Program", side_effect=decoder.Program) as programs:
+            texts.append(model.generate(IDS, **GREEDY).tolist())
+        copied = any(linear.origin is not None for layer in programs.call_args.args[0].layers for linear in layer[:7])
+        assert copied or not blocks.can_index(torch.float32), "nothing was to be compared"
+        programs.assert_called_once()
+    assert len(set(map(str, texts))) > 1
+    assert texts[-1] == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -470,8 +494,10 @@ def test_calls_within_calls_have_programs_of_their_own():
             pass
 
     lookahead.wrap(model)
-    for _ in range(2):
-        assert model.generate(IDS, streamer=Nested(), **GREEDY).tolist() == expected
+    model.generate(IDS, **GREEDY)
+    with mock.patch.object(EagerRunner, "run", side_effect=AssertionError("the program was taken away")):
+        for _ in range(2):
+            assert model.generate(IDS, streamer=Nested(), **GREEDY).tolist() == expected
     assert texts
     assert all(text == other for text in texts)
 
