@@ -114,8 +114,6 @@ class FusedRunner(EagerRunner):
             raise UnknownDecoderError("it does not take our attention or our kernels")
         if adapter.foreign:
             raise UnknownDecoderError(adapter.foreign[0])
-        if None in adapter.layers:
-            raise UnknownDecoderError("a layer of it caches no keys of its own")
         if not packs:
             _known.pop(model, None)
         # Only this call has it: a pass writes into it.
@@ -141,8 +139,8 @@ class FusedRunner(EagerRunner):
         """Read the model, and make its program."""
         model, adapter = self.model, self.adapter
         found = original = self._look()
-        windows = windows_of(model)
-        if windows != [visibility and visibility.window for visibility in adapter.layers]:
+        kept = [visibility.window if visibility else 0 for visibility in adapter.layers]  # 0: it caches no keys
+        if windows_of(model) != kept:
             raise UnknownDecoderError("its cache keeps other positions than its masks show")
         declined = 0
         if packs:
