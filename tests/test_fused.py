@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import weakref
 from dataclasses import replace
 from functools import lru_cache
@@ -16,7 +17,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 from torchao.quantization.granularity import PerGroup
-from transformers.generation import BaseStreamer
 from zoo import tiny_model
 
 import lookahead
@@ -38,9 +38,14 @@ IDS = torch.arange(3, 12)[None]
 
 
 def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
-    parents = [int(rng.integers(-1, i)) for i in range(rows)]
-    tokens = 3 + rng.permutation(vocabulary - 3)[:rows]  # all different, so siblings are; 2 has an embedding of zeros
-    return GuessTree.of(tokens.tolist(), parents, Source.TEXT) if rows else GuessTree.empty()
+    # Siblings differ; 2 has an embedding of zeros.
+    tokens = 3 + np.tile(rng.permutation(vocabulary - 3), 1 + rows // (vocabulary - 3))[:rows]
+    nodes: dict[tuple[int, int], None] = {}  # parents and tokens
+    for i, token in enumerate(tokens.tolist()):
+        while (node := (int(rng.integers(-1, i)), token)) in nodes:
+            pass
+        nodes[node] = None
+    return GuessTree.of(tokens.tolist(), [parent for parent, _ in nodes], Source.TEXT) if rows else GuessTree.empty()
 
 
 FAMILIES = [
@@ -480,27 +485,22 @@ def test_what_was_computed_of_weights_is_computed_anew_in_each_call(kind):
     programs.assert_called_once()
 
 
-def test_calls_within_calls_have_programs_of_their_own():
-    model = tiny_model("llama", **SIZES)
-    expected, other = (model.generate(ids, **GREEDY).tolist() for ids in (IDS, IDS[:, :4]))
+def test_calls_in_threads_have_programs_of_their_own():
+    """A pass writes into its program."""
+    model = lookahead.wrap(tiny_model("llama", num_hidden_layers=8, **SIZES), LookaheadConfig(budget=4))
+    prompts = [torch.randint(3, 97, (1, 5 + i)) for i in range(4)]
+    expected = [model.generate(prompt, **GREEDY).tolist() for prompt in prompts]
+    texts: dict[int, list] = {}
 
-    texts = []
+    def write(i: int) -> None:
+        texts[i] = [model.generate(prompts[i], **GREEDY).tolist() for _ in range(15)]
 
-    class Nested(BaseStreamer):
-        def put(self, value):
-            texts.append(model.generate(IDS[:, :4], **GREEDY).tolist())
-
-        def end(self):
-            pass
-
-    lookahead.wrap(model)
-    model.generate(IDS, **GREEDY)
-    with mock.patch.object(decoder, "Program", side_effect=decoder.Program) as programs:
-        for _ in range(3):
-            assert model.generate(IDS, streamer=Nested(), **GREEDY).tolist() == expected
-    assert programs.call_count == 3, "one for the calls within each"
-    assert texts
-    assert all(text == other for text in texts)
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [texts[i] for i in range(4)] == [[text] * 15 for text in expected]
 
 
 @pytest.mark.parametrize(
