@@ -420,7 +420,7 @@ class Program:
         sizes = {name: itemsize * rows * n for name, n in of_row.items()}
         sizes |= {"largest": 4 * parts, "total": 4 * parts, "sums": 4 * parts * decoder.head_dim}
         sizes |= {"room": threads * for_each, "peaks": of_peaks}
-        *places, end = accumulate((-(-size // 64) * 64 for size in sizes.values()), initial=0)
+        *places, end = accumulate([-(-size // 64) * 64 for size in sizes.values()], initial=0)
         return for_each, dict(zip(sizes, places, strict=True)), end
 
 
