@@ -266,7 +266,8 @@ def _identities(model: PreTrainedModel) -> list[tuple[str, int]]:
 def _flags(functions: list[Any]) -> list[Any]:
     """What functions may hang on: values that they hold, or that the names in their code stand for.
 
-    A number counts as zero or not, for it may be a counter. What is in a model, torch or transformers is left out.
+    A number counts as zero or not, for it may be a counter. Numbers and None in a list may record what has passed, and do
+    not count. What is in a model, torch or transformers is left out.
     """
     found: list[Any] = []
     wanted, seen = deque(functions), set()
@@ -287,7 +288,7 @@ def _held(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return islice(value.values(), _MOST_HELD)
     if isinstance(value, (list, tuple)):
-        return value[:_MOST_HELD]
+        return [x for x in value[:_MOST_HELD] if isinstance(x, bool) or not isinstance(x, (int, float, type(None)))]
     if isinstance(value, type) and is_defined(value):
         return ()
     function = function_of(value)
