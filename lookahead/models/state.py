@@ -266,8 +266,8 @@ def _identities(model: PreTrainedModel) -> list[tuple[str, int]]:
 def _flags(functions: list[Any]) -> list[Any]:
     """What functions may hang on: values that they hold, or that the names in their code stand for.
 
-    A number counts as zero or not, for it may be a counter. Numbers and None in a list may record what has passed, and do
-    not count. What is in a model, torch or transformers is left out.
+    A number counts as zero or not, for it may be a counter. Numbers and None in a list may record what has passed, and
+    do not count. What is in a model, torch or transformers is left out.
     """
     found: list[Any] = []
     wanted, seen = deque(functions), set()
