@@ -25,6 +25,7 @@ class PoolSource(GuessSource):
     def __init__(self, pool: NgramPool | None = None):
         """pool: the wrap's pool by default."""
         self._is_given = pool is not None
+        self._vocabulary = 2**31  # of all ids that a pool takes, until a call begins
         if pool is not None:
             self._pool = pool
 

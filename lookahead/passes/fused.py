@@ -1,7 +1,6 @@
 """Passes over single sequences in one call, for models built like Llama on a CPU (`cpu.decoder`)."""
 
 import operator
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,13 +72,13 @@ class Watch:
 
     def let_go(self) -> None:
         """Hold none of the tensors, until `resume`. Only if it `is_plain`."""
-        self._references = list(map(weakref.ref, self._tensors))
+        self._identities = list(map(id, self._tensors))  # torch swaps no tensor that has weak references
         self._tensors = self._in_memory = self._counted = []
 
     def resume(self) -> bool:
-        """Hold the tensors again. Returns whether they are as they were."""
+        """Hold the tensors again. Returns whether they are as they were: the same, or others in the same memory."""
         now: list[Any] = list(map(dict.get, self._places, self._names))
-        if not all(map(operator.is_, now, map(weakref.ref.__call__, self._references))):
+        if list(map(id, now)) != self._identities:
             return False
         self._tensors = self._in_memory = self._counted = now
         return self._looked_at() == self._before
