@@ -153,11 +153,9 @@ class _Pass(ctypes.Structure):
 
 def tensors_of(decoder: Decoder) -> list[torch.Tensor]:
     """All tensors that a decoder which no `smallest` has changed is made of."""
-    fields = [field for layer in decoder.layers for field in layer]
-    of_linears = [part for field in (*fields, decoder.head) if isinstance(field, Linear) for part in field[:4]]
-    others = [field for field in fields if not isinstance(field, Linear)]
-    found = (decoder.embedding, decoder.norm, *of_linears, *others)
-    return [tensor for tensor in found if tensor is not None]
+    parts = [part for linear in _linears(decoder) for part in linear[:4]]
+    norms = [norm for layer in decoder.layers for norm in layer[7:]]
+    return [tensor for tensor in (decoder.embedding, decoder.norm, *parts, *norms) if tensor is not None]
 
 
 def _linears(decoder: Decoder) -> list[Linear]:

@@ -196,7 +196,7 @@ class NextTokenRule:
         raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
         if len(self.live) < len(self.ids):  # ended sequences get logits of zeros
             raw = raw.new_zeros(len(self.ids), raw.shape[1]).index_copy_(0, raw.new_tensor(self.live).long(), raw)
-        is_spoiled, scores = raw.isnan().any(dim=-1), raw
+        scores = raw
         for processor in self._processors:  # as LogitsProcessorList does, which also inspects every signature
             scores = processor(self.ids, scores)
         if self.scores is not None:
@@ -213,8 +213,12 @@ class NextTokenRule:
             chosen = torch.multinomial(probabilities, num_samples=1, generator=self._generator).squeeze(1)
         else:
             chosen = torch.argmax(scores, dim=-1)
-            # argmax ranks NaN highest. One that a processor made is a choice like others, as it is to generate().
-            no_choice = is_spoiled & scores.gather(1, chosen[:, None])[:, 0].isnan()
+            # argmax ranks NaN highest. One that a processor made, perhaps in `raw`, is a choice like any other, as it
+            # is to generate().
+            no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()
+            is_spoiled = torch.zeros_like(no_choice)
+            is_spoiled[self.live] = logits.isnan().any(dim=-1).to(is_spoiled.device)
+            no_choice &= is_spoiled
         if self._settings.pad_token is not None and len(self.live) < len(self.ids):
             chosen = chosen.where(self._unfinished, self._settings.pad_token)
         self._ids = torch.cat([self._ids, chosen[:, None]], dim=-1)
