@@ -194,8 +194,7 @@ class NextTokenRule:
         if row is not None:
             logits = logits.flatten(0, -2)[row : row + 1]
         raw = logits.to(dtype=torch.float32, device=self.ids.device, copy=True)
-        if len(self.live) < len(self.ids):  # ended sequences get logits of zeros
-            raw = raw.new_zeros(len(self.ids), raw.shape[1]).index_copy_(0, raw.new_tensor(self.live).long(), raw)
+        raw = self._with_ended(raw)
         scores = raw
         for processor in self._processors:  # as LogitsProcessorList does, which also inspects every signature
             scores = processor(self.ids, scores)
@@ -216,9 +215,7 @@ class NextTokenRule:
             # argmax ranks NaN highest. One that a processor made, perhaps in `raw`, is a choice like any other, as it
             # is to generate().
             no_choice = scores.gather(1, chosen[:, None])[:, 0].isnan()
-            is_spoiled = torch.zeros_like(no_choice)
-            is_spoiled[self.live] = logits.isnan().any(dim=-1).to(is_spoiled.device)
-            no_choice &= is_spoiled
+            no_choice &= self._with_ended(logits.isnan().any(dim=-1).to(self.ids.device))
         if self._settings.pad_token is not None and len(self.live) < len(self.ids):
             chosen = chosen.where(self._unfinished, self._settings.pad_token)
         self._ids = torch.cat([self._ids, chosen[:, None]], dim=-1)
@@ -232,6 +229,13 @@ class NextTokenRule:
         if self._settings.streamer is not None:
             self._settings.streamer.put(torch.tensor(tokens))
         return emitted
+
+    def _with_ended(self, rows: torch.Tensor) -> torch.Tensor:
+        """Add rows of zeros for the sequences that have ended, in their places. rows: one for each live sequence."""
+        if len(self.live) == len(self.ids):
+            return rows
+        live = torch.tensor(self.live, device=rows.device)
+        return rows.new_zeros(len(self.ids), *rows.shape[1:]).index_copy_(0, live, rows)
 
     def take(self, token: int) -> None:
         """Record and stream the next token of the only sequence, in the usual case, where it was chosen otherwise."""
