@@ -191,7 +191,7 @@ def test_on_a_gpu_torch_says_whether_its_flash_kernel_serves(monkeypatch, size):
     with FakeTensorMode():
         query = torch.empty(1, 4, 3, size, dtype=torch.bfloat16, device="cuda")
         key = torch.empty(1, 2, 9, size, dtype=torch.bfloat16, device="cuda")
-        assert attention._has_kernel(query, key, key) == (size == 64)
+        assert attention.has_kernel(query, key, key) == (size == 64)
         assert asked == [query.shape] * (size == 64)
         monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: False)
-        assert not attention._has_kernel(query, key, key)
+        assert not attention.has_kernel(query, key, key)

@@ -14,6 +14,7 @@ from zoo import CHAIN_ONLY, SETTINGS, tiny_model
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.cpu import products
+from lookahead.models import attention
 from lookahead.passes import capabilities, compiled
 from lookahead.passes.capabilities import find_adapter, why_not_compiled
 
@@ -86,11 +87,28 @@ def test_by_the_real_compiler(dtype):
             check_identical(model, [random_prompt(rng)], options, COMPILED, seed=1)
 
 
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_the_kernel_of_a_gpu_is_asked_for_when_a_pass_runs(traced, monkeypatch, has_kernel):
+    """torch answers that question in C++, where its compiler cannot follow; without a kernel, products compute."""
+
+    def answered(query, key, value) -> bool:
+        torch._C._get_tracing_state()  # C++, too: were this traced, the compiler would fail
+        return has_kernel
+
+    monkeypatch.setattr(attention, "has_kernel", answered)
+    monkeypatch.setattr(attention, "_kernel_serves", lambda *_: False)
+    model, rng = tiny_model("gemma3_text"), random.Random(1)
+    assert compiles(model)
+    for options in (GREEDY, SAMPLED):
+        check_identical(model, [random_prompt(rng)], options, LookaheadConfig(compile_passes=True, budget=12), 0)
+    assert len(traced) > 0
+
+
 def test_a_wrong_mask_is_noticed(traced, monkeypatch):
-    attend = compiled.attention.attend_grouped
+    attend = attention.attend_grouped
     monkeypatch.setattr(
-        compiled.attention, "attend_grouped",
-        lambda query, key, value, mask, scaling: attend(query, key, value, None if mask is None else mask * 0, scaling),
+        attention, "attend_grouped",
+        lambda query, key, value, mask, *more: attend(query, key, value, None if mask is None else mask * 0, *more),
     )  # fmt: skip
     model = tiny_model("llama")
     assert not find_adapter(model).splits_attention  # noticed there already, so that nothing is compiled
@@ -101,13 +119,13 @@ def test_a_wrong_mask_is_noticed(traced, monkeypatch):
 def test_a_wrong_cache_is_noticed(traced, monkeypatch):
     model = tiny_model("llama")
     assert find_adapter(model).splits_attention
-    attend = compiled.attention.attend_grouped
+    attend = attention.attend_grouped
 
-    def forgetful(query, key, value, mask, scaling):
+    def forgetful(query, key, value, mask, *more):
         new = query.shape[2]
-        return attend(query, key[:, :, -new:], value[:, :, -new:], mask[..., -new:], scaling)
+        return attend(query, key[:, :, -new:], value[:, :, -new:], mask[..., -new:], *more)
 
-    monkeypatch.setattr(compiled.attention, "attend_grouped", forgetful)
+    monkeypatch.setattr(attention, "attend_grouped", forgetful)
     with pytest.warns(UserWarning, match="without compiled passes: custom masks, position_ids or cache are not honour"):
         assert not compiles(model)
 

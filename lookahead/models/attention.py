@@ -53,11 +53,12 @@ def attend(
     unusual = dropout or torch.is_autocast_enabled(query.device.type)
     unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # each head has its own bias
-    unusual = unusual or key.shape[-1] != value.shape[-1] or not _has_kernel(query, key, value)
-    if is_compiling:
+    unusual = unusual or key.shape[-1] != value.shape[-1]
+    if is_compiling:  # the compiler cannot ask for the kernel: the operation asks when it runs
         if unusual:
             raise NotImplementedError("compiled passes do not support this kind of attention")
         return torch.ops.lookahead.attend(query, key, value, module.layer_idx, scaling), None
+    unusual = unusual or not has_kernel(query, key, value)
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     is_prefill = (attention_mask is None and new > 1) or groups * new > MAX_QUERIES
@@ -72,25 +73,31 @@ def attend(
 
 
 def attend_grouped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    has_flash: bool = True,
 ) -> torch.Tensor:
-    """Compute the attention of a step by the quickest kernel. Arguments and result are as for `attend`."""
+    """Compute the attention of a step by the quickest kernel. has_flash: `has_kernel` of these tensors. The other
+    arguments and the result are as for `attend`."""
     if _kernel_serves(query, key, value, mask):
         return tree_attention.attend(query, key, value, mask, scaling)
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - (new if mask is None else mask.shape[-1])
     of_step = mask is not None and held > 0
     grouped = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
-    in_one = of_step and query.device.type == "cpu" and held <= SHORT_CONTEXT
+    in_one = of_step and (not has_flash or (query.device.type == "cpu" and held <= SHORT_CONTEXT))
     if mask is not None:
         mask = _repeated_mask(mask, groups, held if in_one else 0, query.dtype)
     if of_step and not in_one:
         out = _joined(
-            *_part(grouped, key[:, :, :held], value[:, :, :held], None, scaling),
-            *_part(grouped, key[:, :, held:], value[:, :, held:], mask, scaling),
+            *_part(grouped, key[:, :, :held], value[:, :, :held], None, scaling, has_flash),
+            *_part(grouped, key[:, :, held:], value[:, :, held:], mask, scaling, has_flash),
         )
     else:
-        out, _ = _part(grouped, key, value, mask, scaling)
+        out, _ = _part(grouped, key, value, mask, scaling, has_flash)
     return out.reshape(query.shape).transpose(1, 2).contiguous()
 
 
@@ -121,8 +128,8 @@ def _is_causal(module: nn.Module, kwargs: dict) -> bool:
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
-def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `_part` has a kernel for such tensors that also returns the log-sum-exp."""
+def has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch has a kernel for such tensors that also returns the log-sum-exp."""
     if not query.is_cuda:
         return query.device.type == "cpu"
     # torch knows which dtypes, head sizes and GPUs its flash kernel serves. A head size that is no multiple of 8 is
@@ -132,12 +139,19 @@ def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 
 
 def _part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    has_flash: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention to some keys, in their dtype, and its log-sum-exp, float32 [batch, key heads, queries]."""
-    if mask is None or query.device.type == "cpu":
+    if has_flash and (mask is None or query.device.type == "cpu"):
         return flash_attention(query, key, value, mask, scaling)
-    scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling) + mask
+    scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if mask is not None:
+        scores += mask
     log_sum = scores.logsumexp(-1)
     return (scores - log_sum[..., None]).exp().to(value.dtype) @ value, log_sum
 

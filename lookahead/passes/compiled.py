@@ -221,7 +221,8 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float | None
 ) -> torch.Tensor:
     key, value = _current.cache.update(key, value, layer)
-    return attention.attend_grouped(query, key, value, _current.masks[layer], scaling)
+    has_flash = attention.has_kernel(query, key, value)
+    return attention.attend_grouped(query, key, value, _current.masks[layer], scaling, has_flash)
 
 
 # Defined by hand, because the wrapper of torch.library.custom_op takes as long as a small layer in each call.
