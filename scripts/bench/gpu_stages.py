@@ -283,8 +283,8 @@ def _median(call: Callable[[], object], device) -> float:
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 TEXT_METHODS = (
-    "plain", "static-compiled", "prompt-lookup", "steps-of-one", "auto", "auto-shared", "auto-graphs",
-    *(f"{way}-{budget}" for budget in (16, 32, 64, 127) for way in ("budget", "graphs")),
+    "plain", "static-compiled", "prompt-lookup", "steps-of-one", "auto", "auto-graphs", "budget-16", "graphs-16",
+    "graphs-64",
 )  # fmt: skip
 SMALL_TEXT_METHODS = ("plain", "prompt-lookup", "auto", "auto-graphs", "graphs-16")
 
