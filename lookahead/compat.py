@@ -326,11 +326,9 @@ def cpu_capability() -> str:
 def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention and the log-sum-exp of its scores, float32 [batch, heads, queries]. A GPU takes no mask."""
-    if query.device.type == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(query, key, value, attn_mask=mask, scale=scale)
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[:2]
+    """Return attention on a CPU, and the log-sum-exp of its scores, float32 [batch, heads, queries]."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, attn_mask=mask, scale=scale)
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------

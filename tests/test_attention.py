@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from zoo import SETTINGS, tiny_model
 
@@ -112,9 +111,8 @@ def test_models_attend_in_parts_exactly_when_they_can(name, monkeypatch):
     model = tiny_model(name)
     adapter = find_adapter(model)
     calls = []
-    monkeypatch.setattr(
-        attention, "_part", lambda *arguments, part=attention._part: calls.append(1) or part(*arguments)
-    )
+    part = attention.flash_attention
+    monkeypatch.setattr(attention, "flash_attention", lambda *arguments: calls.append(1) or part(*arguments))
     monkeypatch.setattr(attention, "SHORT_CONTEXT", 0)
     assert_a_step_is_that_of_the_dense_mask(model, adapter)  # by the kernel
     monkeypatch.setattr(tree_attention, "serves", lambda *arguments: False)
@@ -181,17 +179,3 @@ def test_an_interrupt_leaves_no_pass_behind():
     with pytest.raises(KeyboardInterrupt), decoding_pass(splits_attention=True, uses_kernels=True):
         interrupted()
     assert current_pass() is None
-
-
-@pytest.mark.parametrize("size", [60, 64])
-def test_on_a_gpu_torch_says_whether_its_flash_kernel_serves(monkeypatch, size):
-    """So no limit of a GPU, dtype or head size is written down here, but that the kernel itself does not pad."""
-    asked = []
-    monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: asked.append(params.query.shape) or True)
-    with FakeTensorMode():
-        query = torch.empty(1, 4, 3, size, dtype=torch.bfloat16, device="cuda")
-        key = torch.empty(1, 2, 9, size, dtype=torch.bfloat16, device="cuda")
-        assert attention.has_kernel(query, key, key) == (size == 64)
-        assert asked == [query.shape] * (size == 64)
-        monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: False)
-        assert not attention.has_kernel(query, key, key)

@@ -87,21 +87,17 @@ def test_by_the_real_compiler(dtype):
             check_identical(model, [random_prompt(rng)], options, COMPILED, seed=1)
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
-def test_the_kernel_of_a_gpu_is_asked_for_when_a_pass_runs(traced, monkeypatch, has_kernel):
-    """torch answers that question in C++, where its compiler cannot follow; without a kernel, products compute."""
-
-    def answered(query, key, value) -> bool:
-        torch._C._get_tracing_state()  # C++, too: were this traced, the compiler would fail
-        return has_kernel
-
-    monkeypatch.setattr(attention, "has_kernel", answered)
-    monkeypatch.setattr(attention, "_kernel_serves", lambda *_: False)
-    model, rng = tiny_model("gemma3_text"), random.Random(1)
-    assert compiles(model)
-    for options in (GREEDY, SAMPLED):
-        check_identical(model, [random_prompt(rng)], options, LookaheadConfig(compile_passes=True, budget=12), 0)
-    assert len(traced) > 0
+def test_other_devices_are_told_of_graphs(monkeypatch):
+    """Compiled passes multiply by kernels of our own, which a GPU cannot run."""
+    model = tiny_model("llama")
+    adapter = find_adapter(model)
+    monkeypatch.setattr(capabilities, "device_of", lambda model: torch.device("cuda"))
+    with pytest.warns(UserWarning, match="without compiled passes: it is on a device of type cuda") as warned:
+        reasons = [why_not_compiled(model, adapter) for _ in range(2)]
+    assert all("cuda_graphs=True" in reason for reason in reasons)
+    assert len(warned) == 1
+    monkeypatch.undo()
+    assert compiles(model)  # it is back on the CPU
 
 
 def test_a_wrong_mask_is_noticed(traced, monkeypatch):

@@ -3,17 +3,19 @@
     queries of the step  x  committed keys      all are seen: no mask
                          x  keys of the step    only ancestors are seen: mask [T, T]
 
-On a CPU, our own kernel serves single sequences (`tree_attention`). Elsewhere, the two parts are computed apart and
-joined by their log-sum-exp, as in flash decoding. Query heads that share a key head are treated as further queries of
-it, so keys and values are never repeated. `attend` is registered with transformers in place of its own "sdpa". Outside
-of the passes of the decoding loop (`decoding_pass`), and for anything but steps and prompts, it calls that.
+It serves models on a CPU. Single sequences have our own kernel (`tree_attention`). Without it, the two parts are
+computed apart and joined by their log-sum-exp, as in flash decoding. Query heads that share a key head are treated as
+further queries of it, so keys and values are never repeated. `attend` is registered with transformers in place of its
+own "sdpa". Outside of the passes of the decoding loop (`decoding_pass`), and for anything but steps and prompts, it
+calls that.
+
+On a GPU a step's time is that of its launches, and one call with a mask over all keys has fewer of them.
 """
 
 from typing import Any
 
 import torch
 from torch import nn
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
 from lookahead.compat import flash_attention, register_attention, registered_attention
@@ -54,11 +56,10 @@ def attend(
     unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # each head has its own bias
     unusual = unusual or key.shape[-1] != value.shape[-1]
-    if is_compiling:  # the compiler cannot ask for the kernel: the operation asks when it runs
+    if is_compiling:
         if unusual:
             raise NotImplementedError("compiled passes do not support this kind of attention")
         return torch.ops.lookahead.attend(query, key, value, module.layer_idx, scaling), None
-    unusual = unusual or not has_kernel(query, key, value)
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     is_prefill = (attention_mask is None and new > 1) or groups * new > MAX_QUERIES
@@ -73,31 +74,25 @@ def attend(
 
 
 def attend_grouped(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    has_flash: bool = True,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
-    """Compute the attention of a step by the quickest kernel. has_flash: `has_kernel` of these tensors. The other
-    arguments and the result are as for `attend`."""
+    """Compute the attention of a step by the quickest kernel. Arguments and result are as for `attend`."""
     if _kernel_serves(query, key, value, mask):
         return tree_attention.attend(query, key, value, mask, scaling)
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - (new if mask is None else mask.shape[-1])
     of_step = mask is not None and held > 0
     grouped = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
-    in_one = of_step and (not has_flash or (query.device.type == "cpu" and held <= SHORT_CONTEXT))
+    in_one = of_step and held <= SHORT_CONTEXT
     if mask is not None:
         mask = _repeated_mask(mask, groups, held if in_one else 0, query.dtype)
     if of_step and not in_one:
         out = _joined(
-            *_part(grouped, key[:, :, :held], value[:, :, :held], None, scaling, has_flash),
-            *_part(grouped, key[:, :, held:], value[:, :, held:], mask, scaling, has_flash),
+            *flash_attention(grouped, key[:, :, :held], value[:, :, :held], None, scaling),
+            *flash_attention(grouped, key[:, :, held:], value[:, :, held:], mask, scaling),
         )
     else:
-        out, _ = _part(grouped, key, value, mask, scaling, has_flash)
+        out, _ = flash_attention(grouped, key, value, mask, scaling)
     return out.reshape(query.shape).transpose(1, 2).contiguous()
 
 
@@ -126,34 +121,6 @@ def _is_causal(module: nn.Module, kwargs: dict) -> bool:
     """Whether "sdpa" would take a pass without a mask as causal."""
     is_causal = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
-
-
-def has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch has a kernel for such tensors that also returns the log-sum-exp."""
-    if not query.is_cuda:
-        return query.device.type == "cpu"
-    # torch knows which dtypes, head sizes and GPUs its flash kernel serves. A head size that is no multiple of 8 is
-    # padded by torch's own attention, not by the kernel.
-    is_aligned = query.shape[-1] % 8 == 0
-    return is_aligned and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
-
-
-def _part(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    has_flash: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention to some keys, in their dtype, and its log-sum-exp, float32 [batch, key heads, queries]."""
-    if has_flash and (mask is None or query.device.type == "cpu"):
-        return flash_attention(query, key, value, mask, scaling)
-    scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if mask is not None:
-        scores += mask
-    log_sum = scores.logsumexp(-1)
-    return (scores - log_sum[..., None]).exp().to(value.dtype) @ value, log_sum
 
 
 def _joined(

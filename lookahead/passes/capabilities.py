@@ -81,6 +81,10 @@ def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | Non
     """
     if adapter.foreign:
         return adapter.foreign[0]
+    if (device := device_of(model).type) != "cpu":
+        reason = f"it is on a device of type {device}, for which there is cuda_graphs=True"
+        _once(model, "compiled", adapter.uses_kernels, lambda: compiled.warn(model, reason))
+        return reason
     if compiled.why_not(model) is None:
         _once(model, "compiled", adapter.uses_kernels, lambda: _try_compiled(model, adapter))
     return compiled.why_not(model)
@@ -187,7 +191,7 @@ def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     adapter = replace(adapter, row_dependence=probe.row_dependence(model, adapter, trials))
     ways = {}
     if adapter.can_branch:
-        if looks_up_sdpa(model) and not state.is_compiled:
+        if looks_up_sdpa(model) and not state.is_compiled and device_of(model).type == "cpu":
             reason = state.why_not_split()
             if reason is None:
                 ways["split attention"] = replace(adapter, splits_attention=True)

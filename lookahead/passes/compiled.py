@@ -208,8 +208,12 @@ class CompiledRunner(EagerRunner):
 
 def give_up(model: PreTrainedModel, reason: str) -> None:
     """Run this model's passes eagerly from now on, and warn."""
-    first_line = _given_up[model] = reason.strip().splitlines()[0]
-    warnings.warn(f"{type(model).__name__} runs without compiled passes: {first_line}", stacklevel=2)
+    _given_up[model] = reason.strip().splitlines()[0]
+    warn(model, _given_up[model])
+
+
+def warn(model: PreTrainedModel, reason: str) -> None:
+    warnings.warn(f"{type(model).__name__} runs without compiled passes: {reason}", stacklevel=3)
 
 
 def why_not(model: PreTrainedModel) -> str | None:
@@ -221,8 +225,7 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float | None
 ) -> torch.Tensor:
     key, value = _current.cache.update(key, value, layer)
-    has_flash = attention.has_kernel(query, key, value)
-    return attention.attend_grouped(query, key, value, _current.masks[layer], scaling, has_flash)
+    return attention.attend_grouped(query, key, value, _current.masks[layer], scaling)
 
 
 # Defined by hand, because the wrapper of torch.library.custom_op takes as long as a small layer in each call.
