@@ -63,7 +63,7 @@ format: $(WITH_TESTS)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard lookahead/cpu/*.cpp lookahead/cpu/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable .
 	touch $@
@@ -77,4 +77,4 @@ $(VENV)/installed-with-docs: $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .peers .versions .native
+	rm -rf $(VENV) .peers .versions .native lookahead/cpu/kernels

@@ -1,55 +1,146 @@
-"""A wheel built on Linux for x86-64 brings the C++ kernels ready-built, for every kind of processor.
+"""Builds the C++ into the package: a library for each kind of processor, of which `lookahead.cpu.native` loads one.
 
-Where they cannot be built, the wheel is one of pure Python, and its user's machine builds them on first use.
+    pip install .                             # as pip does
+    python setup.py build_kernels --inplace   # into the sources, as an editable install does
+
+Where it cannot be built, the install succeeds all the same, and `kernels/missing.txt` holds the reason for `native`.
 """
 
+import os
 import platform
 import re
 import runpy
+import shlex
 import shutil
+import subprocess
 import sysconfig
+import tempfile
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
-from setuptools import setup
+from setuptools import Command, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
 
 KERNELS = Path("lookahead", "cpu")
 SOURCES = Path(__file__).parent / KERNELS
-toolchain = SimpleNamespace(**runpy.run_path(str(SOURCES / "toolchain.py")))  # the package itself would import torch
+cpp = SimpleNamespace(**runpy.run_path(str(SOURCES / "cpp.py")))  # the package itself would import torch
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
+FLAVOURS = {  # compiler options by the processor's capability, in torch's words
+    "AVX512_AMX": (*_AVX512, "-mavx512bf16", "-DHAS_TILES"),
+    "AVX512_BF16": (*_AVX512, "-mavx512bf16"),
+    "AVX512": _AVX512,
+    "AVX2": ("-mavx2", "-mfma"),
+    "DEFAULT": (),
+}
+FLAGS = (
+    "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-exceptions", "-fopenmp", "-fPIC", "-Wno-psabi",
+    "-fvisibility=default",
+)  # fmt: skip
+LINKING = ("-static-libgcc", "-Wl,--as-needed", "-s")  # no OpenMP: torch has loaded one when the library is
 OLDEST_GLIBC = 17  # 2.17; torch needs a newer one
 
 
-def build_kernels(folder: Path) -> int:
-    """Build all kernels into the folder; the minor version of glibc 2 that they need.
+class BuildError(Exception):
+    """Nothing was built. The first line gives the reason; the compiler's output may follow."""
+
+
+def compiler() -> list[str]:
+    """Return the command that calls the C++ compiler: CXX, g++ or clang++.
 
     Raises:
-        toolchain.BuildError: There is no compiler, or not for this platform, or it failed.
+        BuildError: There is none.
     """
+    named = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(named)
+    except ValueError as error:
+        raise BuildError(f"CXX is {named!r}, which is not a command: {error}") from None
+    if not command:
+        command = [name for name in ("g++", "clang++") if shutil.which(name)][:1]
+    if not command:
+        raise BuildError("there was no C++ compiler: install g++ or clang++, or name one in CXX")
+    if not shutil.which(command[0]):
+        raise BuildError(f"CXX is {named!r}, but there is no such program")
+    return command
+
+
+def call(command: Sequence[str | Path]) -> None:
+    """Run a compiler.
+
+    Raises:
+        BuildError: It failed.
+    """
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        output = done.stdout.decode(errors="replace")
+        raise BuildError(f"{shlex.join(map(str, command))} failed with status {done.returncode}\n{output}".rstrip())
+
+
+def build_library(
+    library: Path, compiler: list[str], options: Iterable[str], linking: Iterable[str], sources: Iterable[Path]
+) -> None:
+    """Compile the sources and link them.
+
+    Raises:
+        BuildError: The compiler failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        objects = []
+        for source in sources:
+            objects.append(Path(folder, f"{source.stem}.o"))
+            call([*compiler, *FLAGS, *options, "-c", source, "-o", objects[-1]])
+        call([*compiler, "-shared", *objects, *linking, "-o", library])
+
+
+def library_names() -> dict[str, str]:
+    """The names of the libraries' files, by the kinds of processors that this system's may be."""
+    kinds = list(FLAVOURS) if IS_X86 else ["DEFAULT"]
+    return {kind: f"{kind}-{cpp.digest()}.so" for kind in kinds}
+
+
+def build_kernels(folder: Path) -> None:
+    """Build all libraries into a folder.
+
+    Raises:
+        BuildError: There is no compiler, or it failed.
+    """
+    if os.name != "posix":
+        raise BuildError("it can be built only on POSIX systems")
+    command, sources = compiler(), [source for source in cpp.sources() if source.suffix == ".cpp"]
+
+    def build(of: tuple[str, str]) -> None:
+        kind, name = of
+        options = ["-march=x86-64", *FLAVOURS[kind]] if IS_X86 else []
+        build_library(folder / name, command, options, LINKING, sources)
+        try:
+            glibc_needed((folder / name).read_bytes())
+        except BuildError:  # with what else this system has
+            build_library(folder / name, command, options, ["-fopenmp"], sources)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(build, library_names().items()))
+
+
+def glibc_of(folder: Path) -> int | None:
+    """The minor version of glibc 2 that all libraries in a folder need. None: they are for this system alone."""
     if sysconfig.get_platform() != "linux-x86_64" or platform.libc_ver()[0] != "glibc":
-        raise toolchain.BuildError("they are built on Linux for x86-64 with glibc alone")
-    compiler = toolchain.compiler()
-    linking = ["-static-libgcc", "-Wl,--as-needed", "-s"]  # no OpenMP: torch has loaded one when they are
-
-    def built(of: tuple[Path, str]) -> int:
-        source, capability = of
-        instructions = ["-march=x86-64", *toolchain.INSTRUCTIONS[capability]]
-        content = toolchain.build(source, compiler, instructions, linking)
-        (folder / f"{source.stem}-{capability}.so").write_bytes(content)
-        return glibc_needed(content)
-
-    folder.mkdir(parents=True)
-    with ThreadPoolExecutor() as threads:
-        kinds = [(source, capability) for source in SOURCES.glob("*.cpp") for capability in toolchain.INSTRUCTIONS]
-        return max(OLDEST_GLIBC, *threads.map(built, kinds))
+        return None
+    try:
+        return max([OLDEST_GLIBC, *(glibc_needed(library.read_bytes()) for library in folder.glob("*.so"))])
+    except BuildError:
+        return None
 
 
 def glibc_needed(content: bytes) -> int:
     """The minor version of glibc 2 that a shared library asks for, by the names that its symbol versions have.
 
     Raises:
-        toolchain.BuildError: It needs more than glibc and the OpenMP that torch brings.
+        BuildError: It needs more than glibc and the OpenMP that torch brings.
     """
     names = {word.decode() for word in content.split(b"\0") if re.fullmatch(rb"[\w.+-]+", word)}
     foreign = {name for name in names if re.fullmatch(r"lib.+\.so[.\d]*", name)} - {"libc.so.6", "libm.so.6"}
@@ -57,31 +148,76 @@ def glibc_needed(content: bytes) -> int:
     versions = {name: re.fullmatch(r"GLIBC_2\.(\d+)[.\d]*", name) for name in names if name.startswith("GLIBC_")}
     foreign |= {name for name, version in versions.items() if version is None}
     if foreign:
-        raise toolchain.BuildError(f"they would need {', '.join(sorted(foreign))}")
-    return max((int(version[1]) for version in versions.values()), default=0)
+        raise BuildError(f"they would need {', '.join(sorted(foreign))}")
+    return max((int(version[1]) for version in versions.values() if version), default=0)
+
+
+class BuildKernels(Command):
+    """A step of `build`, which an editable install runs, too."""
+
+    description = "build the C++"
+    user_options: ClassVar = [("inplace", "i", "put the libraries beside the sources")]
+    boolean_options: ClassVar = ["inplace"]
+    editable_mode = False
+
+    def initialize_options(self) -> None:
+        self.inplace, self.build_lib = False, None
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+        beside = SOURCES / "kernels"
+        self.folder = beside if self.inplace or self.editable_mode else Path(self.build_lib, KERNELS, "kernels")
+        self.ready = [beside / name for name in library_names().values()]
+
+    def run(self) -> None:
+        is_ready = all(library.exists() for library in self.ready)
+        if is_ready and self.folder == SOURCES / "kernels":
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        try:
+            if is_ready:
+                for library in self.ready:
+                    shutil.copy(library, self.folder)
+            else:
+                build_kernels(self.folder)
+        except BuildError as error:
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+            (self.folder / "missing.txt").write_text(str(error), encoding="utf-8")
+            self.warn(f"the C++ is not built, so torch's own code will serve: {error}")
+
+    @property
+    def is_built(self) -> bool:
+        return any(self.folder.glob("*.so"))
+
+    def get_source_files(self) -> list[str]:
+        return [str(KERNELS / source.name) for source in cpp.sources()]
+
+    def get_outputs(self) -> list[str]:
+        return []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
 
 
 class Wheel(bdist_wheel):
-    """With ready kernels, it is for a platform, though for every Python 3."""
-
-    glibc = None
+    """With libraries it is for a platform, though for every Python 3."""
 
     def run(self) -> None:
         self.run_command("build")
-        folder = Path(self.get_finalized_command("build").build_lib) / KERNELS / "kernels"
-        shutil.rmtree(folder, ignore_errors=True)  # of another time
-        try:
-            self.glibc = build_kernels(folder)
-        except toolchain.BuildError as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            self.warn(f"the wheel brings no ready kernels: {error}")
-        else:
+        if self.get_finalized_command("build_kernels").is_built:
             self.root_is_pure = False
             self.distribution.has_ext_modules = lambda: True  # so that it is installed where a platform's files go
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
-        return super().get_tag() if self.glibc is None else ("py3", "none", f"manylinux_2_{self.glibc}_x86_64")
+        if self.root_is_pure:
+            return super().get_tag()
+        glibc = glibc_of(self.get_finalized_command("build_kernels").folder)
+        return "py3", "none", super().get_tag()[2] if glibc is None else f"manylinux_2_{glibc}_x86_64"
 
 
-setup(cmdclass={"bdist_wheel": Wheel})
+if __name__ == "__main__":
+    build.sub_commands = [*build.sub_commands, ("build_kernels", None)]
+    setup(cmdclass={"bdist_wheel": Wheel, "build_kernels": BuildKernels})

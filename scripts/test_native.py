@@ -12,13 +12,15 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 
-from lookahead.cpu import native, toolchain
+from lookahead.cpu import cpp, native
 
 HERE = Path(__file__).parent / "native"
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+import setup  # noqa: E402
+
 EMULATED = "AVX512_AMX, emulated"
 TESTS = ["tests/test_tree_attention.py", "tests/test_blocks.py", "tests/test_products.py", "tests/test_known_draws.py"]
 KERNEL_TESTS = "formula or found or packed or indexed or exceptions or rounded or number or draws or likeliest"
@@ -31,8 +33,7 @@ RUNTIMES = {"address": ("libasan.so", "libstdc++.so.6"), "thread": ("libtsan.so"
 
 def flavours() -> list[str]:
     """Flavours that this machine can run, the widest first."""
-    names = list(toolchain.INSTRUCTIONS)
-    can_run = names[names.index(native.CAPABILITY) :]
+    can_run = list(native.FLAVOURS[native.FLAVOURS.index(native.CAPABILITY) :])
     return [EMULATED, *can_run] if "AVX512_BF16" in can_run else can_run
 
 
@@ -40,33 +41,34 @@ def capability(flavour: str) -> str:
     return flavour.split(",")[0]
 
 
-def build(folder: Path, name: str, flavour: str, sanitizer: str) -> None:
-    """Build a kernel into the folder, unless it is there already."""
+def build(folder: Path, flavour: str, sanitizer: str) -> None:
+    """Build the library into the folder, unless it is there already."""
     level = "-O1" if sanitizer == "thread" else "-O0"
-    instructions = [*toolchain.INSTRUCTIONS[capability(flavour)], level, "-g1", "-w"]
+    options = [*setup.FLAVOURS[capability(flavour)], level, "-g1", "-w"]
     if flavour == EMULATED:
-        instructions += ["-DEMULATED_TILES", f"-I{HERE}"]
-    compiler = [*toolchain.compiler(), *SANITIZERS[sanitizer]]
-    hashed = hashlib.sha256(repr((compiler, toolchain.FLAGS, instructions)).encode())
-    headers = [*native.SOURCES.glob("*.h"), *HERE.glob("*.h")]
-    for source in [native.SOURCES / f"{name}.cpp", *headers, HERE / "threads.cpp"]:
+        options += ["-DEMULATED_TILES", f"-I{HERE}"]
+    compiler, sources = [*setup.compiler(), *SANITIZERS[sanitizer]], [*cpp.FOLDER.glob("*.cpp")]
+    hashed = hashlib.sha256(repr((compiler, setup.FLAGS, options)).encode())
+    for source in sorted([*HERE.glob("*.h"), HERE / "threads.cpp"]):
         hashed.update(source.read_bytes())
-    library, stamp = (folder / f"{name}-{capability(flavour)}.{end}" for end in ("so", "txt"))
+    library, stamp = folder / f"{capability(flavour)}-{cpp.digest()}.so", folder / "options.txt"
     if library.exists() and stamp.exists() and stamp.read_text() == hashed.hexdigest():
         return
+    for old in folder.glob("*.so"):
+        old.unlink()
     linking = ["-fopenmp"]
     if sanitizer == "thread":
-        threads = folder / f"{name}-threads.o"
+        threads = folder / "threads.o"
         hide = ["-std=c++17", "-fvisibility=hidden", "-fPIC", "-O1", "-g1", "-c"]
         subprocess.run([*compiler, *hide, str(HERE / "threads.cpp"), "-o", str(threads)], check=True)
         linking = [str(threads), "-lpthread"]
-    library.write_bytes(toolchain.build(native.SOURCES / f"{name}.cpp", compiler, instructions, linking))
+    setup.build_library(library, compiler, options, linking, sources)
     stamp.write_text(hashed.hexdigest())
 
 
 def runtime(name: str) -> str:
     """The path of a library that the compiler brings."""
-    command = [*toolchain.compiler(), f"-print-file-name={name}"]
+    command = [*setup.compiler(), f"-print-file-name={name}"]
     path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not os.path.isabs(path):
         sys.exit(
@@ -103,20 +105,15 @@ def main() -> None:
     parser.add_argument("--no-tests", action="store_true", help="random programs alone")
     parser.add_argument("--folder", type=Path, default=ROOT / ".native", help="for what is built (default: .native)")
     options = parser.parse_args()
-    toolchain.SECONDS = 3600  # sanitizers make the compiler's work many times as long
-    missing = [name for name in toolchain.INSTRUCTIONS if name not in map(capability, options.flavours)]
+    missing = [name for name in native.FLAVOURS if name not in map(capability, options.flavours)]
     jobs = [("address", flavour) for flavour in options.flavours if "address" in options.sanitizers]
     jobs += [("thread", options.flavours[-1])] * ("thread" in options.sanitizers)
     folders = {job: options.folder / "-".join(job).replace(", ", "-") for job in jobs}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = [
-            pool.submit(build, folders[sanitizer, flavour], name, flavour, sanitizer)
-            for (sanitizer, flavour), name in product(jobs, native.KERNELS)
-        ]
-        for one in built:
-            one.result()
+        for built in [pool.submit(build, folders[job], job[1], job[0]) for job in jobs]:
+            built.result()
     print("built; not run, for this machine cannot, or was not asked to:", ", ".join(missing) or "none", flush=True)
     passed = True
     for sanitizer, flavour in jobs:

@@ -1,13 +1,10 @@
 """What holds for all tests."""
 
-import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 
-from lookahead.cpu import native
 from lookahead.passes import costs, verdicts
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores, and its children
@@ -29,17 +26,3 @@ def verdicts_are_not_kept():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdicts, "path_of", lambda *args: None)
         yield
-
-
-@pytest.fixture
-def cache_with_kernels():
-    """A function that makes a cache folder for a process, in which it finds the C++ that this one would use."""
-
-    def make(folder: Path) -> Path:
-        for kernel in native.KERNELS:
-            assert native.why_missing(kernel) is None
-        if native.FOLDER.exists():  # a wheel has them ready
-            shutil.copytree(native.FOLDER, folder / "lookahead" / "kernels")
-        return folder
-
-    return make

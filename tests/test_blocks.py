@@ -62,7 +62,7 @@ def assert_same_products(found: Linear, linear: Linear, dtype: torch.dtype, rows
 
 
 def test_there_are_finders():
-    assert native.why_missing("blocks") is None
+    assert native.why_missing() is None
 
 
 @settings(max_examples=300, deadline=None)

@@ -12,14 +12,12 @@ import torch
 from click.testing import CliRunner
 from zoo import tiny_model
 
-from lookahead import DEMO_MODEL, wrap
-from lookahead.cpu import native
+from lookahead import DEMO_MODEL
 from lookahead.tools import commands
 from lookahead.tools.cli import main
 from lookahead.tools.files import read_text
 from lookahead.tools.loading import load
 from lookahead.tools.terminal import StepStreamer
-from lookahead.wrapping import engine_of
 from ngram_pool import NgramPool, Source
 
 BINARY = DEMO_MODEL / "model.safetensors"
@@ -47,16 +45,6 @@ def test_the_end_says_what_the_next_run_will_not_wait_for(seconds, told, options
     result = run(PROMPT, "--max-new-tokens", "2", *options)
     message = "the next run starts 42 s sooner: what this one has built and measured is kept\n"
     assert result.stderr.endswith(message) is told
-
-
-def test_kernels_are_built_before_a_comparison_is_timed(monkeypatch):
-    asked: list[str] = []
-    library = native._library
-    monkeypatch.setattr(native, "_library", lambda name: asked.append(name) or library(name))
-    model = wrap(load(None)[0])
-    asked.clear()
-    engine_of(model).prepare(model)
-    assert set(asked) == set(native.KERNELS)
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "jacobi", "plain"])

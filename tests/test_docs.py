@@ -19,7 +19,7 @@ from draw_terminal import COLUMNS, Run, chunks, draw
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
-from lookahead.cpu import native, toolchain
+from lookahead.cpu import native
 from lookahead.engine import engine, fallback
 from lookahead.models import decoder, state
 from lookahead.passes import capabilities, compiled, fused, graphs, probe, runner
@@ -243,11 +243,7 @@ SPEAKERS = {
     probe.compare_with_plain: ast.Return,
     probe._compare_with_plain: (ast.Return, ast.IfExp),
     native._library: ast.Assign,
-    native._kept_or_built: ast.Raise,
-    native._kept: ast.Raise,
-    toolchain.compiler: ast.Raise,
-    toolchain.build: ast.Raise,
-    toolchain._run: ast.Raise,
+    native._why_not_built: ast.Return,
 }
 # Texts of the same functions that are errors, warnings or names of settings.
 ELSEWHERE = re.compile(

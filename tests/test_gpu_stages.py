@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def run(tmp_path, cache_with_kernels, monkeypatch):
+def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "scripts")]))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_with_kernels(tmp_path / "cache")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(*arguments: str) -> tuple[int, str]:
         command = [sys.executable, "scripts/gpu.py", "--device", "cpu", "--small", "--out", tmp_path, *arguments]

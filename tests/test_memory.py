@@ -525,10 +525,10 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
-def test_threads_may_have_small_stacks(tmp_path, cache_with_kernels):
+def test_threads_may_have_small_stacks(tmp_path):
     environment = os.environ | {
         "OMP_STACKSIZE": "128K",
-        "XDG_CACHE_HOME": str(cache_with_kernels(tmp_path)),
+        "XDG_CACHE_HOME": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     subprocess.run([sys.executable, "-c", SMALL_STACK], env=environment, check=True, timeout=600)

@@ -74,7 +74,7 @@ def multiplied(monkeypatch):
 
 
 def test_there_is_a_kernel_for_each_dtype():
-    assert set(products.kernels()) == set(DTYPES), native.why_missing("products")
+    assert set(products.kernels()) == set(DTYPES), native.why_missing()
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import runpy
 import shutil
 import subprocess
 import sys
@@ -10,16 +9,14 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
-from lookahead.cpu import native, toolchain
+import setup
+from lookahead.cpu import cpp, native
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted((ROOT / "lookahead" / "cpu").glob("*.cpp"))
-READY = {f"lookahead/cpu/kernels/{source.stem}-{of}.so" for source in SOURCES for of in toolchain.INSTRUCTIONS}
+READY = {f"lookahead/cpu/kernels/{name}" for name in setup.library_names().values()}
 has_ready_kernels = pytest.mark.skipif(
     sysconfig.get_platform() != "linux-x86_64" or platform.libc_ver()[0] != "glibc",
     reason="only a wheel for Linux on x86-64 has ready kernels",
@@ -29,22 +26,20 @@ import sys
 from pathlib import Path
 import torch
 import lookahead
-from lookahead.cpu import native, tree_attention
+from lookahead.cpu import cpp, native, tree_attention
 
 assert Path(lookahead.__file__).is_relative_to(sys.argv[1]), lookahead.__file__
 assert native.CAPABILITY == sys.argv[2], native.CAPABILITY
 for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
     query, key, value = torch.randn(3, 1, 4, 40, 64).to(dtype)
-    assert tree_attention.serves(query, key, value, None), native.why_missing("tree_attention")
+    assert tree_attention.serves(query, key, value, None), native.why_missing()
     got = tree_attention.attend(query, key, value, None, None).transpose(1, 2)
     query, key, value = query.double(), key.double(), value.double()
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert (got - expected).abs().max() < error
-for name in sys.argv[3:]:
-    assert native.why_missing(name) is None
 loaded = {Path(line.split()[-1]) for line in open("/proc/self/maps") if ".so" in line}
 assert {path.name for path in loaded if path.parent.name == "kernels"} == {
-    f"{name}-{native.CAPABILITY}.so" for name in sys.argv[3:]
+    f"{native.CAPABILITY}-{cpp.digest()}.so"
 }
 openmp = [path for path in loaded if path.name.startswith(("libgomp", "libiomp", "libomp"))]
 assert len(openmp) == 1, openmp
@@ -55,8 +50,9 @@ assert len(openmp) == 1, openmp
 def sources(tmp_path_factory):
     """Those of the package, without its model."""
     folder = tmp_path_factory.mktemp("sources")
+    ignored = shutil.ignore_patterns("demo_model", "__pycache__", "kernels")
     for package in ("lookahead", "ngram_pool"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("demo_model", "__pycache__"))
+        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
     for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, folder)
     return folder
@@ -88,6 +84,9 @@ def names(wheel):
 
 @pytest.fixture(scope="module")
 def wheel(sources, tmp_path_factory):
+    """With the libraries that were built when this package was installed."""
+    sources = shutil.copytree(sources, tmp_path_factory.mktemp("installed") / "sources")
+    shutil.copytree(native.FOLDER, sources / "lookahead" / "cpu" / "kernels")
     stale = sources / "build" / "lib" / "lookahead" / "cpu" / "kernels" / "stale.so"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"of another time")
@@ -125,11 +124,10 @@ def test_an_installed_wheel_needs_no_compiler(below, installed, tmp_path):
         **({"ATEN_CPU_CAPABILITY": below} if below else {}),
     }
     ended = subprocess.run(
-        [sys.executable, "-c", CHECK, installed, capability, *(source.stem for source in SOURCES)],
+        [sys.executable, "-c", CHECK, installed, capability],
         env=environment, cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert not list((tmp_path / "home").rglob("kernels"))
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
@@ -137,7 +135,9 @@ def test_without_a_compiler_the_wheel_is_pure(compiler, sources, tmp_path):
     wheel = built(sources, tmp_path, CXX=compiler)
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in names(wheel) if name.endswith(".so")]
-    assert {f"lookahead/cpu/{source.name}" for source in SOURCES} < names(wheel)
+    assert {"lookahead/cpu/kernels/missing.txt", *(f"lookahead/cpu/{source.name}" for source in cpp.sources())} < names(
+        wheel
+    )
 
 
 def test_a_source_distribution_has_what_is_built_from(sources, tmp_path):
@@ -146,12 +146,7 @@ def test_a_source_distribution_has_what_is_built_from(sources, tmp_path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         held = {name.split("/", 1)[1] for name in files.getnames() if "/" in name}
-    sources_needed = [
-        *SOURCES,
-        *(ROOT / "lookahead" / "cpu").glob("*.h"),
-        ROOT / "lookahead" / "cpu" / "toolchain.py",
-        ROOT / "setup.py",
-    ]
+    sources_needed = [*cpp.sources(), ROOT / "lookahead" / "cpu" / "cpp.py", ROOT / "setup.py"]
     assert {str(path.relative_to(ROOT)) for path in sources_needed} <= held
 
 
@@ -160,7 +155,8 @@ def test_an_editable_install_is_found_beside_a_clone_of_the_same_name(sources, t
     clone, site = tmp_path / "lookahead", tmp_path / "site"
     shutil.copytree(sources, clone, ignore=shutil.ignore_patterns("build", "*.egg-info"))
     command = [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"]
-    subprocess.run(command, cwd=clone, check=True, capture_output=True)
+    subprocess.run(command, cwd=clone, env=os.environ | {"CXX": "false"}, check=True, capture_output=True)
+    assert "failed with status 1" in (clone / "lookahead" / "cpu" / "kernels" / "missing.txt").read_text()
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -188,11 +184,9 @@ def test_an_editable_install_is_found_beside_a_clone_of_the_same_name(sources, t
     ],
 )
 def test_a_tag_follows_from_what_the_kernels_need(words, needed):
-    with mock.patch("setuptools.setup"):
-        setup = SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py")))
     content = b"\x7fELF\0" + b"\0".join(word.encode() for word in words) + b"\0\xff"
     if isinstance(needed, int):
         assert setup.glibc_needed(content) == needed
     else:
-        with pytest.raises(setup.toolchain.BuildError, match=needed.replace("+", r"\+")):
+        with pytest.raises(setup.BuildError, match=needed.replace("+", r"\+")):
             setup.glibc_needed(content)

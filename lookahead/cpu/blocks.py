@@ -18,12 +18,12 @@ from lookahead.cpu.products import Linear, pointer
 GROUP = 32  # GROUP in blocks.cpp
 SIZES_OF_BYTES = GROUP, GROUP // 2  # weights with one scale, where they are bytes
 _ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 4, ctypes.c_long]
-_of_bytes = cache(partial(native.kernels, "blocks", "find_bytes", (torch.float32,), _ARGUMENTS))
-_of_codes = cache(partial(native.kernels, "blocks", "find_codes", (torch.float32,), _ARGUMENTS))
-_of_int4 = cache(partial(native.kernels, "blocks", "pack", native.FLOATS, _ARGUMENTS))
-_of_bfloat16 = cache(partial(native.kernels, "blocks", "index", native.FLOATS, _ARGUMENTS))
+_of_bytes = cache(partial(native.kernels, "find_bytes", (torch.float32,), _ARGUMENTS))
+_of_codes = cache(partial(native.kernels, "find_codes", (torch.float32,), _ARGUMENTS))
+_of_int4 = cache(partial(native.kernels, "pack", native.FLOATS, _ARGUMENTS))
+_of_bfloat16 = cache(partial(native.kernels, "index", native.FLOATS, _ARGUMENTS))
 _CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 3]
-_changed = cache(partial(native.kernels, "blocks", "changed", native.FLOATS, _CHANGED, ctypes.c_bool))
+_changed = cache(partial(native.kernels, "changed", native.FLOATS, _CHANGED, ctypes.c_bool))
 TOGETHER = 16 if native.HAS_TILES else 1  # Indexed::TOGETHER in weights.h, and Indexed::BLOCK:
 INDEXED = 64 if native.CAPABILITY.startswith("AVX512") else 32
 ALL = -1  # a turn in which a `comparison` looks at everything

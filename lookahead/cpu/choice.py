@@ -15,9 +15,9 @@ MAX_TOP_K = MAX_COUNT
 STATE_BYTES = 5056  # of torch's generator on the CPU: a Mersenne Twister, and a normal variate kept for later
 _TRIED = 4099  # variates
 _CHOOSE = [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float, ctypes.c_long, ctypes.c_double, ctypes.c_void_p]
-_choosers = cache(partial(native.kernels, "choice", "choose", native.FLOATS, _CHOOSE))
+_choosers = cache(partial(native.kernels, "choose", native.FLOATS, _CHOOSE))
 _DRAW = [ctypes.c_void_p] * 2 + [ctypes.c_long]
-_drawers = cache(partial(native.kernels, "choice", "draw", (torch.float32,), _DRAW))
+_drawers = cache(partial(native.kernels, "draw", (torch.float32,), _DRAW))
 
 
 class Warp(NamedTuple):

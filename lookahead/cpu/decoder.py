@@ -21,10 +21,10 @@ from lookahead.cpu.pages import HugePages
 from lookahead.cpu.products import Linear
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
-_kernels = cache(partial(native.kernels, "decoder", "run", native.FLOATS, [ctypes.c_void_p], ctypes.c_long))
-_sizes = cache(partial(native.kernels, "decoder", "sizes", native.FLOATS, [ctypes.c_void_p] * 2))
+_kernels = cache(partial(native.kernels, "run", native.FLOATS, [ctypes.c_void_p], ctypes.c_long))
+_sizes = cache(partial(native.kernels, "sizes", native.FLOATS, [ctypes.c_void_p] * 2))
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
-_movers = cache(partial(native.kernels, "decoder", "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
+_movers = cache(partial(native.kernels, "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
 
 
 class Layer(NamedTuple):

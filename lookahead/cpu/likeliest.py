@@ -10,7 +10,7 @@ from lookahead.cpu import native
 
 MAX_COUNT = 256  # in largest.h
 _ARGUMENTS = [ctypes.c_void_p] + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float]
-_kernels = cache(partial(native.kernels, "likeliest", "likeliest", native.FLOATS, _ARGUMENTS))
+_kernels = cache(partial(native.kernels, "likeliest", native.FLOATS, _ARGUMENTS))
 
 
 def serves(logits: torch.Tensor, count: int) -> bool:

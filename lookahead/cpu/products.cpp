@@ -2,6 +2,10 @@
 
 #include "products.h"
 
+namespace products {
+FOR_EACH_WAY(MULTIPLY);
+}
+
 using namespace products;
 
 constexpr long BLOCK = 96;        // outputs that a thread takes at a time
@@ -28,7 +32,7 @@ static void multiply_all(const typename By::Number* x, const Matrix<typename By:
             long before = block, which = 0;
             for (long its; before >= (its = (matrices[which].outputs + size - 1) / size); which++) before -= its;
             const long begin = before * size, end = std::min(matrices[which].outputs, begin + size);
-            multiply(input, matrices[which], begin, end);
+            multiply(input, matrices[which], begin, end, nullptr);
         }
     }
 }

@@ -219,8 +219,8 @@ static void multiply_vectors(const Input<By>& x, const Matrix<typename By::Numbe
 
 // The products of all rows with outputs begin..end-1. next: the weights that this thread wants then, or null.
 template <class By>
-static void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end,
-                     [[maybe_unused]] const void* next = nullptr) {
+void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end,
+              [[maybe_unused]] const void* next) {
 #ifdef HAS_TILES
     switch (x.form_for(matrix, x.inputs)) {
         case Input<By>::IN_LINES: multiply_in_lines(x.rows, x.shape, x.lines(), matrix, x.inputs, begin, end, next); break;
@@ -233,5 +233,17 @@ static void multiply(const Input<By>& x, const Matrix<typename By::Number>& matr
 #endif
     if (matrix.scales) matrix.scale(0, x.rows, begin, end);
 }
+
+// products.cpp has these; no other source compiles them once more.
+#define MULTIPLY(BY) template void multiply<BY>(const Input<BY>&, const Matrix<BY::Number>&, long, long, const void*)
+#if defined(HAS_TILES)
+#define FOR_EACH_WAY(DO) DO(ByFloats); DO(ByPairs)
+#elif defined(__AVX512BF16__)
+#define FOR_EACH_WAY(DO) DO(ByFloats); DO(BySplitPairs); DO(ByPairs)
+#else
+#define FOR_EACH_WAY(DO) DO(ByFloats); DO(BySplitPairs)
+#endif
+#define DECLARED(BY) extern MULTIPLY(BY)
+FOR_EACH_WAY(DECLARED);
 
 }  // namespace products

@@ -34,8 +34,8 @@ _PLAIN = nn.Parameter, torch.Tensor
 SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FIELDS, OUT = 9, 5  # of a Matrix in products.h: how many there are, and the place of its output
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
-kernels = cache(partial(native.kernels, "products", "multiply", native.FLOATS, _ARGUMENTS))
-_rooms = cache(partial(native.kernels, "products", "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
+kernels = cache(partial(native.kernels, "multiply", native.FLOATS, _ARGUMENTS))
+_rooms = cache(partial(native.kernels, "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
 
 
 class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap

@@ -19,7 +19,7 @@ static void attend(const attention::Attention<T>& attention, char* room, long th
 
 // query [heads][rows][size], with strides. key, value [key_heads][keys][size], key_stride from head to head. size is at
 // most MAX_SIZE. mask [rows][masked] is added to the scores of the last `masked` keys. Without one, key i of the last
-// `rows` keys is seen by rows i and later. out [rows][heads][size]. room: of `room_uint8` bytes for each thread, aligned to
+// `rows` keys is seen by rows i and later. out [rows][heads][size]. room: of `attention_room_uint8` bytes for each thread, aligned to
 // 64 bytes.
 #define FOR(NAME, T)                                                                                                   \
     extern "C" void NAME(const T* query, const T* key, const T* value, const T* mask, T* out, char* room, long heads,  \
@@ -33,4 +33,4 @@ static void attend(const attention::Attention<T>& attention, char* room, long th
 FOR(attend_float32, float)
 FOR(attend_bfloat16, BFloat16)
 
-extern "C" long room_uint8() { return attention::room_for(0); }
+extern "C" long attention_room_uint8() { return attention::room_for(0); }

@@ -12,8 +12,8 @@ from lookahead.cpu import native
 
 MAX_HEAD_DIM = 256  # MAX_SIZE in attention.h
 _ARGUMENTS = [ctypes.c_void_p] * 6 + [ctypes.c_long] * 10 + [ctypes.c_float]
-_kernels = cache(partial(native.kernels, "tree_attention", "attend", native.FLOATS, _ARGUMENTS))
-_rooms = cache(partial(native.kernels, "tree_attention", "room", (torch.uint8,), [], ctypes.c_long))
+_kernels = cache(partial(native.kernels, "attend", native.FLOATS, _ARGUMENTS))
+_rooms = cache(partial(native.kernels, "attention_room", (torch.uint8,), [], ctypes.c_long))
 
 
 def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -132,13 +132,13 @@ class Lookahead:
         adapter = self.adapter
         if adapter is None:
             return "nothing has been decoded yet"
-        missing = {name: native.why_missing(name) for name in native.KERNELS} if adapter.uses_kernels else {}
-        served = [name for name, reason in missing.items() if reason is None]
+        missing = native.why_missing() if adapter.uses_kernels else None
+        is_ours = adapter.uses_kernels and missing is None
         lines = [
             f"passes: {self.passes}",
             f"attention: {attention_implementation(adapter.config)}, "
             + ("split into cache and step" if adapter.splits_attention else "with a dense mask"),
-            f"kernels: of our own on a CPU: {', '.join(served)}" if served else "kernels: torch's",
+            f"kernels: of our own on a CPU, for {native.CAPABILITY}" if is_ours else "kernels: torch's",
             f"guesses: {'trees' if adapter.can_branch else 'single chains'}",
             f"sources: {', '.join(map(self._described, range(len(self.ledger.trials))))}",
             *self.stats.by_source(),
@@ -147,7 +147,8 @@ class Lookahead:
             lines.append(f"weights: read from a copy of {self.copied_bytes / 1e6:.1f} MB in fewer bits")
         reasons = list(adapter.given_up)
         reasons += [f"{what}: {reason}" for what, reason in self._why_not_faster.items()]
-        reasons += [f"kernel {name}: {reason}" for name, reason in missing.items() if reason is not None]
+        if missing is not None:
+            reasons.append(f"kernels of our own: {missing}")
         if self.graphs is not None and self.graphs.why_not is not None:
             reasons.append(f"CUDA graphs: {self.graphs.why_not}")
         if self.needs.hidden_states and (self.config.compile_passes or self.config.cuda_graphs):
@@ -236,9 +237,7 @@ class Lookahead:
         return (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Build kernels, find the runner and measure step costs now, as far as needed, so that no call waits for it."""
-        if self.config.cpu_kernels and model.device.type == "cpu":
-            native.build_missing()
+        """Find the runner and measure step costs now, as far as needed, so that no call waits for it."""
         self.find_pace(self.find_runner(model))
 
     def find_pace(self, runner: EagerRunner) -> Pace | None:

@@ -10,10 +10,9 @@ import torch
 
 from lookahead.cpu import native
 
-native.READY = Path(os.environ["KERNELS"])
+native.FOLDER = Path(os.environ["KERNELS"])
 native.CAPABILITY = os.environ["CAPABILITY"]
 native.HAS_TILES = native.CAPABILITY == "AVX512_AMX"
 torch.set_num_threads(1)
-for name in native.KERNELS:
-    if not (native.READY / f"{name}-{native.CAPABILITY}.so").exists() or native.why_missing(name):
-        raise SystemExit(f"{name} was not built, or cannot be loaded: {native.why_missing(name)}")
+if native.why_missing():
+    raise SystemExit(f"it was not built, or cannot be loaded: {native.why_missing()}")
