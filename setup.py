@@ -37,11 +37,15 @@ FLAVOURS = {  # compiler options by the processor's capability, in torch's words
     "AVX2": ("-mavx2", "-mfma"),
     "DEFAULT": (),
 }
+IS_MAC = platform.system() == "Darwin"
+# Apple's compiler knows OpenMP's pragmas, but not the option of the others.
+OPENMP = ("-Xclang", "-fopenmp") if IS_MAC else ("-fopenmp",)
 FLAGS = (
-    "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-exceptions", "-fopenmp", "-fPIC", "-Wno-psabi",
+    "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-exceptions", "-fPIC", "-Wno-psabi",
     "-fvisibility=default",
 )  # fmt: skip
-LINKING = ("-static-libgcc", "-Wl,--as-needed", "-s")  # no OpenMP: torch has loaded one when the library is
+# Without OpenMP: torch has loaded one when the library is.
+LINKING = ("-undefined", "dynamic_lookup") if IS_MAC else ("-static-libgcc", "-Wl,--as-needed", "-s")
 OLDEST_GLIBC = 17  # 2.17; torch needs a newer one
 
 
@@ -93,7 +97,7 @@ def build_library(
         objects = []
         for source in sources:
             objects.append(Path(folder, f"{source.stem}.o"))
-            call([*compiler, *FLAGS, *options, "-c", source, "-o", objects[-1]])
+            call([*compiler, *FLAGS, *OPENMP, *options, "-c", source, "-o", objects[-1]])
         call([*compiler, "-shared", *objects, *linking, "-o", library])
 
 
@@ -117,6 +121,8 @@ def build_kernels(folder: Path) -> None:
         kind, name = of
         options = ["-march=x86-64", *FLAVOURS[kind]] if IS_X86 else []
         build_library(folder / name, command, options, LINKING, sources)
+        if IS_MAC:
+            return
         try:
             glibc_needed((folder / name).read_bytes())
         except BuildError:  # with what else this system has

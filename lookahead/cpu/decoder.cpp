@@ -10,13 +10,13 @@
 // norms for itself, which costs less than to meet. It multiplies with a share of the outputs of each matrix. Wherever
 // the model's own code rounds to its dtype, so does this.
 
-#include <omp.h>
 #include <sched.h>
 
 #include <atomic>
 
 #include "peaks.h"
 #include "products.h"
+#include "threads.h"
 #include "tile_attention.h"
 
 using namespace products;

@@ -1,7 +1,6 @@
 // Attention of single layers (`attention.h`).
 
-#include <omp.h>
-
+#include "threads.h"
 #include "tile_attention.h"
 
 template <class T>
