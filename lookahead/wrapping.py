@@ -14,7 +14,6 @@ from lookahead.cpu import products
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import ASSISTED_ARGUMENTS, why_no_draft_model
-from lookahead.guessing import layer_skip
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
 from lookahead.models.state import forget, state_of
@@ -196,6 +195,5 @@ def unwrap(model: PreTrainedModel) -> PreTrainedModel:
             model.__class__ = _own_class(type(model))
             del model.lookahead
             _use_kernels(model, False)
-            layer_skip.forget(model)
             forget(model)
     return model

@@ -78,3 +78,33 @@ from lookahead.engine.sampling import BY_SEQUENCE
 print(len(BY_SEQUENCE))
 """
     assert python(code) == "2\n"
+
+
+def test_what_is_not_asked_for_is_not_loaded():
+    """A stranger who follows `wrap` and `generate` meets the core alone."""
+    bolted_on = [
+        "compiled",
+        "draft",
+        "eagle",
+        "graphs",
+        "layer_skip",
+        "medusa",
+        "recycling",
+        "retrieval",
+        "tools",
+        "trace",
+    ]
+    code = f"""
+import sys
+import torch
+import lookahead
+from lookahead import DEMO_MODEL
+from transformers import AutoModelForCausalLM
+model = lookahead.wrap(AutoModelForCausalLM.from_pretrained(DEMO_MODEL))
+ids = torch.arange(3, 20)[None]
+for rows, do_sample in ((1, False), (1, True), (2, False), (2, True)):
+    model.generate(ids.repeat(rows, 1), max_new_tokens=8, do_sample=do_sample)
+lookahead.unwrap(model)
+print([name for name in sys.modules if name.startswith("lookahead.") and set(name.split(".")) & set({bolted_on})])
+"""
+    assert python(code).splitlines()[-1] == "[]"

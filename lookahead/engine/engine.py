@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -13,7 +14,6 @@ from lookahead.engine.fallback import warn_plain
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Pace, WindowTrials
 from lookahead.guessing.combine import Ledger, needs_of, trials_of
-from lookahead.guessing.draft import DraftModelSource
 from lookahead.guessing.jacobi import JacobiSource, WindowSource
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource, Needs
@@ -22,11 +22,13 @@ from lookahead.models.state import state_of
 from lookahead.passes.capabilities import choose_runner
 from lookahead.passes.costs import step_costs
 from lookahead.passes.fused import copied_bytes
-from lookahead.passes.graphs import GraphRunner, StepGraphs
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
 from ngram_pool import NgramPool, Source
 from ngram_pool.forks import Lock
+
+if TYPE_CHECKING:
+    from lookahead.passes.graphs import StepGraphs
 
 JACOBI_SIZE = 16  # positions of a Jacobi block, by default
 # Guesses of a step that is not planned by time, in place of an automatic budget.
@@ -63,7 +65,7 @@ class Lookahead:
     """Statistics of the call that began last, in any thread, also while it runs."""
     pace: Pace | None = None
     """Chooses budgets; None until a call needs it."""
-    graphs: StepGraphs | None = None
+    graphs: "StepGraphs | None" = None
     """CUDA graphs of the model, if the settings ask for them."""
     adapter: ModelAdapter | None = None
     """What the model's layers can do, as the last call found out, or `wrap` before the first."""
@@ -177,6 +179,8 @@ class Lookahead:
         """
         if draft_model is None:
             return self.sources
+        from lookahead.guessing.draft import DraftModelSource  # only calls with an assistant model need it
+
         source = DraftModelSource(draft_model, self.config)
         trials = trials_of(source)  # not below: it makes a lock, and a fork waits for both
         with self.lock:
@@ -197,6 +201,8 @@ class Lookahead:
         layers = (needs or self.needs).hidden_states
         runner, self._why_not_faster = choose_runner(model, self.config, layers)
         if self.config.cuda_graphs and not layers:
+            from lookahead.passes.graphs import GraphRunner, StepGraphs
+
             with self.lock:
                 now = state_of(model).key
                 if self.graphs is None or self._graphs_of != now:  # replays run no Python

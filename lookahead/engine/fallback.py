@@ -10,7 +10,6 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
-from lookahead.guessing.draft import DraftModelSource
 from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.models.layers import ropes_of
 from lookahead.models.state import state_of
@@ -144,6 +143,8 @@ def why_no_draft_model(
     tokenizers = [arguments.get(name) for name in ("tokenizer", "assistant_tokenizer")]
     if all(tokenizers) and len({vocabulary_fingerprint(tokenizer) for tokenizer in tokenizers if tokenizer}) > 1:
         return "with an assistant model of another vocabulary"
+    from lookahead.guessing.draft import DraftModelSource  # only calls with an assistant model need it
+
     try:
         DraftModelSource(assistant, config).check()
     except UnsupportedModelError as error:

@@ -28,6 +28,7 @@ from lookahead.guessing.source import Batch, Limits, Outcome
 from lookahead.models.adapter import UnsupportedModelError, context_length, device_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.models.layers import read_config
+from lookahead.models.state import State, state_of
 from lookahead.passes.capabilities import can_batch, choose_runner
 from lookahead.passes.costs import StepCosts, path_of, step_costs, time_passes, write_json
 from lookahead.passes.environment import processor
@@ -133,12 +134,8 @@ def _unsupported(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
 
 # The model without some layers
 
-_copies: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], tuple[tuple, PreTrainedModel]]] = WeakKeyDictionary()
-
-
-def forget(model: PreTrainedModel) -> None:
-    """Free the copies of a model."""
-    _copies.pop(model, None)
+# Of a model as it is: they go with its state, when the model changes or is unwrapped.
+_copies: WeakKeyDictionary[State, dict[tuple[int, ...], tuple[tuple, PreTrainedModel]]] = WeakKeyDictionary()
 
 
 def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -160,10 +157,10 @@ def _without(model: PreTrainedModel, skipped: tuple[int, ...]) -> PreTrainedMode
     The layers that are kept are numbered from 0, for a cache that has no others.
     Raises UnsupportedModelError if a module that must be copied is bound to itself.
     """
-    state = attention_implementation(model.config), model.training, *map(id, model.modules())
-    known = _copies.setdefault(model, {})
-    if skipped not in known or known[skipped][0] != state:
-        known[skipped] = state, _make_without(model, skipped)
+    made_of = attention_implementation(model.config), model.training, *map(id, model.modules())
+    known = _copies.setdefault(state_of(model), {})
+    if skipped not in known or known[skipped][0] != made_of:
+        known[skipped] = made_of, _make_without(model, skipped)
     return known[skipped][1]
 
 

@@ -19,7 +19,7 @@ from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device
 from lookahead.models.decoder import UnknownDecoderError
 from lookahead.models.layers import hides_in_cache_alone, looks_up_sdpa, read_config, state_layers
 from lookahead.models.state import state_of
-from lookahead.passes import compiled, probe, verdicts
+from lookahead.passes import probe, verdicts
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner
 from ngram_pool.waiting import kept_for_later
@@ -79,6 +79,8 @@ def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | Non
 
     Probed once for each way of computing. The first failure is final, with a warning.
     """
+    from lookahead.passes import compiled  # only settings that ask for compiled passes need it
+
     if adapter.foreign:
         return adapter.foreign[0]
     if (device := device_of(model).type) != "cpu":
@@ -86,7 +88,7 @@ def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | Non
         _once(model, "compiled", adapter.uses_kernels, lambda: compiled.warn(model, reason))
         return reason
     if compiled.why_not(model) is None:
-        _once(model, "compiled", adapter.uses_kernels, lambda: _try_compiled(model, adapter))
+        _once(model, "compiled", adapter.uses_kernels, lambda: compiled.try_out(model, adapter))
     return compiled.why_not(model)
 
 
@@ -111,7 +113,9 @@ def choose_runner(
     if config.compile_passes and not hidden_states:
         reason = why_not_compiled(model, adapter)
         if reason is None:
-            return compiled.CompiledRunner(model, adapter), reasons
+            from lookahead.passes.compiled import CompiledRunner
+
+            return CompiledRunner(model, adapter), reasons
         reasons["compiled passes"] = reason
     return EagerRunner(model, adapter, hidden_states), reasons
 
@@ -150,15 +154,6 @@ def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     Probed once for each state of the model.
     """
     return _once(model, "no cache", True, lambda: probe.is_same_without_cache(model, adapter))
-
-
-def _try_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> None:
-    """Give compiled passes up unless their logits are right."""
-    reason: str | None = "it does not take our attention"
-    if adapter.splits_attention and adapter.takes_position_ids:
-        reason = probe.compare_with_plain(compiled.CompiledRunner(model, adapter))
-    if reason is not None:
-        compiled.give_up(model, reason)
 
 
 def _read_or_try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:

@@ -27,6 +27,7 @@ from lookahead.decoding_pass import decoding_pass
 from lookahead.models import attention
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import LookaheadCache
+from lookahead.passes import probe
 from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, pad, to_device
 from ngram_pool.waiting import told_if_long
@@ -204,6 +205,15 @@ class CompiledRunner(EagerRunner):
                 return logits
         finally:
             vars(_current).clear()
+
+
+def try_out(model: PreTrainedModel, adapter: ModelAdapter) -> None:
+    """Give compiled passes up unless their logits are right."""
+    reason: str | None = "it does not take our attention"
+    if adapter.splits_attention and adapter.takes_position_ids:
+        reason = probe.compare_with_plain(CompiledRunner(model, adapter))
+    if reason is not None:
+        give_up(model, reason)
 
 
 def give_up(model: PreTrainedModel, reason: str) -> None:
