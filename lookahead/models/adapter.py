@@ -99,6 +99,16 @@ class ModelAdapter:
         batch.stack(caches)
         return batch
 
+    def padded(self, cache: LookaheadCache) -> LookaheadCache:
+        """Return a copy of a batch that stands as in plain decoding: padding first, so that all sequences end together.
+
+        The model can then make the masks of single tokens itself.
+        """
+        batch, longest = self.make_cache(), max(cache.lengths)
+        sequences = [cache.sequence(b) for b in range(len(cache.lengths))]
+        batch.stack(sequences, [longest - length for length in cache.lengths])
+        return batch
+
     def can_take_over(self, cache: Cache, model: PreTrainedModel) -> bool:
         """Whether `take_over` can read this cache: each layer is of our type, or transformers' dynamic one, and those
         that hold keys and values hold as many as the others, of one sequence, as this model makes them.

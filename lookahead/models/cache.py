@@ -216,6 +216,14 @@ class InPlaceLayer(CacheLayerMixin):
                 self._keys[b, :, begin:end] = layer._keys[0, :, source]
                 self._values[b, :, begin:end] = layer._values[0, :, source]
 
+    def strip(self, padding: int) -> None:
+        """Drop the padding of the only sequence, which stands as in plain decoding."""
+        if self.is_initialized:
+            begin = np.maximum(padding - self.starts, 0)
+            self._move(begin, np.array([self.columns]), self._room)
+            self.columns -= int(begin[0])
+            self.starts = self.starts + begin - padding
+
     def _most_seen(self) -> int:
         return 2**62
 
@@ -290,6 +298,8 @@ class LookaheadCache(Cache):
         """Accepted positions of each sequence. The next step's root stands at this position."""
         self.replay: list[int] = []
         """The last accepted tokens, if the layers do not hold them. The next pass computes them again."""
+        self.paddings: list[int] | None = None
+        """Columns of padding before each sequence, if they stand as in plain decoding; usually, they begin together."""
         self._in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
         alike: dict[tuple, list[int]] = {}
         for index, layer in enumerate(layers):
@@ -414,24 +424,29 @@ class LookaheadCache(Cache):
                 layer.columns, layer.computed = count, 0
 
     def sequence(self, b: int) -> "LookaheadCache":
-        """Return a cache of sequence ``b`` alone: this one if it holds no other, else a copy."""
-        if len(self.lengths) == 1:
+        """Return a cache of sequence ``b`` alone, without padding: this one if it holds no other, else a copy."""
+        if len(self.lengths) == 1 and self.paddings is None:
             return self
         one = LookaheadCache([copy.copy(layer) for layer in self.layers], self.lengths)
         one.select([b])
+        if self.paddings is not None:
+            for layer in one._in_place:
+                layer.strip(self.paddings[b])
         return one
 
     def select(self, sequences: list[int]) -> None:
         """Keep only these sequences of the batch."""
         self.batch_select_indices(torch.tensor(sequences))
         self.lengths = [self.lengths[b] for b in sequences]
+        if self.paddings is not None:
+            self.paddings = [self.paddings[b] for b in sequences]
 
     def stack(self, caches: list["LookaheadCache"], offsets: list[int] | None = None) -> None:
         """Become the batch of ``caches``, each of one sequence (`InPlaceLayer.stack`)."""
         for layers in zip(self.layers, *(cache.layers for cache in caches), strict=True):
             if isinstance(layers[0], InPlaceLayer) and layers[1].is_initialized:
                 layers[0].stack(list(layers[1:]), offsets)
-        self.lengths = [cache.lengths[0] for cache in caches]
+        self.lengths, self.paddings = [cache.lengths[0] for cache in caches], offsets
 
 
 def counts_positions(cache: Cache) -> bool:
