@@ -392,6 +392,34 @@ def test_attributes_of_one_layer_count_for_it_alone(family, layer, path, value):
     assert text_of(model) == text_of(plain)
 
 
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_layers_in_another_order_than_their_numbers(is_before, batch):
+    """A prompt is read and steps are run by different code, which must find the same layers of the cache."""
+    model = tiny_model("llama")
+    if not is_before:
+        text_of(lookahead.wrap(model, CONFIG))
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    lookahead.unwrap(model)
+    ids = BATCH[-batch:] if batch > 1 else BATCH[1:2].repeat(1, 100)[:, :190]  # too long for a fused pass
+    options = {**GREEDY, "attention_mask": (ids != 2).long()}
+    expected = model.generate(ids, **options).tolist()
+    assert lookahead.wrap(model, CONFIG).generate(ids, **options).tolist() == expected
+    assert "layer_idx" in model.lookahead.report()
+
+
+def test_fewer_layers_from_a_callback_on():
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    texts = []
+    for one in (plain, lookahead.wrap(model, CONFIG)):
+        fewer = in_first_token(lambda one: setattr(one.config, "num_hidden_layers", 1), one)
+        options = {**GREEDY, **fewer, "attention_mask": (BATCH != 2).long(), "return_dict_in_generate": True}
+        texts.append(one.generate(BATCH, **options).sequences.tolist())
+    assert texts[0] == texts[1]
+
+
 def test_layers_that_differ_are_named():
     model = tiny_model("llama")
     setting("self_attn.scaling", 0.5, 1)(model)

@@ -103,7 +103,7 @@ class ModelAdapter:
 
         The model can then make the masks of single tokens itself.
         """
-        batch, longest = self.make_cache(), max(cache.lengths)
+        batch, longest = cache.emptied(), max(cache.lengths)
         sequences = [cache.sequence(b) for b in range(len(cache.lengths))]
         batch.stack(sequences, [longest - length for length in cache.lengths])
         return batch

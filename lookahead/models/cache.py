@@ -467,6 +467,14 @@ class LookaheadCache(Cache):
                 layer.strip(self.paddings[b])
         return one
 
+    def emptied(self) -> "LookaheadCache":
+        """Return an empty cache of the same kinds of layers, all of which are in place or need no room."""
+        layers: list[Any] = [copy.copy(layer) for layer in self.layers]
+        for layer in layers:
+            if isinstance(layer, InPlaceLayer):
+                layer.reset()
+        return LookaheadCache(layers)
+
     def select(self, sequences: list[int]) -> None:
         """Keep only these sequences of the batch."""
         self.batch_select_indices(torch.tensor(sequences))
