@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lookahead.guessing.layer_skip import SkippedLayers
 from lookahead.tools import commands, contention
 from lookahead.tools.cli import main
-from lookahead.tools.contention import BUSY, MOST_LOST, Span, _between, _Clocks, why_no_ratio
+from lookahead.tools.contention import BUSY, Span, _between, _Clocks, _Thread, why_no_ratio
 from lookahead.tools.live import Meter, Rate
 from lookahead.tools.tuning import StepTimes
 
@@ -28,21 +28,23 @@ PROMPT = "def add(a, b):\n"
 @pytest.mark.parametrize(
     ("end", "on_cpu", "lost"),
     [
-        (_Clocks(1.0, 2.0, 1.0, {"1": 5.0}, 0.0), True, 0.0),  # both processors
-        (_Clocks(1.0, 1.0, 0.5, {"1": 5.0}, 0.0), True, 0.0),  # two threads by turns, each asleep meanwhile
-        (_Clocks(1.0, 1.1, 0.5, {"1": 5.4}, 0.0), True, 0.4),  # a thread that waits
-        (_Clocks(1.0, 1.1, 0.5, {"1": 5.4, "2": 0.2}, 0.0), True, 0.6),  # and one that has begun
-        (_Clocks(1.0, 1.1, 0.5, {"2": 0.2}, 0.0), True, 0.2),  # and one that has ended
-        (_Clocks(1.0, 2.0, 1.0, {"1": 5.0}, 0.3), True, 0.3),  # the host ran others
-        (_Clocks(1.0, 0.3, 0.3, {"1": 5.0}, 0.0), True, 0.7),  # stopped, or swapped out
-        (_Clocks(1.0, 0.3, 0.3, {"1": 5.0}, 0.0), False, 0.0),  # waits for a GPU
+        (_Clocks(1.0, 2.0, 1.0, {"1": (10, 5)}, 0.0), True, 0.0),  # both processors
+        (_Clocks(1.0, 1.0, 0.5, {"1": (9.5, 5)}, 0.0), True, 0.0),  # two threads by turns, each asleep meanwhile
+        (_Clocks(1.0, 1.1, 0.5, {"1": (9.5, 5.4)}, 0.0), True, 0.4),  # a thread that waits
+        (_Clocks(1.0, 1.1, 0.5, {"1": (9.5, 5.4), "2": (0.3, 0.2)}, 0.0), True, 0.6),  # and one that has begun
+        (_Clocks(1.0, 1.1, 0.5, {"2": (0.3, 0.2)}, 0.0), True, 0.2),  # and one that has ended
+        (_Clocks(1.0, 1.1, 0.5, {"1": (9.5, 5.4), "2": (0.04, 0.2)}, 0.0), True, 0.4),  # and one that hardly runs
+        (_Clocks(1.0, 2.0, 1.0, {"1": (10, 5)}, 0.3), True, 0.3),  # the host ran others
+        (_Clocks(1.0, 0.3, 0.3, {"1": (9.3, 5)}, 0.0), True, 0.7),  # stopped, or swapped out
+        (_Clocks(1.0, 0.3, 0.3, {"1": (9.3, 5)}, 0.0), False, 0.0),  # waits for a GPU
         (_Clocks(1.0, 1.5, 0.6, None, 0.0), True, 0.4),  # another system
         (_Clocks(1.0, 0.3, 0.3, None, 0.0), False, None),
     ],
 )
 def test_what_is_lost(end, on_cpu, lost):
-    begin = _Clocks(0.0, 0.0, 0.0, None if end.waiting is None else {"1": 5.0}, 0.0)
-    span = _between(begin, end, on_cpu)
+    begin = _Clocks(0.0, 0.0, 0.0, {"1": _Thread(9.0, 5.0)}, 0.0)
+    of_each = end.of_each and {name: _Thread(*times) for name, times in end.of_each.items()}
+    span = _between(begin, end._replace(of_each=of_each), on_cpu)
     assert (span.seconds, span.lost) == (1.0, pytest.approx(lost))
 
 
@@ -52,30 +54,52 @@ shares = st.floats(0, 1, allow_subnormal=False)
 @given(st.lists(st.tuples(st.floats(1e-3, 1e3), shares), min_size=1, max_size=6))
 def test_one_busy_span_is_enough(parts):
     spans = [Span(seconds, seconds * share) for seconds, share in parts]
-    is_busy = any(span.lost > MOST_LOST * span.seconds for span in spans)
+    is_busy = any(span.lost > span.most_lost for span in spans)
     assert bool(why_no_ratio(*spans)) is is_busy
     assert why_no_ratio(*spans).startswith(BUSY) is is_busy
     assert why_no_ratio(*spans, Span(1.0, None))
     total = sum(spans, Span())
     assert total.seconds == pytest.approx(sum(span.seconds for span in spans))
-    assert bool(why_no_ratio(total)) is (total.lost > MOST_LOST * total.seconds)
+    assert bool(why_no_ratio(total)) is (total.lost > total.most_lost)
     assert (total + Span(1.0, None)).lost is None
+    assert 0.1 * total.seconds <= total.most_lost <= min(0.2 * total.seconds, 0.1 * total.seconds + 0.01) * (1 + 1e-9)
 
 
 def test_a_kernel_that_does_not_count(tmp_path, monkeypatch):
     monkeypatch.setattr(contention, "THREADS", str(tmp_path / "none"))
-    assert contention._waiting() is None
+    assert contention._threads() is None
     monkeypatch.setattr(contention, "THREADS", str(tmp_path))
     for name, content in (("7", "0 0 0\n"), ("8", None)):  # without accounting; a thread that has just ended
         (tmp_path / name).mkdir()
         if content is not None:
             (tmp_path / name / "schedstat").write_text(content)
-    assert contention._waiting() is None
+    assert contention._threads() is None
     (tmp_path / "9").mkdir()
     (tmp_path / "9" / "schedstat").write_text("3000000000 500000000 7\n")
-    assert contention._waiting() == {"7": 0.0, "9": 0.5}
+    assert contention._threads() == {"7": (0.0, 0.0), "9": (3.0, 0.5)}
 
 
+# What a quiet machine with two processors said of decoding for 0.2 s, with one thread that computes for each of them.
+SHORT = _Thread(0.1996, 0.0014), _Thread(0.1963, 0.0002)
+
+
+@pytest.mark.parametrize(
+    ("helper", "stolen", "is_busy"),
+    [
+        (_Thread(0.0, 0.0), 0.0, False),
+        (_Thread(0.0001, 0.0404), 0.0, False),  # a timer that waits behind the two
+        (_Thread(0.0, 0.0), 0.02, False),  # two ticks, of either processor
+        (_Thread(0.15, 0.05), 0.0, True),  # a third thread that computes
+        (_Thread(0.0001, 0.0202), 0.04, True),
+    ],
+)
+def test_a_short_span(helper, stolen, is_busy):
+    begin = _Clocks(0.0, 0.0, 0.0, dict.fromkeys("123", _Thread(0.0, 0.0)), 0.0)
+    end = _Clocks(0.2, 0.3959, 0.1996, dict(zip("123", (*SHORT, helper), strict=True)), stolen)
+    assert bool(why_no_ratio(_between(begin, end, on_cpu=True))) is is_busy
+
+
+SPANS = "2", "0.2"  # seconds
 LOAD = """
 import os, subprocess, sys, time
 import torch
@@ -89,10 +113,11 @@ else:
 spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * processors)]
 try:
     time.sleep(1)  # until all of them spin
-    span, until = watch(torch.device("cpu")), time.perf_counter() + 2
-    while time.perf_counter() < until:
-        pass
-    print(why_no_ratio(span()))
+    for seconds in map(float, sys.argv[1:]):
+        span, until = watch(torch.device("cpu")), time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            pass
+        print(why_no_ratio(span()))
 finally:
     for spinner in spinners:
         spinner.kill()
@@ -100,8 +125,8 @@ finally:
 
 
 def test_spinners_on_every_processor_allow_no_ratio():
-    done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(BUSY), done.stdout
+    done = subprocess.run([sys.executable, "-c", LOAD, *SPANS], capture_output=True, text=True, check=True)
+    assert [line[: len(BUSY)] for line in done.stdout.splitlines()] == [BUSY] * len(SPANS), done.stdout
 
 
 def test_a_process_that_was_stopped_allows_no_ratio():

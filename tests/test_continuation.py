@@ -185,3 +185,92 @@ def test_inference_mode_leaves_a_cache_that_serves_outside_of_it():
     assert isinstance(cache.layers[0], InPlaceLayer)
     more = model.generate(output.clone(), past_key_values=cache, max_new_tokens=10, eos_token_id=None)
     assert more.tolist() == model.generate(ids, max_new_tokens=20, eos_token_id=None).tolist()
+
+
+MODES = {"with gradients": torch.enable_grad, "without": torch.no_grad, "inference mode": torch.inference_mode}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text", "llama4_text", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("before", [*MODES, None])
+@pytest.mark.parametrize("between", MODES)
+def test_passes_of_the_users_own_on_a_cache_in_any_mode(model_type, before, between):
+    """What a pass with gradients, or in inference mode, leaves in a cache is taken over, and can be written to."""
+    model = tiny_model(model_type)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+    def turns():
+        cache, ids, texts = DynamicCache(config=model.config), random_prompt(random.Random(9), longest=20), []
+        for mode in (before, None, between, None, between):
+            if mode is None:
+                ids = model.generate(ids.clone(), past_key_values=cache, **options)
+                texts.append(ids.tolist())
+            else:
+                with MODES[mode]():
+                    model(ids[:, cache.get_seq_length() :], past_key_values=cache, use_cache=True)
+            ids = torch.cat([ids, torch.tensor([[5, 6, 7]])], dim=1)
+        return texts
+
+    if model_type in WITH_STATE and "inference mode" in (before, between):
+        return  # transformers' own layers write to states that inference mode has made, and fail
+    expected = turns()
+    lookahead.wrap(model, LookaheadConfig(budget=6, window_size=0))
+    assert turns() == expected
+
+
+REPLACED = {
+    "scaled": lambda states: states * 0.5,
+    "fewer": lambda states: states[:, :, -6:],  # as methods that drop keys do
+    "in bfloat16": lambda states: states.bfloat16(),
+    "in another order": lambda states: states.transpose(2, 3).contiguous().transpose(2, 3),
+    "with gradients": lambda states: states.detach().clone().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("change", REPLACED)
+@pytest.mark.parametrize("of", [("keys", "values"), ("values", "keys"), ("values",)], ids=" ".join)
+def test_keys_and_values_that_the_user_replaces(model_type, change, of):
+    """Layers are transformers' to their users, who assign keys and values. What is assigned is not written to."""
+    if change == "fewer" and (len(of) == 1 or model_type not in ("llama", "lfm2")):
+        return  # transformers' own layers fail: keys without values, or fewer than the window
+    model = tiny_model(model_type)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+    def turns():
+        cache, texts = DynamicCache(config=model.config), []
+        ids, given = torch.tensor([[3, 14, 15, 92, 65, 35, 8]]), []
+        for _ in range(3):
+            for layer in cache.layers:
+                for name in of if getattr(layer, "keys", None) is not None else ():
+                    states = REPLACED[change](getattr(layer, name))
+                    setattr(layer, name, states)
+                    given.append((states, states.clone()))
+                    assert getattr(layer, name).shape == states.shape
+            cache = deepcopy(cache)
+            texts.append(cache.get_seq_length())
+            ids = model.generate(ids, past_key_values=cache, **options)
+            texts.append(ids.tolist())
+            ids = torch.cat([ids, torch.tensor([[5, 6, 7]])], dim=1)
+        assert all(torch.equal(states, before) for states, before in given)
+        return texts
+
+    expected = turns()
+    lookahead.wrap(model, LookaheadConfig(budget=6, window_size=0))
+    assert turns() == expected
+
+
+def test_keys_cannot_be_replaced_within_a_pass_of_ours():
+    """There are fewer passes than in plain decoding. A hook that does so beyond what the probe tries is told."""
+    model = tiny_model("llama", max_position_embeddings=1024)
+
+    def scale(module, args, kwargs, output):
+        cache = kwargs.get("past_key_values") or kwargs.get("cache")
+        if cache is not None and cache.get_seq_length() > 450:
+            layer = cache.layers[module.layer_idx]
+            layer.keys = layer.keys * 0.9
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(scale, with_kwargs=True)
+    lookahead.wrap(model)
+    with pytest.raises(AttributeError, match=r"lookahead.unwrap\(model\)"):
+        model.generate(torch.tensor([[3, 14, 15, 92, 65, 35, 8] * 70]), max_new_tokens=9)

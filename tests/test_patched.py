@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import re
 import types
 import warnings
@@ -391,6 +392,34 @@ def test_attributes_of_one_layer_count_for_it_alone(family, layer, path, value):
     assert text_of(model) == text_of(plain)
 
 
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_layers_in_another_order_than_their_numbers(is_before, batch):
+    """A prompt is read and steps are run by different code, which must find the same layers of the cache."""
+    model = tiny_model("llama")
+    if not is_before:
+        text_of(lookahead.wrap(model, CONFIG))
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    lookahead.unwrap(model)
+    ids = BATCH[-batch:] if batch > 1 else BATCH[1:2].repeat(1, 100)[:, :190]  # too long for a fused pass
+    options = {**GREEDY, "attention_mask": (ids != 2).long()}
+    expected = model.generate(ids, **options).tolist()
+    assert lookahead.wrap(model, CONFIG).generate(ids, **options).tolist() == expected
+    assert "layer_idx" in model.lookahead.report()
+
+
+def test_fewer_layers_from_a_callback_on():
+    model = tiny_model("llama")
+    plain = copy.deepcopy(model)
+    texts = []
+    for one in (plain, lookahead.wrap(model, CONFIG)):
+        fewer = in_first_token(lambda one: setattr(one.config, "num_hidden_layers", 1), one)
+        options = {**GREEDY, **fewer, "attention_mask": (BATCH != 2).long(), "return_dict_in_generate": True}
+        texts.append(one.generate(BATCH, **options).sequences.tolist())
+    assert texts[0] == texts[1]
+
+
 def test_layers_that_differ_are_named():
     model = tiny_model("llama")
     setting("self_attn.scaling", 0.5, 1)(model)
@@ -606,6 +635,83 @@ def test_a_window_that_a_callback_changes_counts_from_the_next_pass_on(family):
     expected = text_of(plain, **in_first_token(narrowed, plain))
     assert expected != usual
     assert text_of(model, **in_first_token(narrowed, model)) == expected
+
+
+def window_of(size):
+    return lambda model: setattr(model.config, "sliding_window", size)
+
+
+def masks_narrowed(model):
+    """Let the model see the last three positions alone."""
+    module = transformers.models.mistral.modeling_mistral
+    usual = module.create_causal_mask
+
+    def narrowed(config, *args, and_mask_function=None, **kwargs):
+        return usual(config, *args, and_mask_function=lambda b, h, q, k: k > q - 3, **kwargs)
+
+    CALLBACKS.setattr(module, "create_causal_mask", narrowed)
+
+
+def masks_the_same(model):
+    """Change what has no effect on a text."""
+    model.config.max_window_layers = 7
+
+
+CALLBACKS = pytest.MonkeyPatch()
+BATCH = torch.tensor([[2, 2, 2, 14, 15, 92], [3, 14, 15, 92, 65, 35], [2, 2, 2, 2, 2, 9], [11, 12, 13, 14, 15, 16]])
+ENDS = [1, 40, 41, 42, 43]
+
+
+@pytest.mark.parametrize(
+    ("family", "window", "change"),
+    [
+        ("mistral", 30, window_of(4)), ("mistral", 8, window_of(30)), ("mistral", None, masks_narrowed),
+        ("gemma3_text", 30, window_of(4)), ("gemma3_text", 8, window_of(30)), ("phi3", 30, window_of(4)),
+        ("llama", None, masks_the_same), ("gemma3_text", 8, masks_the_same),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("when", [6, 9, 20])
+def test_masks_that_a_callback_changes_are_those_of_a_batch_from_the_next_pass_on(
+    family, window, change, sample, when, request
+):
+    """Sequences end at different times, and the cache that is returned holds what plain decoding leaves."""
+    request.addfinalizer(CALLBACKS.undo)
+    model = tiny_model(family, sliding_window=window)
+    plain = copy.deepcopy(model)
+    # Guesses go on in a step in which a callback changes something.
+    lookahead.wrap(model, CONFIG if when == 6 or change is masks_the_same else LookaheadConfig(budget=0))
+    options = {**GREEDY, "do_sample": sample, "eos_token_id": ENDS, "return_dict_in_generate": True}
+
+    def text_of_batch(one, change):
+        one.config.sliding_window = window
+        CALLBACKS.undo()
+
+        def process(ids, scores):
+            if ids.shape[1] == when:
+                change(one)
+            return scores
+
+        torch.manual_seed(3)
+        output = one.generate(BATCH, attention_mask=(BATCH != 2).long(), logits_processor=[process], **options)
+        CALLBACKS.undo()
+        return output.sequences, [(layer.keys, layer.values) for layer in output.past_key_values.layers]
+
+    usual, _ = text_of_batch(plain, lambda model: None)
+    expected, held = text_of_batch(plain, change)
+    has_effect = change is masks_narrowed or window == 30
+    assert torch.equal(usual, expected) is not has_effect
+    actual, ours = text_of_batch(model, change)
+    assert torch.equal(actual, expected)
+    columns = expected.shape[1] - 1
+    for b, text in enumerate(expected):
+        begin = int((BATCH[b] == 2).sum())
+        end = next((i for i in range(6, columns) if text[i] in ENDS), columns)
+        for theirs, mine in zip(itertools.chain(*held), itertools.chain(*ours), strict=True):
+            assert theirs.shape == mine.shape
+            shown = slice(max(begin - columns, -theirs.shape[2]), end - columns or None)
+            if end > columns - theirs.shape[2]:
+                torch.testing.assert_close(theirs[b, :, shown], mine[b, :, shown], rtol=1e-3, atol=1e-3)
 
 
 class Switch:

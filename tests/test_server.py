@@ -324,7 +324,9 @@ FAILING = f"""if True:
     model = AutoModelForCausalLM.from_pretrained({str(DEMO_MODEL)!r}).eval()
     generate = model.generate
     model.generate = lambda **options: generate(**options, logits_processor=LogitsProcessorList([Failing()]))
-    uvicorn.run(make_app(model, AutoTokenizer.from_pretrained({str(DEMO_MODEL)!r}), "failing"), port=0)
+    tokenizer = AutoTokenizer.from_pretrained({str(DEMO_MODEL)!r})
+    tokenizer.chat_template = "{{{{ messages[0].content }}}}"
+    uvicorn.run(make_app(model, tokenizer, "failing"), port=0)
 """
 
 
@@ -336,6 +338,14 @@ def test_an_error_in_the_middle_leaves_the_server_usable():
             stream = client.completions.create(model="failing", stream=True, **body)
             with pytest.raises(openai.APIError, match=says):
                 list(stream)
+            asked = {"model": "failing", "input": "x = 1", "max_output_tokens": 20}
+            events = list(client.responses.create(**asked, stream=True))
+            with pytest.raises(openai.InternalServerError, match=says):
+                client.responses.create(**asked)
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        first, *_, last = events
+        assert (last.type, last.response.status, last.response.id) == ("response.failed", "failed", first.response.id)
+        assert (last.response.error.code, last.response.error.message) == ("server_error", says)
         status, answer = ask(address, "/v1/completions", **body)
         assert (status, answer["error"]["message"], answer["error"]["type"]) == (500, says, "server_error")
         assert ask(address, "/v1/completions", **body | {"max_tokens": 2})[0] == 200
@@ -394,6 +404,30 @@ def test_a_call_that_cannot_be_read_is_text():
                 assert [call.function.name for call in whole.tool_calls] == [call.name for call in calls] == ["f"]
             elif good not in text:
                 assert (whole.content, streamed, whole.tool_calls, calls) == (text, text, None, [])
+
+
+THINKING = TEMPLATE | {
+    "fields": {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"}, **TEMPLATE["fields"]}
+}
+
+
+@pytest.mark.parametrize("most", [6, 14, 200])
+def test_the_part_of_a_response_that_its_length_has_cut_is_incomplete(most):
+    """What has ended before is not. The cut falls into the reasoning, into the message behind it, or nowhere."""
+    options = {"model": "writing", "max_output_tokens": most, "temperature": 0}
+    with (
+        running("-c", WRITING, json.dumps(THINKING)) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        options["input"] = "<think>ab</think>return x, y, z, 1, 2, 3, 4"
+        whole = client.responses.create(**options)
+        events = list(client.responses.create(**options, stream=True))
+    told = {6: ("incomplete", "incomplete"), 14: ("completed", "incomplete"), 200: ("completed", "completed")}[most]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    for items in (done, events[-1].response.output, *([whole.output] if len(whole.output) > 1 else [])):
+        assert [(item.type, item.status) for item in items] == [("reasoning", told[0]), ("message", told[1])], items
+    assert whole.status == events[-1].response.status == told[1]
+    assert whole.output[-1].status == told[1]
 
 
 def test_token_biases(client):

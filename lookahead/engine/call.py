@@ -280,7 +280,7 @@ class Call:
         paddings = [prompt.padding for prompt in self._prompts]
         whole = caches[0]
         if len(caches) > 1 or paddings[0]:
-            whole = self._runner.adapter.make_cache()
+            whole = whole.emptied()
             whole.stack(caches, paddings)
         self._runner.settle(whole)
         theirs.layers = whole.layers

@@ -1,6 +1,5 @@
 """What a model's layers can do, and the masks, positions and caches that a pass gives them."""
 
-import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead.compat import CACHE, execution_device
-from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer, counts_positions
+from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer, copy_of, counts_positions
 from lookahead.step import Visibility, mask
 
 # Settings that give the number of positions that a model was made for, or that its tables have room for.
@@ -99,6 +98,16 @@ class ModelAdapter:
         batch.stack(caches)
         return batch
 
+    def padded(self, cache: LookaheadCache) -> LookaheadCache:
+        """Return a copy of a batch that stands as in plain decoding: padding first, so that all sequences end together.
+
+        The model can then make the masks of single tokens itself.
+        """
+        batch, longest = cache.emptied(), max(cache.lengths)
+        sequences = [cache.sequence(b) for b in range(len(cache.lengths))]
+        batch.stack(sequences, [longest - length for length in cache.lengths])
+        return batch
+
     def can_take_over(self, cache: Cache, model: PreTrainedModel) -> bool:
         """Whether `take_over` can read this cache: each layer is of our type, or transformers' dynamic one, and those
         that hold keys and values hold as many as the others, of one sequence, as this model makes them.
@@ -138,7 +147,7 @@ class ModelAdapter:
             if type(theirs) is InPlaceLayer:
                 mine = theirs
             elif type(theirs) is type(mine):
-                mine = copy.deepcopy(theirs)
+                mine = copy_of(theirs)
             elif isinstance(mine, InPlaceLayer) and isinstance(theirs, DynamicLayer) and theirs.is_initialized:
                 mine.update(theirs.keys, theirs.values)  # type: ignore[arg-type]  # initialized, so not None
                 mine.starts = np.array([theirs.get_seq_length() - mine.columns])

@@ -29,6 +29,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lookahead.cpu import decoder
+from lookahead.decoding_pass import current_pass
 from lookahead.step import Step, Visibility, hidden, to_device
 
 FIRST_CAPACITY = 256  # columns
@@ -98,7 +99,7 @@ class InPlaceLayer(CacheLayerMixin):
         """
         old = self._keys, self._values
         both = [torch.cat([held[:, :, :0], states[:, :, :0]], dim=2) for held, states in zip(old, new, strict=True)]
-        self._hold(*self._allocate(self._room, *both))
+        self._hold(*self._allocate(max(self._room, self.columns), *both))
         for buffer, held in zip(self.buffers, old, strict=True):
             buffer[:, :, : self.columns] = held[:, :, : self.columns]
         self.dtype = self._keys.dtype
@@ -216,20 +217,56 @@ class InPlaceLayer(CacheLayerMixin):
                 self._keys[b, :, begin:end] = layer._keys[0, :, source]
                 self._values[b, :, begin:end] = layer._values[0, :, source]
 
+    def strip(self, padding: int) -> None:
+        """Drop the padding of the only sequence, which stands as in plain decoding."""
+        if self.is_initialized:
+            begin = np.maximum(padding - self.starts, 0)
+            self._move(begin, np.array([self.columns]), self._room)
+            self.columns -= int(begin[0])
+            self.starts = self.starts + begin - padding
+
     def _most_seen(self) -> int:
         return 2**62
 
     def states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the columns in use. The layer must be initialized."""
-        return self._keys[:, :, : self.columns], self._values[:, :, : self.columns]
+        """Keys and values that the next update will show. The layer must be initialized."""
+        shown = slice(self.columns - self.seen(), self.columns)
+        return self._keys[:, :, shown], self._values[:, :, shown]
 
-    @property  # transformers reads keys and values as attributes
+    @property  # transformers and its users read and write keys and values as attributes
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         return self.states()[0] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor | None) -> None:
+        self._replace(keys, self.values if self._room else self._values)
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
         return self.states()[1] if self.is_initialized else None
+
+    @values.setter
+    def values(self, values: torch.Tensor | None) -> None:
+        self._replace(self.keys if self._room else self._keys, values)
+
+    def _replace(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
+        """Hold these states, as a user has assigned them. Keys and values come one after the other.
+
+        They are held as they are, and not written to: the next update copies them, for there is no room.
+        """
+        if not self.is_initialized or keys is None or values is None or not keys.ndim == values.ndim == 4:
+            raise AttributeError("keys and values can be replaced by tensors of four dimensions, once there are some")
+        if current_pass() is not None:
+            raise AttributeError(
+                "keys and values cannot be replaced within a pass of lookahead: lookahead.unwrap(model)"
+            )
+        self._keys, self._values, self._room = keys, values, 0
+        self.dtype, self.device = keys.dtype, keys.device
+        self._reach(max(keys.shape[2], values.shape[2]))
+
+    def _reach(self, columns: int) -> None:
+        """Have this many columns in use."""
+        self.columns = self.base = columns
 
     def get_seq_length(self) -> int:
         """Positions of the longest sequence."""
@@ -257,6 +294,10 @@ class SlidingLayer(InPlaceLayer):
 
     def _most_seen(self) -> int:
         return self.sliding_window - 1
+
+    def _reach(self, columns: int) -> None:
+        self.starts = self.starts + self.columns - columns  # the last position stays
+        super()._reach(columns)
 
     def lacks_room(self, new: int) -> bool:
         wanted = 2 * (self.sliding_window + new)
@@ -290,6 +331,8 @@ class LookaheadCache(Cache):
         """Accepted positions of each sequence. The next step's root stands at this position."""
         self.replay: list[int] = []
         """The last accepted tokens, if the layers do not hold them. The next pass computes them again."""
+        self.paddings: list[int] | None = None
+        """Columns of padding before each sequence, if they stand as in plain decoding; usually, they begin together."""
         self._in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
         alike: dict[tuple, list[int]] = {}
         for index, layer in enumerate(layers):
@@ -414,24 +457,37 @@ class LookaheadCache(Cache):
                 layer.columns, layer.computed = count, 0
 
     def sequence(self, b: int) -> "LookaheadCache":
-        """Return a cache of sequence ``b`` alone: this one if it holds no other, else a copy."""
-        if len(self.lengths) == 1:
+        """Return a cache of sequence ``b`` alone, without padding: this one if it holds no other, else a copy."""
+        if len(self.lengths) == 1 and self.paddings is None:
             return self
         one = LookaheadCache([copy.copy(layer) for layer in self.layers], self.lengths)
         one.select([b])
+        if self.paddings is not None:
+            for layer in one._in_place:
+                layer.strip(self.paddings[b])
         return one
+
+    def emptied(self) -> "LookaheadCache":
+        """Return an empty cache of the same kinds of layers, all of which are in place or need no room."""
+        layers: list[Any] = [copy.copy(layer) for layer in self.layers]
+        for layer in layers:
+            if isinstance(layer, InPlaceLayer):
+                layer.reset()
+        return LookaheadCache(layers)
 
     def select(self, sequences: list[int]) -> None:
         """Keep only these sequences of the batch."""
         self.batch_select_indices(torch.tensor(sequences))
         self.lengths = [self.lengths[b] for b in sequences]
+        if self.paddings is not None:
+            self.paddings = [self.paddings[b] for b in sequences]
 
     def stack(self, caches: list["LookaheadCache"], offsets: list[int] | None = None) -> None:
         """Become the batch of ``caches``, each of one sequence (`InPlaceLayer.stack`)."""
         for layers in zip(self.layers, *(cache.layers for cache in caches), strict=True):
             if isinstance(layers[0], InPlaceLayer) and layers[1].is_initialized:
                 layers[0].stack(list(layers[1:]), offsets)
-        self.lengths = [cache.lengths[0] for cache in caches]
+        self.lengths, self.paddings = [cache.lengths[0] for cache in caches], offsets
 
 
 def counts_positions(cache: Cache) -> bool:
@@ -506,6 +562,19 @@ def _takes(buffer: torch.Tensor, states: torch.Tensor) -> bool:
         and buffer.device == states.device
         and (buffer.dtype == states.dtype or torch.promote_types(buffer.dtype, states.dtype) == buffer.dtype)
     )
+
+
+def copy_of(layer: Any) -> Any:
+    """Copy a layer of ours, or one that keeps a state. The copy may be written to in any mode, and has no gradients.
+
+    The layer's tensors may have been made in inference mode, or by a pass that is differentiated.
+    """
+    copied = copy.copy(layer)
+    with torch.inference_mode(False), torch.no_grad():
+        vars(copied).update(_copy_of_state(vars(layer)))
+        if isinstance(copied, InPlaceLayer) and copied.is_initialized:
+            copied._hold(*(buffer.clone() for buffer in layer.buffers))
+    return copied
 
 
 def _copy_of_state(value: Any) -> Any:

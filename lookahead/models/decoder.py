@@ -139,6 +139,10 @@ class _Reader:
         inner = self._module(model, "model", family.model)
         layers = inner.layers[: inner.config.num_hidden_layers]
         found = [self._layer(layer) for layer in layers]
+        if [layer.self_attn.layer_idx for layer in layers] != list(range(len(layers))):
+            raise UnknownDecoderError(
+                "its layers are not in the order of their layer_idx, by which they find the cache"
+            )
         embedding, factor = self._embedding(inner)
         norm = self._norm(inner, "norm")
         if family.can_cap and model.config.final_logit_softcapping is not None:

@@ -70,8 +70,12 @@ class EagerRunner:
         """Release what the steps needed. No step follows."""
 
     def eager(self, cache: LookaheadCache) -> tuple["EagerRunner", LookaheadCache]:
-        """Return a runner of the model's own code, and the cache for its steps. This one runs no more steps."""
-        return EagerRunner(self.model, self.adapter, self._requested), cache
+        """Return a runner of the model's own code, and the cache for its steps, which are single tokens.
+
+        The model makes all masks itself. This one runs no more steps.
+        """
+        runner = EagerRunner(self.model, self.adapter, self._requested)
+        return runner, cache if len(cache.lengths) == 1 else self.adapter.padded(cache)
 
     def run(
         self,
@@ -100,7 +104,11 @@ class EagerRunner:
         if adapter.takes_position_ids:
             inputs["position_ids"] = tokens[1]
         # A chain needs no mask of ours: the model's own is causal, as the probe has found.
-        if len(steps) > 1 or (adapter.can_branch and len(steps[0]) > 1):
+        if cache.paddings is not None:
+            columns = np.arange(cache.lengths[0] + cache.paddings[0] + 1)
+            seen = columns >= np.array(cache.paddings)[:, None]
+            inputs["attention_mask"] = to_device(seen.astype(np.int64), device)  # as generate() makes it
+        elif len(steps) > 1 or (adapter.can_branch and len(steps[0]) > 1):
             inputs["attention_mask"] = adapter.masks(ancestors, positions, cache, self.model.dtype, device)
         with self._in_pass(), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
             output = self.model(input_ids=tokens[0], **inputs, **self._extras)

@@ -582,23 +582,40 @@ def texts_of(answer: dict) -> Iterator[tuple[dict, str]]:
 def say_incomplete(response: dict) -> None:
     """Say, as OpenAI's API does, that a response has ended because it is as long as it may be."""
     response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    for item in response["output"]:
-        if item["type"] == "message":
-            item["status"] = "incomplete"
+    items = {item["type"]: item for item in response["output"]}
+    items["message"]["status"] = "incomplete"
+    if "reasoning" in items and items.keys() == {"reasoning", "message"} and not items["message"]["content"][0]["text"]:
+        items["reasoning"]["status"] = "incomplete"  # nothing has ended it
+
+
+def read_events(events: str) -> list[dict]:
+    return [json.loads(line.removeprefix("data: ")) for line in events.split("\n\n")[:-1]]
+
+
+def written_events(events: list[dict]) -> str:
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
 
 
 def incomplete(events: str) -> str:
-    """Return events of a response that has ended so. Those that end the message and the whole say that."""
-    told = []
-    for line in events.split("\n\n")[:-1]:
-        event = json.loads(line.removeprefix("data: "))
-        if event["type"] == "response.completed":
-            event["type"] = "response.incomplete"
-            say_incomplete(event["response"])
-        elif event["type"] == "response.output_item.done" and event["item"]["type"] == "message":
-            event["item"]["status"] = "incomplete"
-        told.append(f"data: {json.dumps(event)}\n\n")
-    return "".join(told)
+    """Return events of a response that has ended so. Those that end the item that was cut, and the whole, say that.
+
+    They may be older than the end. An item that something follows at once has not been cut.
+    """
+    told = read_events(events)
+    if told[-1]["type"] == "response.completed":
+        told[-1]["type"] = "response.incomplete"
+        say_incomplete(told[-1]["response"])
+    elif told[-1]["type"] == "response.output_item.done" and told[-1]["item"]["type"] in ("message", "reasoning"):
+        told[-1]["item"]["status"] = "incomplete"
+    return written_events(told)
+
+
+def failed_event(first: str, latest: str, message: str) -> str:
+    """Return the event by which a response fails. first, latest: events that the client has been sent."""
+    error = {"code": "server_error", "message": message}
+    response = read_events(first)[0]["response"] | {"status": "failed", "error": error}
+    number = read_events(latest)[-1]["sequence_number"] + 1
+    return written_events([{"type": "response.failed", "sequence_number": number, "response": response}])
 
 
 async def events(body: Any, stop: Stop | None) -> AsyncIterator[Any]:
@@ -606,13 +623,17 @@ async def events(body: Any, stop: Stop | None) -> AsyncIterator[Any]:
 
     stop: of a response, whose own last event says so; None for other answers.
     """
+    first = latest = ""
     try:
         async for event in body:
-            yield incomplete(event) if stop and stop.has_cut else event
+            latest = incomplete(event) if stop and stop.has_cut else event
+            first = first or latest
+            yield latest
     except Exception as error:
         logger.exception("a request has failed")
-        message = error_body(f"decoding failed: {type(error).__name__}: {error}", 500)
-        yield f"data: {json.dumps(message)}\n\n"
+        refusal = error_body(f"decoding failed: {type(error).__name__}: {error}", 500)
+        is_response = stop is not None and first
+        yield failed_event(first, latest, refusal["error"]["message"]) if is_response else written_events([refusal])
     else:
         if stop is None:
             yield "data: [DONE]\n\n"
