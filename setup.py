@@ -94,11 +94,19 @@ def build_library(
         BuildError: The compiler failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        objects = []
-        for source in sources:
-            objects.append(Path(folder, f"{source.stem}.o"))
-            call([*compiler, *FLAGS, *OPENMP, *options, "-c", source, "-o", objects[-1]])
-        call([*compiler, "-shared", *objects, *linking, "-o", library])
+        link(library, compiler, compiled(sources, Path(folder), compiler, options), linking)
+
+
+def compiled(sources: Iterable[Path], folder: Path, compiler: list[str], options: Iterable[str]) -> list[Path]:
+    """Compile each source to an object in a folder."""
+    objects = {source: folder / f"{source.stem}.o" for source in sources}
+    for source, to in objects.items():
+        call([*compiler, *FLAGS, *OPENMP, *options, "-c", source, "-o", to])
+    return [*objects.values()]
+
+
+def link(library: Path, compiler: list[str], objects: Iterable[Path], linking: Iterable[str]) -> None:
+    call([*compiler, "-shared", *objects, *linking, "-o", library])
 
 
 def library_names() -> dict[str, str]:
@@ -117,19 +125,21 @@ def build_kernels(folder: Path) -> None:
         raise BuildError("it can be built only on POSIX systems")
     command, sources = compiler(), [source for source in cpp.sources() if source.suffix == ".cpp"]
 
-    def build(of: tuple[str, str]) -> None:
+    def build_one(of: tuple[str, str]) -> None:
         kind, name = of
         options = ["-march=x86-64", *FLAVOURS[kind]] if IS_X86 else []
-        build_library(folder / name, command, options, LINKING, sources)
-        if IS_MAC:
-            return
-        try:
-            glibc_needed((folder / name).read_bytes())
-        except BuildError:  # with what else this system has
-            build_library(folder / name, command, options, ["-fopenmp"], sources)
+        with tempfile.TemporaryDirectory() as path:
+            objects = compiled(sources, Path(path), command, options)
+            link(folder / name, command, objects, LINKING)
+            if IS_MAC:
+                return
+            try:
+                glibc_needed((folder / name).read_bytes())
+            except BuildError:  # with what else this system has
+                link(folder / name, command, objects, ["-fopenmp"])
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(build, library_names().items()))
+        list(threads.map(build_one, library_names().items()))
 
 
 def glibc_of(folder: Path) -> int | None:
