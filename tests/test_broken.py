@@ -74,14 +74,14 @@ def prefix_hidden(monkeypatch):
 
 
 def half_of_the_prefix_unseen(monkeypatch):
-    original = attention._part
+    original = attention.flash_attention
 
     def part(query, key, value, mask, scaling):
         begin = key.shape[2] // 2 if mask is None else 0
         return original(query, key[:, :, begin:], value[:, :, begin:], mask, scaling)
 
     in_two_parts(monkeypatch)
-    monkeypatch.setattr(attention, "_part", part)
+    monkeypatch.setattr(attention, "flash_attention", part)
 
 
 def in_two_parts(monkeypatch):

@@ -466,7 +466,7 @@ def test_the_setting_turns_them_on_and_off(dtype, multiplied):
         got = model.generate(ids, **in_parts)
         assert bool(multiplied) == setting
         assert torch.equal(got, expected) or dtype != torch.float32
-        assert ("products" in model.lookahead.report()) == setting
+        assert ("kernels: of our own" in model.lookahead.report()) == setting
     lookahead.unwrap(model)
     multiplied.clear()
     assert torch.equal(model.generate(ids, **in_parts), expected)
