@@ -11,7 +11,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.cpu import tree_attention
-from lookahead.cpu.decoder import Program
+from lookahead.cpu.executor import Executor
 from lookahead.engine import call
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.models import attention, cache
@@ -115,41 +115,41 @@ def kernel_that_misses_the_first_key(monkeypatch):
 
 
 def fused_pass_without_its_mask(monkeypatch):
-    original = Program.run
+    original = Executor.run
 
     def run(self, ids, positions, rotary, caches, held, hidden, *others):
         seen = [(np.zeros_like(array), layers) for array, layers in hidden]
         return original(self, ids, positions, rotary, caches, held, seen, *others)
 
-    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(Executor, "run", run)
 
 
 def fused_pass_late_by_one(monkeypatch):
-    original = Program.run
+    original = Executor.run
 
     def run(self, ids, positions, *others):
         is_first = positions[0] == 0  # if all passes were late, no distance would change
         return original(self, ids, positions if is_first else positions + 1, *others)
 
-    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(Executor, "run", run)
 
 
 def fused_pass_that_names_the_least_likely(monkeypatch):
-    original = Program.run
+    original = Executor.run
 
     def run(self, *arguments):
         *others, likeliest = original(self, *arguments)
         return *others, likeliest and tuple(found[..., ::-1] for found in likeliest)
 
-    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(Executor, "run", run)
 
 
 def fused_pass_that_misses_the_first_key(monkeypatch):
     original = FusedRunner._extend
 
-    def extend(self, program, cache, rows):
-        caches, held = original(self, program, cache, rows)
-        skipped = program.head_dim * program.decoder.embedding.element_size() * (held[0] > 0)
+    def extend(self, executor, cache, rows):
+        caches, held = original(self, executor, cache, rows)
+        skipped = executor.caches[0][1] * executor.like.element_size() * (held[0] > 0)
         caches = [(keys + skipped, values + skipped, stride) for keys, values, stride in caches]
         return caches, [seen - (seen > 0) for seen in held]
 

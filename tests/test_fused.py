@@ -21,9 +21,9 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.cpu import blocks, decoder, native, products
+from lookahead.cpu import blocks, executor, native, products
 from lookahead.cpu import likeliest as fast
-from lookahead.models.decoder import UnknownDecoderError, read_decoder
+from lookahead.models.families import UnknownModelError, page_of
 from lookahead.passes import capabilities, fused
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.rounding import relative_error
@@ -198,7 +198,7 @@ def test_it_reads_prompts_as_the_model_does(family, counts, keep, dtype, packs, 
     allowed = 1e-4 if dtype == torch.float32 else 8e-2
     for count in counts:
         prompt = torch.from_numpy(rng.integers(3, 97, (1, count)))
-        with torch.no_grad(), mock.patch.object(fused._program, "run", side_effect=fused._program.run) as passes:
+        with torch.no_grad(), mock.patch.object(fused._executor, "run", side_effect=fused._executor.run) as passes:
             expected, found = (
                 runner.read(prompt, cache, keep=keep) for runner, cache in zip((eager, fused), caches, strict=True)
             )
@@ -416,12 +416,12 @@ def test_changed_weights_take_effect(change, most, dtype):
     if most:
         in_blocks(model, most)
     lookahead.wrap(model)
-    with mock.patch.object(decoder, "Program", side_effect=decoder.Program) as programs:
+    with mock.patch.object(fused, "Executor", side_effect=executor.Executor) as programs:
         before = model.generate(IDS, **GREEDY)
         assert model.generate(IDS, **GREEDY).tolist() == before.tolist()
     programs.assert_called_once()  # both calls have the same
     (read,) = programs.call_args.args
-    assert {linear.weight.dtype for linear in (read.head, *read.layers[1][:7])} == {dtype}
+    assert {linear.weight.dtype for linear in read.linears} == {dtype}
     change(model)
     text = model.generate(IDS, **GREEDY)
     assert "passes: fused" in model.lookahead.report()
@@ -439,9 +439,9 @@ def test_the_next_call_sees_each_weight_that_was_written_behind_its_back(most):
     for weight, row in rows:
         model.generate(IDS, **GREEDY)
         weight[row] = weight[row] * -8
-        with mock.patch.object(decoder, "Program", side_effect=decoder.Program) as programs:
+        with mock.patch.object(fused, "Executor", side_effect=executor.Executor) as programs:
             texts.append(model.generate(IDS, **GREEDY).tolist())
-        copied = any(linear.origin is not None for layer in programs.call_args.args[0].layers for linear in layer[:7])
+        copied = any(linear.origin is not None for linear in programs.call_args.args[0].linears)
         assert copied or not blocks.can_index(torch.float32), "nothing was to be compared"
         programs.assert_called_once()
     assert len(set(map(str, texts))) > 1
@@ -479,7 +479,7 @@ def test_what_was_computed_of_weights_is_computed_anew_in_each_call(kind):
         quantize_(model, Int8WeightOnlyConfig(version=2))
     lookahead.wrap(model)
     model.generate(IDS, **GREEDY)
-    with mock.patch.object(decoder, "Program", side_effect=decoder.Program) as programs:
+    with mock.patch.object(fused, "Executor", side_effect=executor.Executor) as programs:
         model.generate(IDS, **GREEDY)
     assert "passes: fused" in model.lookahead.report()
     programs.assert_called_once()
@@ -514,8 +514,8 @@ def test_calls_in_threads_have_programs_of_their_own():
     ],
 )
 def test_models_of_another_kind_are_refused_by_name(model_type, settings, reason):
-    with pytest.raises(UnknownDecoderError, match=reason):
-        read_decoder(tiny_model(model_type, **settings))
+    with pytest.raises(UnknownModelError, match=reason):
+        page_of(tiny_model(model_type, **settings)).program()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -601,8 +601,8 @@ def test_rows_are_moved_as_they_are(buffers, heads, columns, dtype, seed):
     expected = [buffer.clone() for buffer in held]
     for buffer, old in zip(expected, held, strict=True):
         buffer[:, :, targets] = old[:, :, sources]
-    assert decoder.can_move(held)
-    decoder.move_rows(held, sources, targets)
+    assert executor.can_move(held)
+    executor.move_rows(held, sources, targets)
     assert all(torch.equal(buffer, wanted) for buffer, wanted in zip(held, expected, strict=True))
 
 

@@ -18,11 +18,11 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.cpu import blocks, choice, decoder, likeliest, products, tree_attention
+from lookahead.cpu import blocks, choice, executor, likeliest, products, tree_attention
 from lookahead.cpu.products import Linear
 from lookahead.guessing.source import Needs
 from lookahead.models.cache import InPlaceLayer
-from lookahead.models.decoder import read_decoder
+from lookahead.models.families import page_of
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.rounding import relative_error
@@ -349,13 +349,14 @@ def test_a_callback_that_changes_weights(change):
 def test_memory_that_a_pass_reads_stays_while_it_is_read():
     """Even if every parameter was given other memory meanwhile."""
     model = tiny_model("llama")
-    program = decoder.Program(read_decoder(model))
-    held = program.decoder.layers[0].q.weight
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    ready = executor.Executor(page_of(model).program())
+    (held,) = [tensor for tensor in ready._tensors if tensor.data_ptr() == weight.data_ptr()]
     before = held.clone()
     for parameter in model.parameters():
         set_data(parameter)
     assert torch.equal(held, before)
-    assert held.data_ptr() != model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert held.data_ptr() != weight.data_ptr()
 
 
 def test_a_model_that_changes_its_dtype_within_a_call_does_not_write_into_the_cache_that_it_had():
@@ -398,17 +399,17 @@ def test_what_another_thread_reads_is_never_written_over(most):
     model = tiny_model("llama", **SIZES)
     in_blocks(model, most)
     known = {}
-    found = decoder.smallest(read_decoder(model), known, indexes=True)
-    linears = [linear for layer in found.layers for linear in layer[:7]]
+    found = executor.smallest(page_of(model).program(), known, indexes=True)
+    linears = found.linears
     assert any(linear.origin is not None for linear in linears) or not blocks.can_index(torch.float32)
     before = [linear.weight.clone() for linear in linears]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.flip(0))
-    again = decoder.smallest(read_decoder(model), known, indexes=True)
+    again = executor.smallest(page_of(model).program(), known, indexes=True)
     assert all(torch.equal(linear.weight, old) for linear, old in zip(linears, before, strict=True) if linear.origin)
-    third = decoder.smallest(read_decoder(model), known, indexes=True)
-    assert third.head.weight is again.head.weight, "what has not changed is not made anew"
+    third = executor.smallest(page_of(model).program(), known, indexes=True)
+    assert third.linears[-1].weight is again.linears[-1].weight, "what has not changed is not made anew"
 
 
 def test_calls_in_threads_while_weights_change():

@@ -65,15 +65,23 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         data, scales = quantized  # torchao, too, rounds scales of outputs, and computes weights of groups in float32
         return cls(data, scales.to(weight.dtype if scales.ndim == 1 else torch.float32), layer.bias)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, also those of its origin."""
+        of_origin = [] if self.origin is None else self.origin.tensors()
+        return [part for part in self[:5] if part is not None] + of_origin  # type: ignore[misc]
+
     @property
     def outputs(self) -> int:
         return (self.weight if self.whole is None else self.whole).shape[0]
 
+    @property
+    def inputs(self) -> int:
+        return (self.weight if self.whole is None else self.whole).shape[1] * (1 if self.offsets is None else 2)
+
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
         """The fields of a Matrix in products.h."""
         weight, scales, bias, offsets, whole, _ = self
-        outputs, inputs = weight.shape if whole is None else whole.shape
-        inputs *= 1 if offsets is None else 2
+        outputs, inputs = self.outputs, self.inputs
         of_outputs, of_groups = pointer(scales), 0
         if scales is not None and scales.ndim == 2:
             of_outputs, of_groups, inputs = 0, of_outputs, inputs // scales.shape[1]

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from lookahead.cpu import decoder
+from lookahead.cpu import executor
 from lookahead.decoding_pass import current_pass
 from lookahead.step import Step, Visibility, hidden, to_device
 
@@ -542,8 +542,8 @@ def _moves(base: int, gaps: np.ndarray, paths: list[list[int]]) -> tuple[np.ndar
 def _move(layers: list[InPlaceLayer], moves: np.ndarray) -> None:
     """Move rows of these layers (`_moves`)."""
     buffers = [buffer for layer in layers for buffer in layer.buffers]
-    if decoder.can_move(buffers):
-        decoder.move_rows(buffers, moves[1], moves[2])
+    if executor.can_move(buffers):
+        executor.move_rows(buffers, moves[1], moves[2])
         return
     sequences, sources, targets = to_device(moves, buffers[0].device).unbind()
     for buffer in buffers:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lookahead.compat import attention_implementation, newer_than_tested
 from lookahead.config import LookaheadConfig
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device_of
-from lookahead.models.decoder import UnknownDecoderError
+from lookahead.models.families import UnknownModelError
 from lookahead.models.layers import hides_in_cache_alone, looks_up_sdpa, read_config, state_layers
 from lookahead.models.state import state_of
 from lookahead.passes import probe, verdicts
@@ -133,7 +133,7 @@ def fused_runner(
     """
     try:
         runner = FusedRunner(model, adapter, hidden_states, packs)
-    except UnknownDecoderError as error:
+    except UnknownModelError as error:
         return str(error)
     wrong = _once_for_all(model, "fused", True, lambda: probe.compare_with_plain(runner, trials=trials))
     return runner if wrong is None else wrong

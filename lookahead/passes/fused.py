@@ -1,4 +1,4 @@
-"""Passes over single sequences in one call, for models built like Llama on a CPU (`cpu.decoder`)."""
+"""Passes over single sequences in one call, on a CPU, for models whose passes are programs (`models.families`)."""
 
 import operator
 from collections.abc import Iterable
@@ -14,11 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.compat import VERSION, int8_weight, tensors_of
-from lookahead.cpu import blocks, decoder, native
+from lookahead.cpu import blocks, native
+from lookahead.cpu.executor import Executor, indexed_bytes, serves, smallest, weight_bytes
 from lookahead.cpu.products import Linear, is_plain_of
+from lookahead.cpu.program import Program
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import LookaheadCache
-from lookahead.models.decoder import UnknownDecoderError, read_decoder, turns_part, windows_of
+from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds
 from lookahead.models.state import State, state_of
 from lookahead.passes.runner import EagerRunner, Output
@@ -32,7 +34,7 @@ MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the 
 
 _ADDRESS, _IS_INITIALIZED = torch.Tensor.data_ptr, operator.attrgetter("is_initialized")
 
-_known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionary()  # for `decoder.smallest`
+_known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionary()  # for `smallest`
 _ready: WeakKeyDictionary[PreTrainedModel, "_Ready"] = WeakKeyDictionary()  # for the next call
 
 
@@ -92,10 +94,10 @@ class Watch:
 class FusedRunner(EagerRunner):
     """Runs steps of single sequences, and their shorter prompts, in one call. Everything else runs eagerly.
 
-    Weights are read where they are, or in a copy that holds them in fewer bits (`decoder.smallest`). What was made of
+    Weights are read where they are, or in a copy that holds them in fewer bits (`smallest`). What was made of
     the model is kept for the next call, which uses it if nothing has changed. If weights change during a call, they are
     read where they are from then on; if they then have no form that can be read, passes run eagerly. Raises
-    UnknownDecoderError if the model cannot be run so.
+    UnknownModelError if the model cannot be run so.
     """
 
     name = "fused"
@@ -110,17 +112,18 @@ class FusedRunner(EagerRunner):
         """packs: `LookaheadConfig.pack_weights`."""
         super().__init__(model, adapter, hidden_states)
         if not (adapter.splits_attention and adapter.uses_kernels and adapter.takes_position_ids):
-            raise UnknownDecoderError("it does not take our attention or our kernels")
+            raise UnknownModelError("it does not take our attention or our kernels")
         if adapter.foreign:
-            raise UnknownDecoderError(adapter.foreign[0])
+            raise UnknownModelError(adapter.foreign[0])
         if not packs:
             _known.pop(model, None)
+        self._page = page_of(model)
         # Only this call has it: a pass writes into it.
         ready = _ready.pop(model, None)
         if ready is None or not ready.resume(model, adapter, packs):
             ready = self._read(packs)
         self._ready, self._watch = ready, ready.watch
-        self._program: decoder.Program | None = ready.program
+        self._executor: Executor | None = ready.executor
         self.most_read = ready.most_read
         self.weight_bytes, self.declined_bytes = ready.weight_bytes, ready.declined_bytes
         self._rotary_watch = Watch([])
@@ -129,47 +132,43 @@ class FusedRunner(EagerRunner):
         self._buffers: _Buffers | None = None
 
     def end(self) -> None:
-        ready, program, self._program = self._ready, self._program, None
-        if program is ready.program and ready.can_wait:
+        ready, executor, self._executor = self._ready, self._executor, None
+        if executor is ready.executor and ready.can_wait:
             ready.let_go()
             _ready[self.model] = ready
 
     def _read(self, packs: bool | Literal["auto"]) -> "_Ready":
-        """Read the model, and make its program."""
+        """Read the model, and make its program ready to run."""
         model, adapter = self.model, self.adapter
         found = original = self._look()
         kept = [visibility.window if visibility else 0 for visibility in adapter.layers]  # 0: it caches no keys
-        if windows_of(model) != kept:
-            raise UnknownDecoderError("its cache keeps other positions than its masks show")
+        if self._page.windows() != kept:
+            raise UnknownModelError("its cache keeps other positions than its masks show")
         declined = 0
         if packs:
-            copied = decoder.indexed_bytes(found)
-            is_small = copied <= MOST_COPIED or 2 * copied <= decoder.weight_bytes(found)
+            copied = indexed_bytes(found)
+            is_small = copied <= MOST_COPIED or 2 * copied <= weight_bytes(found)
             declined = 0 if packs is True or is_small else copied
-            found = decoder.smallest(found, _known.setdefault(model, {}), indexes=not declined)
-        dtype = found.embedding.dtype
-        in_tiles = all(linear.is_in_tiles(dtype) for linear in (found.head, *found.layers[0][:7]))
+            found = smallest(found, _known.setdefault(model, {}), indexes=not declined)
+        in_tiles = all(linear.is_in_tiles(found.dtype) for linear in found.linears)
         return _Ready(
             state=state_of(model),
             layers=adapter.layers,
             packs=packs,
             watch=self._watch,
-            program=decoder.Program(found),
-            embedding=next((i for i, x in enumerate(self._watch.tensors) if x is found.embedding), None),
+            executor=Executor(found),
             can_wait=self._watch.is_plain and _lies_in(original, self._watch.tensors),
-            most_read=MOST_READ_IN_TILES[dtype] if in_tiles else MOST_READ,
-            weight_bytes=decoder.weight_bytes(found),
+            most_read=MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ,
+            weight_bytes=weight_bytes(found),
             declined_bytes=declined,
         )
 
-    def _look(self) -> decoder.Decoder:
+    def _look(self) -> Program:
         """Read the model, and watch it from now on."""
-        found = read_decoder(self.model)
-        if not decoder.serves(found):
-            raise UnknownDecoderError(
-                "its weights are not all in float32, bfloat16 or int8, or their shapes do not fit"
-            )
-        rotary: Any = self.model.model.rotary_emb
+        found = self._page.program()
+        if not serves(found):
+            raise UnknownModelError("its weights are not all in float32, bfloat16 or int8, or their shapes do not fit")
+        rotary = self._page.rotary_module
         self._watch = Watch([module for module in self.model.modules() if module is not rotary])
         return found
 
@@ -185,7 +184,7 @@ class FusedRunner(EagerRunner):
             return super().run(steps, cache, last, likeliest)
         try:
             return self._compute(step, cache, last, likeliest)
-        except UnknownDecoderError:
+        except UnknownModelError:
             return super().run(steps, cache, last, likeliest)
 
     def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
@@ -196,7 +195,7 @@ class FusedRunner(EagerRunner):
         step = grow(ids.tolist(), range(-1, count - 1), computed=0)
         try:
             output = self._compute(step, cache, shown=min(keep, count), is_prompt=count > MAX_DEPTH)
-        except UnknownDecoderError:
+        except UnknownModelError:
             return super().read(new, cache, chunk_size, keep)
         cache.commit([step], [list(range(count))])
         return Output(output.logits[0], {i: states[0] for i, states in output.hidden_states.items()})
@@ -205,24 +204,24 @@ class FusedRunner(EagerRunner):
         """Whether a pass can compute these tokens. Otherwise, the model's own code does, or raises an error."""
         if torch.is_autocast_enabled("cpu"):
             return False
-        if self._program is not None and (self._watch.has_changed() or self._program.is_stale()):
-            self._program, self._buffers, self._serves = None, None, range(0)
-            with suppress(UnknownDecoderError):
-                self._program = decoder.Program(self._look())
+        if self._executor is not None and (self._watch.has_changed() or self._executor.is_stale()):
+            self._executor, self._buffers, self._serves = None, None, range(0)
+            with suppress(UnknownModelError):
+                self._executor = Executor(self._look())
         tokens, layers = ids.tolist(), cast(list[Any], cache.layers)
         return (
-            self._program is not None
-            and len(layers) == self._program.layers
+            self._executor is not None
+            and len(layers) == len(self._executor.caches)
             and min(tokens) >= 0
-            and max(tokens) < len(self._program.decoder.embedding)
-            and (not any(map(_IS_INITIALIZED, layers)) or self._finds(self._program, cache))
+            and max(tokens) < self._executor.vocabulary
+            and (not any(map(_IS_INITIALIZED, layers)) or self._finds(self._executor, cache))
         )
 
-    def _finds(self, program: decoder.Program, cache: LookaheadCache) -> bool:
+    def _finds(self, executor: Executor, cache: LookaheadCache) -> bool:
         """Whether a pass can read and write the buffers of a cache, all initialized. If so, `_buffers` are these."""
         tensors = cache.buffers()
         if self._buffers is None or not all(map(operator.is_, tensors, self._buffers.tensors)):
-            if not all(map(partial(_fits, program), cache.layers)):
+            if not all(map(partial(_fits, executor), cache.layers)):
                 return False
             self._buffers = _Buffers(tensors)
         return list(map(_ADDRESS, tensors)) == self._buffers.addresses
@@ -237,19 +236,19 @@ class FusedRunner(EagerRunner):
         is_prompt: bool = False,
     ) -> Output:
         """Run a step of a single sequence. shown: rows whose logits are returned, the last ones; default: all.
-        is_prompt: as for `Program.run`.
+        is_prompt: as for `Executor.run`.
 
-        Raises UnknownDecoderError, before it changes the cache, if the rotary embedding has become another one.
+        Raises UnknownModelError, before it changes the cache, if the rotary embedding has become another one.
         """
-        program = self._program
-        assert program is not None
+        executor = self._executor
+        assert executor is not None
         ids, positions, ancestors = pad([step], cache.lengths, last)
-        rows, rotary = ids.shape[1], self._rotary_of(max(positions[0].tolist()), program)
+        rows, rotary = ids.shape[1], self._rotary_of(max(positions[0].tolist()), executor)
         cache.begin(rows, step.computed)
         kinds = self.adapter.kinds
         hidden = cache.hidden(ancestors, positions, kinds, of_step=True)
-        caches, held = self._extend(program, cache, rows)
-        logits, outputs, has_nan, found = program.run(
+        caches, held = self._extend(executor, cache, rows)
+        logits, outputs, has_nan, found = executor.run(
             ids[0],
             positions[0],
             rotary,
@@ -268,41 +267,42 @@ class FusedRunner(EagerRunner):
             argmax = np.where(found[1][..., 0] > 0, found[0][..., 0], -1).tolist()
         return Output(logits, outputs, has_nan, found, argmax)
 
-    def _rotary_of(self, position: int, program: decoder.Program) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def _rotary_of(self, position: int, executor: Executor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
 
         position: the largest of a pass. By it, longrope chooses one of two sets of frequencies for the whole pass.
         """
         if position not in self._serves or self._rotary_watch.has_changed():
-            rotary: Any = self.model.model.rotary_emb
+            rotary = self._page.rotary_module
             count = switch = max(FIRST_POSITIONS, 2 * position)
             if rotary.rope_type == "longrope":
                 switch = rope_kinds(rotary.config)[""]["original_max_position_embeddings"]
             self._serves = range(switch, count) if position >= switch else range(min(switch, count))
             positions = torch.arange(self._serves.stop, device="cpu")[None]
-            like, tables = program.decoder.embedding.new_empty(1, 1, 1), {}
-            for name in {name or "" for name in program.decoder.rotary}:
+            like, tables = executor.like.new_empty(1, 1, 1), {}
+            for name in executor.rotaries:
                 cos, sin = rotary(like, positions, *([name] if name else []))
                 tables[name] = cos[0].float().contiguous(), sin[0].float().contiguous()
-            is_whole = all(cos.shape[1] == program.head_dim for cos, _ in tables.values())
-            if not (program.can_turn_by(tables) and (is_whole or turns_part(self.model))):
-                self._program = None
-                raise UnknownDecoderError("its rotary embedding does not fit its heads")
+            is_whole = all(cos.shape[1] == executor.caches[0][1] for cos, _ in tables.values())
+            if not (executor.can_turn_by(tables) and (is_whole or self._page.turns_part)):
+                self._executor = None
+                raise UnknownModelError("its rotary embedding does not fit its heads")
             self._rotary, self._rotary_watch = tables, Watch([rotary])  # longrope has replaced a buffer
         return self._rotary
 
     def _extend(
-        self, program: decoder.Program, cache: LookaheadCache, rows: int
+        self, executor: Executor, cache: LookaheadCache, rows: int
     ) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """Append rows to all layers of a cache. Return `caches` and `held` of `Program.run`."""
+        """Append rows to all layers of a cache. Return `caches` and `held` of `Executor.run`."""
         layers = cast(list[Any], cache.layers)
         if not layers[0].is_initialized:
-            empty = program.decoder.embedding.new_empty(1, program.key_heads, 0, program.head_dim)
+            key_heads, size = executor.caches[0]
+            empty = executor.like.new_empty(1, key_heads, 0, size)
             for layer in layers:
                 layer.lazy_initialization(empty, empty)
         caches, held = [(0, 0, 0)] * len(layers), [0] * len(layers)
         places = cache.extend(rows)
-        if not self._finds(program, cache):
+        if not self._finds(executor, cache):
             raise RuntimeError("the buffers of the cache have changed while a pass began")
         buffers = self._buffers
         assert buffers is not None
@@ -317,15 +317,13 @@ class FusedRunner(EagerRunner):
 
 @dataclass
 class _Ready:
-    """A program, and what it was made of. Between calls it holds none of the model's tensors."""
+    """A program that is ready to run, and what it was made of. Between calls it holds none of the model's tensors."""
 
     state: State
     layers: tuple[Visibility | None, ...]
     packs: bool | Literal["auto"]
     watch: Watch
-    program: decoder.Program
-    embedding: int | None
-    """The place of the embedding among the tensors that are watched."""
+    executor: Executor
     can_wait: bool
     """Whether it may serve the next call: nothing of it was computed from the tensors, unless it is compared with them.
     """
@@ -338,25 +336,21 @@ class _Ready:
     def let_go(self) -> None:
         """Wait for the next call."""
         self.watch.let_go()
-        self.program.let_go()
+        self.executor.let_go()
 
     def resume(self, model: PreTrainedModel, adapter: ModelAdapter, packs: bool | Literal["auto"]) -> bool:
         """Serve a call. Returns whether that is possible: whether all is as it was, also copies of weights."""
         is_same = self.state is state_of(model) and self.layers == adapter.layers and self.packs == packs
         if not (is_same and self.watch.resume()):
             return False
-        tensors = list(map(torch.Tensor.detach, self.watch.tensors))
-        assert self.embedding is not None
-        self.program.resume(tensors[self.embedding], tensors)
-        return not self.program.is_stale(blocks.ALL)
+        self.executor.resume(list(map(torch.Tensor.detach, self.watch.tensors)))
+        return not self.executor.is_stale(blocks.ALL)
 
 
-def _lies_in(found: decoder.Decoder, tensors: list[torch.Tensor]) -> bool:
-    """Whether all that a decoder refers to is the memory of these tensors, and no number of it was computed of them."""
+def _lies_in(found: Program, tensors: list[torch.Tensor]) -> bool:
+    """Whether all that a program refers to is the memory of these tensors, and no number of it was computed of them."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    return any(tensor is found.embedding for tensor in tensors) and all(
-        tensor.untyped_storage().data_ptr() in memory for tensor in decoder.tensors_of(found)
-    )
+    return all(tensor.untyped_storage().data_ptr() in memory for tensor in found.tensors)
 
 
 class _Buffers:
@@ -372,13 +366,13 @@ class _Buffers:
         """Bytes of a column of one head."""
 
 
-def _fits(program: decoder.Program, layer: Any) -> bool:
+def _fits(executor: Executor, layer: Any) -> bool:
     """Whether C++ can read and write the buffers of a layer of the cache."""
     if not layer.is_initialized:
         return False
     keys, values = layer.buffers
-    shape = 1, program.key_heads, keys.shape[2], program.head_dim
-    dtype = program.decoder.embedding.dtype
+    (key_heads, size), dtype = executor.caches[0], executor.like.dtype
+    shape = 1, key_heads, keys.shape[2], size
     are_of_shape = keys.shape == values.shape == shape and keys.shape[2] >= layer.columns
     return are_of_shape and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
 

@@ -1,4 +1,4 @@
-"""Random programs, as passes of a decoder, against a plain computation in float64. Every buffer ends at a guard page.
+"""Random programs against the reference in float64. Every buffer ends at a guard page.
 
 Run by `test_native.py` with kernels that sanitizers watch: python fuzz.py PROGRAMS SEED
 """
@@ -10,15 +10,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import sanitized  # noqa: F401  # first: it chooses the kernels
 import torch
 
-from lookahead.cpu import blocks, choice, decoder, likeliest, native, products, tree_attention
-from lookahead.cpu.decoder import Decoder, Layer, Program
+from lookahead.cpu import blocks, choice, executor, likeliest, native, products, tree_attention
+from lookahead.cpu.executor import Executor
 from lookahead.cpu.products import Linear
+from lookahead.cpu.program import (
+    Add, Append, Attend, Embed, Gate, Keep, Logits, Norm, Operation, Products, Program, Rotary, Value,
+)  # fmt: skip
+from lookahead.cpu.reference import Reference
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -79,9 +84,9 @@ def guarded() -> Iterator[Guarded]:
 
     with (
         mock.patch.object(torch.Tensor, "new_empty", new_empty),
-        mock.patch.object(decoder, "np", fake),
+        mock.patch.object(executor, "np", fake),
         mock.patch.object(likeliest, "np", fake),
-        mock.patch.object(decoder, "HugePages", return_value=memory),
+        mock.patch.object(executor, "HugePages", return_value=memory),
     ):
         try:
             yield memory
@@ -116,84 +121,97 @@ def random_linear(rng: random.Random, memory: Guarded, outputs: int, inputs: int
     return Linear(memory.copy(weight.to(dtype)), None, bias)
 
 
-def weight_of(linear: Linear, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that a layer multiplies with, in float64 (before scales of outputs)."""
-    if linear.scales is None or linear.scales.ndim == 1:
-        return linear.weight.double()
-    groups = linear.weight.float().unflatten(1, (linear.scales.shape[1], -1)) * linear.scales[..., None]
-    return groups.flatten(1).to(dtype).double()
+class RandomProgram:
+    """Writes a decoder of random shape, with all that its families have."""
 
+    def __init__(self, rng: random.Random, memory: Guarded, dtype: torch.dtype, size: int, heads: int, key_heads: int):
+        self.rng, self.memory, self.dtype = rng, memory, dtype
+        self.size, self.heads, self.key_heads = size, heads, key_heads
+        self.operations: list[Operation] = []
+        self.kept = 0
+        self.offset, self.rounds_once = rng.choice([0.0, 1.0]), rng.random() < 0.5
+        self.is_centered, self.turns_once = rng.random() < 0.25, rng.random() < 0.5
+        self.residual, self.activation = rng.choice([1.0, 0.5]), rng.choice(["silu", "gelu"])
 
-class Plain:
-    """The same pass, an operation after the other, in float64, rounded where the dtype rounds."""
+    def linear(self, outputs: int, inputs: int) -> Linear:
+        return random_linear(self.rng, self.memory, outputs, inputs, self.dtype)
 
-    def __init__(self, model: Decoder, heads: int, key_heads: int):
-        self.model, self.heads, self.key_heads, self.dtype = model, heads, key_heads, model.embedding.dtype
+    def numbers(self, *shape: int, mean: float = 0.0) -> torch.Tensor:
+        return self.memory.copy((torch.randn(shape) * 0.3 + mean).to(self.dtype))
 
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.dtype).double()
+    def add(self, operation: Any) -> Value:
+        self.operations.append(operation)
+        return operation.out
 
-    def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        sums, bias = x @ weight_of(layer, self.dtype).T, 0 if layer.bias is None else layer.bias.double()
-        if layer.scales is not None and layer.scales.ndim == 1:
-            sums = self.rounded(self.rounded(sums) * layer.scales.double())
-        return self.rounded(sums + bias)
-
-    def norm(self, weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        if weight is None:
+    def norm(self, x: Value, size: int = 0, chance: float = 1.0) -> Value:
+        """size: of heads, or of all heads together."""
+        if self.rng.random() > chance:
             return x
-        y = x * (x.square().mean(-1, keepdim=True) + self.model.epsilon).rsqrt()
-        y = y if self.model.norms_round_once else self.rounded(y)
-        return self.rounded(y * (weight.double() + self.model.norm_offset))
-
-    def turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [rows, heads, size]. cos, sin: [rows, rotary]."""
-        part, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
-        first, second = part.chunk(2, -1)
-        cos, sin = cos.double()[:, None], sin.double()[:, None]
-        return self.rounded(torch.cat([part * cos + torch.cat([-second, first], -1) * sin, rest], -1))
-
-    def heads_of(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-        size = self.model.head_dim
-        of_rows = norm is not None and len(norm) > size
-        if of_rows:
-            x = self.norm(norm, x)
-        x = x.unflatten(-1, (-1, size))
-        return x if of_rows else self.norm(norm, x)
-
-    def run(
-        self, ids: torch.Tensor, rotary: list[tuple | None], caches: list[torch.Tensor], hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return logits, and the outputs of all layers. caches: keys and values [2, key heads, held, size] by layer."""
-        model, outputs = self.model, []
-        x = self.rounded(model.embedding[ids].double() * np.float32(model.embedding_factor))
-        for layer, table, cache in zip(model.layers, rotary, caches, strict=True):
-            outputs.append(x)
-            normed = self.norm(layer.input_norm, x)
-            q = self.heads_of(self.linear(layer.q, normed), layer.q_norm)
-            k = self.heads_of(self.linear(layer.k, normed), layer.k_norm)
-            v = self.linear(layer.v, normed).unflatten(-1, (-1, model.head_dim))
-            if table is not None:
-                q, k = self.turned(q, *table), self.turned(k, *table)
-            groups = self.heads // self.key_heads
-            keys, values = (
-                torch.cat([held.double(), new.transpose(0, 1)], 1).repeat_interleave(groups, 0)
-                for held, new in zip(cache, (k, v), strict=True)
+        of_heads, size = bool(size), size or x.width
+        is_centered = self.is_centered and not of_heads
+        weight = self.numbers(size, mean=1.0 if is_centered else 1 - self.offset)
+        has_bias, has_weight = self.rng.random() < 0.7, not is_centered or self.rng.random() < 0.8
+        return self.add(
+            Norm(
+                x, Value(x.width), weight if has_weight else None, 1e-5,
+                bias=self.numbers(size) if is_centered and has_bias else None, offset=self.offset,
+                rounds_once=self.rounds_once, is_centered=is_centered, of_heads=of_heads, size=size,
             )
-            scores = q.transpose(0, 1) @ keys.mT * model.scaling
-            scores[..., scores.shape[-1] - hidden.shape[1] :].masked_fill_(hidden, -1e300)
-            attended = self.rounded((scores.softmax(-1) @ values).transpose(0, 1).flatten(1))
-            x = self.added(x, self.norm(layer.o_norm, self.linear(layer.o, attended)))
-            normed = self.norm(layer.mlp_norm, x)
-            gate, up = self.linear(layer.gate, normed), self.linear(layer.up, normed)
-            gate = torch.nn.functional.gelu(gate, approximate="tanh") if model.is_gelu else gate * gate.sigmoid()
-            down = self.linear(layer.down, self.rounded(self.rounded(gate) * up))
-            x = self.added(x, self.norm(layer.down_norm, down))
-        x = self.norm(model.norm, x)
-        return self.linear(model.head, x), [*outputs, x]
+        )  # fmt: skip
 
-    def added(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        return self.rounded(x + self.rounded(more * np.float32(self.model.residual_factor)))
+    def products(self, x: Value, *widths: int) -> tuple[Value, ...]:
+        outs = tuple(map(Value, widths))
+        self.operations.append(Products(x, tuple(self.linear(width, x.width) for width in widths), outs))
+        return outs
+
+    def attention(self, x: Value, layer: int, norms: str) -> Value:
+        size, widths = self.size, (self.heads * self.size, self.key_heads * self.size)
+        q, k, v = self.products(x, *widths, widths[1])
+        if norms:
+            q, k = (self.norm(part, size if norms == "heads" else part.width) for part in (q, k))
+        name = self.rng.choice(["", "other", None])
+        if name is not None:
+            q, k = (self.add(Rotary(part, Value(part.width), size, name, self.turns_once)) for part in (q, k))
+        self.operations.append(Append(k, v, layer, size))
+        scaling = self.rng.choice([size**-0.5, 0.1])
+        attended = self.add(Attend(q, Value(q.width), layer, size, self.key_heads, scaling))
+        return self.products(attended, x.width)[0]
+
+    def mlp(self, x: Value, width: int) -> Value:
+        if self.rng.random() < 0.7:
+            gate, up = self.products(x, width, width)
+            gated = self.add(Gate(gate, Value(width), self.activation, up))
+        else:
+            (gate,) = self.products(x, width)
+            gated = self.add(Gate(gate, Value(width), self.activation))
+        return self.products(gated, x.width)[0]
+
+    def more(self, x: Value, more: Value) -> Value:
+        return self.add(Add(x, Value(x.width), self.norm(more, chance=0.3), self.residual))
+
+    def keep(self, x: Value) -> Value:
+        self.operations.append(Keep(x, self.kept))
+        self.kept += 1
+        return x
+
+    def write(self, vocabulary: int, width: int, intermediate: int, layers: int, positions: int) -> Program:
+        has_positions, norms = self.rng.random() < 0.2, self.rng.choice(["", "heads", "all heads"])
+        is_parallel = self.rng.random() < 0.2
+        table, offset = (self.numbers(positions + 2, width), self.rng.choice([0, 2])) if has_positions else (None, 0)
+        embedding = self.memory.copy(torch.randn(vocabulary, width).to(self.dtype))
+        x = self.keep(self.add(Embed(Value(width), embedding, self.rng.choice([1.0, 3.0]), table, offset)))
+        for layer in range(layers):
+            attended = self.attention(self.norm(x, chance=0.7), layer, norms)
+            if is_parallel:
+                x = self.more(self.more(x, attended), self.mlp(self.norm(x, chance=0.7), intermediate))
+            else:
+                x = self.more(x, attended)
+                x = self.more(x, self.mlp(self.norm(x, chance=0.7), intermediate))
+            if layer + 1 < layers:
+                self.keep(x)
+        x = self.keep(self.norm(x))
+        self.operations.append(Logits(x, self.linear(vocabulary, width)))
+        return Program(self.operations)
 
 
 def assert_near(got: torch.Tensor, expected: torch.Tensor, allowed: float, what: str, size: float = 1e-30) -> None:
@@ -203,7 +221,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, allowed: float, what:
 
 
 def run_program(seed: int) -> str:
-    """Make a random decoder, run a random step, and compare. Returns a description."""
+    """Make a random program, run a random step, and compare. Returns a description."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.bfloat16])
@@ -222,43 +240,17 @@ def run_program(seed: int) -> str:
     text = f"{dtype=} {size=} {heads=} {key_heads=} {width=} {intermediate=} {vocabulary=} {rows=} {held=} {threads=}"
     text += f" {computed=} {dropped=}"
     with guarded() as memory:
-        norms = {name: (width,) for name in ("input_norm", "mlp_norm", "o_norm", "down_norm") if rng.random() < 0.6}
-        norms |= rng.choice([{}, {"q_norm": (size,), "k_norm": (size,)},
-                             {"q_norm": (size * heads,), "k_norm": (size * key_heads,)}])  # fmt: skip
-        offset = rng.choice([0.0, 1.0])
-
-        def numbers(*shape: int) -> torch.Tensor:
-            return memory.copy((torch.randn(shape) * 0.3 + 1 - offset).to(dtype))
-
-        def linear(outputs: int, inputs: int) -> Linear:
-            return random_linear(rng, memory, outputs, inputs, dtype)
-
-        of_heads, of_keys = heads * size, key_heads * size
-        layers = [
-            Layer(
-                linear(of_heads, width), linear(of_keys, width), linear(of_keys, width), linear(width, of_heads),
-                linear(intermediate, width), linear(intermediate, width), linear(width, intermediate),
-                **{name: numbers(*shape) for name, shape in norms.items()},
-            )
-            for _ in range(rng.randint(1, 2))
-        ]  # fmt: skip
-        names = [rng.choice(["", "other", None]) for _ in layers]
-        model = Decoder(
-            layers=layers, rotary=names, embedding=memory.copy(torch.randn(vocabulary, width).to(dtype)),
-            norm=numbers(width), head=linear(vocabulary, width), head_dim=size, scaling=rng.choice([size**-0.5, 0.1]),
-            epsilon=1e-5, norm_offset=offset, norms_round_once=rng.random() < 0.5,
-            rotary_rounds_once=rng.random() < 0.5, is_gelu=rng.random() < 0.5,
-            embedding_factor=rng.choice([1.0, 3.0]), residual_factor=rng.choice([1.0, 0.5]), logits_divisor=1.0,
-        )  # fmt: skip
-        assert decoder.serves(model), "it must be served"
-        plain = Plain(model, heads, key_heads)
-        packed = decoder.smallest(model, {}, indexes=True) if rng.random() < 0.7 else model
-        program = Program(packed)
+        layers = rng.randint(1, 2)
+        positions_of_all = dropped + held + rows
+        writer = RandomProgram(rng, memory, dtype, size, heads, key_heads)
+        program = writer.write(vocabulary, width, intermediate, layers, positions_of_all)
+        assert executor.serves(program), "it must be served"
+        ready = Executor(executor.smallest(program, {}, indexes=True) if rng.random() < 0.7 else program)
         rotary_dim = rng.choice([size, max(size // 4 * 2, 2)])
-        angles = (torch.arange(dropped + held + rows)[:, None] * torch.rand(rotary_dim // 2)).repeat(1, 2)
+        angles = (torch.arange(positions_of_all)[:, None] * torch.rand(rotary_dim // 2)).repeat(1, 2)
         rotary = {name: (memory.copy(angles.cos()), memory.copy(angles.sin())) for name in ("", "other")}
         capacity = held + rows
-        caches = [memory.copy(torch.randn(2, key_heads, capacity, size).to(dtype)) for _ in layers]
+        caches = [memory.copy(torch.randn(2, key_heads, capacity, size).to(dtype)) for _ in range(layers)]
         before = [cache[:, :, :held].clone() for cache in caches]
         ids = memory.copy(torch.randint(vocabulary, (rows,)))
         positions = memory.copy((dropped + held + torch.randint(rows, (rows,))).long())
@@ -268,46 +260,54 @@ def run_program(seed: int) -> str:
         kept_hidden = memory.copy(hidden).numpy()
         shown = rng.randint(1, rows)
         said = rng.randint(1, shown)
-        outputs = tuple(sorted(rng.sample(range(len(layers) + 1), rng.randint(0, len(layers)))))
+        outputs = tuple(sorted(rng.sample(range(layers + 1), rng.randint(0, layers))))
         with mock.patch.object(torch, "get_num_threads", return_value=threads):
             for turn in range(rng.randint(1, 3)):
-                assert not program.is_stale(), f"a copy differs in turn {turn}"
-            logits, kept, has_nan, found = program.run(
+                assert not ready.is_stale(), f"a copy differs in turn {turn}"
+            logits, kept, has_nan, found = ready.run(
                 ids.numpy(), positions.numpy(), rotary,
                 [(cache[0].data_ptr(), cache[1].data_ptr(), cache.stride(1)) for cache in caches],
-                [held] * len(layers), [(kept_hidden, list(range(len(layers))))], outputs, shown, (said, count, 0.8),
+                [held] * layers, [(kept_hidden, list(range(layers)))], outputs, shown, (said, count, 0.8),
                 dropped + held - computed, computed, is_prompt=rng.random() < 0.2,
             )  # fmt: skip
-            tables = [None if name is None else tuple(t[positions] for t in rotary[name]) for name in names]
-            expected, states = plain.run(ids, tables, before, hidden)
+            plain = Reference(
+                program, ids, positions, rotary, [tuple(cache) for cache in before], [hidden] * layers, torch.float64
+            )
             allowed = 1e-3 if dtype == torch.float32 else 0.25
             assert not has_nan
-            head = plain.linear(model.head, torch.eye(width, dtype=torch.float64))
-            head -= plain.linear(model.head, torch.zeros(1, width, dtype=torch.float64))  # the bias
-            usual = (states[-1].abs() @ head.abs()).max().item() / width**0.5
-            assert_near(logits[0], expected[-shown:], allowed, "a logit", usual)
+            lm_head = program.linears[-1]
+            weights = plain.product(lm_head._replace(bias=None), torch.eye(width, dtype=torch.float64))
+            usual = (plain.outputs[layers].abs() @ weights.abs()).max().item() / width**0.5
+            assert_near(logits[0], plain.logits[-shown:], allowed, "a logit", usual)
             for i in outputs:
-                assert_near(kept[i][0], states[i], allowed, f"output {i}")
+                assert_near(kept[i][0], plain.outputs[i], allowed, f"output {i}")
             most = min(count, vocabulary)
             assert (found is None) == (not 0 < most <= likeliest.MAX_COUNT)
             if found is not None:
                 again, chances = likeliest.likeliest(logits[:, :said], 0.8, most)
                 assert (found[0] == again).all()
                 np.testing.assert_allclose(found[1], chances, rtol=1e-4, atol=1e-7)
-            kernels_alone(rng, memory, logits, heads, key_heads, size, held)
+            kernels_alone(rng, memory, logits, plain, heads, key_heads, size, held)
             sources = np.sort(np.array(rng.sample(range(held, capacity), rng.randint(1, rows)), np.int64))
             targets = held + np.arange(len(sources))
             moved = [cache[:, :, torch.from_numpy(sources)].clone() for cache in caches]
             buffers = [states[None] for cache in caches for states in cache]
-            assert decoder.can_move(buffers)
-            decoder.move_rows(buffers, sources, targets)
+            assert executor.can_move(buffers)
+            executor.move_rows(buffers, sources, targets)
             for cache, rows_of in zip(caches, moved, strict=True):
                 assert torch.equal(cache[:, :, held : held + len(sources)], rows_of)
     return text
 
 
 def kernels_alone(
-    rng: random.Random, memory: Guarded, logits: torch.Tensor, heads: int, key_heads: int, size: int, held: int
+    rng: random.Random,
+    memory: Guarded,
+    logits: torch.Tensor,
+    plain: Reference,
+    heads: int,
+    key_heads: int,
+    size: int,
+    held: int,
 ) -> None:
     """Products and attention of single layers, and the choice of a token."""
     dtype, rows = logits.dtype, rng.choice([1, 5, 17, 40])
@@ -326,9 +326,8 @@ def kernels_alone(
     inputs = products.STRIDE[dtype] * rng.randint(1, 9)
     linears = [random_linear(rng, memory, rng.randint(1, 60), inputs, dtype) for _ in range(rng.randint(1, 3))]
     x = memory.copy(torch.randn(rows, inputs).to(dtype))
-    plain = Plain(SimpleNamespace(embedding=logits), heads, key_heads)  # type: ignore[arg-type]
     for linear, got in zip(linears, products.multiply(x, linears), strict=True):
-        assert_near(got, plain.linear(linear, x.double()), 1e-4 if dtype == torch.float32 else 0.1, "a product")
+        assert_near(got, plain.product(linear, x.double()), 1e-4 if dtype == torch.float32 else 0.1, "a product")
     assert choice.likeliest(logits) == int(logits[0, 0].float().argmax())
     state, variates = torch.Generator().manual_seed(rng.randint(0, 99)).get_state(), memory.room(logits.shape[2] * 4)
     choice.draw(memory.copy(state), variates.view(np.float32))

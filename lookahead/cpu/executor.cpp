@@ -1,0 +1,575 @@
+// A whole pass over the rows of one step, as a program: a list of operations over buffers, which `program.py` describes
+// and `executor.py` lays out in memory. It runs in one parallel region, so nothing is called in between.
+//
+// Threads run all operations side by side. A buffer is either shared, and each thread computes a part of it, or private:
+// every thread keeps all of it for itself, which for sums and norms costs less than to meet. Threads meet at a spinning
+// barrier before an operation that needs what others have written; `executor.py` finds where. Wherever the model's own
+// code rounds to its dtype, so does this.
+
+#include <sched.h>
+
+#include <atomic>
+#include <string>
+
+#include "peaks.h"
+#include "products.h"
+#include "threads.h"
+#include "tile_attention.h"
+
+using namespace products;
+
+constexpr long BLOCK = 48;        // outputs that a thread takes at a time, by vectors
+constexpr long MOST_PARTS = 512;  // of keys, for texts of any length
+constexpr long LOOKED_AT = 512;   // logits of a row that are looked at as soon as they are there
+constexpr int SPINS = 4096;
+
+// The structures that Python fills are described once, here: each field has 8 bytes, and `describe` says its name and
+// kind.
+#define KINDS(DO) \
+    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE) DO(ADD) DO(KEEP) DO(LOGITS)
+
+#define OPERATION(FIELD, T)                                                                             \
+    FIELD(long, kind)                                                                                   \
+    FIELD(long, meets)       /* whether threads meet before it */                                       \
+    FIELD(long, x)           /* the buffer that it reads, */                                            \
+    FIELD(long, y)           /* another one, or -1, */                                                  \
+    FIELD(long, out)         /* and the one that it writes */                                           \
+    FIELD(long, width)       /* numbers of a row of x */                                                \
+    FIELD(long, size)        /* of these, those of a head, or those that are normed together */         \
+    FIELD(const T*, weight)  /* of a norm, or of an embedding */                                        \
+    FIELD(const T*, bias)    /* of a norm, or an embedding of positions; or null */                     \
+    FIELD(const void*, products) /* [count] of `Product` */                                             \
+    FIELD(long, count)                                                                                  \
+    FIELD(long, is_each_shared)  /* each product is shared out by itself, not all of them together */   \
+    FIELD(long, next)        /* the operation that multiplies next, or -1 */                            \
+    FIELD(long, index)       /* of a layer of the cache, a rotary embedding or an output; an offset */  \
+    FIELD(long, rounds_once) /* not before a norm multiplies, or rotary products are added up */        \
+    FIELD(long, is_centered) /* a norm takes the mean away */                                           \
+    FIELD(long, is_gelu)     /* the activation: GELU as approximated by tanh, or SiLU */                \
+    FIELD(double, factor)    /* of what is embedded, added or attended with */                          \
+    FIELD(double, epsilon)   /* of a norm */                                                            \
+    FIELD(double, offset)    /* added to the weights of a norm */
+
+#define CACHED(FIELD, T)                                                                                \
+    FIELD(T*, keys)          /* [key heads][..][size]: the first key that the pass shows */             \
+    FIELD(T*, values)                                                                                   \
+    FIELD(long, stride)      /* numbers from head to head */                                            \
+    FIELD(long, held)        /* keys before those of the pass */                                        \
+    FIELD(const bool*, hidden)   /* [rows][masked]: which of the last keys are not seen */              \
+    FIELD(long, masked)
+
+#define ROTARY_TABLE(FIELD, T)                                                                          \
+    FIELD(const float*, cos) /* [positions][width] */                                                   \
+    FIELD(const float*, sin)                                                                            \
+    FIELD(long, width)       /* numbers of a head that turn, the first ones */
+
+#define PASS(FIELD, T)                                                                                  \
+    FIELD(const void*, operations)                                                                      \
+    FIELD(long, operation_count)                                                                        \
+    FIELD(const void*, caches)     /* [layers of the cache] of `Cached` */                              \
+    FIELD(const void*, rotaries)   /* of `RotaryTable` */                                               \
+    FIELD(const void*, outputs)    /* [outputs]: where the rows of each go, or null */                  \
+    FIELD(const long*, ids)        /* [rows] */                                                         \
+    FIELD(const long*, positions)  /* [rows] */                                                         \
+    FIELD(const long*, places)     /* of each buffer in its room, in bytes, the private ones first */   \
+    FIELD(long, private_count)                                                                          \
+    FIELD(void*, shared)           /* the room of all threads */                                        \
+    FIELD(void*, room)             /* what a thread needs for itself, `room_bytes` for each */          \
+    FIELD(long, room_bytes)                                                                             \
+    FIELD(long, private_bytes)     /* of which these are private buffers */                             \
+    FIELD(float*, largest)         /* parts of attention (`attention::Part`), for all heads */          \
+    FIELD(float*, total)                                                                                \
+    FIELD(float*, sums)                                                                                 \
+    FIELD(void*, peaks)            /* the likeliest tokens that threads find, of each row */            \
+    FIELD(T*, logits)              /* [shown][vocabulary] */                                            \
+    FIELD(long*, tokens)           /* [said][likeliest]: the likeliest tokens of rows that are shown */ \
+    FIELD(float*, probabilities)   /* of these */                                                       \
+    FIELD(long, rows)                                                                                   \
+    FIELD(long, shown)                                                                                  \
+    FIELD(long, said)                                                                                   \
+    FIELD(long, likeliest)                                                                              \
+    FIELD(long, length)            /* positions before the step */                                      \
+    FIELD(long, keys_of_step)      /* keys of it that the caches hold after this pass */                \
+    FIELD(long, has_near)          /* whether near keys are summed apart, as those of steps must be */  \
+    FIELD(long, widest)            /* numbers of a row of the widest input of a product */              \
+    FIELD(long, threads)                                                                                \
+    FIELD(double, temperature)     /* of the probabilities */
+
+#define DECLARE(TYPE, NAME) TYPE NAME;
+#define NAMED(TYPE, NAME) (std::is_same_v<TYPE, double> ? "double " #NAME "," : "long " #NAME ","),
+
+enum Kind : long {
+#define NUMBERED(NAME) NAME,
+    KINDS(NUMBERED)
+};
+template <class T>
+struct Operation {
+    OPERATION(DECLARE, T)
+};
+template <class T>
+struct Product {
+    Matrix<T> matrix;
+    long out;  // the buffer that it writes, which takes the place of the matrix's own
+};
+template <class T>
+struct Cached {
+    CACHED(DECLARE, T)
+};
+template <class T>
+struct RotaryTable {
+    ROTARY_TABLE(DECLARE, T)
+};
+template <class T>
+struct Pass {
+    PASS(DECLARE, T)
+
+    const Operation<T>& at(long i) const { return ((const Operation<T>*)operations)[i]; }
+};
+
+// Threads wait for each other in turns of the processor, and give it away if that takes long. Between two barriers, they
+// may take items in turn.
+struct Barrier {
+    alignas(64) std::atomic<long> arrived{0};
+    alignas(64) std::atomic<long> phase{0};
+    alignas(64) std::atomic<long> taken{0};
+
+    long take() { return taken.fetch_add(1, std::memory_order_relaxed); }
+
+    void wait(long threads) {
+        const long now = phase.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+            arrived.store(0, std::memory_order_relaxed);
+            taken.store(0, std::memory_order_relaxed);
+            phase.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; phase.load(std::memory_order_acquire) == now;)
+            if (++spins < SPINS) {
+#if defined(__x86_64__)
+                __builtin_ia32_pause();
+#endif
+            } else {
+                sched_yield();
+            }
+    }
+};
+
+// The nearest number of type T, as a float.
+template <class T>
+static INLINE float rounded_to(float x) {
+    T nearest;
+    store(x, &nearest);
+    return number(nearest);
+}
+
+// The sum of f(number) over n numbers, in 16 lanes.
+template <class T, class F>
+static INLINE float sum_of(const T* x, long n, F f) {
+    float partial[16] = {}, sum = 0;
+    long i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int l = 0; l < 16; l++) partial[l] += f(number(x[i + l]));
+    for (; i < n; i++) sum += f(number(x[i]));
+    for (int l = 0; l < 16; l++) sum += partial[l];
+    return sum;
+}
+
+// RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467) of n numbers; if it is centered, layer norm (Ba et al. 2016, arXiv
+// 1607.06450), which rounds once.
+template <class T>
+static void normalize(const Operation<T>& norm, const T* x, long n, T* out) {
+    const T *const weight = norm.weight, *const bias = norm.bias;
+    const float mean = norm.is_centered ? sum_of(x, n, [](float y) { return y; }) / n : 0;
+    const float squares = sum_of(x, n, [=](float y) { return (y - mean) * (y - mean); });
+    const float scale = 1 / __builtin_sqrtf(squares / n + float(norm.epsilon)), offset = norm.offset;
+    if (norm.is_centered)
+        for (long i = 0; i < n; i++) {
+            const float y = (number(x[i]) - mean) * scale * (weight ? number(weight[i]) : 1.0f);
+            store(bias ? y + number(bias[i]) : y, out + i);
+        }
+    else
+        for (long i = 0; i < n; i++) {
+            const float y = number(x[i]) * scale;
+            store((number(weight[i]) + offset) * (norm.rounds_once ? y : rounded_to<T>(y)), out + i);
+        }
+}
+
+// Rotary embedding (Su et al. 2021, arXiv 2104.09864) of one head, in place: number i turns with number i + n / 2.
+// Products are rounded to type By before they are added up.
+template <class By, class T>
+static void rotate(T* x, const float* cos, const float* sin, long n) {
+    for (long i = 0; i < n / 2; i++) {
+        const long j = i + n / 2;
+        const float a = number(x[i]), b = number(x[j]);
+        store(rounded_to<By>(a * cos[i]) + rounded_to<By>(-b * sin[i]), x + i);
+        store(rounded_to<By>(b * cos[j]) + rounded_to<By>(a * sin[j]), x + j);
+    }
+}
+
+// The activation of WIDTH numbers, times others if there are any. SiLU is x * sigmoid(x). GELU as approximated by tanh
+// (Hendrycks & Gimpel 2016, arXiv 1606.08415) is x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3), as
+// 1 + tanh(z) is 2 * sigmoid(2 * z).
+template <class T>
+static void activate(bool is_gelu, const T* gate, const T* up, T* out) {
+    typedef Lanes<WIDTH>::Floats Floats;
+    const Floats x = load(gate);
+    const Floats y = is_gelu ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+    const Floats power = exponential<WIDTH>(y < 0 ? y : -y);
+    T activated[WIDTH];
+    store(x * (y < 0 ? power : Floats{} + 1.0f) / (1.0f + power), activated);
+    if (up)
+        store(load(activated) * load(up), out);
+    else
+        std::copy_n(activated, WIDTH, out);
+}
+
+// The same of n numbers.
+template <class T>
+static void activate(bool is_gelu, const T* gate, const T* up, T* out, long n) {
+    for (; n >= WIDTH; n -= WIDTH, gate += WIDTH, out += WIDTH) {
+        activate(is_gelu, gate, up, out);
+        if (up) up += WIDTH;
+    }
+    if (!n) return;
+    T last_gate[WIDTH] = {}, last_up[WIDTH] = {}, last[WIDTH];
+    std::copy_n(gate, n, last_gate);
+    if (up) std::copy_n(up, n, last_up);
+    activate(is_gelu, last_gate, up ? last_up : nullptr, last);
+    std::copy_n(last, n, out);
+}
+
+// Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near; and where it
+// ends.
+template <class By>
+struct Places {
+    long at[4];
+
+    explicit Places(const Pass<typename By::Number>& pass) : at{pass.private_bytes} {
+        const long sizes[] = {Input<By>::bytes(pass.rows, pass.widest), attention::room_for(pass.keys_of_step),
+                              pass.rows * (long)sizeof(long)};
+        for (int i = 0; i < 3; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
+    }
+};
+
+template <class By>
+struct Thread {
+    typedef typename By::Number T;
+
+    const Pass<T>& pass;
+    Barrier& barrier;
+    const long index;
+    char* const own;            // its room
+    void* const prepared;       // the input of a product, if it is not taken as it is
+    void* const of_attention;
+    long* const near;  // [rows], of `attention::Attention`
+    peaks::Peaks* const seen = (peaks::Peaks*)pass.peaks;  // [threads][said]
+
+    void meet() { barrier.wait(pass.threads); }
+
+    T* buffer(long i) const { return (T*)((i < pass.private_count ? own : (char*)pass.shared) + pass.places[i]); }
+
+    void embed(const Operation<T>& embed) {
+        const float factor = embed.factor;
+        T* to = buffer(embed.out);
+        for (long row = 0; row < pass.rows; row++, to += embed.width) {
+            const T* const from = embed.weight + pass.ids[row] * embed.width;
+            const T* const place = embed.bias ? embed.bias + (pass.positions[row] + embed.index) * embed.width : nullptr;
+            for (long i = 0; i < embed.width; i++) {
+                store(factor * number(from[i]), to + i);
+                if (place) store(number(to[i]) + number(place[i]), to + i);
+            }
+        }
+    }
+
+    // All rows, for this thread alone.
+    void norm(const Operation<T>& norm) {
+        const T* const x = buffer(norm.x);
+        T* const out = buffer(norm.out);
+        for (long at = 0; at < pass.rows * norm.width; at += norm.width) normalize(norm, x + at, norm.width, out + at);
+    }
+
+    // Call f(head, row) for this thread's heads, all rows of each. Where there is one head, rows are shared out.
+    template <class F>
+    void for_heads(long heads, F f) const {
+        if (heads == 1)
+            for (long row = index; row < pass.rows; row += pass.threads) f(0, row);
+        else
+            for (long head = index; head < heads; head += pass.threads)
+                for (long row = 0; row < pass.rows; row++) f(head, row);
+    }
+
+    void norm_heads(const Operation<T>& norm) {
+        T *const x = buffer(norm.x), *const out = buffer(norm.out);
+        for_heads(norm.width / norm.size, [&](long head, long row) {
+            const long at = row * norm.width + head * norm.size;
+            normalize(norm, x + at, norm.size, out + at);
+        });
+    }
+
+    void rotary(const Operation<T>& turn) {
+        const RotaryTable<T>& table = ((const RotaryTable<T>*)pass.rotaries)[turn.index];
+        const auto rotated = turn.rounds_once ? rotate<float, T> : rotate<T, T>;
+        T *const x = buffer(turn.x), *const out = buffer(turn.out);
+        for_heads(turn.width / turn.size, [&](long head, long row) {
+            const long at = row * turn.width + head * turn.size, turned = pass.positions[row] * table.width;
+            if (out != x) std::copy_n(x + at, turn.size, out + at);
+            rotated(out + at, table.cos + turned, table.sin + turned, table.width);
+        });
+    }
+
+    const Cached<T>& cached(const Operation<T>& of) const { return ((const Cached<T>*)pass.caches)[of.index]; }
+
+    void append(const Operation<T>& append) {
+        const Cached<T>& cache = cached(append);
+        const T *const keys = buffer(append.x), *const values = buffer(append.y);
+        for_heads(append.width / append.size, [&](long head, long row) {
+            const long from = row * append.width + head * append.size;
+            const long to = head * cache.stride + (cache.held + row) * append.size;
+            std::copy_n(keys + from, append.size, cache.keys + to);
+            std::copy_n(values + from, append.size, cache.values + to);
+        });
+    }
+
+    // Threads take parts of the keys of all heads as they come to it, the larger ones first.
+    void attend(const Operation<T>& attend) {
+        using attention::KEYS, attention::LANES;
+        const Cached<T>& cache = cached(attend);
+        const long heads = attend.count, keys = cache.held + pass.rows;  // key heads
+        const long start = pass.length - (cache.held - (pass.keys_of_step - pass.rows));
+        long far = pass.has_near ? 0 : keys;  // so many keys are far from some row
+        for (long row = 0; row < pass.rows && pass.has_near; row++) {
+            const long begin = std::min(pass.positions[row] - attention::NEAR, pass.length) / KEYS * KEYS;
+            near[row] = std::max(0L, begin - start), far = std::max(far, near[row]);
+        }
+        const attention::Attention<T> all = {
+            buffer(attend.x), cache.keys, cache.values, nullptr, cache.hidden, buffer(attend.out),
+            attend.width / attend.size, heads, pass.rows, keys, cache.masked, attend.size, attend.size, attend.width,
+            cache.stride, float(attend.factor), start, pass.has_near ? near : nullptr};
+        long ends[MOST_PARTS + 1] = {}, far_parts = 0;
+        while (ends[far_parts] < far) {
+            const long end = std::min(far, attention::end_of_part(start + ends[far_parts]) - start);
+            ends[++far_parts] = end;
+        }
+        const long queries = all.queries(), parts = far_parts + pass.has_near;
+        const auto part_of = [&](long i) {
+            return attention::Part{pass.largest + i * queries, pass.total + i * queries,
+                                   pass.sums + i * queries * attend.size};
+        };
+        const long blocks = all.blocks(), far_items = far_parts * heads * blocks;
+        const long items = far_items + (pass.has_near ? heads * ((queries + LANES - 1) / LANES) : 0);
+        for (long item; (item = barrier.take()) < items;) {
+            const bool is_near = item >= far_items;
+            const long of_kind = is_near ? item - far_items : item, head = of_kind % heads, block = of_kind / heads;
+            const long part = is_near ? far_parts : far_parts - 1 - block / blocks;
+            const attention::Part place = part_of(head * parts + part), *const to = parts > 1 ? &place : nullptr;
+            if (is_near)
+                all.near_block(head, block * LANES, to, of_attention);
+            else
+                all.block(head, block % blocks * all.lanes(), ends[part], ends[part + 1], to, of_attention);
+        }
+        if (parts > 1) {
+            meet();
+            for (long item = index; item < heads * queries; item += pass.threads)
+                all.join(item / queries, item % queries, part_of(item / queries * parts), parts);
+        }
+    }
+
+    // The input of products with some matrices, [rows][inputs].
+    Input<By> prepare(const T* x, long rows, long inputs, const Product<T>* products, long count) {
+        int forms = 0;
+        for (long i = 0; i < count; i++) forms |= Input<By>::form_for(products[i].matrix, inputs);
+        const Input<By> input = {x, rows, inputs, prepared, forms};
+        for (long part = 0; part < input.parts(); part++) input.make(part);
+        return input;
+    }
+
+    // Outputs begin..end-1 of all rows. next: the weights that this thread wants then.
+    void multiply(const Input<By>& x, const Matrix<T>& matrix, long begin, long end, const void* next) {
+        const long size = Input<By>::form_for(matrix, x.inputs) ? end - begin : BLOCK;
+        for (long first = begin; first < end; first += size)
+            products::multiply(x, matrix, first, std::min(end, first + size), next);
+    }
+
+    // This thread's share of n outputs, in whole groups of 16.
+    long share(long n, long of) const { return std::min(n, (n + 15) / 16 * of / pass.threads * 16); }
+
+    // Call f(product, begin, end) for this thread's share of the outputs of some products.
+    template <class F>
+    void for_shares(const Operation<T>& of, F f) const {
+        const auto* const products = (const Product<T>*)of.products;
+        long n = 0;
+        for (long i = 0; i < of.count; i++) n += products[i].matrix.outputs;
+        long begin = share(n, index), end = share(n, index + 1);
+        for (long i = 0; i < of.count; i++) {
+            const long outputs = products[i].matrix.outputs;
+            if (of.is_each_shared) begin = share(outputs, index), end = share(outputs, index + 1);
+            if (begin < std::min(end, outputs)) f(products[i], begin, std::min(end, outputs));
+            begin = std::max(begin - outputs, 0L), end = std::max(end - outputs, 0L);
+        }
+    }
+
+    // The first weights that this thread wants of an operation.
+    const void* first_of(long operation) const {
+        const void* first = nullptr;
+        if (operation >= 0)
+            for_shares(pass.at(operation), [&](const Product<T>& product, long begin, long) {
+                if (!first) first = product.matrix.at(begin, pass.at(operation).width);
+            });
+        return first;
+    }
+
+    void multiply_shares(const Operation<T>& of) {
+        struct Share {
+            Matrix<T> matrix;
+            long begin, end;
+        } shares[8];
+        long count = 0;
+        for_shares(of, [&](const Product<T>& product, long begin, long end) {
+            shares[count] = {product.matrix, begin, end};
+            shares[count++].matrix.out = buffer(product.out);
+        });
+        if (!count) return;
+        const Input<By> x = prepare(buffer(of.x), pass.rows, of.width, (const Product<T>*)of.products, of.count);
+        for (long i = 0; i < count; i++) {
+            const bool is_last = i + 1 == count;
+            const void* next = is_last ? first_of(of.next) : shares[i + 1].matrix.at(shares[i + 1].begin, of.width);
+            multiply(x, shares[i].matrix, shares[i].begin, shares[i].end, next);
+        }
+    }
+
+    // This thread's share of the numbers of each row.
+    void gate(const Operation<T>& gate) {
+        const long begin = share(gate.width, index), end = share(gate.width, index + 1);
+        for (long at = begin; at < pass.rows * gate.width; at += gate.width)
+            activate(gate.is_gelu, buffer(gate.x) + at, gate.y < 0 ? nullptr : buffer(gate.y) + at, buffer(gate.out) + at,
+                     end - begin);
+    }
+
+    void add(const Operation<T>& add) {
+        const T *const x = buffer(add.x), *const more = buffer(add.y);
+        T* const out = buffer(add.out);
+        const float factor = add.factor;
+        for (long i = 0; i < pass.rows * add.width; i++)
+            store(number(x[i]) + rounded_to<T>(factor * number(more[i])), out + i);
+    }
+
+    void keep(const Operation<T>& keep) {  // the rows, if they are asked for
+        T* const to = ((T* const*)pass.outputs)[keep.index];
+        if (to && index == 0) memcpy(to, buffer(keep.x), pass.rows * keep.width * sizeof(T));
+    }
+
+    // Returns whether a row has become NaN before the head.
+    bool logits(const Operation<T>& of) {
+        const T *const x = buffer(of.x), *const shown = x + (pass.rows - pass.shown) * of.width;
+        const auto* const product = (const Product<T>*)of.products;
+        Matrix<T> head = product->matrix;
+        head.out = pass.logits;
+        const Input<By> taken = prepare(shown, pass.shown, of.width, product, 1);
+        const long begin = share(head.outputs, index), end = share(head.outputs, index + 1);
+        peaks::Peaks* const own = seen + index * pass.said;
+        for (long row = 0; row < pass.said; row++) new (own + row) peaks::Peaks(pass.likeliest, pass.temperature);
+        const long size = pass.said ? LOOKED_AT : end - begin;
+        for (long first = begin; first < end; first += size) {
+            const long last = std::min(end, first + size);
+            multiply(taken, head, first, last, nullptr);
+            for (long row = 0; row < pass.said; row++)
+                own[row].add(head.out + row * head.outputs + first, last - first, first);
+        }
+        if (pass.said) {
+            meet();
+            for (long row = index; row < pass.said; row += pass.threads) {
+                for (long thread = 1; thread < pass.threads; thread++) seen[row].add(seen[thread * pass.said + row]);
+                seen[row].put(pass.probabilities + row * pass.likeliest, pass.tokens + row * pass.likeliest);
+            }
+        }
+        return std::count_if(x, x + pass.rows * of.width, [](T y) { return number(y) != number(y); });
+    }
+
+    bool run() {
+        bool has_nan = false;
+        for (long i = 0; i < pass.operation_count; i++) {
+            const Operation<T>& now = pass.at(i);
+            if (now.meets) meet();
+            switch (now.kind) {
+                case EMBED: embed(now); break;
+                case NORM: norm(now); break;
+                case NORM_HEADS: norm_heads(now); break;
+                case PRODUCTS: multiply_shares(now); break;
+                case ROTARY: rotary(now); break;
+                case APPEND: append(now); break;
+                case ATTEND: attend(now); break;
+                case GATE: gate(now); break;
+                case ADD: add(now); break;
+                case KEEP: keep(now); break;
+                case LOGITS: has_nan = logits(now); break;
+            }
+        }
+        return has_nan;
+    }
+};
+
+template <class By>
+static long run(const Pass<typename By::Number>& pass) {
+    Barrier barrier;
+    bool has_nan = false;
+    const Places<By> places(pass);
+#pragma omp parallel num_threads(pass.threads)
+    {
+        const TileUnit unit;
+        const long index = omp_get_thread_num();
+        auto here = pass;
+        here.threads = omp_get_num_threads();  // may be fewer than were asked for
+        char* const own = (char*)pass.room + index * pass.room_bytes;
+        const auto part = [&](int i) { return own + places.at[i]; };
+        const bool found = Thread<By>{here, barrier, index, own, part(0), part(1), (long*)part(2)}.run();
+        if (index == 0) has_nan = found;  // every thread has all rows
+    }
+    return has_nan;
+}
+
+template <class By>
+static void measure(const Pass<typename By::Number>& pass, long* sizes) {
+    sizes[0] = Places<By>(pass).at[3];
+    sizes[1] = pass.threads * pass.rows * sizeof(peaks::Peaks);
+    sizes[2] = 2;  // the near keys, and what is left of a part
+    for (long end = 0; end < pass.length + pass.rows; end = attention::end_of_part(end)) sizes[2]++;
+}
+
+// Returns whether a row has become NaN before the head.
+extern "C" long run_float32(const Pass<float>* pass) { return run<ByFloats>(*pass); }
+extern "C" long run_bfloat16(const Pass<BFloat16>* pass) {
+    return by_pairs([=](auto by) { return run<decltype(by)>(*pass); });
+}
+
+// Write the bytes that a thread needs for itself, and those of all peaks, which are to be aligned to 64 bytes; and in how
+// many parts attention may be computed.
+extern "C" void sizes_float32(const Pass<float>* pass, long* sizes) { measure<ByFloats>(*pass, sizes); }
+extern "C" void sizes_bfloat16(const Pass<BFloat16>* pass, long* sizes) {
+    by_pairs([=](auto by) { measure<decltype(by)>(*pass, sizes); });
+}
+
+// Say the fields of all structures, and the kinds of operations in their order.
+extern "C" const char* describe_uint8() {
+    static const std::string text = [] {
+        const char* const parts[] = {
+#define SAID(NAME) #NAME ",",
+            "Kind:", KINDS(SAID) ";Operation:", OPERATION(NAMED, float) ";Cached:", CACHED(NAMED, float) ";RotaryTable:",
+            ROTARY_TABLE(NAMED, float) ";Pass:", PASS(NAMED, float)};
+        std::string all;
+        for (const char* part : parts) all += part;
+        return all;
+    }();
+    return text.c_str();
+}
+
+// Move rows of `bytes` bytes from the columns `sources` to the columns `targets`, both ascending and targets[i] <=
+// sources[i], of each head of each buffer. strides: bytes from head to head, of each buffer.
+extern "C" void move_rows_uint8(char* const* buffers, const long* strides, long buffer_count, long heads, long bytes,
+                                const long* sources, const long* targets, long count) {
+    for (long i = 0; i < buffer_count; i++)
+        for (long head = 0; head < heads; head++)
+            for (long j = 0; j < count; j++) {
+                char* const at = buffers[i] + head * strides[i];
+                memcpy(at + targets[j] * bytes, at + sources[j] * bytes, bytes);
+            }
+}

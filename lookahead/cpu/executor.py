@@ -1,0 +1,483 @@
+"""Runs a program in one call: `executor.cpp`.
+
+A layer is a dozen small operations. On a CPU, calling them one by one takes as long as computing them. Here one call
+computes all of them, and its threads meet at a spinning barrier. Weights are read where they are, and nothing is copied,
+except what `blocks` makes smaller.
+"""
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import accumulate, count
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lookahead.cpu import blocks, native, products
+from lookahead.cpu.likeliest import MAX_COUNT
+from lookahead.cpu.pages import HugePages
+from lookahead.cpu.products import Linear, pointer
+from lookahead.cpu.program import (
+    Add, Append, Attend, Embed, Gate, Keep, Logits, Norm, Operation, Products, Program, Rotary, Value,
+)  # fmt: skip
+from lookahead.cpu.tree_attention import MAX_HEAD_DIM
+
+_kernels = cache(partial(native.kernels, "run", native.FLOATS, [ctypes.c_void_p], ctypes.c_long))
+_sizes = cache(partial(native.kernels, "sizes", native.FLOATS, [ctypes.c_void_p] * 2))
+_describe = cache(partial(native.kernels, "describe", (torch.uint8,), [], ctypes.c_char_p))
+_MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
+_movers = cache(partial(native.kernels, "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
+MOST_PRODUCTS = 8  # of an operation
+ALIGNMENT = 64  # bytes, of each buffer
+
+
+class _Described(NamedTuple):
+    """The structures of executor.cpp, as it describes them itself."""
+
+    kinds: dict[str, int]
+    operation: np.dtype
+    cached: np.dtype
+    rotary_table: np.dtype
+    arguments: type[ctypes.Structure]
+
+
+@cache
+def _described() -> _Described:
+    text = _describe()[torch.uint8]().decode()
+    of = {name: fields.strip(",").split(",") for name, fields in (part.split(":") for part in text.split(";"))}
+
+    def dtype(name: str) -> np.dtype:
+        pairs = [field.split() for field in of[name]]
+        return np.dtype([(field, np.float64 if kind == "double" else np.int64) for kind, field in pairs])
+
+    kinds = {"double": ctypes.c_double, "long": ctypes.c_void_p}  # addresses, too; an int64 either way
+    fields = [(field, kinds[kind] if kind == "double" else ctypes.c_int64) for kind, field in map(str.split, of["Pass"])]
+    arguments = type("Pass", (ctypes.Structure,), {"_fields_": fields})
+    return _Described(
+        {name: i for i, name in enumerate(of["Kind"])}, dtype("Operation"), dtype("Cached"), dtype("RotaryTable"), arguments
+    )
+
+
+def serves(program: Program) -> bool:
+    """Whether this processor's `Executor` takes this program."""
+    return (
+        program.dtype in _kernels()
+        and program.fits()
+        and all(0 < size <= MAX_HEAD_DIM for _, size in program.caches)
+        and all(len(operation.linears) <= MOST_PRODUCTS for operation in program.operations)
+    )
+
+
+def smallest(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
+    """The same program, with weights of fewer bits where these make the same products exactly (`blocks.smallest`).
+
+    known: what earlier calls have found, by place; the place of each linear layer is its own. Where weights have
+    changed since, a new copy takes the place of the old one, which calls in other threads go on reading. indexes:
+    whether bf16 numbers may be indexed.
+    """
+    places, memory, dtype = count(), HugePages(), program.dtype
+
+    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else memory.copy(tensor)
+
+    def smaller(linear: Linear) -> Linear:
+        place = next(places)
+        found = blocks.smallest(linear, dtype, before := known.get(place), indexes)
+        if found is not linear:
+            if before is None or found.weight is not before.weight:
+                weight, scales, bias, offsets, whole, origin = found
+                found = Linear(memory.copy(weight), copied(scales), bias, copied(offsets), whole, origin)
+            known[place] = Linear(found.weight, found.scales, None, found.offsets)
+        else:
+            known.pop(place, None)
+        return found
+
+    return program.with_linears(smaller)
+
+
+def weight_bytes(program: Program) -> int:
+    """Bytes of the weights that a pass multiplies with."""
+    return sum(linear.weight.nbytes for linear in program.linears)
+
+
+def indexed_bytes(program: Program) -> int:
+    """Bytes, about, of a copy in which `smallest` has indexed all weights; 0 if it cannot."""
+    numbers = sum(linear.weight.numel() for linear in program.linears if linear.scales is None)
+    return numbers * 3 // 2 if blocks.can_index(program.dtype) else 0
+
+
+_ALL = "all"  # of what an operation reads or writes, any thread may take any part
+
+Part = tuple[str, int] | str
+"""How threads share a buffer among them in an operation. In two that share it alike, a thread has the same part."""
+
+
+@dataclass
+class _Buffers:
+    """Where the values of a program lie while it runs, and before which operations threads must meet.
+
+    Private buffers are those that each thread has for itself. A value takes the buffer of one that is read no more,
+    where an operation can work in place, or if no thread has used that one since threads have met.
+    """
+
+    widths: dict[bool, list[int]] = field(default_factory=lambda: {True: [], False: []})
+    """Of the private buffers, and of the shared ones."""
+    of: dict[Value, tuple[bool, int]] = field(default_factory=dict)
+    """For each value, whether its buffer is private, and its number among those."""
+    meets: list[bool] = field(default_factory=list)
+    """For each operation, whether threads meet before it."""
+
+    @classmethod
+    def laid_out(cls, program: Program, gated: set[Value]) -> "_Buffers":
+        self, used = cls(), dict[tuple[bool, int], list[tuple[Part, bool]]]()  # since threads have met
+        last = {value: i for i, operation in enumerate(program.operations) for value in operation.read()}
+        free: list[tuple[bool, int]] = []
+        for i, operation in enumerate(program.operations):
+            is_private = isinstance(operation, (Embed, Add)) or (isinstance(operation, Norm) and not operation.of_heads)
+            part = _part_of(operation, gated)
+            reads = [self.of[value] for value in operation.read()]
+            dying = [self.of[value] for value in dict.fromkeys(operation.read()) if last[value] == i]
+            in_place = next((buffer for buffer in dying if buffer[0] == is_private), None)
+            if isinstance(operation, (Products, Attend)) or not operation.written():
+                in_place = None
+            accesses = [(buffer, False) for buffer in reads] + [(in_place, True)] * (in_place is not None)
+            meets = isinstance(operation, Attend)  # where threads take items in turn
+            for buffer, writes in accesses:
+                for other, wrote in used.get(buffer, ()):
+                    meets = meets or ((writes or wrote) and (part == _ALL or part != other))
+            if meets:
+                used.clear()
+            self.meets.append(meets)
+            outs = [in_place] if in_place else []
+            for value in operation.written()[len(outs) :]:
+                found = next((b for b in free if b[0] == is_private and b not in used), None)
+                if found is None:
+                    found = is_private, len(self.widths[is_private])
+                    self.widths[is_private].append(0)
+                else:
+                    free.remove(found)
+                outs.append(found)
+            for value, buffer in zip(operation.written(), outs, strict=True):
+                self.of[value] = buffer
+                widths = self.widths[is_private]
+                widths[buffer[1]] = max(widths[buffer[1]], value.width)
+            for buffer, writes in [(buffer, False) for buffer in reads] + [(buffer, True) for buffer in outs]:
+                if not buffer[0]:
+                    used.setdefault(buffer, []).append((part, writes))
+            unread = [self.of[value] for value in operation.written() if value not in last]
+            free += [buffer for buffer in dying if buffer not in outs] + unread
+        return self
+
+    def number(self, value: Value | None) -> int:
+        """The place of a value's buffer among all, the private ones first; -1 for none."""
+        if value is None:
+            return -1
+        is_private, number = self.of[value]
+        return number if is_private else len(self.widths[True]) + number
+
+
+def _is_each_shared(operation: Operation, gated: set[Value]) -> bool:
+    """Whether each product is shared out by itself: then a thread goes on with its own outputs.
+
+    gated: all values that a `Gate` reads.
+    """
+    return isinstance(operation, Products) and gated.issuperset(operation.outs)
+
+
+def _part_of(operation: Operation, gated: set[Value]) -> Part:
+    """How threads share the buffers of an operation among them. gated: as for `_is_each_shared`."""
+    match operation:
+        case Products(outs=outs) if _is_each_shared(operation, gated):
+            return "outputs", outs[0].width
+        case Gate(x=x):
+            return "outputs", x.width
+        case Norm(x=x, size=size, of_heads=True) | Rotary(x=x, size=size) | Append(keys=x, size=size):
+            return "heads", x.width // size
+    return _ALL
+
+
+class Executor:
+    """The passes of one program. It refers to tensors by their addresses, and holds the memory that they lie in."""
+
+    def __init__(self, program: Program):
+        self._tensors = [tensor.detach() for tensor in program.tensors]
+        self._copies, self._turn = blocks.copies_of(program.linears), 0
+        self._differ = blocks.comparison(self._copies, program.dtype) if len(self._copies) else None
+        # What `smallest` has made stays while the model's tensors are let go.
+        copied = [linear for linear in program.linears if linear.origin is not None]
+        self._made = [(linear.weight, linear.scales, linear.offsets) for linear in copied]
+        self.caches, self.rotaries, self.positions = program.caches, program.rotaries, program.positions
+        self.vocabulary, self.like = len(program.embedding), torch.empty(0, dtype=program.dtype, device="cpu")
+        self.outputs = max((op.index for op in program.operations if isinstance(op, Keep)), default=-1) + 1
+        logits = program.operations[-1]
+        assert isinstance(logits, Logits)
+        self.hidden, self._divisor, self._logits = logits.x.width, logits.divisor, logits.of.outputs
+        self._room = np.empty(0, np.uint8)
+        self._layouts: dict[tuple[int, ...], tuple[tuple[int, int], dict[str, int], int, np.ndarray]] = {}  # of `_layout`
+        described = _described()
+        gates = [op for op in program.operations if isinstance(op, Gate)]
+        self._gated = {value for gate in gates for value in gate.read()}
+        self._buffers = _Buffers.laid_out(program, self._gated)
+        self._attends = [op for op in program.operations if isinstance(op, Attend)]
+        self._operations = np.zeros(len(program.operations), described.operation)
+        self._products = self._lay_out(program)
+        self._cached = np.zeros(len(self.caches), described.cached)
+        self._places: Sequence[tuple[int, int, int]] = []  # the `caches` of `run` that stand in `_cached`
+        self._rotary_tables = np.zeros(len(self.rotaries), described.rotary_table)
+        self._rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # in these tables
+        self._turned = 0  # positions of those
+        self._outputs = np.zeros(self.outputs, np.int64)
+        inputs = [op.x.width for op in program.operations if isinstance(op, (Products, Logits))]
+        self._pass = described.arguments(
+            operations=self._operations.ctypes.data,
+            operation_count=len(self._operations),
+            caches=self._cached.ctypes.data,
+            rotaries=self._rotary_tables.ctypes.data,
+            outputs=self._outputs.ctypes.data,
+            private_count=len(self._buffers.widths[True]),
+            widest=max(inputs),
+        )
+
+    def _lay_out(self, program: Program) -> list[np.ndarray]:
+        """Fill in the operations of C++. Return the products that they refer to."""
+        kinds, number, kept = _described().kinds, self._buffers.number, []
+        table, multiplying = self._operations, -1
+        for i in reversed(range(len(table))):
+            now, operation = table[i], program.operations[i]
+            now["meets"], now["next"], now["y"], now["out"] = self._buffers.meets[i], multiplying, -1, -1
+            settings: dict[str, Any] = {}
+            kind = type(operation).__name__.upper()
+            match operation:
+                case Embed(out, weight, factor, of_positions, offset):
+                    settings = {"width": out.width, "weight": weight, "factor": factor}
+                    settings |= {"bias": of_positions, "index": offset}
+                case Norm(x):
+                    names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered"
+                    settings = {name: getattr(operation, name) for name in names} | {"width": x.width}
+                    kind = "NORM_HEADS" if operation.of_heads else "NORM"
+                case Rotary(x, _, size, name, rounds_once):
+                    settings = {"width": x.width, "size": size, "index": self.rotaries.index(name)}
+                    settings |= {"rounds_once": rounds_once}
+                case Append(keys, values, layer, size):
+                    settings = {"width": keys.width, "size": size, "index": layer, "x": keys, "y": values}
+                case Attend(x, _, layer, size, key_heads, scaling):
+                    settings = {"width": x.width, "size": size, "index": layer, "count": key_heads, "factor": scaling}
+                case Gate(x, _, activation, by):
+                    settings = {"width": x.width, "is_gelu": activation == "gelu", "y": by}
+                case Add(x, _, more, factor):
+                    settings = {"width": x.width, "y": more, "factor": factor}
+                case Keep(x, index):
+                    settings = {"width": x.width, "index": index}
+                case Products(x) | Logits(x):
+                    outs = [number(out) for out in operation.written()] or [-1]
+                    matrices = [linear.matrix() for linear in operation.linears]
+                    kept.append(np.array([(*m, out) for m, out in zip(matrices, outs, strict=True)], np.int64))
+                    settings = {"width": x.width, "products": kept[-1].ctypes.data, "count": len(matrices)}
+                    settings["is_each_shared"] = _is_each_shared(operation, self._gated)
+                    multiplying = i
+            now["kind"] = kinds[kind]
+            if not isinstance(operation, (Embed, Append)):
+                settings["x"] = operation.x  # type: ignore[attr-defined]  # all others have it
+            if len(operation.written()) == 1:
+                settings["out"] = operation.written()[0]
+            for name, value in settings.items():
+                is_tensor = value is None or isinstance(value, torch.Tensor)
+                if name in ("x", "y", "out"):
+                    value = number(value)
+                now[name] = pointer(value) if is_tensor and name in ("weight", "bias") else value
+        return kept
+
+    def run(
+        self,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        caches: Sequence[tuple[int, int, int]],
+        held: Sequence[int],
+        hidden: Sequence[tuple[np.ndarray, Sequence[int]]],
+        outputs: tuple[int, ...] = (),
+        shown: int | None = None,
+        likeliest: tuple[int, int, float] = (0, 0, 1.0),
+        length: int | None = None,
+        computed: int = 0,
+        is_prompt: bool = False,
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], bool, tuple[np.ndarray, np.ndarray] | None]:
+        """Compute T rows, and append their keys and values to the caches. Return logits [1, shown, vocabulary]; the
+        outputs that were asked for; whether a row has become NaN before the output layer; and the likeliest tokens.
+
+        ids, positions: int64 [T].
+        rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each; another mapping whenever
+        these have changed.
+        caches: for each layer, the addresses of the first key and value that it shows, [key heads, .., head size], and
+        how many numbers lie between two heads.
+        held: for each layer, how many keys it shows before the T rows.
+        hidden: which of the last keys each row must not see, bool [T, keys], and the layers of which this is true.
+        outputs: numbers of the outputs (`program.Keep`) that are returned too, [1, T, hidden] each.
+        shown: rows whose logits are computed, the last ones; default: all.
+        likeliest: of how many of the rows that are shown the likeliest tokens are returned, from the first on; how
+        many tokens; and the temperature. They are as `likeliest.likeliest` returns them: tokens and probabilities,
+        [1, rows, tokens]; None for a program that divides its logits, and for more than MAX_COUNT tokens.
+        length: positions before the step; default: before these rows.
+        computed: rows of the same step, right before these, that other passes have computed.
+        is_prompt: whether bits may depend on how many rows are computed together, which takes less time for many.
+        Raises ValueError for an output that there is not, and for tables of rotary embeddings that do not fit.
+        """
+        rows, like = len(ids), self.like
+        if outputs and not 0 <= min(outputs) <= max(outputs) < self.outputs:
+            raise ValueError(f"outputs={outputs}: the model has the outputs 0 to {self.outputs - 1}")
+        threads = torch.get_num_threads()
+        length = int(positions[0]) if length is None else length
+        sizes, parts, places = self._parts(rows, threads, rows + computed, length.bit_length())
+        shown = rows if shown is None else shown
+        logits = like.new_empty(1, shown, self._logits)
+        kept = {i: like.new_empty(1, rows, self.hidden) for i in outputs}
+        said, count, temperature = likeliest
+        count = min(count, self._logits)
+        if not 0 < count <= MAX_COUNT or self._divisor != 1:
+            said = count = 0
+        tokens, probabilities = np.empty((1, said, count), np.int64), np.empty((1, said, count), np.float32)
+        if rotary is not self._rotary:
+            self._turn_by(rotary)
+        most = min(self._turned if self.rotaries else length + rows, self.positions or 2**62)
+        if max(positions.tolist()) >= most:
+            raise ValueError(f"the tables of positions have only {most} of them")
+        self._attend_to(caches, held, hidden)
+        if self.outputs:
+            self._outputs[:] = [pointer(kept.get(i)) for i in range(self.outputs)] if kept else 0
+        now = self._pass
+        now.ids, now.positions, now.places = ids.ctypes.data, positions.ctypes.data, places.ctypes.data
+        for name, address in parts.items():
+            setattr(now, name, address)
+        now.logits, now.tokens, now.probabilities = logits.data_ptr(), tokens.ctypes.data, probabilities.ctypes.data
+        now.length, now.keys_of_step, now.has_near = length, rows + computed, not is_prompt
+        (now.room_bytes, now.private_bytes), now.rows, now.shown = sizes, rows, shown
+        now.said, now.likeliest = said, count
+        now.threads, now.temperature = threads, temperature
+        has_nan = _kernels()[like.dtype](ctypes.byref(now))
+        if self._divisor != 1:
+            logits = logits / self._divisor
+        return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
+
+    def _attend_to(
+        self,
+        caches: Sequence[tuple[int, int, int]],
+        held: Sequence[int],
+        hidden: Sequence[tuple[np.ndarray, Sequence[int]]],
+    ) -> None:
+        """Write down which keys the rows of a pass see. Arguments as for `run`."""
+        table = self._cached
+        if caches != self._places:
+            table["keys"], table["values"], table["stride"] = zip(*caches, strict=True)
+            self._places = caches
+        table["held"] = held
+        for array, layers in hidden:
+            rows_of = slice(None) if len(hidden) == 1 else layers
+            table["hidden"][rows_of], table["masked"][rows_of] = array.ctypes.data, array.shape[1]
+
+    def _parts(self, *layout: int) -> tuple[tuple[int, int], dict[str, int], np.ndarray]:
+        """Make `_room` for a pass. Return the bytes that each thread needs for itself, and for its private buffers; the
+        addresses of parts by their names in C++; and the places of buffers.
+
+        layout: arguments of `_layout`.
+        """
+        if layout not in self._layouts:
+            self._layouts[layout] = self._layout(*layout)
+        sizes, parts, end, places = self._layouts[layout]
+        if self._room.nbytes < end:
+            self._room = np.empty(end + ALIGNMENT, np.uint8)
+        address = -(-self._room.ctypes.data // ALIGNMENT) * ALIGNMENT
+        return sizes, {name: address + place for name, place in parts.items()}, places
+
+    def _layout(
+        self, rows: int, threads: int, keys_of_step: int, bits: int
+    ) -> tuple[tuple[int, int], dict[str, int], int, np.ndarray]:
+        """Return the bytes that each thread needs for itself, and for its private buffers; where the parts of `_room`
+        begin, and where it ends; and the places of all buffers in theirs, int64 [buffers].
+
+        bits: of the positions before the step.
+        """
+        now, of_row = self._pass, self.like.element_size() * rows
+        (*private, of_private), (*shared, of_shared) = (
+            _places(of_row * width for width in self._buffers.widths[kind]) for kind in (True, False)
+        )
+        now.rows, now.threads, now.keys_of_step, now.length = rows, threads, keys_of_step, 2**bits
+        now.private_bytes = of_private
+        found = (ctypes.c_long * 3)()
+        _sizes()[self.like.dtype](ctypes.byref(now), found)
+        for_each, of_peaks, most_parts = found
+        of_heads = max((op.x.width for op in self._attends), default=0)
+        queries = max((op.x.width // op.size for op in self._attends), default=0)
+        of_parts = 4 * rows * most_parts
+        sizes = {"shared": of_shared, "room": threads * for_each, "peaks": of_peaks, "sums": of_parts * of_heads}
+        sizes |= {"largest": of_parts * queries, "total": of_parts * queries}
+        *begins, end = _places(sizes.values())
+        return (for_each, of_private), dict(zip(sizes, begins, strict=True)), end, np.array([*private, *shared], np.int64)
+
+    def let_go(self) -> None:
+        """Hold no tensor but the copies that `smallest` has made, until `resume`."""
+        self._tensors = []
+
+    def resume(self, tensors: list[torch.Tensor]) -> None:
+        """Hold the model's tensors again, which are where they were."""
+        self._tensors = tensors
+
+    def is_stale(self, turn: int | None = None) -> bool:
+        """Whether a copy that `smallest` has made differs from the weights, in one block of each matrix.
+
+        Each time, another block is looked at. So a change of most weights is seen at once, others are seen by chance.
+        turn: `blocks.ALL` looks at all of them.
+        """
+        self._turn += 1
+        return self._differ is not None and self._differ(turn or self._turn, torch.get_num_threads())
+
+    def can_turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Whether `run` takes these tables."""
+        least = min((size for _, size in self.caches), default=0)
+        return all(
+            table.ndim == 2
+            and table.shape == pair[0].shape
+            and table.shape[1] % 2 == 0
+            and 0 < table.shape[1] <= least
+            and products.is_plain_of(table, torch.float32)
+            for pair in rotary.values()
+            for table in pair
+        )
+
+    def _turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if not self.can_turn_by(rotary):
+            raise ValueError("the tables of the rotary embedding do not fit the heads")
+        pairs = [rotary[name] for name in self.rotaries]
+        for row, (cos, sin) in zip(self._rotary_tables, pairs, strict=True):
+            row["cos"], row["sin"], row["width"] = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+        self._rotary, self._turned = rotary, min((len(cos) for cos, _ in pairs), default=0)
+
+
+def _places(sizes: Iterable[int]) -> list[int]:
+    """Where parts of these sizes in bytes begin, one behind the other, and where the last one ends."""
+    return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+def can_move(buffers: Sequence[torch.Tensor]) -> bool:
+    """Whether `move_rows` takes these buffers."""
+    first = buffers[0]
+    shape, dtype = first.shape[1::2], first.dtype
+    return torch.uint8 in _movers() and all(
+        buffer.shape[1::2] == shape and len(buffer) == 1 and products.is_plain_of(buffer, dtype) for buffer in buffers
+    )
+
+
+def move_rows(buffers: Sequence[torch.Tensor], sources: np.ndarray, targets: np.ndarray) -> None:
+    """Move rows of contiguous buffers [1, heads, .., head_dim] from columns ``sources`` to ``targets``, int64 [n].
+
+    Both ascend, and no target lies behind its source. All buffers have the same heads, head_dim and dtype.
+    """
+    first = buffers[0]
+    itemsize = first.element_size()
+    sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
+    addresses = np.array([(buffer.data_ptr(), itemsize * buffer.stride(1)) for buffer in buffers], np.int64).T.copy()
+    _movers()[torch.uint8](
+        addresses[0].ctypes.data, addresses[1].ctypes.data, len(buffers), first.shape[1], itemsize * first.shape[3],
+        sources.ctypes.data, targets.ctypes.data, len(sources),
+    )  # fmt: skip

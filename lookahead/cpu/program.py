@@ -1,0 +1,287 @@
+"""A pass as a program: a list of operations, each of which makes values of others. A value is [rows, width].
+
+`models.families` writes the program of a model, and says there what the model's own forward says. Two executors run it:
+`executor.cpp`, and `reference.py`, which says in plain torch what each operation is. An operation carries the settings
+and the weights of its own module, as they are at this moment. All tensors but quantized weights have one dtype, and
+every operation rounds its result to it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+
+from lookahead.cpu.products import Linear, is_plain_of
+
+Activation = Literal["silu", "gelu"]  # GELU as approximated by tanh
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """[rows, width]."""
+
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What all operations have in common: their fields are values, tensors, linear layers and settings."""
+
+    def read(self) -> list[Value]:
+        """The values that it reads."""
+        found = [getattr(self, field.name) for field in fields(self) if field.name != "out"]
+        return [value for value in found if isinstance(value, Value)]
+
+    def written(self) -> tuple[Value, ...]:
+        """The values that it makes."""
+        out = getattr(self, "out", None)
+        return () if out is None else (out,)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors but those of linear layers."""
+        found = [getattr(self, field.name) for field in fields(self)]
+        return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linear layers that it multiplies with."""
+        return ()
+
+    def fits(self) -> bool:
+        """Whether the shapes of what it reads fit together. torch would repeat what is too short."""
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class Embed(Operation):
+    """out = factor * weight[ids], rounded, and + of_positions[offset + positions] if there are any.
+
+    weight: [vocabulary, width]. of_positions: [positions, width].
+    """
+
+    out: Value
+    weight: torch.Tensor
+    factor: float = 1.0
+    of_positions: torch.Tensor | None = None
+    offset: int = 0
+
+    def fits(self) -> bool:
+        return all(tensor.ndim == 2 and tensor.shape[1] == self.out.width for tensor in self.tensors())
+
+
+@dataclass(frozen=True, eq=False)
+class Norm(Operation):
+    """out = x / rms(x) * (weight + offset); if it is centered, (x - mean) / deviation * weight + bias.
+
+    weight, bias: [size]. Each `size` numbers of a row are normed together. RMS norms round before they multiply with
+    their weights, unless they round once. of_heads: x is what attention takes, queries or keys, and no row of the
+    hidden states.
+    """
+
+    x: Value
+    out: Value
+    weight: torch.Tensor | None
+    epsilon: float
+    bias: torch.Tensor | None = None
+    offset: float = 0.0
+    rounds_once: bool = False
+    is_centered: bool = False
+    of_heads: bool = False
+    size: int = 0
+
+    def fits(self) -> bool:
+        shapes = {tuple(tensor.shape) for tensor in self.tensors()}
+        has_weights = self.is_centered or (self.weight is not None and self.bias is None)
+        return has_weights and shapes <= {(self.size,)} and self.size > 0 and self.x.width % self.size == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Products(Operation):
+    """outs[i] = linears[i](x)."""
+
+    x: Value
+    of: tuple[Linear, ...]
+    outs: tuple[Value, ...]
+
+    def written(self) -> tuple[Value, ...]:
+        return self.outs
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.of
+
+    def fits(self) -> bool:
+        return all(linear.inputs == self.x.width and linear.outputs > 0 for linear in self.of)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary(Operation):
+    """The first numbers of each head of `size` turn by the row's position (Su et al. 2021, arXiv 2104.09864).
+
+    name: of the tables of cosines and sines. rounds_once: products are not rounded before they are added up.
+    """
+
+    x: Value
+    out: Value
+    size: int
+    name: str = ""
+    rounds_once: bool = False
+
+    def fits(self) -> bool:
+        return self.x.width % self.size == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Append(Operation):
+    """Append keys and values, of heads of `size`, to a layer of the cache."""
+
+    keys: Value
+    values: Value
+    layer: int
+    size: int
+
+    def fits(self) -> bool:
+        return self.keys.width == self.values.width > 0 and self.keys.width % self.size == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Attend(Operation):
+    """Each head of queries attends to keys and values of a layer of the cache, the pass's own among them.
+
+    out = softmax(scaling * queries @ keys, where not hidden) @ values. Neighbouring heads share a key head.
+    """
+
+    x: Value
+    out: Value
+    layer: int
+    size: int
+    key_heads: int
+    scaling: float
+
+    def fits(self) -> bool:
+        return self.x.width % self.size == 0 and self.x.width // self.size % self.key_heads == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Gate(Operation):
+    """out = activation(x), rounded, and * by if there is such a value."""
+
+    x: Value
+    out: Value
+    activation: Activation
+    by: Value | None = None
+
+    def fits(self) -> bool:
+        return self.by is None or self.by.width == self.x.width
+
+
+@dataclass(frozen=True, eq=False)
+class Add(Operation):
+    """out = x + factor * more, where the product is rounded, too."""
+
+    x: Value
+    out: Value
+    more: Value
+    factor: float = 1.0
+
+    def fits(self) -> bool:
+        return self.x.width == self.more.width
+
+
+@dataclass(frozen=True, eq=False)
+class Keep(Operation):
+    """x is an output of the pass: the embedding is 0, a layer's own is its number from 1 on."""
+
+    x: Value
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Logits(Operation):
+    """The last operation: lm_head(x) / divisor of the rows that are shown, and the likeliest tokens of these."""
+
+    x: Value
+    of: Linear
+    divisor: float = 1.0
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.of,)
+
+    def fits(self) -> bool:
+        return self.of.inputs == self.x.width and self.of.outputs > 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """The operations of a pass, `Embed` first and `Logits` last."""
+
+    operations: Sequence[Operation]
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocabulary, hidden]."""
+        return self._embed.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def positions(self) -> int | None:
+        """Positions that a text may have; None: no table bounds them."""
+        table = self._embed.of_positions
+        return None if table is None else len(table) - self._embed.offset
+
+    @property
+    def rotaries(self) -> list[str]:
+        """The names of the tables of cosines and sines, each once."""
+        return list(dict.fromkeys(operation.name for operation in self.operations if isinstance(operation, Rotary)))
+
+    @property
+    def caches(self) -> list[tuple[int, int]]:
+        """Key heads, and numbers of a head, of each layer of the cache."""
+        appends = [operation for operation in self.operations if isinstance(operation, Append)]
+        return [(append.keys.width // append.size, append.size) for append in appends]
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [linear for operation in self.operations for linear in operation.linears]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, also those that the weights of linear layers were made of."""
+        parts = [tensor for linear in self.linears for tensor in linear.tensors()]
+        return parts + [tensor for operation in self.operations for tensor in operation.tensors()]
+
+    @property
+    def _embed(self) -> Embed:
+        assert isinstance(first := self.operations[0], Embed)
+        return first
+
+    def fits(self) -> bool:
+        """Whether all operations fit, each layer of the cache is filled once in order, and all tensors can be read."""
+        dtype = self.dtype
+        appended = [operation.layer for operation in self.operations if isinstance(operation, Append)]
+        return (
+            len(set(self.caches)) == 1
+            and appended == list(range(len(appended)))
+            and all(operation.fits() for operation in self.operations)
+            and all(linear.is_served(dtype) for linear in self.linears)
+            and all(is_plain_of(tensor, dtype) for operation in self.operations for tensor in operation.tensors())
+        )
+
+    def with_linears(self, change: Callable[[Linear], Linear]) -> "Program":
+        """The same program with other linear layers, which `change` makes of its own."""
+
+        def changed() -> Iterator[Operation]:
+            for operation in self.operations:
+                if isinstance(operation, Products):
+                    yield replace(operation, of=tuple(map(change, operation.of)))
+                elif isinstance(operation, Logits):
+                    yield replace(operation, of=change(operation.of))
+                else:
+                    yield operation
+
+        return Program(list(changed()))

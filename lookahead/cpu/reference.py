@@ -1,0 +1,132 @@
+"""What the operations of a program are, in plain torch: the measure of other executors, in a wider dtype if asked for."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import singledispatchmethod
+
+import torch
+from torch.nn import functional
+
+from lookahead.cpu.products import Linear
+from lookahead.cpu.program import (
+    Add, Append, Attend, Embed, Gate, Keep, Logits, Norm, Operation, Products, Program, Rotary, Value,
+)  # fmt: skip
+
+
+class Reference:
+    """One pass over T rows. It computes in ``wide`` and rounds to the program's dtype where the operations say so."""
+
+    def __init__(
+        self,
+        program: Program,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        hidden: Sequence[torch.Tensor],
+        wide: torch.dtype = torch.float32,
+    ):
+        """ids, positions: int64 [T]. rotary: by name, cosines and sines [positions, rotary] of all positions.
+
+        caches: for each layer, keys and values [key heads, held, head size] before this pass. hidden: for each layer,
+        which of the last keys each row must not see, bool [T, keys].
+        """
+        self.dtype, self.wide = program.dtype, wide
+        self.ids, self.positions, self.rotary, self.hidden = ids, positions, rotary, hidden
+        self.caches = [(keys.to(wide), values.to(wide)) for keys, values in caches]
+        self.values: dict[Value, torch.Tensor] = {}
+        self.outputs: dict[int, torch.Tensor] = {}
+        """What was kept: [T, hidden] by number."""
+        self.logits = torch.empty(0)
+        """[T, vocabulary]."""
+        for operation in program.operations:
+            result = self.computed(operation)
+            if result is not None:
+                (out,) = operation.written()
+                self.values[out] = result
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype).to(self.wide)
+
+    def heads(self, x: Value, size: int) -> torch.Tensor:
+        """[T, heads, size]."""
+        return self.values[x].unflatten(-1, (-1, size))
+
+    def product(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        weight, scales, bias = layer.weight.to(self.wide), layer.scales, layer.bias
+        if scales is not None and scales.ndim == 2:  # of groups of inputs
+            groups = layer.weight.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]
+            weight = groups.flatten(1).to(self.dtype).to(self.wide)
+        sums = x @ weight.T
+        if scales is not None and scales.ndim == 1:
+            sums = self.rounded(self.rounded(sums) * scales.to(self.wide))
+        return self.rounded(sums if bias is None else sums + bias.to(self.wide))
+
+    @singledispatchmethod
+    def computed(self, operation: Operation) -> torch.Tensor | None:
+        raise NotImplementedError(type(operation).__name__)
+
+    @computed.register
+    def _(self, embed: Embed) -> torch.Tensor:
+        x = self.rounded(embed.weight[self.ids].to(self.wide) * embed.factor)
+        if embed.of_positions is None:
+            return x
+        return self.rounded(x + embed.of_positions[embed.offset + self.positions].to(self.wide))
+
+    @computed.register
+    def _(self, norm: Norm) -> torch.Tensor:
+        x, weight = self.heads(norm.x, norm.size), norm.weight
+        if norm.is_centered:
+            weight, bias = (None if part is None else part.to(self.wide) for part in (weight, norm.bias))
+            return self.rounded(functional.layer_norm(x, (norm.size,), weight, bias, norm.epsilon).flatten(1))
+        x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
+        x = x if norm.rounds_once else self.rounded(x)
+        return self.rounded((x * (weight.to(self.wide) + norm.offset)).flatten(1))  # type: ignore[union-attr]
+
+    @computed.register
+    def _(self, products: Products) -> None:
+        for linear, out in zip(products.of, products.outs, strict=True):
+            self.values[out] = self.product(linear, self.values[products.x])
+
+    @computed.register
+    def _(self, rotary: Rotary) -> torch.Tensor:
+        x, (cos, sin) = self.heads(rotary.x, rotary.size), self.rotary[rotary.name]
+        cos, sin = (table[self.positions].to(self.wide)[:, None] for table in (cos, sin))
+        part, rest = x.split([cos.shape[-1], rotary.size - cos.shape[-1]], dim=-1)
+        first, second = part.chunk(2, dim=-1)
+        along, across = part * cos, torch.cat([-second, first], dim=-1) * sin
+        turned = along + across if rotary.rounds_once else self.rounded(along) + self.rounded(across)
+        return self.rounded(torch.cat([turned, rest], dim=-1).flatten(1))
+
+    @computed.register
+    def _(self, append: Append) -> None:
+        new = [self.heads(x, append.size).transpose(0, 1) for x in (append.keys, append.values)]
+        keys, values = (torch.cat(parts, dim=1) for parts in zip(self.caches[append.layer], new, strict=True))
+        self.caches[append.layer] = keys, values
+
+    @computed.register
+    def _(self, attend: Attend) -> torch.Tensor:
+        queries, hidden = self.heads(attend.x, attend.size).transpose(0, 1), self.hidden[attend.layer]
+        groups = len(queries) // attend.key_heads
+        keys, values = (states.repeat_interleave(groups, dim=0) for states in self.caches[attend.layer])
+        scores = queries @ keys.mT * attend.scaling
+        scores[..., scores.shape[-1] - hidden.shape[1] :].masked_fill_(hidden, -math.inf)
+        return self.rounded((scores.softmax(-1) @ values).transpose(0, 1).flatten(1))
+
+    @computed.register
+    def _(self, gate: Gate) -> torch.Tensor:
+        x = self.values[gate.x]
+        x = functional.silu(x) if gate.activation == "silu" else functional.gelu(x, approximate="tanh")
+        return self.rounded(x) if gate.by is None else self.rounded(self.rounded(x) * self.values[gate.by])
+
+    @computed.register
+    def _(self, add: Add) -> torch.Tensor:
+        return self.rounded(self.values[add.x] + self.rounded(self.values[add.more] * add.factor))
+
+    @computed.register
+    def _(self, keep: Keep) -> None:
+        self.outputs[keep.index] = self.values[keep.x]
+
+    @computed.register
+    def _(self, logits: Logits) -> None:
+        self.logits = self.rounded(self.product(logits.of, self.values[logits.x]) / logits.divisor)

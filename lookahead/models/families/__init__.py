@@ -1,0 +1,29 @@
+"""The families of models whose passes are programs: a page for each, which reads like transformers' forward of it."""
+
+from lookahead.models.families.exaone import Exaone4
+from lookahead.models.families.gemma import Gemma, Gemma3
+from lookahead.models.families.granite import Granite
+from lookahead.models.families.llama import Cwm, Llama, Ministral, Mistral, SeedOss, SmolLM3
+from lookahead.models.families.olmo import Olmo2, Olmo3
+from lookahead.models.families.page import Page, UnknownModelError
+from lookahead.models.families.phi3 import Phi3
+from lookahead.models.families.qwen import Qwen2, Qwen3
+
+PAGES: dict[str, type[Page]] = {
+    f"{page.__name__}ForCausalLM": page
+    for page in (
+        Llama, Mistral, Ministral, Cwm, SeedOss, SmolLM3, Qwen2, Qwen3, Phi3, Granite, Olmo2, Olmo3, Exaone4, Gemma,
+        Gemma3,
+    )
+}  # fmt: skip
+
+
+def page_of(model: object) -> Page:
+    """Return the page that says what this model computes.
+
+    Raises UnknownModelError if there is none, or if the model's forward is not the one that transformers defines.
+    """
+    for cls in type(model).__mro__:
+        if cls.__name__ in PAGES and cls.__module__.startswith("transformers.models."):
+            return PAGES[cls.__name__](model, cls)
+    raise UnknownModelError(f"{type(model).__name__} is none of {', '.join(PAGES)}")

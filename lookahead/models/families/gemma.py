@@ -1,0 +1,37 @@
+"""Gemma and Gemma 3: the embedding is scaled, norms add 1 to their weights; Gemma 3 norms before and behind."""
+
+from typing import Any
+
+from lookahead.cpu.program import Value
+from lookahead.models.families.llama import Llama
+from lookahead.models.families.page import UnknownModelError
+
+
+class Gemma(Llama):
+    norm_offset = 1.0
+    norms_round_once = True
+
+    def embedding(self, inner: Any) -> Value:
+        module = inner.embed_tokens
+        factor = float(module.embed_scale.to(module.weight.dtype))  # it is rounded, too
+        return self.embed(module, factor, "TextScaledWordEmbedding")
+
+
+class Gemma3(Gemma):
+    model_class = "TextModel"
+    slides = "by type"
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        attended = self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name)
+        x = self.add(x, self.norm(attended, layer.post_attention_layernorm))
+        more = self.mlp(self.norm(x, layer.pre_feedforward_layernorm), layer.mlp)
+        return self.add(x, self.norm(more, layer.post_feedforward_layernorm))
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        q, k = self.norm(q, attention.q_norm, of_heads=True), self.norm(k, attention.k_norm, of_heads=True)
+        return super().turned(q, k, attention, name)
+
+    def head(self, x: Value) -> None:
+        if self.model.config.final_logit_softcapping is not None:
+            raise UnknownModelError("its logits are capped")
+        super().head(x)

@@ -1,0 +1,19 @@
+"""Granite: settings scale the embedding, what layers add, and the logits."""
+
+from typing import Any
+
+from lookahead.cpu.program import Value
+from lookahead.models.families.llama import Llama
+
+
+class Granite(Llama):
+    def embedding(self, inner: Any) -> Value:
+        return self.embed(inner.embed_tokens, float(inner.embedding_multiplier))
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        factor = float(layer.residual_multiplier)
+        x = self.add(x, self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name), factor)
+        return self.add(x, self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp), factor)
+
+    def head(self, x: Value) -> None:
+        self.logits(x, self.model.lm_head, float(self.model.config.logits_scaling))

@@ -1,0 +1,68 @@
+"""Llama (Touvron et al. 2023, arXiv 2302.13971), and the families that differ from it in settings alone."""
+
+from typing import Any
+
+from lookahead.cpu.program import Value
+from lookahead.models.families.page import Page
+
+
+class Llama(Page):
+    model_class = "Model"
+    """The class of the model within, without the family's name."""
+
+    def write(self) -> None:
+        inner = self.own(self.model.model, self.model_class)
+        x = self.output(self.embedding(inner))
+        for i, (layer, name) in enumerate(zip(self.layers(inner), self.rotary_names(), strict=False)):
+            if i:
+                self.output(x)
+            x = self.layer(x, layer, name)
+        self.head(self.output(self.norm(x, inner.norm)))
+
+    def embedding(self, inner: Any) -> Value:
+        return self.embed(inner.embed_tokens)
+
+    def head(self, x: Value) -> None:
+        self.logits(x, self.model.lm_head)
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        x = self.add(x, self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name))
+        return self.add(x, self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp))
+
+    def attention(self, x: Value, attention: Any, name: str) -> Value:
+        self.own(attention, "Attention")
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        q, k, v = self.products(x, *map(self.linear, projections))
+        q, k = self.turned(q, k, attention, name)
+        return self.product(self.attend(q, k, v, attention), attention.o_proj)
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return self.rotary(q, attention.head_dim, name), self.rotary(k, attention.head_dim, name)
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "MLP")
+        gate, up = self.products(x, self.linear(mlp.gate_proj), self.linear(mlp.up_proj))
+        return self.product(self.gate(gate, mlp.act_fn, up), mlp.down_proj)
+
+
+class Mistral(Llama):
+    slides = "always"
+
+
+class Ministral(Llama):
+    slides = "by type"
+
+
+class Cwm(Llama):
+    slides = "by type"
+
+
+class SeedOss(Llama):
+    pass
+
+
+class SmolLM3(Llama):
+    slides = "by type"
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().turned(q, k, attention, name) if attention.use_rope else (q, k)

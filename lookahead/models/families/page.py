@@ -1,0 +1,200 @@
+"""What the pages of all families have in common: how a model's modules become operations of a program.
+
+What a model's own code does is not read but known: of these families, as transformers defines them. So every module
+must be exactly of its class, with no hook, no forward of its own and no adapter. The probe compares the results, too.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lookahead.compat import global_hooks, has_own_call
+from lookahead.cpu.products import DecodingLinear, Linear
+from lookahead.cpu.program import (
+    Activation, Add, Append, Attend, Embed, Gate, Keep, Logits, Norm, Operation, Products, Program, Rotary, Value,
+)  # fmt: skip
+from lookahead.models.origin import is_defined
+
+ACTIVATIONS: dict[str, Activation] = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu"}
+
+
+class UnknownModelError(Exception):
+    """No page says what the model computes. The message says what is different."""
+
+
+class Page:
+    """What a family computes. A page says it in `hidden_states`, by the methods here, each of which adds an operation."""
+
+    slides: Literal["never", "always", "by type"] = "never"
+    """Which layers have a sliding window, if the configuration names its length."""
+    turns_part = False
+    """Whether the rotary embedding may turn the first numbers of a head alone."""
+    norm_class = "RMSNorm"
+    """The class of norms, without the family's name."""
+    norm_offset = 0.0
+    """This and the next two are settings of `Norm` and `Rotary`."""
+    norms_round_once = False
+    rotary_rounds_once = False
+
+    def __init__(self, model: Any, own: type):
+        """own: the class of the model that transformers defines."""
+        self.model = model
+        self._own: Any = own
+        self._operations: list[Operation] = []
+
+    def program(self) -> Program:
+        """Return the program of the model as it is at this moment.
+
+        Raises UnknownModelError if the model, or a part of it, is not as transformers defines it.
+        """
+        if type(self.model).forward is not self._own.forward:
+            raise UnknownModelError(f"{type(self.model).__name__} has a forward of its own")
+        if global_hooks():
+            raise UnknownModelError("hooks are set on all modules")
+        self._operations = []
+        try:
+            self._check(self.model)
+            self.write()
+        except AttributeError as error:
+            raise UnknownModelError(f"a part is missing: {error}") from error
+        operations, self._operations = self._operations, []
+        return Program(operations)
+
+    def write(self) -> None:
+        """Write the operations of the model."""
+        raise NotImplementedError
+
+    # -- parts of the model --
+
+    def own(self, module: Any, suffix: str) -> Any:
+        """Return a module, which must be of the family's class of this name."""
+        cls, wanted = type(module), self._own.__name__.removesuffix("ForCausalLM") + suffix
+        if (cls.__module__, cls.__qualname__) != (self._own.__module__, wanted):
+            raise UnknownModelError(f"a {cls.__name__} of {cls.__module__} stands where {wanted} is expected")
+        return self._check(module)
+
+    def layers(self, inner: Any, suffix: str = "DecoderLayer") -> Iterator[Any]:
+        """Yield the layers that the model computes, each at the place of the cache that it fills."""
+        layers = inner.layers[: inner.config.num_hidden_layers]
+        if [layer.self_attn.layer_idx for layer in layers] != list(range(len(layers))):
+            raise UnknownModelError("its layers are not in the order of their layer_idx, by which they find the cache")
+        for layer in layers:
+            yield self.own(layer, suffix)
+
+    def linear(self, module: Any) -> Linear:
+        """Return the tensors of a linear layer."""
+        return Linear.of(self._plain(module, nn.Linear, DecodingLinear))
+
+    def parts(self, module: Any, *widths: int) -> list[Linear]:
+        """Return the outputs of a linear layer in parts of these widths, and what is left, as layers of their own."""
+        joined, ends = self.linear(module), [0]
+        for width in widths:
+            ends.append(ends[-1] + width)
+        return [
+            Linear(*(None if field is None else field[begin:end] for field in joined))  # type: ignore[arg-type]
+            for begin, end in pairwise([*ends, joined.outputs])
+        ]
+
+    def _plain(self, module: Any, *classes: type) -> Any:
+        if type(module) not in classes:
+            raise UnknownModelError(f"a {type(module).__name__} stands where {classes[0].__name__} is expected")
+        return self._check(module)
+
+    def _check(self, module: Any) -> Any:
+        if has_own_call(module):
+            raise UnknownModelError(f"a {type(module).__name__} has a hook or a forward of its own")
+        return module
+
+    # -- operations --
+
+    def embed(self, module: Any, factor: float = 1.0, suffix: str = "") -> Value:
+        """suffix: of the family's own class, if it has one."""
+        embedding = self.own(module, suffix) if suffix else self._plain(module, nn.Embedding)
+        if embedding.max_norm is not None:
+            raise UnknownModelError("its embedding changes when it is read (max_norm)")
+        return self._add(Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor))
+
+    def norm(self, x: Value, module: Any, of_heads: bool = False) -> Value:
+        """of_heads: x is what attention takes; each head is normed, or all together, as the weights say."""
+        norm = self.own(module, self.norm_class)
+        epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        settings: dict[str, Any] = {"offset": self.norm_offset, "rounds_once": self.norms_round_once}
+        size = norm.weight.numel() if of_heads else x.width
+        return self._add(Norm(x, Value(x.width), norm.weight, epsilon, **settings, of_heads=of_heads, size=size))
+
+    def products(self, x: Value, *linears: Linear) -> list[Value]:
+        outs = tuple(Value(linear.outputs) for linear in linears)
+        self._operations.append(Products(x, linears, outs))
+        return list(outs)
+
+    def product(self, x: Value, module: Any) -> Value:
+        (out,) = self.products(x, self.linear(module))
+        return out
+
+    def rotary(self, x: Value, size: int, name: str = "") -> Value:
+        return self._add(Rotary(x, Value(x.width), size, name, self.rotary_rounds_once))
+
+    def attend(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
+        """Append keys and values to the cache, and attend to it."""
+        if not attention.is_causal:
+            raise UnknownModelError("its attention is not causal")
+        if attention.training and attention.attention_dropout:
+            raise UnknownModelError("its attention is in training mode, and drops weights")
+        layer, size = attention.layer_idx, attention.head_dim
+        self._operations.append(Append(k, v, layer, size))
+        return self._add(Attend(q, Value(q.width), layer, size, k.width // size, float(attention.scaling)))
+
+    def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
+        return self._add(Gate(x, Value(x.width), self._activation(activation), by))
+
+    def add(self, x: Value, more: Value, factor: float = 1.0) -> Value:
+        return self._add(Add(x, Value(x.width), more, factor))
+
+    def output(self, x: Value) -> Value:
+        """Keep the next one of the hidden states that the model can show."""
+        kept = sum(isinstance(operation, Keep) for operation in self._operations)
+        self._operations.append(Keep(x, kept))
+        return x
+
+    def logits(self, x: Value, module: Any, divisor: float = 1.0) -> None:
+        self._operations.append(Logits(x, self.linear(module), divisor))
+
+    def _add(self, operation: Any) -> Value:
+        self._operations.append(operation)
+        return operation.out
+
+    def _activation(self, activation: Any) -> Activation:
+        self._check(activation)
+        cls: Any = type(activation)
+        name = cls.__name__ if is_defined(cls) else f"{cls.__name__} of {cls.__module__}"
+        is_exact = name != "GELUTanh" or getattr(activation.act, "keywords", None) == {"approximate": "tanh"}
+        if name not in ACTIVATIONS or not is_exact:
+            raise UnknownModelError(f"its activation is {name}, neither SiLU nor GELU by tanh")
+        return ACTIVATIONS[name]
+
+    # -- what passes need beside the program --
+
+    @property
+    def rotary_module(self) -> Any:
+        """The module that makes cosines and sines, or None."""
+        return self.model.model.rotary_emb
+
+    def rotary_names(self) -> Sequence[str]:
+        """The name of the rotary embedding of each layer, empty where one serves all."""
+        inner = self.model.model
+        types = self.own(inner.rotary_emb, "RotaryEmbedding").rope_type
+        by_name = types if isinstance(types, dict) else {"": types}
+        for name, rope_type in by_name.items():
+            if "dynamic" in rope_type or (rope_type == "longrope" and name):
+                raise UnknownModelError(f"its rotary embedding is {rope_type}, which changes with the length")
+        return inner.config.layer_types if isinstance(types, dict) else [""] * len(inner.layers)
+
+    def windows(self) -> list[int | None]:
+        """Return how many positions each layer sees, by its masks in a prompt; None: all of them."""
+        config = self.model.model.config
+        kinds = config.layer_types if self.slides == "by type" else ["sliding_attention"] * config.num_hidden_layers
+        has_window = [self.slides != "never" and kind == "sliding_attention" for kind in kinds]
+        return [config.sliding_window if slides else None for slides in has_window]

@@ -1,0 +1,18 @@
+"""Qwen2 and Qwen3: the latter norms each head of queries and keys."""
+
+from typing import Any
+
+from lookahead.cpu.program import Value
+from lookahead.models.families.llama import Llama
+
+
+class Qwen2(Llama):
+    slides = "by type"
+
+
+class Qwen3(Llama):
+    slides = "by type"
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        q, k = self.norm(q, attention.q_norm, of_heads=True), self.norm(k, attention.k_norm, of_heads=True)
+        return super().turned(q, k, attention, name)
