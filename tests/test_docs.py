@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead
 from lookahead.cpu import native
 from lookahead.engine import engine, fallback
-from lookahead.models import decoder, state
+from lookahead.models import families, state
+from lookahead.models.families import gemma
+from lookahead.models.families.page import Page
 from lookahead.passes import capabilities, compiled, fused, graphs, probe, runner
 from lookahead.tools.batch import READ_PADDING
 from lookahead.tools.cli import main as program
@@ -232,9 +234,9 @@ SPEAKERS = {
     capabilities._try_ways: (ast.Subscript, ast.Call),
     compiled.try_out: ast.AnnAssign,
     capabilities.why_not_compiled: ast.Assign,
-    decoder.read_decoder: ast.Raise,
-    decoder._Reader: ast.Raise,
-    decoder._own_class: ast.Raise,
+    families.page_of: ast.Raise,
+    Page: ast.Raise,
+    gemma.Gemma3: ast.Raise,
     state.State.why_not_split: ast.Return,
     fused.FusedRunner.__init__: ast.Raise,
     compiled.CompiledRunner.run: ast.Call,

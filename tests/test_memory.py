@@ -475,18 +475,18 @@ def test_a_bias_of_one_number_in_compiled_passes():
 def test_a_rotary_embedding_of_another_width():
     model = tiny_model("llama")
     runner = FusedRunner(model, find_adapter(model))
-    program = runner._program
+    ready = runner._executor
     good = torch.zeros(20, 8)
-    assert program.can_turn_by({"": (good, good)})
+    assert ready.can_turn_by({"": (good, good)})
     for cos, sin in [
         (good, torch.zeros(20, 6)), (torch.zeros(20, 10),) * 2, (torch.zeros(20, 7),) * 2, (good.double(),) * 2,
         (torch.zeros(20, 16)[:, ::2],) * 2, (torch.zeros(8),) * 2, (torch.zeros(20, 0),) * 2,
     ]:  # fmt: skip
-        assert not program.can_turn_by({"": (cos, sin)})
-    with pytest.raises(ValueError, match="only 20 positions"):
-        program.run(np.array([3]), np.array([20]), {"": (good, good)}, [], [], [])
+        assert not ready.can_turn_by({"": (cos, sin)})
+    with pytest.raises(ValueError, match="only 20 of them"):
+        ready.run(np.array([3]), np.array([20]), {"": (good, good)}, [], [], [])
     with pytest.raises(ValueError, match="outputs"):
-        program.run(np.array([3]), np.array([1]), {"": (good, good)}, [], [], [], outputs=(3,))
+        ready.run(np.array([3]), np.array([1]), {"": (good, good)}, [], [], [], outputs=(3,))
 
 
 @pytest.mark.parametrize(("query", "key", "value"), [

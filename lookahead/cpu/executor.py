@@ -1,13 +1,12 @@
 """Runs a program in one call: `executor.cpp`.
 
 A layer is a dozen small operations. On a CPU, calling them one by one takes as long as computing them. Here one call
-computes all of them, and its threads meet at a spinning barrier. Weights are read where they are, and nothing is copied,
-except what `blocks` makes smaller.
+computes all of them, and its threads meet at a spinning barrier. Weights are read where they are, and nothing is
+copied, except what `blocks` makes smaller.
 """
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate, count
 from typing import Any, NamedTuple
@@ -20,7 +19,19 @@ from lookahead.cpu.likeliest import MAX_COUNT
 from lookahead.cpu.pages import HugePages
 from lookahead.cpu.products import Linear, pointer
 from lookahead.cpu.program import (
-    Add, Append, Attend, Embed, Gate, Keep, Logits, Norm, Operation, Products, Program, Rotary, Value,
+    Add,
+    Append,
+    Attend,
+    Embed,
+    Gate,
+    Keep,
+    Logits,
+    Norm,
+    Operation,
+    Products,
+    Program,
+    Rotary,
+    Value,
 )  # fmt: skip
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
@@ -53,10 +64,16 @@ def _described() -> _Described:
         return np.dtype([(field, np.float64 if kind == "double" else np.int64) for kind, field in pairs])
 
     kinds = {"double": ctypes.c_double, "long": ctypes.c_void_p}  # addresses, too; an int64 either way
-    fields = [(field, kinds[kind] if kind == "double" else ctypes.c_int64) for kind, field in map(str.split, of["Pass"])]
+    fields = [
+        (field, kinds[kind] if kind == "double" else ctypes.c_int64) for kind, field in map(str.split, of["Pass"])
+    ]
     arguments = type("Pass", (ctypes.Structure,), {"_fields_": fields})
     return _Described(
-        {name: i for i, name in enumerate(of["Kind"])}, dtype("Operation"), dtype("Cached"), dtype("RotaryTable"), arguments
+        {name: i for i, name in enumerate(of["Kind"])},
+        dtype("Operation"),
+        dtype("Cached"),
+        dtype("RotaryTable"),
+        arguments,
     )
 
 
@@ -108,94 +125,90 @@ def indexed_bytes(program: Program) -> int:
     return numbers * 3 // 2 if blocks.can_index(program.dtype) else 0
 
 
-_ALL = "all"  # of what an operation reads or writes, any thread may take any part
+Part = tuple[str, int] | None
+"""How threads share a buffer among them in an operation. In two that share it alike, a thread has the same part; None:
+any thread may take any part."""
 
-Part = tuple[str, int] | str
-"""How threads share a buffer among them in an operation. In two that share it alike, a thread has the same part."""
+
+class _Buffer:
+    """Where values lie while a program runs: for each thread its own, or one that all threads share."""
+
+    def __init__(self, is_private: bool):
+        self.is_private = is_private
+        self.width = 0  # of the widest value
+        self.used: list[tuple[Part, bool]] = []  # since threads have met: by which parts, and whether it was written
 
 
-@dataclass
 class _Buffers:
-    """Where the values of a program lie while it runs, and before which operations threads must meet.
+    """The buffers of a program, and before which operations threads must meet.
 
-    Private buffers are those that each thread has for itself. A value takes the buffer of one that is read no more,
-    where an operation can work in place, or if no thread has used that one since threads have met.
+    Sums and norms of hidden states are private, and so computed by every thread; all else is shared. A value takes the
+    buffer of one that is read no more: in place, where an operation can work so, or one that no thread has used since
+    threads have met.
     """
 
-    widths: dict[bool, list[int]] = field(default_factory=lambda: {True: [], False: []})
-    """Of the private buffers, and of the shared ones."""
-    of: dict[Value, tuple[bool, int]] = field(default_factory=dict)
-    """For each value, whether its buffer is private, and its number among those."""
-    meets: list[bool] = field(default_factory=list)
-    """For each operation, whether threads meet before it."""
-
-    @classmethod
-    def laid_out(cls, program: Program, gated: set[Value]) -> "_Buffers":
-        self, used = cls(), dict[tuple[bool, int], list[tuple[Part, bool]]]()  # since threads have met
-        last = {value: i for i, operation in enumerate(program.operations) for value in operation.read()}
-        free: list[tuple[bool, int]] = []
+    def __init__(self, program: Program):
+        self.of: dict[Value, _Buffer] = {}
+        self.meets: list[bool] = []
+        """For each operation, whether threads meet before it."""
+        gates = [operation for operation in program.operations if isinstance(operation, Gate)]
+        self._gated = {value for gate in gates for value in gate.read()}
+        self._last = {value: i for i, operation in enumerate(program.operations) for value in operation.read()}
+        self._free: list[_Buffer] = []
         for i, operation in enumerate(program.operations):
-            is_private = isinstance(operation, (Embed, Add)) or (isinstance(operation, Norm) and not operation.of_heads)
-            part = _part_of(operation, gated)
-            reads = [self.of[value] for value in operation.read()]
-            dying = [self.of[value] for value in dict.fromkeys(operation.read()) if last[value] == i]
-            in_place = next((buffer for buffer in dying if buffer[0] == is_private), None)
-            if isinstance(operation, (Products, Attend)) or not operation.written():
-                in_place = None
-            accesses = [(buffer, False) for buffer in reads] + [(in_place, True)] * (in_place is not None)
-            meets = isinstance(operation, Attend)  # where threads take items in turn
-            for buffer, writes in accesses:
-                for other, wrote in used.get(buffer, ()):
-                    meets = meets or ((writes or wrote) and (part == _ALL or part != other))
-            if meets:
-                used.clear()
-            self.meets.append(meets)
-            outs = [in_place] if in_place else []
-            for value in operation.written()[len(outs) :]:
-                found = next((b for b in free if b[0] == is_private and b not in used), None)
-                if found is None:
-                    found = is_private, len(self.widths[is_private])
-                    self.widths[is_private].append(0)
-                else:
-                    free.remove(found)
-                outs.append(found)
-            for value, buffer in zip(operation.written(), outs, strict=True):
-                self.of[value] = buffer
-                widths = self.widths[is_private]
-                widths[buffer[1]] = max(widths[buffer[1]], value.width)
-            for buffer, writes in [(buffer, False) for buffer in reads] + [(buffer, True) for buffer in outs]:
-                if not buffer[0]:
-                    used.setdefault(buffer, []).append((part, writes))
-            unread = [self.of[value] for value in operation.written() if value not in last]
-            free += [buffer for buffer in dying if buffer not in outs] + unread
-        return self
+            self._place(i, operation)
+        found = list(dict.fromkeys(self.of.values()))
+        self.all = sorted(found, key=lambda buffer: not buffer.is_private)
+        """The private ones first."""
 
-    def number(self, value: Value | None) -> int:
-        """The place of a value's buffer among all, the private ones first; -1 for none."""
-        if value is None:
-            return -1
-        is_private, number = self.of[value]
-        return number if is_private else len(self.widths[True]) + number
+    def is_each_shared(self, operation: Operation) -> bool:
+        """Whether each product is shared out by itself, because a gate goes on with the same outputs."""
+        return isinstance(operation, Products) and self._gated.issuperset(operation.outs)
+
+    def _place(self, i: int, operation: Operation) -> None:
+        """Find the buffers of what an operation makes, and whether threads must meet before it."""
+        is_private = isinstance(operation, (Embed, Add)) or (isinstance(operation, Norm) and not operation.of_heads)
+        part, reads = self._part(operation), [self.of[value] for value in operation.read()]
+        dying = [self.of[value] for value in dict.fromkeys(operation.read()) if self._last[value] == i]
+        outs = []
+        if isinstance(operation, (Norm, Rotary, Gate, Add)):  # they can work in place
+            outs = [buffer for buffer in dying if buffer.is_private == is_private][:1]
+        meets = any(_conflict(buffer, part, writes=False) for buffer in reads)
+        meets = meets or any(_conflict(buffer, part, writes=True) for buffer in outs)
+        meets = meets or isinstance(operation, Attend)  # whose threads take items in turn
+        if meets:
+            for buffer in {*self.of.values()}:
+                buffer.used.clear()
+        self.meets.append(meets)
+        for _ in operation.written()[len(outs) :]:
+            found = next((one for one in self._free if one.is_private == is_private and not one.used), None)
+            if found is not None:
+                self._free.remove(found)
+            outs.append(found or _Buffer(is_private))
+        for value, buffer in zip(operation.written(), outs, strict=True):
+            self.of[value] = buffer
+            buffer.width = max(buffer.width, value.width)
+        for writes, buffers in ((False, reads), (True, outs)):
+            for buffer in buffers:
+                if not buffer.is_private:
+                    buffer.used.append((part, writes))
+        unread = [self.of[value] for value in operation.written() if value not in self._last]
+        self._free += [buffer for buffer in dying if buffer not in outs] + unread
+
+    def _part(self, operation: Operation) -> Part:
+        match operation:
+            case Products(outs=outs) if self.is_each_shared(operation):
+                return "outputs", outs[0].width
+            case Gate(x=x):
+                return "outputs", x.width
+            case Norm(x=x, size=size, of_heads=True) | Rotary(x=x, size=size) | Append(keys=x, size=size):
+                return "heads", x.width // size
+        return None
 
 
-def _is_each_shared(operation: Operation, gated: set[Value]) -> bool:
-    """Whether each product is shared out by itself: then a thread goes on with its own outputs.
-
-    gated: all values that a `Gate` reads.
-    """
-    return isinstance(operation, Products) and gated.issuperset(operation.outs)
-
-
-def _part_of(operation: Operation, gated: set[Value]) -> Part:
-    """How threads share the buffers of an operation among them. gated: as for `_is_each_shared`."""
-    match operation:
-        case Products(outs=outs) if _is_each_shared(operation, gated):
-            return "outputs", outs[0].width
-        case Gate(x=x):
-            return "outputs", x.width
-        case Norm(x=x, size=size, of_heads=True) | Rotary(x=x, size=size) | Append(keys=x, size=size):
-            return "heads", x.width // size
-    return _ALL
+def _conflict(buffer: _Buffer, part: Part, writes: bool) -> bool:
+    """Whether a thread may need what another one has done to the buffer since they have met, or spoil it."""
+    return any((writes or wrote) and (part is None or part != other) for other, wrote in buffer.used)
 
 
 class Executor:
@@ -215,14 +228,15 @@ class Executor:
         assert isinstance(logits, Logits)
         self.hidden, self._divisor, self._logits = logits.x.width, logits.divisor, logits.of.outputs
         self._room = np.empty(0, np.uint8)
-        self._layouts: dict[tuple[int, ...], tuple[tuple[int, int], dict[str, int], int, np.ndarray]] = {}  # of `_layout`
+        self._layouts: dict[
+            tuple[int, ...], tuple[tuple[int, int], dict[str, int], int, np.ndarray]
+        ] = {}  # of `_layout`
         described = _described()
-        gates = [op for op in program.operations if isinstance(op, Gate)]
-        self._gated = {value for gate in gates for value in gate.read()}
-        self._buffers = _Buffers.laid_out(program, self._gated)
+        buffers = _Buffers(program)
+        self._widths = {kind: [one.width for one in buffers.all if one.is_private == kind] for kind in (True, False)}
         self._attends = [op for op in program.operations if isinstance(op, Attend)]
         self._operations = np.zeros(len(program.operations), described.operation)
-        self._products = self._lay_out(program)
+        self._products = self._lay_out(program, buffers)
         self._cached = np.zeros(len(self.caches), described.cached)
         self._places: Sequence[tuple[int, int, int]] = []  # the `caches` of `run` that stand in `_cached`
         self._rotary_tables = np.zeros(len(self.rotaries), described.rotary_table)
@@ -236,17 +250,18 @@ class Executor:
             caches=self._cached.ctypes.data,
             rotaries=self._rotary_tables.ctypes.data,
             outputs=self._outputs.ctypes.data,
-            private_count=len(self._buffers.widths[True]),
+            private_count=len(self._widths[True]),
             widest=max(inputs),
         )
 
-    def _lay_out(self, program: Program) -> list[np.ndarray]:
+    def _lay_out(self, program: Program, buffers: _Buffers) -> list[np.ndarray]:
         """Fill in the operations of C++. Return the products that they refer to."""
-        kinds, number, kept = _described().kinds, self._buffers.number, []
+        kinds, kept = _described().kinds, list[np.ndarray]()
+        numbers = {buffer: i for i, buffer in enumerate(buffers.all)}
         table, multiplying = self._operations, -1
         for i in reversed(range(len(table))):
             now, operation = table[i], program.operations[i]
-            now["meets"], now["next"], now["y"], now["out"] = self._buffers.meets[i], multiplying, -1, -1
+            now["meets"], now["next"], now["y"], now["out"] = buffers.meets[i], multiplying, -1, -1
             settings: dict[str, Any] = {}
             kind = type(operation).__name__.upper()
             match operation:
@@ -271,11 +286,11 @@ class Executor:
                 case Keep(x, index):
                     settings = {"width": x.width, "index": index}
                 case Products(x) | Logits(x):
-                    outs = [number(out) for out in operation.written()] or [-1]
+                    outs = [numbers[buffers.of[out]] for out in operation.written()] or [-1]
                     matrices = [linear.matrix() for linear in operation.linears]
                     kept.append(np.array([(*m, out) for m, out in zip(matrices, outs, strict=True)], np.int64))
                     settings = {"width": x.width, "products": kept[-1].ctypes.data, "count": len(matrices)}
-                    settings["is_each_shared"] = _is_each_shared(operation, self._gated)
+                    settings["is_each_shared"] = buffers.is_each_shared(operation)
                     multiplying = i
             now["kind"] = kinds[kind]
             if not isinstance(operation, (Embed, Append)):
@@ -283,10 +298,12 @@ class Executor:
             if len(operation.written()) == 1:
                 settings["out"] = operation.written()[0]
             for name, value in settings.items():
-                is_tensor = value is None or isinstance(value, torch.Tensor)
-                if name in ("x", "y", "out"):
-                    value = number(value)
-                now[name] = pointer(value) if is_tensor and name in ("weight", "bias") else value
+                if isinstance(value, Value):
+                    now[name] = numbers[buffers.of[value]]
+                elif isinstance(value, torch.Tensor):
+                    now[name] = value.data_ptr()
+                elif value is not None:
+                    now[name] = value
         return kept
 
     def run(
@@ -340,7 +357,7 @@ class Executor:
         tokens, probabilities = np.empty((1, said, count), np.int64), np.empty((1, said, count), np.float32)
         if rotary is not self._rotary:
             self._turn_by(rotary)
-        most = min(self._turned if self.rotaries else length + rows, self.positions or 2**62)
+        most = min(self._turned if self.rotaries else 2**62, self.positions or 2**62)
         if max(positions.tolist()) >= most:
             raise ValueError(f"the tables of positions have only {most} of them")
         self._attend_to(caches, held, hidden)
@@ -400,7 +417,7 @@ class Executor:
         """
         now, of_row = self._pass, self.like.element_size() * rows
         (*private, of_private), (*shared, of_shared) = (
-            _places(of_row * width for width in self._buffers.widths[kind]) for kind in (True, False)
+            _places(of_row * width for width in self._widths[kind]) for kind in (True, False)
         )
         now.rows, now.threads, now.keys_of_step, now.length = rows, threads, keys_of_step, 2**bits
         now.private_bytes = of_private
@@ -413,7 +430,12 @@ class Executor:
         sizes = {"shared": of_shared, "room": threads * for_each, "peaks": of_peaks, "sums": of_parts * of_heads}
         sizes |= {"largest": of_parts * queries, "total": of_parts * queries}
         *begins, end = _places(sizes.values())
-        return (for_each, of_private), dict(zip(sizes, begins, strict=True)), end, np.array([*private, *shared], np.int64)
+        return (
+            (for_each, of_private),
+            dict(zip(sizes, begins, strict=True)),
+            end,
+            np.array([*private, *shared], np.int64),
+        )
 
     def let_go(self) -> None:
         """Hold no tensor but the copies that `smallest` has made, until `resume`."""

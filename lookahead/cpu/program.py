@@ -257,7 +257,8 @@ class Program:
 
     @property
     def _embed(self) -> Embed:
-        assert isinstance(first := self.operations[0], Embed)
+        first = self.operations[0]
+        assert isinstance(first, Embed)
         return first
 
     def fits(self) -> bool:

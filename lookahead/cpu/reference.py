@@ -1,4 +1,4 @@
-"""What the operations of a program are, in plain torch: the measure of other executors, in a wider dtype if asked for."""
+"""What the operations of a program are, in plain torch. Other executors are measured by it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,19 @@ from torch.nn import functional
 
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import (
-    Add, Append, Attend, Embed, Gate, Keep, Logits, Norm, Operation, Products, Program, Rotary, Value,
+    Add,
+    Append,
+    Attend,
+    Embed,
+    Gate,
+    Keep,
+    Logits,
+    Norm,
+    Operation,
+    Products,
+    Program,
+    Rotary,
+    Value,
 )  # fmt: skip
 
 

@@ -21,7 +21,19 @@ from lookahead.cpu import blocks, choice, executor, likeliest, native, products,
 from lookahead.cpu.executor import Executor
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import (
-    Add, Append, Attend, Embed, Gate, Keep, Logits, Norm, Operation, Products, Program, Rotary, Value,
+    Add,
+    Append,
+    Attend,
+    Embed,
+    Gate,
+    Keep,
+    Logits,
+    Norm,
+    Operation,
+    Products,
+    Program,
+    Rotary,
+    Value,
 )  # fmt: skip
 from lookahead.cpu.reference import Reference
 

@@ -28,7 +28,8 @@ class Gemma3(Gemma):
         return self.add(x, self.norm(more, layer.post_feedforward_layernorm))
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        q, k = self.norm(q, attention.q_norm, of_heads=True), self.norm(k, attention.k_norm, of_heads=True)
+        q = self.norm_heads(q, attention.q_norm, attention.head_dim)
+        k = self.norm_heads(k, attention.k_norm, attention.head_dim)
         return super().turned(q, k, attention, name)
 
     def head(self, x: Value) -> None:

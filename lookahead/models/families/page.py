@@ -8,13 +8,25 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from lookahead.compat import global_hooks, has_own_call
 from lookahead.cpu.products import DecodingLinear, Linear
 from lookahead.cpu.program import (
-    Activation, Add, Append, Attend, Embed, Gate, Keep, Logits, Norm, Operation, Products, Program, Rotary, Value,
+    Activation,
+    Add,
+    Append,
+    Attend,
+    Embed,
+    Gate,
+    Keep,
+    Logits,
+    Norm,
+    Operation,
+    Products,
+    Program,
+    Rotary,
+    Value,
 )  # fmt: skip
 from lookahead.models.origin import is_defined
 
@@ -26,7 +38,7 @@ class UnknownModelError(Exception):
 
 
 class Page:
-    """What a family computes. A page says it in `hidden_states`, by the methods here, each of which adds an operation."""
+    """What a family computes. A page says it in `write`, by the methods here, each of which adds an operation."""
 
     slides: Literal["never", "always", "by type"] = "never"
     """Which layers have a sliding window, if the configuration names its length."""
@@ -117,12 +129,18 @@ class Page:
             raise UnknownModelError("its embedding changes when it is read (max_norm)")
         return self._add(Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor))
 
-    def norm(self, x: Value, module: Any, of_heads: bool = False) -> Value:
-        """of_heads: x is what attention takes; each head is normed, or all together, as the weights say."""
+    def norm(self, x: Value, module: Any) -> Value:
+        return self._norm(x, module, x.width, of_heads=False)
+
+    def norm_heads(self, x: Value, module: Any, size: int) -> Value:
+        """Norm queries or keys: those of each head, or of all heads together if the module has so many weights."""
+        is_of_each = module.weight.shape == (size,)
+        return self._norm(x, module, size if is_of_each else x.width, of_heads=True)
+
+    def _norm(self, x: Value, module: Any, size: int, of_heads: bool) -> Value:
         norm = self.own(module, self.norm_class)
         epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
         settings: dict[str, Any] = {"offset": self.norm_offset, "rounds_once": self.norms_round_once}
-        size = norm.weight.numel() if of_heads else x.width
         return self._add(Norm(x, Value(x.width), norm.weight, epsilon, **settings, of_heads=of_heads, size=size))
 
     def products(self, x: Value, *linears: Linear) -> list[Value]:

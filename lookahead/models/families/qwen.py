@@ -14,5 +14,6 @@ class Qwen3(Llama):
     slides = "by type"
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        q, k = self.norm(q, attention.q_norm, of_heads=True), self.norm(k, attention.k_norm, of_heads=True)
+        q = self.norm_heads(q, attention.q_norm, attention.head_dim)
+        k = self.norm_heads(k, attention.k_norm, attention.head_dim)
         return super().turned(q, k, attention, name)

@@ -1,0 +1,91 @@
+"""Programs: what a family's page says is what the model computes, and the C++ computes what the reference says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_fused import FAMILIES
+from torch import nn
+from zoo import tiny_model
+
+from lookahead.cpu import native
+from lookahead.cpu.executor import Executor
+from lookahead.cpu.products import Linear
+from lookahead.cpu.program import Add, Embed, Logits, Norm, Products, Program, Value
+from lookahead.cpu.reference import Reference
+from lookahead.models.families import PAGES, page_of
+from lookahead.passes.rounding import relative_error
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_page_says_what_the_model_computes(family):
+    model = tiny_model(family)
+    for parameter in model.parameters():  # norms and biases, too
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    page, ids = page_of(model), torch.arange(3, 12)
+    program, positions = page.program(), torch.arange(len(ids))
+    rotary = {
+        name: tuple(
+            table[0] for table in page.rotary_module(torch.zeros(1), positions[None], *([name] if name else []))
+        )
+        for name in program.rotaries
+    }
+    hidden = [positions[:, None] < positions for _ in program.caches]
+    for i, window in enumerate(page.windows()):
+        if window is not None:
+            hidden[i] |= positions[:, None] - positions >= window
+    empty = [(torch.zeros(heads, 0, size),) * 2 for heads, size in program.caches]
+    found = Reference(program, ids, positions, rotary, empty, hidden)
+    with torch.no_grad():
+        expected = model(ids[None], output_hidden_states=True)
+    assert relative_error(found.logits, expected.logits[0]) < 1e-5
+    for i, states in enumerate(expected.hidden_states):
+        assert relative_error(found.outputs[i], states[0]) < 1e-5
+
+
+def test_all_families_have_been_tried():
+    assert {type(page_of(tiny_model(family))) for family in FAMILIES} == set(PAGES.values())
+
+
+def test_random_programs_are_computed_as_the_reference_says():
+    """`make test-native` runs more of them, under sanitizers."""
+    environment = os.environ | {
+        "KERNELS": str(native.FOLDER),
+        "CAPABILITY": native.CAPABILITY,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "native")]),
+    }
+    command = [sys.executable, str(ROOT / "scripts" / "native" / "fuzz.py"), "60", "0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "60 programs from 0 on: nothing found" in done.stdout, done.stdout + done.stderr
+
+
+def test_threads_meet_six_times_a_layer():
+    program = page_of(tiny_model("llama", num_hidden_layers=3)).program()
+    assert sum(Executor(program)._operations["meets"]) == 6 * 3
+
+
+def test_a_value_does_not_take_the_place_of_one_that_is_still_read():
+    """As where attention and MLP both read the hidden states before either is added."""
+    width = Value(32)
+    x, attended, more, both = (Value(32) for _ in range(4))
+    linear = Linear(torch.eye(32))
+    made = [
+        Embed(x, torch.randn(9, 32)),
+        Products(x, (linear,), (attended,)),
+        Add(x, both, attended),
+        Norm(x, width, torch.ones(32), 1e-5, size=32),
+        Products(width, (linear,), (more,)),
+        Add(both, out := Value(32), more),
+        Logits(out, linear),
+    ]
+    ids = np.arange(5)
+    logits, *_ = Executor(Program(made)).run(ids, ids, {}, [], [], [])
+    expected = made[0].weight[:5]
+    expected = 2 * expected + nn.functional.rms_norm(expected, (32,), eps=1e-5)
+    assert relative_error(logits[0], expected) < 1e-5
