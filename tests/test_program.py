@@ -30,12 +30,7 @@ def test_a_page_says_what_the_model_computes(family):
         parameter.data += 0.1 * torch.randn_like(parameter)
     page, ids = page_of(model), torch.arange(3, 12)
     program, positions = page.program(), torch.arange(len(ids))
-    rotary = {
-        name: tuple(
-            table[0] for table in page.rotary_module(torch.zeros(1), positions[None], *([name] if name else []))
-        )
-        for name in program.rotaries
-    }
+    rotary = {name: page.rotary_tables(torch.zeros(1), positions[None], name) for name in program.rotaries}
     hidden = [positions[:, None] < positions for _ in program.caches]
     for i, window in enumerate(page.windows()):
         if window is not None:

@@ -76,6 +76,14 @@ ALIKE = {
     "seed_oss": HEAD,
     "olmo3": MIXED,
     "exaone4": {**HEAD, **MIXED},
+    "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "ernie4_5": {},
+    "helium": HEAD,
+    "cohere2": MIXED,
+    "arcee": HEAD,
+    "nemotron": HEAD,
+    "phi": {},
 }
 WITH_STATE = {"lfm2", "qwen3_next", "falcon_h1", "mamba2"}
 CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their cache position

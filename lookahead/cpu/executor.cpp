@@ -27,6 +27,7 @@ constexpr int SPINS = 4096;
 // kind.
 #define KINDS(DO) \
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE) DO(ADD) DO(KEEP) DO(LOGITS)
+#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(RELU) DO(RELU_SQUARED)
 
 #define OPERATION(FIELD, T)                                                                             \
     FIELD(long, kind)                                                                                   \
@@ -45,7 +46,8 @@ constexpr int SPINS = 4096;
     FIELD(long, index)       /* of a layer of the cache, a rotary embedding or an output; an offset */  \
     FIELD(long, rounds_once) /* not before a norm multiplies, or rotary products are added up */        \
     FIELD(long, is_centered) /* a norm takes the mean away */                                           \
-    FIELD(long, is_gelu)     /* the activation: GELU as approximated by tanh, or SiLU */                \
+    FIELD(long, is_interleaved) /* neighbouring numbers turn together */                                \
+    FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, added or attended with */                          \
     FIELD(double, epsilon)   /* of a norm */                                                            \
     FIELD(double, offset)    /* added to the weights of a norm */
@@ -98,10 +100,9 @@ constexpr int SPINS = 4096;
 #define DECLARE(TYPE, NAME) TYPE NAME;
 #define NAMED(TYPE, NAME) (std::is_same_v<TYPE, double> ? "double " #NAME "," : "long " #NAME ","),
 
-enum Kind : long {
 #define NUMBERED(NAME) NAME,
-    KINDS(NUMBERED)
-};
+enum Kind : long { KINDS(NUMBERED) };
+enum Activation : long { ACTIVATIONS(NUMBERED) };
 template <class T>
 struct Operation {
     OPERATION(DECLARE, T)
@@ -184,8 +185,9 @@ static void normalize(const Operation<T>& norm, const T* x, long n, T* out) {
     const float scale = 1 / __builtin_sqrtf(squares / n + float(norm.epsilon)), offset = norm.offset;
     if (norm.is_centered)
         for (long i = 0; i < n; i++) {
-            const float y = (number(x[i]) - mean) * scale * (weight ? number(weight[i]) : 1.0f);
-            store(bias ? y + number(bias[i]) : y, out + i);
+            const float y = (number(x[i]) - mean) * scale;
+            const float weighed = weight ? y * rounded_to<T>(number(weight[i]) + offset) : y;
+            store(bias ? weighed + number(bias[i]) : weighed, out + i);
         }
     else
         for (long i = 0; i < n; i++) {
@@ -194,48 +196,67 @@ static void normalize(const Operation<T>& norm, const T* x, long n, T* out) {
         }
 }
 
-// Rotary embedding (Su et al. 2021, arXiv 2104.09864) of one head, in place: number i turns with number i + n / 2.
-// Products are rounded to type By before they are added up.
+// Rotary embedding (Su et al. 2021, arXiv 2104.09864) of one head, in place: number i turns with number i + n / 2, or if
+// they are interleaved, number 2 * i with the next one. Products are rounded to type By before they are added up.
 template <class By, class T>
-static void rotate(T* x, const float* cos, const float* sin, long n) {
+static void rotate(T* x, const float* cos, const float* sin, long n, bool is_interleaved) {
     for (long i = 0; i < n / 2; i++) {
-        const long j = i + n / 2;
-        const float a = number(x[i]), b = number(x[j]);
-        store(rounded_to<By>(a * cos[i]) + rounded_to<By>(-b * sin[i]), x + i);
-        store(rounded_to<By>(b * cos[j]) + rounded_to<By>(a * sin[j]), x + j);
+        T *const first = x + (is_interleaved ? 2 * i : i), *const second = is_interleaved ? first + 1 : first + n / 2;
+        const float a = number(*first), b = number(*second);
+        store(rounded_to<By>(a * cos[i]) + rounded_to<By>(-b * sin[i]), first);
+        store(rounded_to<By>(b * cos[i + n / 2]) + rounded_to<By>(a * sin[i + n / 2]), second);
     }
 }
 
-// The activation of WIDTH numbers, times others if there are any. SiLU is x * sigmoid(x). GELU as approximated by tanh
-// (Hendrycks & Gimpel 2016, arXiv 1606.08415) is x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3), as
-// 1 + tanh(z) is 2 * sigmoid(2 * z).
-template <class T>
-static void activate(bool is_gelu, const T* gate, const T* up, T* out) {
-    typedef Lanes<WIDTH>::Floats Floats;
-    const Floats x = load(gate);
-    const Floats y = is_gelu ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+// x * sigmoid(y).
+template <class Floats>
+static INLINE Floats times_sigmoid(Floats x, Floats y) {
     const Floats power = exponential<WIDTH>(y < 0 ? y : -y);
-    T activated[WIDTH];
-    store(x * (y < 0 ? power : Floats{} + 1.0f) / (1.0f + power), activated);
-    if (up)
-        store(load(activated) * load(up), out);
-    else
-        std::copy_n(activated, WIDTH, out);
+    return x * (y < 0 ? power : Floats{} + 1.0f) / (1.0f + power);
+}
+
+// The error function, to 2e-7 (Abramowitz & Stegun 1964, formula 7.1.26).
+template <class Floats>
+static INLINE Floats error_function(Floats x) {
+    const Floats size = x < 0 ? -x : x, t = 1.0f / (1.0f + 0.3275911f * size);
+    Floats y = t * 1.061405429f - 1.453152027f;
+    y = y * t + 1.421413741f;
+    y = y * t - 0.284496736f;
+    y = 1.0f - (y * t + 0.254829592f) * t * exponential<WIDTH>(-size * size);
+    return x < 0 ? -y : y;
+}
+
+// An activation of WIDTH numbers. GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) as approximated by tanh is
+// x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 + tanh(z) is 2 * sigmoid(2 * z).
+template <long ACTIVATION, class Floats>
+static INLINE Floats activated(Floats x) {
+    if constexpr (ACTIVATION == SILU) return times_sigmoid(x, x);
+    if constexpr (ACTIVATION == GELU) return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
+    if constexpr (ACTIVATION == GELU_TANH) return times_sigmoid(x, x * (1.5957691216f + 0.0713548163f * x * x));
+    const Floats positive = x < 0 ? Floats{} : x;  // NaN stays NaN
+    return ACTIVATION == RELU ? positive : positive * positive;
+}
+
+// The activation of WIDTH numbers, times others if there are any.
+template <long ACTIVATION, class T>
+static INLINE void activate(const T* gate, const T* up, T* out) {
+    T rounded[WIDTH];
+    store(activated<ACTIVATION>(load(gate)), rounded);
+    if (up) store(load(rounded) * load(up), rounded);
+    memcpy(out, rounded, sizeof rounded);
 }
 
 // The same of n numbers.
-template <class T>
-static void activate(bool is_gelu, const T* gate, const T* up, T* out, long n) {
-    for (; n >= WIDTH; n -= WIDTH, gate += WIDTH, out += WIDTH) {
-        activate(is_gelu, gate, up, out);
-        if (up) up += WIDTH;
-    }
-    if (!n) return;
+template <long ACTIVATION, class T>
+static void activate(const T* gate, const T* up, T* out, long n) {
+    long i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) activate<ACTIVATION>(gate + i, up ? up + i : nullptr, out + i);
+    if (i == n) return;
     T last_gate[WIDTH] = {}, last_up[WIDTH] = {}, last[WIDTH];
-    std::copy_n(gate, n, last_gate);
-    if (up) std::copy_n(up, n, last_up);
-    activate(is_gelu, last_gate, up ? last_up : nullptr, last);
-    std::copy_n(last, n, out);
+    std::copy_n(gate + i, n - i, last_gate);
+    if (up) std::copy_n(up + i, n - i, last_up);
+    activate<ACTIVATION>(last_gate, up ? last_up : nullptr, last);
+    std::copy_n(last, n - i, out + i);
 }
 
 // Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near; and where it
@@ -313,7 +334,7 @@ struct Thread {
         for_heads(turn.width / turn.size, [&](long head, long row) {
             const long at = row * turn.width + head * turn.size, turned = pass.positions[row] * table.width;
             if (out != x) std::copy_n(x + at, turn.size, out + at);
-            rotated(out + at, table.cos + turned, table.sin + turned, table.width);
+            rotated(out + at, table.cos + turned, table.sin + turned, table.width, turn.is_interleaved);
         });
     }
 
@@ -438,11 +459,21 @@ struct Thread {
     }
 
     // This thread's share of the numbers of each row.
+    template <long ACTIVATION>
     void gate(const Operation<T>& gate) {
         const long begin = share(gate.width, index), end = share(gate.width, index + 1);
+        const T *const x = buffer(gate.x), *const by = gate.y < 0 ? nullptr : buffer(gate.y);
+        T* const out = buffer(gate.out);
         for (long at = begin; at < pass.rows * gate.width; at += gate.width)
-            activate(gate.is_gelu, buffer(gate.x) + at, gate.y < 0 ? nullptr : buffer(gate.y) + at, buffer(gate.out) + at,
-                     end - begin);
+            activate<ACTIVATION>(x + at, by ? by + at : nullptr, out + at, end - begin);
+    }
+
+    void gate_by_kind(const Operation<T>& now) {
+        switch (now.activation) {
+#define GATED(NAME) \
+    case NAME: gate<NAME>(now); break;
+            ACTIVATIONS(GATED)
+        }
     }
 
     void add(const Operation<T>& add) {
@@ -498,7 +529,7 @@ struct Thread {
                 case ROTARY: rotary(now); break;
                 case APPEND: append(now); break;
                 case ATTEND: attend(now); break;
-                case GATE: gate(now); break;
+                case GATE: gate_by_kind(now); break;
                 case ADD: add(now); break;
                 case KEEP: keep(now); break;
                 case LOGITS: has_nan = logits(now); break;
@@ -548,12 +579,12 @@ extern "C" void sizes_bfloat16(const Pass<BFloat16>* pass, long* sizes) {
     by_pairs([=](auto by) { measure<decltype(by)>(*pass, sizes); });
 }
 
-// Say the fields of all structures, and the kinds of operations in their order.
+// Say the fields of all structures, and the kinds of operations and of activations in their order.
 extern "C" const char* describe_uint8() {
     static const std::string text = [] {
         const char* const parts[] = {
 #define SAID(NAME) #NAME ",",
-            "Kind:", KINDS(SAID) ";Operation:", OPERATION(NAMED, float) ";Cached:", CACHED(NAMED, float) ";RotaryTable:",
+            "Kind:", KINDS(SAID) ";Activation:", ACTIVATIONS(SAID) ";Operation:", OPERATION(NAMED, float) ";Cached:", CACHED(NAMED, float) ";RotaryTable:",
             ROTARY_TABLE(NAMED, float) ";Pass:", PASS(NAMED, float)};
         std::string all;
         for (const char* part : parts) all += part;

@@ -48,6 +48,7 @@ class _Described(NamedTuple):
     """The structures of executor.cpp, as it describes them itself."""
 
     kinds: dict[str, int]
+    activations: dict[str, int]
     operation: np.dtype
     cached: np.dtype
     rotary_table: np.dtype
@@ -68,13 +69,9 @@ def _described() -> _Described:
         (field, kinds[kind] if kind == "double" else ctypes.c_int64) for kind, field in map(str.split, of["Pass"])
     ]
     arguments = type("Pass", (ctypes.Structure,), {"_fields_": fields})
-    return _Described(
-        {name: i for i, name in enumerate(of["Kind"])},
-        dtype("Operation"),
-        dtype("Cached"),
-        dtype("RotaryTable"),
-        arguments,
-    )
+    kinds, activations = ({name: i for i, name in enumerate(of[names])} for names in ("Kind", "Activation"))
+    structures = map(dtype, ("Operation", "Cached", "RotaryTable"))
+    return _Described(kinds, activations, *structures, arguments)  # type: ignore[arg-type]  # of three
 
 
 def serves(program: Program) -> bool:
@@ -226,7 +223,8 @@ class Executor:
         self.outputs = max((op.index for op in program.operations if isinstance(op, Keep)), default=-1) + 1
         logits = program.operations[-1]
         assert isinstance(logits, Logits)
-        self.hidden, self._divisor, self._logits = logits.x.width, logits.divisor, logits.of.outputs
+        self.hidden, self._logits = logits.x.width, logits.of.outputs
+        self._divisor, self._factor = logits.divisor, logits.factor
         self._room = np.empty(0, np.uint8)
         self._layouts: dict[
             tuple[int, ...], tuple[tuple[int, int], dict[str, int], int, np.ndarray]
@@ -256,7 +254,7 @@ class Executor:
 
     def _lay_out(self, program: Program, buffers: _Buffers) -> list[np.ndarray]:
         """Fill in the operations of C++. Return the products that they refer to."""
-        kinds, kept = _described().kinds, list[np.ndarray]()
+        (kinds, activations, *_), kept = _described(), list[np.ndarray]()
         numbers = {buffer: i for i, buffer in enumerate(buffers.all)}
         table, multiplying = self._operations, -1
         for i in reversed(range(len(table))):
@@ -272,15 +270,15 @@ class Executor:
                     names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered"
                     settings = {name: getattr(operation, name) for name in names} | {"width": x.width}
                     kind = "NORM_HEADS" if operation.of_heads else "NORM"
-                case Rotary(x, _, size, name, rounds_once):
+                case Rotary(x, _, size, name, rounds_once, is_interleaved):
                     settings = {"width": x.width, "size": size, "index": self.rotaries.index(name)}
-                    settings |= {"rounds_once": rounds_once}
+                    settings |= {"rounds_once": rounds_once, "is_interleaved": is_interleaved}
                 case Append(keys, values, layer, size):
                     settings = {"width": keys.width, "size": size, "index": layer, "x": keys, "y": values}
                 case Attend(x, _, layer, size, key_heads, scaling):
                     settings = {"width": x.width, "size": size, "index": layer, "count": key_heads, "factor": scaling}
                 case Gate(x, _, activation, by):
-                    settings = {"width": x.width, "is_gelu": activation == "gelu", "y": by}
+                    settings = {"width": x.width, "activation": activations[activation.upper()], "y": by}
                 case Add(x, _, more, factor):
                     settings = {"width": x.width, "y": more, "factor": factor}
                 case Keep(x, index):
@@ -335,7 +333,7 @@ class Executor:
         shown: rows whose logits are computed, the last ones; default: all.
         likeliest: of how many of the rows that are shown the likeliest tokens are returned, from the first on; how
         many tokens; and the temperature. They are as `likeliest.likeliest` returns them: tokens and probabilities,
-        [1, rows, tokens]; None for a program that divides its logits, and for more than MAX_COUNT tokens.
+        [1, rows, tokens]; None for a program that scales its logits, and for more than MAX_COUNT tokens.
         length: positions before the step; default: before these rows.
         computed: rows of the same step, right before these, that other passes have computed.
         is_prompt: whether bits may depend on how many rows are computed together, which takes less time for many.
@@ -352,7 +350,7 @@ class Executor:
         kept = {i: like.new_empty(1, rows, self.hidden) for i in outputs}
         said, count, temperature = likeliest
         count = min(count, self._logits)
-        if not 0 < count <= MAX_COUNT or self._divisor != 1:
+        if not 0 < count <= MAX_COUNT or self._divisor != 1 or self._factor != 1:
             said = count = 0
         tokens, probabilities = np.empty((1, said, count), np.int64), np.empty((1, said, count), np.float32)
         if rotary is not self._rotary:
@@ -375,6 +373,8 @@ class Executor:
         has_nan = _kernels()[like.dtype](ctypes.byref(now))
         if self._divisor != 1:
             logits = logits / self._divisor
+        if self._factor != 1:
+            logits = logits * self._factor
         return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
 
     def _attend_to(

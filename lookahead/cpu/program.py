@@ -14,7 +14,8 @@ import torch
 
 from lookahead.cpu.products import Linear, is_plain_of
 
-Activation = Literal["silu", "gelu"]  # GELU as approximated by tanh
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+"""gelu_tanh: GELU as approximated by tanh."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class Embed(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Norm(Operation):
-    """out = x / rms(x) * (weight + offset); if it is centered, (x - mean) / deviation * weight + bias.
+    """out = x / rms(x) * (weight + offset); if it is centered, (x - mean) / deviation * (weight + offset) + bias.
 
     weight, bias: [size]. Each `size` numbers of a row are normed together. RMS norms round before they multiply with
     their weights, unless they round once. of_heads: x is what attention takes, queries or keys, and no row of the
@@ -120,6 +121,7 @@ class Rotary(Operation):
     """The first numbers of each head of `size` turn by the row's position (Su et al. 2021, arXiv 2104.09864).
 
     name: of the tables of cosines and sines. rounds_once: products are not rounded before they are added up.
+    is_interleaved: neighbouring numbers turn together, and not one of the first half with one of the second.
     """
 
     x: Value
@@ -127,6 +129,7 @@ class Rotary(Operation):
     size: int
     name: str = ""
     rounds_once: bool = False
+    is_interleaved: bool = False
 
     def fits(self) -> bool:
         return self.x.width % self.size == 0
@@ -199,11 +202,12 @@ class Keep(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Logits(Operation):
-    """The last operation: lm_head(x) / divisor of the rows that are shown, and the likeliest tokens of these."""
+    """The last operation: lm_head(x) / divisor * factor of the rows that are shown, and their likeliest tokens."""
 
     x: Value
     of: Linear
     divisor: float = 1.0
+    factor: float = 1.0
 
     @property
     def linears(self) -> tuple[Linear, ...]:

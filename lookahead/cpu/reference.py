@@ -1,8 +1,8 @@
 """What the operations of a program are, in plain torch. Other executors are measured by it."""
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import singledispatchmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, singledispatchmethod
 
 import torch
 from torch.nn import functional
@@ -23,6 +23,14 @@ from lookahead.cpu.program import (
     Rotary,
     Value,
 )  # fmt: skip
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu_squared": lambda x: functional.relu(x).square(),
+}
 
 
 class Reference:
@@ -89,7 +97,8 @@ class Reference:
     def _(self, norm: Norm) -> torch.Tensor:
         x, weight = self.heads(norm.x, norm.size), norm.weight
         if norm.is_centered:
-            weight, bias = (None if part is None else part.to(self.wide) for part in (weight, norm.bias))
+            bias = None if norm.bias is None else norm.bias.to(self.wide)
+            weight = None if weight is None else self.rounded(weight.to(self.wide) + norm.offset)
             return self.rounded(functional.layer_norm(x, (norm.size,), weight, bias, norm.epsilon).flatten(1))
         x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
         x = x if norm.rounds_once else self.rounded(x)
@@ -105,9 +114,13 @@ class Reference:
         x, (cos, sin) = self.heads(rotary.x, rotary.size), self.rotary[rotary.name]
         cos, sin = (table[self.positions].to(self.wide)[:, None] for table in (cos, sin))
         part, rest = x.split([cos.shape[-1], rotary.size - cos.shape[-1]], dim=-1)
+        if rotary.is_interleaved:
+            part = torch.cat([part[..., ::2], part[..., 1::2]], dim=-1)
         first, second = part.chunk(2, dim=-1)
         along, across = part * cos, torch.cat([-second, first], dim=-1) * sin
         turned = along + across if rotary.rounds_once else self.rounded(along) + self.rounded(across)
+        if rotary.is_interleaved:
+            turned = torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(2)
         return self.rounded(torch.cat([turned, rest], dim=-1).flatten(1))
 
     @computed.register
@@ -127,8 +140,7 @@ class Reference:
 
     @computed.register
     def _(self, gate: Gate) -> torch.Tensor:
-        x = self.values[gate.x]
-        x = functional.silu(x) if gate.activation == "silu" else functional.gelu(x, approximate="tanh")
+        x = ACTIVATIONS[gate.activation](self.values[gate.x])
         return self.rounded(x) if gate.by is None else self.rounded(self.rounded(x) * self.values[gate.by])
 
     @computed.register
@@ -141,4 +153,5 @@ class Reference:
 
     @computed.register
     def _(self, logits: Logits) -> None:
-        self.logits = self.rounded(self.product(logits.of, self.values[logits.x]) / logits.divisor)
+        divided = self.rounded(self.product(logits.of, self.values[logits.x]) / logits.divisor)
+        self.logits = self.rounded(divided * logits.factor)

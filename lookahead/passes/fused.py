@@ -243,7 +243,10 @@ class FusedRunner(EagerRunner):
         executor = self._executor
         assert executor is not None
         ids, positions, ancestors = pad([step], cache.lengths, last)
-        rows, rotary = ids.shape[1], self._rotary_of(max(positions[0].tolist()), executor)
+        most = max(positions[0].tolist())
+        if executor.positions is not None and most >= executor.positions:
+            raise UnknownModelError("its table of positions ends")
+        rows, rotary = ids.shape[1], self._rotary_of(most, executor)
         cache.begin(rows, step.computed)
         kinds = self.adapter.kinds
         hidden = cache.hidden(ancestors, positions, kinds, of_step=True)
@@ -275,19 +278,22 @@ class FusedRunner(EagerRunner):
         if position not in self._serves or self._rotary_watch.has_changed():
             rotary = self._page.rotary_module
             count = switch = max(FIRST_POSITIONS, 2 * position)
-            if rotary.rope_type == "longrope":
+            if rotary is not None and rotary.rope_type == "longrope":
                 switch = rope_kinds(rotary.config)[""]["original_max_position_embeddings"]
             self._serves = range(switch, count) if position >= switch else range(min(switch, count))
             positions = torch.arange(self._serves.stop, device="cpu")[None]
             like, tables = executor.like.new_empty(1, 1, 1), {}
             for name in executor.rotaries:
-                cos, sin = rotary(like, positions, *([name] if name else []))
-                tables[name] = cos[0].float().contiguous(), sin[0].float().contiguous()
+                cos, sin = self._page.rotary_tables(like, positions, name)
+                tables[name] = cos.float().contiguous(), sin.float().contiguous()
             is_whole = all(cos.shape[1] == executor.caches[0][1] for cos, _ in tables.values())
             if not (executor.can_turn_by(tables) and (is_whole or self._page.turns_part)):
                 self._executor = None
                 raise UnknownModelError("its rotary embedding does not fit its heads")
-            self._rotary, self._rotary_watch = tables, Watch([rotary])  # longrope has replaced a buffer
+            self._rotary, self._rotary_watch = (
+                tables,
+                Watch([] if rotary is None else [rotary]),
+            )  # longrope has replaced a buffer
         return self._rotary
 
     def _extend(

@@ -35,7 +35,7 @@ from lookahead.cpu.program import (
     Rotary,
     Value,
 )  # fmt: skip
-from lookahead.cpu.reference import Reference
+from lookahead.cpu.reference import ACTIVATIONS, Reference
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -143,7 +143,8 @@ class RandomProgram:
         self.kept = 0
         self.offset, self.rounds_once = rng.choice([0.0, 1.0]), rng.random() < 0.5
         self.is_centered, self.turns_once = rng.random() < 0.25, rng.random() < 0.5
-        self.residual, self.activation = rng.choice([1.0, 0.5]), rng.choice(["silu", "gelu"])
+        self.residual, self.activation = rng.choice([1.0, 0.5]), rng.choice(sorted(ACTIVATIONS))
+        self.is_interleaved = rng.random() < 0.3
 
     def linear(self, outputs: int, inputs: int) -> Linear:
         return random_linear(self.rng, self.memory, outputs, inputs, self.dtype)
@@ -161,7 +162,7 @@ class RandomProgram:
             return x
         of_heads, size = bool(size), size or x.width
         is_centered = self.is_centered and not of_heads
-        weight = self.numbers(size, mean=1.0 if is_centered else 1 - self.offset)
+        weight = self.numbers(size, mean=1 - self.offset)
         has_bias, has_weight = self.rng.random() < 0.7, not is_centered or self.rng.random() < 0.8
         return self.add(
             Norm(
@@ -183,7 +184,10 @@ class RandomProgram:
             q, k = (self.norm(part, size if norms == "heads" else part.width) for part in (q, k))
         name = self.rng.choice(["", "other", None])
         if name is not None:
-            q, k = (self.add(Rotary(part, Value(part.width), size, name, self.turns_once)) for part in (q, k))
+            q, k = (
+                self.add(Rotary(part, Value(part.width), size, name, self.turns_once, self.is_interleaved))
+                for part in (q, k)
+            )
         self.operations.append(Append(k, v, layer, size))
         scaling = self.rng.choice([size**-0.5, 0.1])
         attended = self.add(Attend(q, Value(q.width), layer, size, self.key_heads, scaling))

@@ -1,11 +1,16 @@
 """The families of models whose passes are programs: a page for each, which reads like transformers' forward of it."""
 
+from lookahead.models.families.cohere import Cohere, Cohere2
 from lookahead.models.families.exaone import Exaone4
 from lookahead.models.families.gemma import Gemma, Gemma3
+from lookahead.models.families.glm import Ernie4_5, Glm, Glm4, Helium
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Cwm, Llama, Ministral, Mistral, SeedOss, SmolLM3
+from lookahead.models.families.nemotron import Arcee, Nemotron
 from lookahead.models.families.olmo import Olmo2, Olmo3
+from lookahead.models.families.opt import OPT
 from lookahead.models.families.page import Page, UnknownModelError
+from lookahead.models.families.phi import Phi, StableLm, Starcoder2
 from lookahead.models.families.phi3 import Phi3
 from lookahead.models.families.qwen import Qwen2, Qwen3
 
@@ -13,7 +18,7 @@ PAGES: dict[str, type[Page]] = {
     f"{page.__name__}ForCausalLM": page
     for page in (
         Llama, Mistral, Ministral, Cwm, SeedOss, SmolLM3, Qwen2, Qwen3, Phi3, Granite, Olmo2, Olmo3, Exaone4, Gemma,
-        Gemma3,
+        Gemma3, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2, Arcee, Nemotron, Phi, StableLm, Starcoder2, OPT,
     )
 }  # fmt: skip
 

@@ -9,15 +9,19 @@ from lookahead.models.families.page import Page
 class Llama(Page):
     model_class = "Model"
     """The class of the model within, without the family's name."""
+    last_norm = "norm"
+    """Its name in the model within."""
+    output_projection = "o_proj"
+    """Its name in attention."""
 
     def write(self) -> None:
-        inner = self.own(self.model.model, self.model_class)
+        inner = self.own(self.inner, self.model_class)
         x = self.output(self.embedding(inner))
         for i, (layer, name) in enumerate(zip(self.layers(inner), self.rotary_names(), strict=False)):
             if i:
                 self.output(x)
             x = self.layer(x, layer, name)
-        self.head(self.output(self.norm(x, inner.norm)))
+        self.head(self.output(self.norm(x, getattr(inner, self.last_norm))))
 
     def embedding(self, inner: Any) -> Value:
         return self.embed(inner.embed_tokens)
@@ -34,7 +38,7 @@ class Llama(Page):
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         q, k, v = self.products(x, *map(self.linear, projections))
         q, k = self.turned(q, k, attention, name)
-        return self.product(self.attend(q, k, v, attention), attention.o_proj)
+        return self.product(self.attend(q, k, v, attention), getattr(attention, self.output_projection))
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return self.rotary(q, attention.head_dim, name), self.rotary(k, attention.head_dim, name)

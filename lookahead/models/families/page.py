@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from lookahead.compat import global_hooks, has_own_call
@@ -30,7 +31,16 @@ from lookahead.cpu.program import (
 )  # fmt: skip
 from lookahead.models.origin import is_defined
 
-ACTIVATIONS: dict[str, Activation] = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu"}
+ACTIVATIONS: dict[str, Activation] = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu_squared",
+}
+"""By the class in torch or transformers. NewGELUActivation rounds more often than ours, which matters in bf16 alone."""
 
 
 class UnknownModelError(Exception):
@@ -44,12 +54,16 @@ class Page:
     """Which layers have a sliding window, if the configuration names its length."""
     turns_part = False
     """Whether the rotary embedding may turn the first numbers of a head alone."""
-    norm_class = "RMSNorm"
-    """The class of norms, without the family's name."""
+    norm_class: str | type[nn.Module] = "RMSNorm"
+    """The class of norms: the family's own, without the family's name, or torch's."""
     norm_offset = 0.0
-    """This and the next two are settings of `Norm` and `Rotary`."""
+    """This and the next ones are settings of `Norm` and `Rotary`."""
     norms_round_once = False
+    norms_are_centered = False
     rotary_rounds_once = False
+    rotary_is_interleaved = False
+    dropouts: tuple[str, ...] = ()
+    """Settings by which layers drop numbers in training mode, beside that of attention."""
 
     def __init__(self, model: Any, own: type):
         """own: the class of the model that transformers defines."""
@@ -66,6 +80,8 @@ class Page:
             raise UnknownModelError(f"{type(self.model).__name__} has a forward of its own")
         if global_hooks():
             raise UnknownModelError("hooks are set on all modules")
+        if self.model.training and any(getattr(self.model.config, name) for name in self.dropouts):
+            raise UnknownModelError("its layers are in training mode, and drop numbers")
         self._operations = []
         try:
             self._check(self.model)
@@ -78,6 +94,11 @@ class Page:
     def write(self) -> None:
         """Write the operations of the model."""
         raise NotImplementedError
+
+    @property
+    def inner(self) -> Any:
+        """The model without its head."""
+        return self.model.model
 
     # -- parts of the model --
 
@@ -122,12 +143,16 @@ class Page:
 
     # -- operations --
 
-    def embed(self, module: Any, factor: float = 1.0, suffix: str = "") -> Value:
-        """suffix: of the family's own class, if it has one."""
+    def embed(self, module: Any, factor: float = 1.0, suffix: str = "", positions: Any = None) -> Value:
+        """suffix: of the family's own class, if it has one. positions: an embedding of these, with the ``offset`` that
+        is added to them.
+        """
         embedding = self.own(module, suffix) if suffix else self._plain(module, nn.Embedding)
-        if embedding.max_norm is not None:
-            raise UnknownModelError("its embedding changes when it is read (max_norm)")
-        return self._add(Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor))
+        for one in (embedding, positions):
+            if one is not None and one.max_norm is not None:
+                raise UnknownModelError("its embedding changes when it is read (max_norm)")
+        table, offset = (None, 0) if positions is None else (positions.weight, positions.offset)
+        return self._add(Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor, table, offset))
 
     def norm(self, x: Value, module: Any) -> Value:
         return self._norm(x, module, x.width, of_heads=False)
@@ -138,10 +163,14 @@ class Page:
         return self._norm(x, module, size if is_of_each else x.width, of_heads=True)
 
     def _norm(self, x: Value, module: Any, size: int, of_heads: bool) -> Value:
-        norm = self.own(module, self.norm_class)
-        epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        if isinstance(self.norm_class, str):
+            norm = self.own(module, self.norm_class)
+        else:
+            norm = self._plain(module, self.norm_class)
+        epsilon, bias = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon, getattr(norm, "bias", None)
         settings: dict[str, Any] = {"offset": self.norm_offset, "rounds_once": self.norms_round_once}
-        return self._add(Norm(x, Value(x.width), norm.weight, epsilon, **settings, of_heads=of_heads, size=size))
+        settings |= {"is_centered": self.norms_are_centered, "of_heads": of_heads, "size": size}
+        return self._add(Norm(x, Value(x.width), norm.weight, epsilon, bias, **settings))
 
     def products(self, x: Value, *linears: Linear) -> list[Value]:
         outs = tuple(Value(linear.outputs) for linear in linears)
@@ -153,13 +182,13 @@ class Page:
         return out
 
     def rotary(self, x: Value, size: int, name: str = "") -> Value:
-        return self._add(Rotary(x, Value(x.width), size, name, self.rotary_rounds_once))
+        return self._add(Rotary(x, Value(x.width), size, name, self.rotary_rounds_once, self.rotary_is_interleaved))
 
-    def attend(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
-        """Append keys and values to the cache, and attend to it."""
+    def attend(self, q: Value, k: Value, v: Value, attention: Any, dropout: str = "attention_dropout") -> Value:
+        """Append keys and values to the cache, and attend to it. dropout: the name of attention's setting of it."""
         if not attention.is_causal:
             raise UnknownModelError("its attention is not causal")
-        if attention.training and attention.attention_dropout:
+        if attention.training and getattr(attention, dropout):
             raise UnknownModelError("its attention is in training mode, and drops weights")
         layer, size = attention.layer_idx, attention.head_dim
         self._operations.append(Append(k, v, layer, size))
@@ -177,8 +206,8 @@ class Page:
         self._operations.append(Keep(x, kept))
         return x
 
-    def logits(self, x: Value, module: Any, divisor: float = 1.0) -> None:
-        self._operations.append(Logits(x, self.linear(module), divisor))
+    def logits(self, x: Value, module: Any, divisor: float = 1.0, factor: float = 1.0) -> None:
+        self._operations.append(Logits(x, self.linear(module), divisor, factor))
 
     def _add(self, operation: Any) -> Value:
         self._operations.append(operation)
@@ -188,9 +217,12 @@ class Page:
         self._check(activation)
         cls: Any = type(activation)
         name = cls.__name__ if is_defined(cls) else f"{cls.__name__} of {cls.__module__}"
-        is_exact = name != "GELUTanh" or getattr(activation.act, "keywords", None) == {"approximate": "tanh"}
-        if name not in ACTIVATIONS or not is_exact:
-            raise UnknownModelError(f"its activation is {name}, neither SiLU nor GELU by tanh")
+        arguments = {"GELUTanh": {"approximate": "tanh"}}.get(name)
+        is_usual = getattr(getattr(activation, "act", None), "keywords", None) == arguments
+        if name == "GELUActivation":
+            is_usual = activation.act is nn.functional.gelu
+        if name not in ACTIVATIONS or not is_usual:
+            raise UnknownModelError(f"its activation is {name}, which no operation computes")
         return ACTIVATIONS[name]
 
     # -- what passes need beside the program --
@@ -198,21 +230,27 @@ class Page:
     @property
     def rotary_module(self) -> Any:
         """The module that makes cosines and sines, or None."""
-        return self.model.model.rotary_emb
+        return getattr(self.inner, "rotary_emb", None)
+
+    def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """Return cosines and sines of these positions, [1, n], as `Rotary` takes them: [n, rotary] each.
+
+        like: of the model's dtype. name: of the rotary embedding.
+        """
+        return [table[0] for table in self.rotary_module(like, positions, *([name] if name else []))]
 
     def rotary_names(self) -> Sequence[str]:
         """The name of the rotary embedding of each layer, empty where one serves all."""
-        inner = self.model.model
-        types = self.own(inner.rotary_emb, "RotaryEmbedding").rope_type
+        types = self.own(self.rotary_module, "RotaryEmbedding").rope_type
         by_name = types if isinstance(types, dict) else {"": types}
         for name, rope_type in by_name.items():
             if "dynamic" in rope_type or (rope_type == "longrope" and name):
                 raise UnknownModelError(f"its rotary embedding is {rope_type}, which changes with the length")
-        return inner.config.layer_types if isinstance(types, dict) else [""] * len(inner.layers)
+        return self.inner.config.layer_types if isinstance(types, dict) else [""] * len(self.inner.layers)
 
     def windows(self) -> list[int | None]:
         """Return how many positions each layer sees, by its masks in a prompt; None: all of them."""
-        config = self.model.model.config
+        config = self.inner.config
         kinds = config.layer_types if self.slides == "by type" else ["sliding_attention"] * config.num_hidden_layers
         has_window = [self.slides != "never" and kind == "sliding_attention" for kind in kinds]
         return [config.sliding_window if slides else None for slides in has_window]
