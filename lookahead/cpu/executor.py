@@ -64,14 +64,16 @@ def _described() -> _Described:
         pairs = [field.split() for field in of[name]]
         return np.dtype([(field, np.float64 if kind == "double" else np.int64) for kind, field in pairs])
 
-    kinds = {"double": ctypes.c_double, "long": ctypes.c_void_p}  # addresses, too; an int64 either way
-    fields = [
-        (field, kinds[kind] if kind == "double" else ctypes.c_int64) for kind, field in map(str.split, of["Pass"])
-    ]
-    arguments = type("Pass", (ctypes.Structure,), {"_fields_": fields})
-    kinds, activations = ({name: i for i, name in enumerate(of[names])} for names in ("Kind", "Activation"))
-    structures = map(dtype, ("Operation", "Cached", "RotaryTable"))
-    return _Described(kinds, activations, *structures, arguments)  # type: ignore[arg-type]  # of three
+    types = {"double": ctypes.c_double, "long": ctypes.c_int64}  # of addresses, too
+    fields = [(field, types[kind]) for kind, field in map(str.split, of["Pass"])]
+    return _Described(
+        {name: i for i, name in enumerate(of["Kind"])},
+        {name: i for i, name in enumerate(of["Activation"])},
+        dtype("Operation"),
+        dtype("Cached"),
+        dtype("RotaryTable"),
+        type("Pass", (ctypes.Structure,), {"_fields_": fields}),
+    )
 
 
 def serves(program: Program) -> bool:

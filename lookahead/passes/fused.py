@@ -290,10 +290,8 @@ class FusedRunner(EagerRunner):
             if not (executor.can_turn_by(tables) and (is_whole or self._page.turns_part)):
                 self._executor = None
                 raise UnknownModelError("its rotary embedding does not fit its heads")
-            self._rotary, self._rotary_watch = (
-                tables,
-                Watch([] if rotary is None else [rotary]),
-            )  # longrope has replaced a buffer
+            self._rotary = tables
+            self._rotary_watch = Watch([] if rotary is None else [rotary])  # longrope has replaced a buffer
         return self._rotary
 
     def _extend(
