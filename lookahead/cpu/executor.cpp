@@ -27,7 +27,7 @@ constexpr int SPINS = 4096;
 // kind.
 #define KINDS(DO) \
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE) DO(ADD) DO(KEEP) DO(LOGITS)
-#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(RELU) DO(RELU_SQUARED)
+#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED)
 
 #define OPERATION(FIELD, T)                                                                             \
     FIELD(long, kind)                                                                                   \
@@ -226,13 +226,28 @@ static INLINE Floats error_function(Floats x) {
     return x < 0 ? -y : y;
 }
 
-// An activation of WIDTH numbers. GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) as approximated by tanh is
-// x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 + tanh(z) is 2 * sigmoid(2 * z).
-template <long ACTIVATION, class Floats>
+// x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3) is GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) as
+// approximated by tanh, for 1 + tanh(z) is 2 * sigmoid(2 * z). This one rounds to T at each step of the formula, as
+// transformers' NewGELUActivation does.
+template <class T, class Floats>
+static INLINE Floats gelu_in_steps(Floats x) {
+    const auto rounded = [](Floats y) {
+        T numbers[WIDTH];
+        store(y, numbers);
+        return load(numbers);
+    };
+    const Floats z = rounded(0.79788456f * rounded(x + rounded(0.044715f * rounded(rounded(x * x) * x))));
+    const Floats power = exponential<WIDTH>(z < 0 ? 2.0f * z : -2.0f * z), size = (1.0f - power) / (1.0f + power);
+    return rounded(0.5f * x) * rounded(1.0f + rounded(z < 0 ? -size : size));
+}
+
+// An activation of WIDTH numbers, not yet rounded to T.
+template <long ACTIVATION, class T, class Floats>
 static INLINE Floats activated(Floats x) {
     if constexpr (ACTIVATION == SILU) return times_sigmoid(x, x);
     if constexpr (ACTIVATION == GELU) return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
     if constexpr (ACTIVATION == GELU_TANH) return times_sigmoid(x, x * (1.5957691216f + 0.0713548163f * x * x));
+    if constexpr (ACTIVATION == GELU_NEW) return gelu_in_steps<T>(x);
     const Floats positive = x < 0 ? Floats{} : x;  // NaN stays NaN
     return ACTIVATION == RELU ? positive : positive * positive;
 }
@@ -241,7 +256,7 @@ static INLINE Floats activated(Floats x) {
 template <long ACTIVATION, class T>
 static INLINE void activate(const T* gate, const T* up, T* out) {
     T rounded[WIDTH];
-    store(activated<ACTIVATION>(load(gate)), rounded);
+    store(activated<ACTIVATION, T>(load(gate)), rounded);
     if (up) store(load(rounded) * load(up), rounded);
     memcpy(out, rounded, sizeof rounded);
 }

@@ -14,8 +14,8 @@ import torch
 
 from lookahead.cpu.products import Linear, is_plain_of
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
-"""gelu_tanh: GELU as approximated by tanh."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared"]
+"""gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula."""
 
 
 @dataclass(frozen=True, eq=False)

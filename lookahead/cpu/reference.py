@@ -82,6 +82,11 @@ class Reference:
             sums = self.rounded(self.rounded(sums) * scales.to(self.wide))
         return self.rounded(sums if bias is None else sums + bias.to(self.wide))
 
+    def gelu_in_steps(self, x: torch.Tensor) -> torch.Tensor:
+        rounded = self.rounded
+        z = rounded(math.sqrt(2 / math.pi) * rounded(x + rounded(0.044715 * rounded(rounded(x * x) * x))))
+        return rounded(0.5 * x) * rounded(1 + rounded(z.tanh()))
+
     @singledispatchmethod
     def computed(self, operation: Operation) -> torch.Tensor | None:
         raise NotImplementedError(type(operation).__name__)
@@ -140,7 +145,8 @@ class Reference:
 
     @computed.register
     def _(self, gate: Gate) -> torch.Tensor:
-        x = ACTIVATIONS[gate.activation](self.values[gate.x])
+        x = self.values[gate.x]
+        x = self.gelu_in_steps(x) if gate.activation == "gelu_new" else ACTIVATIONS[gate.activation](x)
         return self.rounded(x) if gate.by is None else self.rounded(self.rounded(x) * self.values[gate.by])
 
     @computed.register

@@ -116,7 +116,8 @@ def looks_up_sdpa(model: PreTrainedModel) -> bool:
     """Whether any module of the model asks transformers for the attention named "sdpa"."""
     configs = (getattr(module, "config", None) for module in model.modules())
     has_sdpa = any(attention_implementation(config) == "sdpa" for config in configs)
-    return looks_up_attention(model) and has_sdpa
+    looks_up = looks_up_attention(model) or "ALL_ATTENTION_FUNCTIONS" in state_of(model).names
+    return looks_up and has_sdpa
 
 
 def _depends_on_columns(config: PreTrainedConfig) -> bool:

@@ -143,7 +143,7 @@ class RandomProgram:
         self.kept = 0
         self.offset, self.rounds_once = rng.choice([0.0, 1.0]), rng.random() < 0.5
         self.is_centered, self.turns_once = rng.random() < 0.25, rng.random() < 0.5
-        self.residual, self.activation = rng.choice([1.0, 0.5]), rng.choice(sorted(ACTIVATIONS))
+        self.residual, self.activation = rng.choice([1.0, 0.5]), rng.choice([*ACTIVATIONS, "gelu_new"])
         self.is_interleaved = rng.random() < 0.3
 
     def linear(self, outputs: int, inputs: int) -> Linear:

@@ -36,11 +36,11 @@ ACTIVATIONS: dict[str, Activation] = {
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
+    "NewGELUActivation": "gelu_new",
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu_squared",
 }
-"""By the class in torch or transformers. NewGELUActivation rounds more often than ours, which matters in bf16 alone."""
+"""By the class in torch or transformers."""
 
 
 class UnknownModelError(Exception):
