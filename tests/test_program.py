@@ -14,8 +14,9 @@ from zoo import tiny_model
 
 from lookahead.cpu import native
 from lookahead.cpu.executor import Executor
+from lookahead.cpu.operations import Add, Embed, Logits, Norm, Products, Value
 from lookahead.cpu.products import Linear
-from lookahead.cpu.program import Add, Embed, Logits, Norm, Products, Program, Value
+from lookahead.cpu.program import Program
 from lookahead.cpu.reference import Reference
 from lookahead.models.families import PAGES, page_of
 from lookahead.passes.rounding import relative_error

@@ -15,24 +15,11 @@ import numpy as np
 import torch
 
 from lookahead.cpu import blocks, native, products
+from lookahead.cpu import operations as op
 from lookahead.cpu.likeliest import MAX_COUNT
 from lookahead.cpu.pages import HugePages
 from lookahead.cpu.products import Linear, pointer
-from lookahead.cpu.program import (
-    Add,
-    Append,
-    Attend,
-    Embed,
-    Gate,
-    Keep,
-    Logits,
-    Norm,
-    Operation,
-    Products,
-    Program,
-    Rotary,
-    Value,
-)  # fmt: skip
+from lookahead.cpu.program import Program
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
 _kernels = cache(partial(native.kernels, "run", native.FLOATS, [ctypes.c_void_p], ctypes.c_long))
@@ -147,10 +134,10 @@ class _Buffers:
     """
 
     def __init__(self, program: Program):
-        self.of: dict[Value, _Buffer] = {}
+        self.of: dict[op.Value, _Buffer] = {}
         self.meets: list[bool] = []
         """For each operation, whether threads meet before it."""
-        gates = [operation for operation in program.operations if isinstance(operation, Gate)]
+        gates = [operation for operation in program.operations if isinstance(operation, op.Gate)]
         self._gated = {value for gate in gates for value in gate.read()}
         self._last = {value: i for i, operation in enumerate(program.operations) for value in operation.read()}
         self._free: list[_Buffer] = []
@@ -160,21 +147,22 @@ class _Buffers:
         self.all = sorted(found, key=lambda buffer: not buffer.is_private)
         """The private ones first."""
 
-    def is_each_shared(self, operation: Operation) -> bool:
+    def is_each_shared(self, operation: op.Operation) -> bool:
         """Whether each product is shared out by itself, because a gate goes on with the same outputs."""
-        return isinstance(operation, Products) and self._gated.issuperset(operation.outs)
+        return isinstance(operation, op.Products) and self._gated.issuperset(operation.outs)
 
-    def _place(self, i: int, operation: Operation) -> None:
+    def _place(self, i: int, operation: op.Operation) -> None:
         """Find the buffers of what an operation makes, and whether threads must meet before it."""
-        is_private = isinstance(operation, (Embed, Add)) or (isinstance(operation, Norm) and not operation.of_heads)
+        of_rows = isinstance(operation, op.Norm) and not operation.of_heads
+        is_private = of_rows or isinstance(operation, (op.Embed, op.Add))
         part, reads = self._part(operation), [self.of[value] for value in operation.read()]
         dying = [self.of[value] for value in dict.fromkeys(operation.read()) if self._last[value] == i]
         outs = []
-        if isinstance(operation, (Norm, Rotary, Gate, Add)):  # they can work in place
+        if isinstance(operation, (op.Norm, op.Rotary, op.Gate, op.Add)):  # they can work in place
             outs = [buffer for buffer in dying if buffer.is_private == is_private][:1]
         meets = any(_conflict(buffer, part, writes=False) for buffer in reads)
         meets = meets or any(_conflict(buffer, part, writes=True) for buffer in outs)
-        meets = meets or isinstance(operation, Attend)  # whose threads take items in turn
+        meets = meets or isinstance(operation, op.Attend)  # whose threads take items in turn
         if meets:
             for buffer in {*self.of.values()}:
                 buffer.used.clear()
@@ -194,13 +182,13 @@ class _Buffers:
         unread = [self.of[value] for value in operation.written() if value not in self._last]
         self._free += [buffer for buffer in dying if buffer not in outs] + unread
 
-    def _part(self, operation: Operation) -> Part:
+    def _part(self, operation: op.Operation) -> Part:
         match operation:
-            case Products(outs=outs) if self.is_each_shared(operation):
+            case op.Products(outs=outs) if self.is_each_shared(operation):
                 return "outputs", outs[0].width
-            case Gate(x=x):
+            case op.Gate(x=x):
                 return "outputs", x.width
-            case Norm(x=x, size=size, of_heads=True) | Rotary(x=x, size=size) | Append(keys=x, size=size):
+            case op.Norm(x=x, size=size, of_heads=True) | op.Rotary(x=x, size=size) | op.Append(keys=x, size=size):
                 return "heads", x.width // size
         return None
 
@@ -222,9 +210,9 @@ class Executor:
         self._made = [(linear.weight, linear.scales, linear.offsets) for linear in copied]
         self.caches, self.rotaries, self.positions = program.caches, program.rotaries, program.positions
         self.vocabulary, self.like = len(program.embedding), torch.empty(0, dtype=program.dtype, device="cpu")
-        self.outputs = max((op.index for op in program.operations if isinstance(op, Keep)), default=-1) + 1
+        self.outputs = len([one for one in program.operations if isinstance(one, op.Keep)])
         logits = program.operations[-1]
-        assert isinstance(logits, Logits)
+        assert isinstance(logits, op.Logits)
         self.hidden, self._logits = logits.x.width, logits.of.outputs
         self._divisor, self._factor = logits.divisor, logits.factor
         self._room = np.empty(0, np.uint8)
@@ -234,7 +222,7 @@ class Executor:
         described = _described()
         buffers = _Buffers(program)
         self._widths = {kind: [one.width for one in buffers.all if one.is_private == kind] for kind in (True, False)}
-        self._attends = [op for op in program.operations if isinstance(op, Attend)]
+        self._attends = [one for one in program.operations if isinstance(one, op.Attend)]
         self._operations = np.zeros(len(program.operations), described.operation)
         self._products = self._lay_out(program, buffers)
         self._cached = np.zeros(len(self.caches), described.cached)
@@ -243,7 +231,7 @@ class Executor:
         self._rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # in these tables
         self._turned = 0  # positions of those
         self._outputs = np.zeros(self.outputs, np.int64)
-        inputs = [op.x.width for op in program.operations if isinstance(op, (Products, Logits))]
+        inputs = [one.x.width for one in program.operations if isinstance(one, (op.Products, op.Logits))]
         self._pass = described.arguments(
             operations=self._operations.ctypes.data,
             operation_count=len(self._operations),
@@ -265,27 +253,27 @@ class Executor:
             settings: dict[str, Any] = {}
             kind = type(operation).__name__.upper()
             match operation:
-                case Embed(out, weight, factor, of_positions, offset):
+                case op.Embed(out, weight, factor, of_positions, offset):
                     settings = {"width": out.width, "weight": weight, "factor": factor}
                     settings |= {"bias": of_positions, "index": offset}
-                case Norm(x):
+                case op.Norm(x):
                     names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered"
                     settings = {name: getattr(operation, name) for name in names} | {"width": x.width}
                     kind = "NORM_HEADS" if operation.of_heads else "NORM"
-                case Rotary(x, _, size, name, rounds_once, is_interleaved):
+                case op.Rotary(x, _, size, name, rounds_once, is_interleaved):
                     settings = {"width": x.width, "size": size, "index": self.rotaries.index(name)}
                     settings |= {"rounds_once": rounds_once, "is_interleaved": is_interleaved}
-                case Append(keys, values, layer, size):
+                case op.Append(keys, values, layer, size):
                     settings = {"width": keys.width, "size": size, "index": layer, "x": keys, "y": values}
-                case Attend(x, _, layer, size, key_heads, scaling):
+                case op.Attend(x, _, layer, size, key_heads, scaling):
                     settings = {"width": x.width, "size": size, "index": layer, "count": key_heads, "factor": scaling}
-                case Gate(x, _, activation, by):
+                case op.Gate(x, _, activation, by):
                     settings = {"width": x.width, "activation": activations[activation.upper()], "y": by}
-                case Add(x, _, more, factor):
+                case op.Add(x, _, more, factor):
                     settings = {"width": x.width, "y": more, "factor": factor}
-                case Keep(x, index):
+                case op.Keep(x, index):
                     settings = {"width": x.width, "index": index}
-                case Products(x) | Logits(x):
+                case op.Products(x) | op.Logits(x):
                     outs = [numbers[buffers.of[out]] for out in operation.written()] or [-1]
                     matrices = [linear.matrix() for linear in operation.linears]
                     kept.append(np.array([(*m, out) for m, out in zip(matrices, outs, strict=True)], np.int64))
@@ -293,12 +281,12 @@ class Executor:
                     settings["is_each_shared"] = buffers.is_each_shared(operation)
                     multiplying = i
             now["kind"] = kinds[kind]
-            if not isinstance(operation, (Embed, Append)):
+            if not isinstance(operation, (op.Embed, op.Append)):
                 settings["x"] = operation.x  # type: ignore[attr-defined]  # all others have it
             if len(operation.written()) == 1:
                 settings["out"] = operation.written()[0]
             for name, value in settings.items():
-                if isinstance(value, Value):
+                if isinstance(value, op.Value):
                     now[name] = numbers[buffers.of[value]]
                 elif isinstance(value, torch.Tensor):
                     now[name] = value.data_ptr()
@@ -426,8 +414,8 @@ class Executor:
         found = (ctypes.c_long * 3)()
         _sizes()[self.like.dtype](ctypes.byref(now), found)
         for_each, of_peaks, most_parts = found
-        of_heads = max((op.x.width for op in self._attends), default=0)
-        queries = max((op.x.width // op.size for op in self._attends), default=0)
+        of_heads = max((one.x.width for one in self._attends), default=0)
+        queries = max((one.x.width // one.size for one in self._attends), default=0)
         of_parts = 4 * rows * most_parts
         sizes = {"shared": of_shared, "room": threads * for_each, "peaks": of_peaks, "sums": of_parts * of_heads}
         sizes |= {"largest": of_parts * queries, "total": of_parts * queries}

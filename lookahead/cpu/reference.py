@@ -7,22 +7,9 @@ from functools import partial, singledispatchmethod
 import torch
 from torch.nn import functional
 
+from lookahead.cpu import operations as op
 from lookahead.cpu.products import Linear
-from lookahead.cpu.program import (
-    Add,
-    Append,
-    Attend,
-    Embed,
-    Gate,
-    Keep,
-    Logits,
-    Norm,
-    Operation,
-    Products,
-    Program,
-    Rotary,
-    Value,
-)  # fmt: skip
+from lookahead.cpu.program import Program
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -54,7 +41,7 @@ class Reference:
         self.dtype, self.wide = program.dtype, wide
         self.ids, self.positions, self.rotary, self.hidden = ids, positions, rotary, hidden
         self.caches = [(keys.to(wide), values.to(wide)) for keys, values in caches]
-        self.values: dict[Value, torch.Tensor] = {}
+        self.values: dict[op.Value, torch.Tensor] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         """What was kept: [T, hidden] by number."""
         self.logits = torch.empty(0)
@@ -68,7 +55,7 @@ class Reference:
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.dtype).to(self.wide)
 
-    def heads(self, x: Value, size: int) -> torch.Tensor:
+    def heads(self, x: op.Value, size: int) -> torch.Tensor:
         """[T, heads, size]."""
         return self.values[x].unflatten(-1, (-1, size))
 
@@ -88,18 +75,18 @@ class Reference:
         return rounded(0.5 * x) * rounded(1 + rounded(z.tanh()))
 
     @singledispatchmethod
-    def computed(self, operation: Operation) -> torch.Tensor | None:
+    def computed(self, operation: op.Operation) -> torch.Tensor | None:
         raise NotImplementedError(type(operation).__name__)
 
     @computed.register
-    def _(self, embed: Embed) -> torch.Tensor:
+    def _(self, embed: op.Embed) -> torch.Tensor:
         x = self.rounded(embed.weight[self.ids].to(self.wide) * embed.factor)
         if embed.of_positions is None:
             return x
         return self.rounded(x + embed.of_positions[embed.offset + self.positions].to(self.wide))
 
     @computed.register
-    def _(self, norm: Norm) -> torch.Tensor:
+    def _(self, norm: op.Norm) -> torch.Tensor:
         x, weight = self.heads(norm.x, norm.size), norm.weight
         if norm.is_centered:
             bias = None if norm.bias is None else norm.bias.to(self.wide)
@@ -110,12 +97,12 @@ class Reference:
         return self.rounded((x * (weight.to(self.wide) + norm.offset)).flatten(1))  # type: ignore[union-attr]
 
     @computed.register
-    def _(self, products: Products) -> None:
+    def _(self, products: op.Products) -> None:
         for linear, out in zip(products.of, products.outs, strict=True):
             self.values[out] = self.product(linear, self.values[products.x])
 
     @computed.register
-    def _(self, rotary: Rotary) -> torch.Tensor:
+    def _(self, rotary: op.Rotary) -> torch.Tensor:
         x, (cos, sin) = self.heads(rotary.x, rotary.size), self.rotary[rotary.name]
         cos, sin = (table[self.positions].to(self.wide)[:, None] for table in (cos, sin))
         part, rest = x.split([cos.shape[-1], rotary.size - cos.shape[-1]], dim=-1)
@@ -129,13 +116,13 @@ class Reference:
         return self.rounded(torch.cat([turned, rest], dim=-1).flatten(1))
 
     @computed.register
-    def _(self, append: Append) -> None:
+    def _(self, append: op.Append) -> None:
         new = [self.heads(x, append.size).transpose(0, 1) for x in (append.keys, append.values)]
         keys, values = (torch.cat(parts, dim=1) for parts in zip(self.caches[append.layer], new, strict=True))
         self.caches[append.layer] = keys, values
 
     @computed.register
-    def _(self, attend: Attend) -> torch.Tensor:
+    def _(self, attend: op.Attend) -> torch.Tensor:
         queries, hidden = self.heads(attend.x, attend.size).transpose(0, 1), self.hidden[attend.layer]
         groups = len(queries) // attend.key_heads
         keys, values = (states.repeat_interleave(groups, dim=0) for states in self.caches[attend.layer])
@@ -144,20 +131,20 @@ class Reference:
         return self.rounded((scores.softmax(-1) @ values).transpose(0, 1).flatten(1))
 
     @computed.register
-    def _(self, gate: Gate) -> torch.Tensor:
+    def _(self, gate: op.Gate) -> torch.Tensor:
         x = self.values[gate.x]
         x = self.gelu_in_steps(x) if gate.activation == "gelu_new" else ACTIVATIONS[gate.activation](x)
         return self.rounded(x) if gate.by is None else self.rounded(self.rounded(x) * self.values[gate.by])
 
     @computed.register
-    def _(self, add: Add) -> torch.Tensor:
+    def _(self, add: op.Add) -> torch.Tensor:
         return self.rounded(self.values[add.x] + self.rounded(self.values[add.more] * add.factor))
 
     @computed.register
-    def _(self, keep: Keep) -> None:
+    def _(self, keep: op.Keep) -> None:
         self.outputs[keep.index] = self.values[keep.x]
 
     @computed.register
-    def _(self, logits: Logits) -> None:
+    def _(self, logits: op.Logits) -> None:
         divided = self.rounded(self.product(logits.of, self.values[logits.x]) / logits.divisor)
         self.logits = self.rounded(divided * logits.factor)

@@ -18,23 +18,11 @@ import sanitized  # noqa: F401  # first: it chooses the kernels
 import torch
 
 from lookahead.cpu import blocks, choice, executor, likeliest, native, products, tree_attention
+from lookahead.cpu import operations as op
 from lookahead.cpu.executor import Executor
+from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
-from lookahead.cpu.program import (
-    Add,
-    Append,
-    Attend,
-    Embed,
-    Gate,
-    Keep,
-    Logits,
-    Norm,
-    Operation,
-    Products,
-    Program,
-    Rotary,
-    Value,
-)  # fmt: skip
+from lookahead.cpu.program import Program
 from lookahead.cpu.reference import ACTIVATIONS, Reference
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -139,7 +127,7 @@ class RandomProgram:
     def __init__(self, rng: random.Random, memory: Guarded, dtype: torch.dtype, size: int, heads: int, key_heads: int):
         self.rng, self.memory, self.dtype = rng, memory, dtype
         self.size, self.heads, self.key_heads = size, heads, key_heads
-        self.operations: list[Operation] = []
+        self.operations: list[op.Operation] = []
         self.kept = 0
         self.offset, self.rounds_once = rng.choice([0.0, 1.0]), rng.random() < 0.5
         self.is_centered, self.turns_once = rng.random() < 0.25, rng.random() < 0.5
@@ -165,7 +153,7 @@ class RandomProgram:
         weight = self.numbers(size, mean=1 - self.offset)
         has_bias, has_weight = self.rng.random() < 0.7, not is_centered or self.rng.random() < 0.8
         return self.add(
-            Norm(
+            op.Norm(
                 x, Value(x.width), weight if has_weight else None, 1e-5,
                 bias=self.numbers(size) if is_centered and has_bias else None, offset=self.offset,
                 rounds_once=self.rounds_once, is_centered=is_centered, of_heads=of_heads, size=size,
@@ -174,7 +162,7 @@ class RandomProgram:
 
     def products(self, x: Value, *widths: int) -> tuple[Value, ...]:
         outs = tuple(map(Value, widths))
-        self.operations.append(Products(x, tuple(self.linear(width, x.width) for width in widths), outs))
+        self.operations.append(op.Products(x, tuple(self.linear(width, x.width) for width in widths), outs))
         return outs
 
     def attention(self, x: Value, layer: int, norms: str) -> Value:
@@ -185,28 +173,28 @@ class RandomProgram:
         name = self.rng.choice(["", "other", None])
         if name is not None:
             q, k = (
-                self.add(Rotary(part, Value(part.width), size, name, self.turns_once, self.is_interleaved))
+                self.add(op.Rotary(part, Value(part.width), size, name, self.turns_once, self.is_interleaved))
                 for part in (q, k)
             )
-        self.operations.append(Append(k, v, layer, size))
+        self.operations.append(op.Append(k, v, layer, size))
         scaling = self.rng.choice([size**-0.5, 0.1])
-        attended = self.add(Attend(q, Value(q.width), layer, size, self.key_heads, scaling))
+        attended = self.add(op.Attend(q, Value(q.width), layer, size, self.key_heads, scaling))
         return self.products(attended, x.width)[0]
 
     def mlp(self, x: Value, width: int) -> Value:
         if self.rng.random() < 0.7:
             gate, up = self.products(x, width, width)
-            gated = self.add(Gate(gate, Value(width), self.activation, up))
+            gated = self.add(op.Gate(gate, Value(width), self.activation, up))
         else:
             (gate,) = self.products(x, width)
-            gated = self.add(Gate(gate, Value(width), self.activation))
+            gated = self.add(op.Gate(gate, Value(width), self.activation))
         return self.products(gated, x.width)[0]
 
     def more(self, x: Value, more: Value) -> Value:
-        return self.add(Add(x, Value(x.width), self.norm(more, chance=0.3), self.residual))
+        return self.add(op.Add(x, Value(x.width), self.norm(more, chance=0.3), self.residual))
 
     def keep(self, x: Value) -> Value:
-        self.operations.append(Keep(x, self.kept))
+        self.operations.append(op.Keep(x, self.kept))
         self.kept += 1
         return x
 
@@ -215,7 +203,7 @@ class RandomProgram:
         is_parallel = self.rng.random() < 0.2
         table, offset = (self.numbers(positions + 2, width), self.rng.choice([0, 2])) if has_positions else (None, 0)
         embedding = self.memory.copy(torch.randn(vocabulary, width).to(self.dtype))
-        x = self.keep(self.add(Embed(Value(width), embedding, self.rng.choice([1.0, 3.0]), table, offset)))
+        x = self.keep(self.add(op.Embed(Value(width), embedding, self.rng.choice([1.0, 3.0]), table, offset)))
         for layer in range(layers):
             attended = self.attention(self.norm(x, chance=0.7), layer, norms)
             if is_parallel:
@@ -226,7 +214,7 @@ class RandomProgram:
             if layer + 1 < layers:
                 self.keep(x)
         x = self.keep(self.norm(x))
-        self.operations.append(Logits(x, self.linear(vocabulary, width)))
+        self.operations.append(op.Logits(x, self.linear(vocabulary, width)))
         return Program(self.operations)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lookahead.cpu.program import Value
+from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
 
@@ -16,9 +16,7 @@ class Cohere(Llama):
     rotary_rounds_once = True
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
-        normed = self.norm(x, layer.input_layernorm)
-        attended = self.attention(normed, layer.self_attn, name)
-        return self.add(self.add(x, attended), self.mlp(normed, layer.mlp))
+        return self.side_by_side(x, layer, name)
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.use_qk_norm:

@@ -1,22 +1,17 @@
-"""EXAONE 4: norms stand behind attention and MLP, heads are normed, and only layers with a window know positions."""
+"""EXAONE 4: norms stand where OLMo 2 has them, and where some layers have a window, only these know positions."""
 
 from typing import Any
 
-from lookahead.cpu.program import Value
-from lookahead.models.families.llama import Llama
+from lookahead.cpu.operations import Value
+from lookahead.models.families.olmo import Olmo2
 
 
-class Exaone4(Llama):
+class Exaone4(Olmo2):
+    norms_round_once = False
+    rotary_rounds_once = False
     slides = "by type"
 
-    def layer(self, x: Value, layer: Any, name: str) -> Value:
-        attended = self.attention(x, layer.self_attn, name)
-        x = self.add(x, self.norm(attended, layer.post_attention_layernorm))
-        return self.add(x, self.norm(self.mlp(x, layer.mlp), layer.post_feedforward_layernorm))
-
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        q = self.norm_heads(q, attention.q_norm, attention.head_dim)
-        k = self.norm_heads(k, attention.k_norm, attention.head_dim)
         if attention.sliding_window is not None and not attention.is_sliding:
-            return q, k
+            return self.normed(q, k, attention)
         return super().turned(q, k, attention, name)

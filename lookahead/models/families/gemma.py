@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lookahead.cpu.program import Value
+from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
 
@@ -28,9 +28,7 @@ class Gemma3(Gemma):
         return self.add(x, self.norm(more, layer.post_feedforward_layernorm))
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        q = self.norm_heads(q, attention.q_norm, attention.head_dim)
-        k = self.norm_heads(k, attention.k_norm, attention.head_dim)
-        return super().turned(q, k, attention, name)
+        return super().turned(*self.normed(q, k, attention), attention, name)
 
     def head(self, x: Value) -> None:
         if self.model.config.final_logit_softcapping is not None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lookahead.cpu.program import Value
+from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lookahead.cpu.program import Value
+from lookahead.cpu.operations import Value
 from lookahead.models.families.page import Page
 
 
@@ -42,6 +42,17 @@ class Llama(Page):
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return self.rotary(q, attention.head_dim, name), self.rotary(k, attention.head_dim, name)
+
+    def normed(self, q: Value, k: Value, attention: Any) -> tuple[Value, Value]:
+        """Queries and keys of families that norm them."""
+        q = self.norm_heads(q, attention.q_norm, attention.head_dim)
+        return q, self.norm_heads(k, attention.k_norm, attention.head_dim)
+
+    def side_by_side(self, x: Value, layer: Any, name: str) -> Value:
+        """A layer of which attention and MLP take the same."""
+        normed = self.norm(x, layer.input_layernorm)
+        attended = self.attention(normed, layer.self_attn, name)
+        return self.add(self.add(x, attended), self.mlp(normed, layer.mlp))
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")

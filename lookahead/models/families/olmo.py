@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lookahead.cpu.program import Value
+from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 
 
@@ -16,9 +16,7 @@ class Olmo2(Llama):
         return self.add(x, self.norm(self.mlp(x, layer.mlp), layer.post_feedforward_layernorm))
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        q = self.norm_heads(q, attention.q_norm, attention.head_dim)
-        k = self.norm_heads(k, attention.k_norm, attention.head_dim)
-        return super().turned(q, k, attention, name)
+        return super().turned(*self.normed(q, k, attention), attention, name)
 
 
 class Olmo3(Olmo2):

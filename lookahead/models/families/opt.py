@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from lookahead.cpu.program import Value
+from lookahead.cpu.operations import Value
 from lookahead.models.families.page import Page, UnknownModelError
 
 

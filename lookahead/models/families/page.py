@@ -12,26 +12,13 @@ import torch
 from torch import nn
 
 from lookahead.compat import global_hooks, has_own_call
+from lookahead.cpu import operations as op
+from lookahead.cpu.operations import Value
 from lookahead.cpu.products import DecodingLinear, Linear
-from lookahead.cpu.program import (
-    Activation,
-    Add,
-    Append,
-    Attend,
-    Embed,
-    Gate,
-    Keep,
-    Logits,
-    Norm,
-    Operation,
-    Products,
-    Program,
-    Rotary,
-    Value,
-)  # fmt: skip
+from lookahead.cpu.program import Program
 from lookahead.models.origin import is_defined
 
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, op.Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
@@ -69,7 +56,7 @@ class Page:
         """own: the class of the model that transformers defines."""
         self.model = model
         self._own: Any = own
-        self._operations: list[Operation] = []
+        self._operations: list[op.Operation] = []
 
     def program(self) -> Program:
         """Return the program of the model as it is at this moment.
@@ -152,7 +139,7 @@ class Page:
             if one is not None and one.max_norm is not None:
                 raise UnknownModelError("its embedding changes when it is read (max_norm)")
         table, offset = (None, 0) if positions is None else (positions.weight, positions.offset)
-        return self._add(Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor, table, offset))
+        return self._add(op.Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor, table, offset))
 
     def norm(self, x: Value, module: Any) -> Value:
         return self._norm(x, module, x.width, of_heads=False)
@@ -170,11 +157,11 @@ class Page:
         epsilon, bias = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon, getattr(norm, "bias", None)
         settings: dict[str, Any] = {"offset": self.norm_offset, "rounds_once": self.norms_round_once}
         settings |= {"is_centered": self.norms_are_centered, "of_heads": of_heads, "size": size}
-        return self._add(Norm(x, Value(x.width), norm.weight, epsilon, bias, **settings))
+        return self._add(op.Norm(x, Value(x.width), norm.weight, epsilon, bias, **settings))
 
     def products(self, x: Value, *linears: Linear) -> list[Value]:
         outs = tuple(Value(linear.outputs) for linear in linears)
-        self._operations.append(Products(x, linears, outs))
+        self._operations.append(op.Products(x, linears, outs))
         return list(outs)
 
     def product(self, x: Value, module: Any) -> Value:
@@ -182,7 +169,7 @@ class Page:
         return out
 
     def rotary(self, x: Value, size: int, name: str = "") -> Value:
-        return self._add(Rotary(x, Value(x.width), size, name, self.rotary_rounds_once, self.rotary_is_interleaved))
+        return self._add(op.Rotary(x, Value(x.width), size, name, self.rotary_rounds_once, self.rotary_is_interleaved))
 
     def attend(self, q: Value, k: Value, v: Value, attention: Any, dropout: str = "attention_dropout") -> Value:
         """Append keys and values to the cache, and attend to it. dropout: the name of attention's setting of it."""
@@ -191,29 +178,29 @@ class Page:
         if attention.training and getattr(attention, dropout):
             raise UnknownModelError("its attention is in training mode, and drops weights")
         layer, size = attention.layer_idx, attention.head_dim
-        self._operations.append(Append(k, v, layer, size))
-        return self._add(Attend(q, Value(q.width), layer, size, k.width // size, float(attention.scaling)))
+        self._operations.append(op.Append(k, v, layer, size))
+        return self._add(op.Attend(q, Value(q.width), layer, size, k.width // size, float(attention.scaling)))
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
-        return self._add(Gate(x, Value(x.width), self._activation(activation), by))
+        return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))
 
     def add(self, x: Value, more: Value, factor: float = 1.0) -> Value:
-        return self._add(Add(x, Value(x.width), more, factor))
+        return self._add(op.Add(x, Value(x.width), more, factor))
 
     def output(self, x: Value) -> Value:
         """Keep the next one of the hidden states that the model can show."""
-        kept = sum(isinstance(operation, Keep) for operation in self._operations)
-        self._operations.append(Keep(x, kept))
+        kept = sum(isinstance(operation, op.Keep) for operation in self._operations)
+        self._operations.append(op.Keep(x, kept))
         return x
 
     def logits(self, x: Value, module: Any, divisor: float = 1.0, factor: float = 1.0) -> None:
-        self._operations.append(Logits(x, self.linear(module), divisor, factor))
+        self._operations.append(op.Logits(x, self.linear(module), divisor, factor))
 
     def _add(self, operation: Any) -> Value:
         self._operations.append(operation)
         return operation.out
 
-    def _activation(self, activation: Any) -> Activation:
+    def _activation(self, activation: Any) -> op.Activation:
         self._check(activation)
         cls: Any = type(activation)
         name = cls.__name__ if is_defined(cls) else f"{cls.__name__} of {cls.__module__}"

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from lookahead.cpu.program import Value
+from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
 
@@ -40,11 +40,7 @@ class StableLm(Llama):
     dropouts = ("hidden_dropout",)
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
-        if not layer.use_parallel_residual:
-            return super().layer(x, layer, name)
-        normed = self.norm(x, layer.input_layernorm)
-        attended = self.attention(normed, layer.self_attn, name)
-        return self.add(self.add(x, attended), self.mlp(normed, layer.mlp))
+        return self.side_by_side(x, layer, name) if layer.use_parallel_residual else super().layer(x, layer, name)
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         if attention.qk_layernorm:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lookahead.cpu.program import Value
+from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 
 
@@ -14,6 +14,4 @@ class Qwen3(Llama):
     slides = "by type"
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        q = self.norm_heads(q, attention.q_norm, attention.head_dim)
-        k = self.norm_heads(k, attention.k_norm, attention.head_dim)
-        return super().turned(q, k, attention, name)
+        return super().turned(*self.normed(q, k, attention), attention, name)

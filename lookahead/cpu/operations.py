@@ -1,0 +1,214 @@
+"""The operations that a pass is made of. Each makes values of others; a value is [rows, width].
+
+An operation carries the settings and the weights of its own module, as they are at this moment. All tensors but
+quantized weights have one dtype, and every operation rounds its result to it.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+
+from lookahead.cpu.products import Linear
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared"]
+"""gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula."""
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """[rows, width]."""
+
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What all operations have in common: their fields are values, tensors, linear layers and settings."""
+
+    def read(self) -> list[Value]:
+        """The values that it reads."""
+        found = [getattr(self, field.name) for field in fields(self) if field.name != "out"]
+        return [value for value in found if isinstance(value, Value)]
+
+    def written(self) -> tuple[Value, ...]:
+        """The values that it makes."""
+        out = getattr(self, "out", None)
+        return () if out is None else (out,)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors but those of linear layers."""
+        found = [getattr(self, field.name) for field in fields(self)]
+        return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linear layers that it multiplies with."""
+        return ()
+
+    def fits(self) -> bool:
+        """Whether the shapes of what it reads fit together. torch would repeat what is too short."""
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class Embed(Operation):
+    """out = factor * weight[ids], rounded, and + of_positions[offset + positions] if there are any.
+
+    weight: [vocabulary, width]. of_positions: [positions, width].
+    """
+
+    out: Value
+    weight: torch.Tensor
+    factor: float = 1.0
+    of_positions: torch.Tensor | None = None
+    offset: int = 0
+
+    def fits(self) -> bool:
+        return all(tensor.ndim == 2 and tensor.shape[1] == self.out.width for tensor in self.tensors())
+
+
+@dataclass(frozen=True, eq=False)
+class Norm(Operation):
+    """out = x / rms(x) * (weight + offset); if it is centered, (x - mean) / deviation * (weight + offset) + bias.
+
+    weight, bias: [size]. Each `size` numbers of a row are normed together. RMS norms round before they multiply with
+    their weights, unless they round once. of_heads: x is what attention takes, queries or keys, and no row of the
+    hidden states.
+    """
+
+    x: Value
+    out: Value
+    weight: torch.Tensor | None
+    epsilon: float
+    bias: torch.Tensor | None = None
+    offset: float = 0.0
+    rounds_once: bool = False
+    is_centered: bool = False
+    of_heads: bool = False
+    size: int = 0
+
+    def fits(self) -> bool:
+        shapes = {tuple(tensor.shape) for tensor in self.tensors()}
+        has_weights = self.is_centered or (self.weight is not None and self.bias is None)
+        return has_weights and shapes <= {(self.size,)} and self.size > 0 and self.x.width % self.size == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Products(Operation):
+    """outs[i] = linears[i](x)."""
+
+    x: Value
+    of: tuple[Linear, ...]
+    outs: tuple[Value, ...]
+
+    def written(self) -> tuple[Value, ...]:
+        return self.outs
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.of
+
+    def fits(self) -> bool:
+        return all(linear.inputs == self.x.width and linear.outputs > 0 for linear in self.of)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary(Operation):
+    """The first numbers of each head of `size` turn by the row's position (Su et al. 2021, arXiv 2104.09864).
+
+    name: of the tables of cosines and sines. rounds_once: products are not rounded before they are added up.
+    is_interleaved: neighbouring numbers turn together, and not one of the first half with one of the second.
+    """
+
+    x: Value
+    out: Value
+    size: int
+    name: str = ""
+    rounds_once: bool = False
+    is_interleaved: bool = False
+
+    def fits(self) -> bool:
+        return self.x.width % self.size == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Append(Operation):
+    """Append keys and values, of heads of `size`, to a layer of the cache."""
+
+    keys: Value
+    values: Value
+    layer: int
+    size: int
+
+    def fits(self) -> bool:
+        return self.keys.width == self.values.width > 0 and self.keys.width % self.size == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Attend(Operation):
+    """Each head of queries attends to keys and values of a layer of the cache, the pass's own among them.
+
+    out = softmax(scaling * queries @ keys, where not hidden) @ values. Neighbouring heads share a key head.
+    """
+
+    x: Value
+    out: Value
+    layer: int
+    size: int
+    key_heads: int
+    scaling: float
+
+    def fits(self) -> bool:
+        return self.x.width % self.size == 0 and self.x.width // self.size % self.key_heads == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Gate(Operation):
+    """out = activation(x), rounded, and * by if there is such a value."""
+
+    x: Value
+    out: Value
+    activation: Activation
+    by: Value | None = None
+
+    def fits(self) -> bool:
+        return self.by is None or self.by.width == self.x.width
+
+
+@dataclass(frozen=True, eq=False)
+class Add(Operation):
+    """out = x + factor * more, where the product is rounded, too."""
+
+    x: Value
+    out: Value
+    more: Value
+    factor: float = 1.0
+
+    def fits(self) -> bool:
+        return self.x.width == self.more.width
+
+
+@dataclass(frozen=True, eq=False)
+class Keep(Operation):
+    """x is an output of the pass: the embedding is 0, a layer's own is its number from 1 on."""
+
+    x: Value
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Logits(Operation):
+    """The last operation: lm_head(x) / divisor * factor of the rows that are shown, and their likeliest tokens."""
+
+    x: Value
+    of: Linear
+    divisor: float = 1.0
+    factor: float = 1.0
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.of,)
+
+    def fits(self) -> bool:
+        return self.of.inputs == self.x.width and self.of.outputs > 0
