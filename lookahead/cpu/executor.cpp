@@ -198,13 +198,13 @@ static void normalize(const Operation<T>& norm, const T* x, long n, T* out) {
 
 // Rotary embedding (Su et al. 2021, arXiv 2104.09864) of one head, in place: number i turns with number i + n / 2, or if
 // they are interleaved, number 2 * i with the next one. Products are rounded to type By before they are added up.
-template <class By, class T>
-static void rotate(T* x, const float* cos, const float* sin, long n, bool is_interleaved) {
+template <class By, bool IS_INTERLEAVED, class T>
+static void rotate(T* x, const float* cos, const float* sin, long n) {
     for (long i = 0; i < n / 2; i++) {
-        T *const first = x + (is_interleaved ? 2 * i : i), *const second = is_interleaved ? first + 1 : first + n / 2;
-        const float a = number(*first), b = number(*second);
-        store(rounded_to<By>(a * cos[i]) + rounded_to<By>(-b * sin[i]), first);
-        store(rounded_to<By>(b * cos[i + n / 2]) + rounded_to<By>(a * sin[i + n / 2]), second);
+        const long j = i + n / 2, first = IS_INTERLEAVED ? 2 * i : i, second = IS_INTERLEAVED ? 2 * i + 1 : j;
+        const float a = number(x[first]), b = number(x[second]);
+        store(rounded_to<By>(a * cos[i]) + rounded_to<By>(-b * sin[i]), x + first);
+        store(rounded_to<By>(b * cos[j]) + rounded_to<By>(a * sin[j]), x + second);
     }
 }
 
@@ -310,10 +310,8 @@ struct Thread {
         for (long row = 0; row < pass.rows; row++, to += embed.width) {
             const T* const from = embed.weight + pass.ids[row] * embed.width;
             const T* const place = embed.bias ? embed.bias + (pass.positions[row] + embed.index) * embed.width : nullptr;
-            for (long i = 0; i < embed.width; i++) {
-                store(factor * number(from[i]), to + i);
-                if (place) store(number(to[i]) + number(place[i]), to + i);
-            }
+            for (long i = 0; i < embed.width; i++) store(factor * number(from[i]), to + i);
+            for (long i = 0; i < embed.width && place; i++) store(number(to[i]) + number(place[i]), to + i);
         }
     }
 
@@ -344,12 +342,14 @@ struct Thread {
 
     void rotary(const Operation<T>& turn) {
         const RotaryTable<T>& table = ((const RotaryTable<T>*)pass.rotaries)[turn.index];
-        const auto rotated = turn.rounds_once ? rotate<float, T> : rotate<T, T>;
+        const auto rotated = turn.is_interleaved ? turn.rounds_once ? rotate<float, true, T> : rotate<T, true, T>
+                             : turn.rounds_once  ? rotate<float, false, T>
+                                                 : rotate<T, false, T>;
         T *const x = buffer(turn.x), *const out = buffer(turn.out);
         for_heads(turn.width / turn.size, [&](long head, long row) {
             const long at = row * turn.width + head * turn.size, turned = pass.positions[row] * table.width;
             if (out != x) std::copy_n(x + at, turn.size, out + at);
-            rotated(out + at, table.cos + turned, table.sin + turned, table.width, turn.is_interleaved);
+            rotated(out + at, table.cos + turned, table.sin + turned, table.width);
         });
     }
 
