@@ -420,6 +420,18 @@ def test_fewer_layers_from_a_callback_on():
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("family", ["llama", "cohere", "phi3"])
+def test_attention_that_is_told_to_see_later_tokens(family):
+    """Without a mask it sees the whole prompt, and with one of padding only what comes before."""
+    model = tiny_model(family)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    for ids in (BATCH, BATCH[1:2].repeat(2, 1), BATCH[1:2]):
+        options = {**GREEDY, "attention_mask": (ids != 2).long()}
+        expected = lookahead.unwrap(model).generate(ids, **options).tolist()
+        assert lookahead.wrap(model, CONFIG).generate(ids, **options).tolist() == expected
+
+
 def test_layers_may_differ_in_their_settings():
     model = tiny_model("llama")
     setting("self_attn.scaling", 0.5, 1)(model)

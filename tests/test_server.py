@@ -105,6 +105,29 @@ def idle(address: str, within: float = 10.0) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_the_next_turn_is_not_read_again(address, client, expected, tokenizer, stream):
+    """What was written is found again where the tokenizer gives the same tokens, and an answer says how much was."""
+    prompt, before = (
+        f"# a history of its own: {stream}\nclass Node:\n    def __init__(self, value):\n",
+        metrics(address),
+    )
+    for turn in range(3):
+        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=LENGTH, temperature=0, stream=stream)
+        chunks = list(answer) if stream else [answer]
+        text, usage = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices), chunks[-1].usage
+        assert text == expected(prompt, None)
+        assert usage.prompt_tokens == tokenizer(prompt, return_tensors="pt")["input_ids"].shape[1]
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert cached >= usage.prompt_tokens // 2 if turn else cached <= usage.prompt_tokens // 2
+        prompt += text + "\n    def next(self):\n"
+    assert metrics(address)["lookahead_cached_tokens_total"] > before["lookahead_cached_tokens_total"]
+    assert 0 < metrics(address)["lookahead_cache_bytes"] <= 2**30
+    status, response = ask(address, "/v1/responses", model=MODEL, input=prompt, max_output_tokens=4)
+    assert status == 200
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] >= 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seed", [None, 0, 2**63])
 def test_completions_are_those_of_generate(client, expected, seed, stream):
     for prompt in PROMPTS:

@@ -112,6 +112,8 @@ def why_plain(
             return "with an attention_mask that hides more than padding to the left"
         if not seen.all() and (held or adapter.has_state):
             return "with padding, on a cache or in a model that keeps a state"
+        if not seen.all() and any(getattr(module, "is_causal", True) is False for module in model.modules()):
+            return "with padding, in a model whose attention is told to see later tokens"  # it does so without a mask
     positions = model_kwargs.get("position_ids")
     # generate() makes a row of positions for each row of the mask, even if it drops the mask.
     if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(ids)):

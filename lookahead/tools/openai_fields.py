@@ -177,6 +177,10 @@ COMMON: dict[str, Check] = {
         "an object of transformers' settings, or its JSON text",
     ),
     "top_logprobs": _only(0, "left out, because answers come without probabilities"),
+    "stream_options": (  # a stream ends with its usage anyway
+        lambda value: isinstance(value, dict) and all(isinstance(option, bool) for option in value.values()),
+        'an object of flags, such as {"include_usage": true}',
+    ),
 }
 OF_COMPLETIONS: dict[str, Check] = {
     "max_tokens": NEW_TOKENS,
@@ -247,7 +251,7 @@ FIELDS: dict[str, dict[str, Check]] = {
 # No text depends on them: they are about accounts, storage and speed, or ask for what a stream holds anyway.
 PASSED_OVER = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "stream_options", "prediction",
+    "prompt_cache_options", "prediction",
 }  # fmt: skip
 GENERATION: dict[str, Check] = {
     "do_sample": FLAG,

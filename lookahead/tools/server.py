@@ -39,6 +39,7 @@ except ImportError as error:
         f"the server needs packages that are missing ({error}): pip install 'transformers[serving]'"
     ) from error
 
+from lookahead.compat import CACHE
 from lookahead.engine.engine import Lookahead
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.streaming import CONTEXT, PieceStreamer, StopWhenAsked, without_half_character
@@ -46,6 +47,7 @@ from lookahead.tools.chat import PLAIN_TEMPLATE
 from lookahead.tools.files import read_text
 from lookahead.tools.loading import decoding, load_wrapped
 from lookahead.tools.openai_fields import CHAT, COMPLETION, RESPONSE, RefusedError, Wishes, read_request
+from lookahead.tools.prefixes import Prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +64,10 @@ def serve(
     seed: int,
     model_name: str | None,
     template_file: TextIO | None,
+    cache_mb: int,
     **shared: Any,
 ) -> None:
-    """Serve until a signal. sockets: listening, all at one port of the host."""
+    """Serve until a signal. sockets: listening, all at one port of the host. cache_mb: as for `make_app`."""
     model, tokenizer, engine, options = load_wrapped(model_name, **shared)
     if template_file is not None:
         tokenizer.chat_template = read_text(template_file)
@@ -76,7 +79,7 @@ def serve(
         if engine:
             engine.prepare(model)  # so that the first request does not wait for it
     torch.manual_seed(seed)
-    app = make_app(model, tokenizer, model_name or "demo_model", assistant)
+    app = make_app(model, tokenizer, model_name or "demo_model", assistant, cache_mb)
     server = uvicorn.Server(uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=GRACE))
     place = f"[{host}]" if ":" in host else host
     click.echo(f"running on http://{place}:{sockets[0].getsockname()[1]} (Ctrl-C to quit)", err=True)
@@ -85,16 +88,22 @@ def serve(
 
 
 def make_app(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, assistant: PreTrainedModel | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    assistant: PreTrainedModel | None = None,
+    cache_mb: int = 1024,
 ) -> "FastAPI":
     """Return the server of one model as an ASGI application, for uvicorn or another server.
 
     model: wrapped, so that all requests share its pool; any other model decodes as usual.
     name: what requests call the model.
     assistant: draft model for all requests.
+    cache_mb: MB (of 2**20 bytes) of what earlier requests have left for those that go on from them (`Prefixes`).
     """
     engine: Lookahead | None = getattr(model, "lookahead", None)  # type: ignore[assignment]  # no module
-    manager, state = OneModel(model, tokenizer, name), OneThread(assistant)
+    prefixes = Prefixes(model, cache_mb * 2**20)
+    manager, state = OneModel(model, tokenizer, name), OneThread(assistant, prefixes)
     app = build_server(
         manager,
         ReadingChat(manager, state),
@@ -112,7 +121,8 @@ def make_app(
 
     @app.get("/metrics")
     def metrics() -> PlainTextResponse:
-        return PlainTextResponse(exposition(engine, requests), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = exposition(engine, requests, prefixes)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.exception_handler(AnyHTTPException)
     def refused(request: Request, error: AnyHTTPException) -> JSONResponse:
@@ -175,9 +185,9 @@ class OneThread(GenerationState):
     Another thread reads their prompts, one at a time, so that templates and tokenizers hold up no client.
     """
 
-    def __init__(self, assistant: PreTrainedModel | None):
+    def __init__(self, assistant: PreTrainedModel | None, prefixes: Prefixes):
         super().__init__()
-        self._manager = Generations({} if assistant is None else {"assistant_model": assistant})
+        self._manager = Generations({} if assistant is None else {"assistant_model": assistant}, prefixes)
         self._reader = GenerateManager()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> "Generations":
@@ -198,9 +208,10 @@ class OneThread(GenerationState):
 class Generations(GenerateManager):
     """Calls ``model.generate`` with a request's own wishes, and ends the call when the client has gone."""
 
-    def __init__(self, options: dict):
+    def __init__(self, options: dict, prefixes: Prefixes):
         super().__init__()
         self._options = options
+        self._prefixes = prefixes
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
@@ -252,8 +263,16 @@ class Generations(GenerateManager):
         def call(streamer: DirectStreamer | None = None) -> torch.Tensor:
             if stop.asked:  # the client has gone while it waited
                 return inputs["input_ids"]
+            ids = inputs["input_ids"][0].tolist()
+            cache, stop.cached = self._prefixes.take(ids)
+            known = {} if cache is None else {CACHE: cache, "return_dict_in_generate": True}
             with seeded(wishes.seed, model.device):
-                return model.generate(**options, stopping_criteria=StoppingCriteriaList([stop]), streamer=streamer)
+                criteria = StoppingCriteriaList([stop])
+                output = model.generate(**options, **known, stopping_criteria=criteria, streamer=streamer)
+            if cache is None:
+                return output
+            self._prefixes.keep(output.sequences[0].tolist(), cache)
+            return output.sequences
 
         return call, stop
 
@@ -382,6 +401,7 @@ class Stop(StopWhenAsked):
         self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._reach = CONTEXT + BYTES * max(map(len, stops), default=0)  # tokens among which a stop string ends
         self.has_cut = False  # whether the text is as long as it may be, and has not ended by itself
+        self.cached = 0  # tokens of the prompt that earlier requests have left in a cache
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         stop = super().__call__(input_ids, scores, **kwargs)
@@ -540,9 +560,10 @@ class Reading:
             raise HTTPException(500, f"decoding failed: {type(error).__name__}: {error}") from error
         stop = _stop.get()
         if isinstance(response, StreamingResponse):
-            response.body_iterator = events(response.body_iterator, stop if self.path == RESPONSE else None)
+            response.body_iterator = events(response.body_iterator, stop, self.path == RESPONSE)
             return response
         answer = json.loads(response.body)
+        say_cached(answer, stop.cached)
         if self.path == RESPONSE and stop.has_cut:
             say_incomplete(answer)
         for place, key in texts_of(answer):
@@ -577,6 +598,24 @@ def texts_of(answer: dict) -> Iterator[tuple[dict, str]]:
     for item in answer.get("output", []):
         for part in item.get("content", []):
             yield part, "text"
+
+
+def say_cached(answer: dict, cached: int) -> None:
+    """Say in the usage of an answer, if it has one, how many tokens of the prompt were cached."""
+    if usage := answer.get("usage"):
+        name = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
+        usage[name] = (usage.get(name) or {}) | {"cached_tokens": cached}
+
+
+def with_cached(events: str, cached: int) -> str:
+    """The same events; the usage that they hold, if any, says how many tokens of the prompt were cached."""
+    if '"usage"' not in events:
+        return events
+    told = read_events(events)
+    for event in told:
+        say_cached(event, cached)
+        say_cached(event.get("response", {}), cached)
+    return written_events(told)
 
 
 def say_incomplete(response: dict) -> None:
@@ -618,24 +657,25 @@ def failed_event(first: str, latest: str, message: str) -> str:
     return written_events([{"type": "response.failed", "sequence_number": number, "response": response}])
 
 
-async def events(body: Any, stop: Stop | None) -> AsyncIterator[Any]:
+async def events(body: Any, stop: Stop, is_response: bool) -> AsyncIterator[Any]:
     """Yield the events of an answer, then the one by which clients know that it is whole; or the error.
 
-    stop: of a response, whose own last event says so; None for other answers.
+    is_response: its own last event says that it is whole.
     """
     first = latest = ""
     try:
         async for event in body:
-            latest = incomplete(event) if stop and stop.has_cut else event
+            latest = with_cached(event, stop.cached)
+            latest = incomplete(latest) if is_response and stop.has_cut else latest
             first = first or latest
             yield latest
     except Exception as error:
         logger.exception("a request has failed")
         refusal = error_body(f"decoding failed: {type(error).__name__}: {error}", 500)
-        is_response = stop is not None and first
-        yield failed_event(first, latest, refusal["error"]["message"]) if is_response else written_events([refusal])
+        fails = is_response and first
+        yield failed_event(first, latest, refusal["error"]["message"]) if fails else written_events([refusal])
     else:
-        if stop is None:
+        if not is_response:
             yield "data: [DONE]\n\n"
 
 
@@ -713,7 +753,7 @@ async def body_of(request: "Request", most: int) -> bytes | None:
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def exposition(engine: Lookahead | None, requests: Counter) -> str:
+def exposition(engine: Lookahead | None, requests: Counter, prefixes: Prefixes) -> str:
     """Return all counts in Prometheus' text format (version 0.0.4).
 
     engine: of the served model; None if it is not wrapped, which leaves the counts of lookahead out.
@@ -733,6 +773,10 @@ def exposition(engine: Lookahead | None, requests: Counter) -> str:
     }
     family("requests_total", "counter", "Requests that have ended.", ended)
     family("requests_running", "gauge", "Requests under way; all but one of them wait.", {"": requests["running"]})
+    family("prompt_tokens_total", "counter", "Tokens of prompts.", {"": prefixes.prompt_tokens})
+    family("cached_tokens_total", "counter", "Tokens of prompts that earlier requests have left.",
+           {"": prefixes.cached_tokens})  # fmt: skip
+    family("cache_bytes", "gauge", "Bytes of what earlier requests have left.", {"": prefixes.bytes})
     if engine is not None:
         with engine.lock:
             stats = engine.stats.as_dict()
