@@ -51,7 +51,7 @@ def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
 FAMILIES = [
     "llama", "mistral", "ministral", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2",
     "olmo3", "exaone4", "gemma", "gemma3_text", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
-    "nemotron", "phi", "stablelm", "starcoder2", "opt",
+    "nemotron", "phi", "stablelm", "starcoder2", "opt", "mixtral", "qwen3_moe", "olmoe", "granitemoe",
 ]  # fmt: skip
 
 AS_WIDE_AS_HEADS = {"helium", "opt", "phi", "stablelm"}  # these know no other width

@@ -514,7 +514,8 @@ def test_a_model_that_is_not_wrapped(plain, tokenizer):
     """It is served as it decodes; there is nothing to count but requests."""
     app = ours.make_app(plain, tokenizer, "plain")
     assert {"/metrics", "/v1/completions"} <= set(app.openapi()["paths"])
-    assert "tokens" not in ours.exposition(None, ours.Counter({"running": 0, ("/v1/completions", "200"): 3}))
+    counts = ours.Counter({"running": 0, ("/v1/completions", "200"): 3})
+    assert "tokens_per_step" not in ours.exposition(None, counts, ours.Prefixes(plain, 0))
 
 
 @pytest.mark.parametrize(

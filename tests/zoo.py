@@ -84,6 +84,8 @@ ALIKE = {
     "arcee": HEAD,
     "nemotron": HEAD,
     "phi": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 WITH_STATE = {"lfm2", "qwen3_next", "falcon_h1", "mamba2"}
 CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their cache position

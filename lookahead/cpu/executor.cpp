@@ -21,12 +21,13 @@ using namespace products;
 constexpr long BLOCK = 48;        // outputs that a thread takes at a time, by vectors
 constexpr long MOST_PARTS = 512;  // of keys, for texts of any length
 constexpr long LOOKED_AT = 512;   // logits of a row that are looked at as soon as they are there
+constexpr long MOST_EXPERTS = 512;
 constexpr int SPINS = 4096;
 
 // The structures that Python fills are described once, here: each field has 8 bytes, and `describe` says its name and
 // kind.
 #define KINDS(DO) \
-    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE) DO(ADD) DO(KEEP) DO(LOGITS)
+    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE) DO(EXPERTS) DO(ADD) DO(KEEP) DO(LOGITS)
 #define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED)
 
 #define OPERATION(FIELD, T)                                                                             \
@@ -39,10 +40,14 @@ constexpr int SPINS = 4096;
     FIELD(long, size)        /* of these, those of a head, or those that are normed together */         \
     FIELD(const T*, weight)  /* of a norm, or of an embedding */                                        \
     FIELD(const T*, bias)    /* of a norm, or an embedding of positions; or null */                     \
-    FIELD(const void*, products) /* [count] of `Product` */                                             \
+    FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then two of each */   \
     FIELD(long, count)                                                                                  \
     FIELD(long, is_each_shared)  /* each product is shared out by itself, not all of them together */   \
     FIELD(long, next)        /* the operation that multiplies next, or -1 */                            \
+    FIELD(const long*, temporary) /* buffers that an operation needs beside `out` */                    \
+    FIELD(long, top_k)       /* experts of a row */                                                     \
+    FIELD(long, adds_to_one) /* the weights of a row's experts are divided by their sum, */             \
+    FIELD(long, rounds_weights)  /* and rounded */                                                      \
     FIELD(long, index)       /* of a layer of the cache, a rotary embedding or an output; an offset */  \
     FIELD(long, rounds_once) /* not before a norm multiplies, or rotary products are added up */        \
     FIELD(long, is_centered) /* a norm takes the mean away */                                           \
@@ -483,11 +488,99 @@ struct Thread {
             activate<ACTIVATION>(x + at, by ? by + at : nullptr, out + at, end - begin);
     }
 
-    void gate_by_kind(const Operation<T>& now) {
+    void activate_by_kind(const Operation<T>& now) {
         switch (now.activation) {
-#define GATED(NAME) \
-    case NAME: gate<NAME>(now); break;
-            ACTIVATIONS(GATED)
+#define BY_KIND(NAME) \
+    case NAME: now.kind == GATE ? gate<NAME>(now) : experts<NAME>(now); break;
+            ACTIVATIONS(BY_KIND)
+        }
+    }
+
+    // An expert that a row has chosen.
+    struct Choice {
+        int32_t row;
+        float weight;
+    };
+
+    // Each row's experts: choices in the order of experts, then of rows, and where those of each expert begin.
+    void choose(const Operation<T>& of, const T* scores, long experts, Choice* choices, long* begins) const {
+        const long rows = pass.rows;
+        float chances[MOST_EXPERTS];
+        Choice* const by_row = choices + rows * of.top_k;  // [rows][top_k], of which `row` is an expert
+        std::fill(begins, begins + experts + 1, 0);
+        for (long row = 0; row < rows; row++) {
+            const T* const x = scores + row * experts;
+            float most = number(x[0]), sum = 0, chosen = 0;
+            for (long e = 1; e < experts; e++) most = std::max(most, number(x[e]));
+            for (long e = 0; e < experts; e++) {
+                const float chance = std::exp(number(x[e]) - most);
+                sum += chance, chances[e] = chance >= 0 ? chance : 0;  // so that no expert is chosen twice, NaN or not
+            }
+            for (long k = 0; k < of.top_k; k++) {
+                const long e = std::max_element(chances, chances + experts) - chances;
+                by_row[row * of.top_k + k] = {(int32_t)e, chances[e] / sum};
+                chosen += chances[e] / sum;
+                chances[e] = -1;
+                begins[e + 1]++;
+            }
+            for (long k = 0; k < of.top_k; k++) {
+                float& weight = by_row[row * of.top_k + k].weight;
+                if (of.adds_to_one) weight /= chosen;
+                if (of.rounds_weights) weight = rounded_to<T>(weight);
+            }
+        }
+        for (long e = 0; e < experts; e++) begins[e + 1] += begins[e];
+        long places[MOST_EXPERTS];
+        std::copy_n(begins, experts, places);
+        for (long i = 0; i < rows * of.top_k; i++)
+            choices[places[by_row[i].row]++] = {(int32_t)(i / of.top_k), by_row[i].weight};
+    }
+
+    // A gated MLP of each row's experts (Shazeer et al. 2017, arXiv 1701.06538), added up by their weights. An expert's
+    // weights are read once for all rows that have chosen it.
+    template <long ACTIVATION>
+    void experts(const Operation<T>& of) {
+        const auto* const router = (const Product<T>*)of.products;
+        const long experts = (of.count - 1) / 2, width = of.width, inner = router[1].matrix.outputs / 2;
+        const T* const x = buffer(of.x);
+        T *const scores = buffer(of.temporary[0]), *const gathered = buffer(of.temporary[1]);
+        T* const halves = buffer(of.temporary[2]);
+        Choice* const choices = (Choice*)buffer(of.temporary[3]);
+        T *const gated = buffer(of.temporary[4]), *const products = buffer(of.temporary[5]);  // shared; a row each choice
+        long begins[MOST_EXPERTS + 1];
+        Matrix<T> routing = router->matrix;
+        routing.out = scores;
+        multiply(prepare(x, pass.rows, width, router, 1), routing, 0, experts, nullptr);
+        choose(of, scores, experts, choices, begins);
+        const long begin = share(inner, index), n = share(inner, index + 1) - begin;
+        for (long e = 0; e < experts && n; e++) {
+            const long first = begins[e], rows = begins[e + 1] - first;
+            if (!rows) continue;
+            for (long i = 0; i < rows; i++) std::copy_n(x + choices[first + i].row * width, width, gathered + i * width);
+            const Matrix<T>& both = router[1 + 2 * e].matrix;  // gates, then what they are multiplied with
+            const Input<By> input = prepare(gathered, rows, width, router + 1 + 2 * e, 1);
+            T* const ups = halves + rows * n;
+            multiply(input, both.part(begin, n, width, halves), 0, n, both.at(inner + begin, width));
+            multiply(input, both.part(inner + begin, n, width, ups), 0, n, nullptr);
+            for (long i = 0; i < rows; i++)
+                activate<ACTIVATION>(halves + i * n, ups + i * n, gated + (first + i) * inner + begin, n);
+        }
+        meet();
+        const long begin_out = share(width, index), end_out = share(width, index + 1);
+        for (long e = 0; e < experts && begin_out < end_out; e++) {
+            const long first = begins[e], rows = begins[e + 1] - first;
+            if (!rows) continue;
+            Matrix<T> down = router[2 + 2 * e].matrix;
+            down.out = products + first * width;
+            multiply(prepare(gated + first * inner, rows, inner, router + 2 + 2 * e, 1), down, begin_out, end_out, nullptr);
+        }
+        meet();
+        T* const out = buffer(of.out);
+        std::fill(out, out + pass.rows * width, T{});
+        for (long i = 0; i < begins[experts]; i++) {
+            T* const to = out + choices[i].row * width;
+            for (long j = 0; j < width; j++)
+                store(number(to[j]) + rounded_to<T>(choices[i].weight * number(products[i * width + j])), to + j);
         }
     }
 
@@ -544,7 +637,8 @@ struct Thread {
                 case ROTARY: rotary(now); break;
                 case APPEND: append(now); break;
                 case ATTEND: attend(now); break;
-                case GATE: gate_by_kind(now); break;
+                case GATE:
+                case EXPERTS: activate_by_kind(now); break;
                 case ADD: add(now); break;
                 case KEEP: keep(now); break;
                 case LOGITS: has_nan = logits(now); break;

@@ -28,6 +28,7 @@ _describe = cache(partial(native.kernels, "describe", (torch.uint8,), [], ctypes
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
 _movers = cache(partial(native.kernels, "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
 MOST_PRODUCTS = 8  # of an operation
+OF_CHOICE = 8  # bytes of a Choice in C++
 ALIGNMENT = 64  # bytes, of each buffer
 
 
@@ -69,7 +70,7 @@ def serves(program: Program) -> bool:
         program.dtype in _kernels()
         and program.fits()
         and all(0 < size <= MAX_HEAD_DIM for _, size in program.caches)
-        and all(len(operation.linears) <= MOST_PRODUCTS for operation in program.operations)
+        and all(len(one.of) <= MOST_PRODUCTS for one in program.operations if isinstance(one, op.Products))
     )
 
 
@@ -135,6 +136,10 @@ class _Buffers:
 
     def __init__(self, program: Program):
         self.of: dict[op.Value, _Buffer] = {}
+        self.temporary: dict[op.Value, list[_Buffer]] = {}
+        """Of experts, by their result."""
+        self._others: list[_Buffer] = []
+        self._itemsize = program.dtype.itemsize
         self.meets: list[bool] = []
         """For each operation, whether threads meet before it."""
         gates = [operation for operation in program.operations if isinstance(operation, op.Gate)]
@@ -143,7 +148,7 @@ class _Buffers:
         self._free: list[_Buffer] = []
         for i, operation in enumerate(program.operations):
             self._place(i, operation)
-        found = list(dict.fromkeys(self.of.values()))
+        found = list(dict.fromkeys([*self.of.values(), *self._others]))
         self.all = sorted(found, key=lambda buffer: not buffer.is_private)
         """The private ones first."""
 
@@ -154,7 +159,7 @@ class _Buffers:
     def _place(self, i: int, operation: op.Operation) -> None:
         """Find the buffers of what an operation makes, and whether threads must meet before it."""
         of_rows = isinstance(operation, op.Norm) and not operation.of_heads
-        is_private = of_rows or isinstance(operation, (op.Embed, op.Add))
+        is_private = of_rows or isinstance(operation, (op.Embed, op.Add, op.Experts))
         part, reads = self._part(operation), [self.of[value] for value in operation.read()]
         dying = [self.of[value] for value in dict.fromkeys(operation.read()) if self._last[value] == i]
         outs = []
@@ -164,23 +169,42 @@ class _Buffers:
         meets = meets or any(_conflict(buffer, part, writes=True) for buffer in outs)
         meets = meets or isinstance(operation, op.Attend)  # whose threads take items in turn
         if meets:
-            for buffer in {*self.of.values()}:
+            for buffer in {*self.of.values(), *self._others}:
                 buffer.used.clear()
         self.meets.append(meets)
-        for _ in operation.written()[len(outs) :]:
-            found = next((one for one in self._free if one.is_private == is_private and not one.used), None)
-            if found is not None:
-                self._free.remove(found)
-            outs.append(found or _Buffer(is_private))
+        outs += [self._taken(is_private) for _ in operation.written()[len(outs) :]]
         for value, buffer in zip(operation.written(), outs, strict=True):
             self.of[value] = buffer
             buffer.width = max(buffer.width, value.width)
+        if isinstance(operation, op.Experts):
+            self._place_temporary(operation)
         for writes, buffers in ((False, reads), (True, outs)):
             for buffer in buffers:
                 if not buffer.is_private:
                     buffer.used.append((part, writes))
         unread = [self.of[value] for value in operation.written() if value not in self._last]
         self._free += [buffer for buffer in dying if buffer not in outs] + unread
+
+    def _taken(self, is_private: bool) -> _Buffer:
+        """Take a buffer that is free, or a new one."""
+        found = next((one for one in self._free if one.is_private == is_private and not one.used), None)
+        if found is not None:
+            self._free.remove(found)
+        return found or _Buffer(is_private)
+
+    def _place_temporary(self, experts: op.Experts) -> None:
+        """Find the buffers that experts need beside their result: `temporary` in C++."""
+        chosen, width, inner = experts.top_k, experts.x.width, experts.inner
+        of_choices = 2 * chosen * OF_CHOICE // self._itemsize  # in their order, and by row
+        private, shared = (experts.of[0].outputs, width, 2 * inner, of_choices), (chosen * inner, chosen * width)
+        taken = [(self._taken(True), n) for n in private] + [(self._taken(False), n) for n in shared]
+        for buffer, n in taken:
+            buffer.width = max(buffer.width, n)
+            self._others.append(buffer)
+        for buffer, _ in taken[len(private) :]:
+            buffer.used.append((None, True))
+        self.temporary[experts.out] = [buffer for buffer, _ in taken]
+        self._free += self.temporary[experts.out]
 
     def _part(self, operation: op.Operation) -> Part:
         match operation:
@@ -231,7 +255,7 @@ class Executor:
         self._rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # in these tables
         self._turned = 0  # positions of those
         self._outputs = np.zeros(self.outputs, np.int64)
-        inputs = [one.x.width for one in program.operations if isinstance(one, (op.Products, op.Logits))]
+        inputs = [linear.inputs for linear in program.linears]
         self._pass = described.arguments(
             operations=self._operations.ctypes.data,
             operation_count=len(self._operations),
@@ -273,6 +297,13 @@ class Executor:
                     settings = {"width": x.width, "y": more, "factor": factor}
                 case op.Keep(x, index):
                     settings = {"width": x.width, "index": index}
+                case op.Experts(x, out, _, top_k, activation, adds_to_one, rounds_weights):
+                    temporary = [numbers[buffer] for buffer in buffers.temporary[out]]
+                    matrices = [(*linear.matrix(), -1) for linear in operation.linears]
+                    kept += [np.array(matrices, np.int64), np.array(temporary, np.int64)]
+                    settings = {"width": x.width, "products": kept[-2].ctypes.data, "count": len(matrices)}
+                    settings |= {"temporary": kept[-1].ctypes.data, "top_k": top_k, "adds_to_one": adds_to_one}
+                    settings |= {"rounds_weights": rounds_weights, "activation": activations[activation.upper()]}
                 case op.Products(x) | op.Logits(x):
                     outs = [numbers[buffers.of[out]] for out in operation.written()] or [-1]
                     matrices = [linear.matrix() for linear in operation.linears]

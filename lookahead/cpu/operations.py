@@ -11,6 +11,7 @@ import torch
 
 from lookahead.cpu.products import Linear
 
+MOST_EXPERTS = 512
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared"]
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula."""
 
@@ -174,6 +175,45 @@ class Gate(Operation):
 
     def fits(self) -> bool:
         return self.by is None or self.by.width == self.x.width
+
+
+@dataclass(frozen=True, eq=False)
+class Experts(Operation):
+    """A gated MLP of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
+
+    of: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The weights
+    are the router's softmax. They are divided by their sum if they add to one, and may be rounded. Results are rounded
+    when they have been weighed, and added in the order of experts.
+    """
+
+    x: Value
+    out: Value
+    of: tuple[Linear, ...]
+    top_k: int
+    activation: Activation
+    adds_to_one: bool
+    rounds_weights: bool
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.of
+
+    @property
+    def inner(self) -> int:
+        """Numbers of a row within an expert."""
+        return self.of[2].inputs
+
+    def fits(self) -> bool:
+        (router, *experts), width = self.of, self.x.width
+        shapes = {(linear.outputs, linear.inputs) for linear in experts[::2]}
+        back = {(linear.outputs, linear.inputs) for linear in experts[1::2]}
+        return (
+            0 < self.top_k <= router.outputs == len(experts) // 2 <= MOST_EXPERTS
+            and router.inputs == width
+            and shapes == {(2 * self.inner, width)}
+            and back == {(width, self.inner)}
+            and self.inner % 16 == 0  # the halves are parts of a layer
+        )
 
 
 @dataclass(frozen=True, eq=False)

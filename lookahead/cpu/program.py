@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lookahead.cpu.operations import Append, Embed, Logits, Operation, Products, Rotary
+from lookahead.cpu.operations import Append, Embed, Experts, Logits, Operation, Products, Rotary
 from lookahead.cpu.products import Linear, is_plain_of
 
 
@@ -78,7 +78,7 @@ class Program:
 
         def changed() -> Iterator[Operation]:
             for operation in self.operations:
-                if isinstance(operation, Products):
+                if isinstance(operation, (Products, Experts)):
                     yield replace(operation, of=tuple(map(change, operation.of)))
                 elif isinstance(operation, Logits):
                     yield replace(operation, of=change(operation.of))

@@ -69,6 +69,9 @@ class Reference:
             sums = self.rounded(self.rounded(sums) * scales.to(self.wide))
         return self.rounded(sums if bias is None else sums + bias.to(self.wide))
 
+    def activated(self, x: torch.Tensor, activation: op.Activation) -> torch.Tensor:
+        return self.rounded(self.gelu_in_steps(x) if activation == "gelu_new" else ACTIVATIONS[activation](x))
+
     def gelu_in_steps(self, x: torch.Tensor) -> torch.Tensor:
         rounded = self.rounded
         z = rounded(math.sqrt(2 / math.pi) * rounded(x + rounded(0.044715 * rounded(rounded(x * x) * x))))
@@ -132,9 +135,23 @@ class Reference:
 
     @computed.register
     def _(self, gate: op.Gate) -> torch.Tensor:
-        x = self.values[gate.x]
-        x = self.gelu_in_steps(x) if gate.activation == "gelu_new" else ACTIVATIONS[gate.activation](x)
-        return self.rounded(x) if gate.by is None else self.rounded(self.rounded(x) * self.values[gate.by])
+        x = self.activated(self.values[gate.x], gate.activation)
+        return x if gate.by is None else self.rounded(x * self.values[gate.by])
+
+    @computed.register
+    def _(self, experts: op.Experts) -> torch.Tensor:
+        x, (router, *of) = self.values[experts.x], experts.of
+        weights, chosen = self.product(router, x).softmax(-1).topk(experts.top_k)
+        weights = weights / weights.sum(-1, keepdim=True) if experts.adds_to_one else weights
+        weights = self.rounded(weights) if experts.rounds_weights else weights
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            row, place = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = self.product(of[2 * expert], x[row]).chunk(2, dim=-1)
+            inner = self.rounded(self.activated(gate, experts.activation) * up)
+            weighed = self.product(of[2 * expert + 1], inner) * weights[row, place, None]
+            out[row] = self.rounded(out[row] + self.rounded(weighed))
+        return out
 
     @computed.register
     def _(self, add: op.Add) -> torch.Tensor:

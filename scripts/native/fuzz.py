@@ -181,7 +181,22 @@ class RandomProgram:
         attended = self.add(op.Attend(q, Value(q.width), layer, size, self.key_heads, scaling))
         return self.products(attended, x.width)[0]
 
+    def experts(self, x: Value, width: int) -> Value:
+        count = self.rng.choice([1, 2, 5, 20])
+        of = [self.linear(count, x.width)]
+        if self.dtype == torch.bfloat16:  # which rounds scores to ties: the bias decides instead
+            bias = 100.0 * torch.randperm(count)
+            of[0] = of[0]._replace(bias=self.memory.copy(bias.to(self.dtype)))
+        for _ in range(count):
+            of += [self.linear(2 * width, x.width), self.linear(x.width, width)]
+        flags = [self.rng.random() < 0.5 for _ in range(2)]
+        return self.add(
+            op.Experts(x, Value(x.width), tuple(of), self.rng.randint(1, min(count, 4)), self.activation, *flags)
+        )
+
     def mlp(self, x: Value, width: int) -> Value:
+        if self.rng.random() < 0.25:
+            return self.experts(x, width)
         if self.rng.random() < 0.7:
             gate, up = self.products(x, width, width)
             gated = self.add(op.Gate(gate, Value(width), self.activation, up))

@@ -6,6 +6,7 @@ from lookahead.models.families.gemma import Gemma, Gemma3
 from lookahead.models.families.glm import Ernie4_5, Glm, Glm4, Helium
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Cwm, Llama, Ministral, Mistral, SeedOss, SmolLM3
+from lookahead.models.families.mixtral import GraniteMoe, Mixtral, Olmoe, Qwen3Moe
 from lookahead.models.families.nemotron import Arcee, Nemotron
 from lookahead.models.families.olmo import Olmo2, Olmo3
 from lookahead.models.families.opt import OPT
@@ -19,6 +20,7 @@ PAGES: dict[str, type[Page]] = {
     for page in (
         Llama, Mistral, Ministral, Cwm, SeedOss, SmolLM3, Qwen2, Qwen3, Phi3, Granite, Olmo2, Olmo3, Exaone4, Gemma,
         Gemma3, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2, Arcee, Nemotron, Phi, StableLm, Starcoder2, OPT,
+        Mixtral, Qwen3Moe, Olmoe, GraniteMoe,
     )
 }  # fmt: skip
 

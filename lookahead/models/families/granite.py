@@ -13,7 +13,10 @@ class Granite(Llama):
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         factor = float(layer.residual_multiplier)
         x = self.add(x, self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name), factor)
-        return self.add(x, self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp), factor)
+        return self.add(x, self.feed_forward(self.norm(x, layer.post_attention_layernorm), layer), factor)
+
+    def feed_forward(self, x: Value, layer: Any) -> Value:
+        return self.mlp(x, layer.mlp)
 
     def head(self, x: Value) -> None:
         self.logits(x, self.model.lm_head, float(self.model.config.logits_scaling))

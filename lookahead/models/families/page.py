@@ -30,6 +30,9 @@ ACTIVATIONS: dict[str, op.Activation] = {
 """By the class in torch or transformers."""
 
 
+Slides = Literal["never", "always", "by type"]
+
+
 class UnknownModelError(Exception):
     """No page says what the model computes. The message says what is different."""
 
@@ -37,7 +40,7 @@ class UnknownModelError(Exception):
 class Page:
     """What a family computes. A page says it in `write`, by the methods here, each of which adds an operation."""
 
-    slides: Literal["never", "always", "by type"] = "never"
+    slides: Slides = "never"
     """Which layers have a sliding window, if the configuration names its length."""
     turns_part = False
     """Whether the rotary embedding may turn the first numbers of a head alone."""
@@ -183,6 +186,18 @@ class Page:
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))
+
+    def experts(
+        self, x: Value, router: Any, experts: Any, adds_to_one: bool, suffix: str = "TopKRouter", rounds: bool = True
+    ) -> Value:
+        """suffix: of the router's class. rounds: whether weights of experts are rounded."""
+        self.own(router, suffix), self.own(experts, "Experts")
+        both, back = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        of = [Linear(router.weight)]
+        for pair in zip(both, back, strict=True):
+            of += map(Linear, pair)
+        activation = self._activation(experts.act_fn)
+        return self._add(op.Experts(x, Value(x.width), tuple(of), router.top_k, activation, adds_to_one, rounds))
 
     def add(self, x: Value, more: Value, factor: float = 1.0) -> Value:
         return self._add(op.Add(x, Value(x.width), more, factor))

@@ -4,6 +4,7 @@ from typing import Any
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
+from lookahead.models.families.page import Slides
 
 
 class Qwen2(Llama):
@@ -11,7 +12,7 @@ class Qwen2(Llama):
 
 
 class Qwen3(Llama):
-    slides = "by type"
+    slides: Slides = "by type"
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return super().turned(*self.normed(q, k, attention), attention, name)

@@ -1,0 +1,44 @@
+"""Mixtures of experts: Mixtral, Qwen3-MoE, OLMoE and Granite-MoE."""
+
+from typing import Any
+
+from lookahead.cpu.operations import Value
+from lookahead.models.families.granite import Granite
+from lookahead.models.families.llama import Llama, Mistral
+from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.qwen import Qwen3
+
+
+class Mixtral(Mistral):
+    dropouts = ("router_jitter_noise",)
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "SparseMoeBlock")
+        return self.experts(x, mlp.gate, mlp.experts, adds_to_one=True, rounds=False)
+
+
+class Qwen3Moe(Qwen3):
+    slides = "always"
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        if not hasattr(mlp, "experts"):  # some layers have a usual MLP
+            return super().mlp(x, mlp)
+        self.own(mlp, "SparseMoeBlock")
+        return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
+
+
+class Olmoe(Llama):
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "SparseMoeBlock")
+        return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        if attention.config.clip_qkv is not None:
+            raise UnknownModelError("its queries and keys are clipped")
+        return super().turned(*self.normed(q, k, attention), attention, name)
+
+
+class GraniteMoe(Granite):
+    def feed_forward(self, x: Value, layer: Any) -> Value:
+        moe = self.own(layer.block_sparse_moe, "MoE")
+        return self.experts(x, moe.router, moe.experts, adds_to_one=True)
