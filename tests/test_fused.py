@@ -54,7 +54,13 @@ FAMILIES = [
     "nemotron", "phi", "stablelm", "starcoder2", "opt", "mixtral", "qwen3_moe", "olmoe", "granitemoe",
 ]  # fmt: skip
 
-AS_WIDE_AS_HEADS = {"helium", "opt", "phi", "stablelm"}  # these know no other width
+MIXTURES = {
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "granitemoe",
+}  # torch multiplies with their experts, in an order of its own
+AS_WIDE_AS_HEADS = {"helium", "opt", "phi", "stablelm", "olmoe", "granitemoe"}  # these know no other width
 
 
 def sizes(family, width, intermediate, size, heads=4):
@@ -268,7 +274,7 @@ def of_both(runners, held, rows):
         return [runner.run([step], cache) for runner, cache in zip(runners, caches, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MIXTURES])
 def test_it_rounds_where_the_model_rounds(family, monkeypatch):
     """If the model's own code uses our products and attention, too, nearly all numbers are the same to the last bit."""
     monkeypatch.setattr(products, "MIN_WEIGHTS", 0)

@@ -178,7 +178,11 @@ COMMON: dict[str, Check] = {
     ),
     "top_logprobs": _only(0, "left out, because answers come without probabilities"),
     "stream_options": (  # a stream ends with its usage anyway
-        lambda value: isinstance(value, dict) and all(isinstance(option, bool) for option in value.values()),
+        lambda value: (
+            isinstance(value, dict)
+            and value.keys() <= {"include_usage", "include_obfuscation"}
+            and all(isinstance(flag, bool) for flag in value.values())
+        ),
         'an object of flags, such as {"include_usage": true}',
     ),
 }
