@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/installed
 WITH_TESTS := $(VENV)/installed-with-tests
 VLLM := .peers/vllm
 
-.PHONY: demo lint test test-versions test-native test-vllm test-clients gpu docs format clean
+.PHONY: demo lint test test-core test-versions test-native test-vllm test-clients gpu docs format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/lookahead generate --prompt-file demo_prompt.txt --temperature 0.6 --seed 1 --max-new-tokens 256 --compare
@@ -26,6 +26,12 @@ lint: $(WITH_TESTS)
 
 test: lint
 	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+# What a change to the engine is checked with first, in three minutes: texts, fused passes, batches, caches, the pool, the
+# layout and the budget of a step, and the planted defects.
+CORE := lossless broken fused batches cache continuation generate known_draws streaming pool budget step window
+test-core: $(WITH_TESTS)
+	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(CORE:%=tests/test_%.py)
 
 # The core tests with the oldest and the newest transformers that pyproject.toml admits.
 test-versions: $(WITH_TESTS)

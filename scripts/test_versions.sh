@@ -32,7 +32,9 @@ tests_with() {
     "$DIR/$name/bin/python" -m pip install --quiet $PIP_FLAGS --upgrade "$requirement"
     "$DIR/$name/bin/python" -c 'import platform, torch, transformers
 print("python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)'
-    PYTHONPATH=$PWD "$DIR/$name/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
+    # `make test` has tried all examples of the property tests already.
+    LOOKAHEAD_SHARE=${LOOKAHEAD_SHARE:-0.25} PYTHONPATH=$PWD \
+        "$DIR/$name/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
 }
 
 # shellcheck disable=SC2086

@@ -1,12 +1,42 @@
 """What holds for all tests."""
 
+import functools
+import math
+import os
 import signal
 
+import hypothesis
 import pytest
 import torch
 
 from lookahead.passes import costs, verdicts
 
+if "LOOKAHEAD_SHARE" in os.environ:  # of the examples that property tests try, for runs that repeat those of others
+    share, whole = float(os.environ["LOOKAHEAD_SHARE"]), hypothesis.settings.__init__
+
+    @functools.wraps(whole)
+    def fewer(self, *given, **options) -> None:
+        if "max_examples" in options:
+            options["max_examples"] = math.ceil(share * options["max_examples"])
+        whole(self, *given, **options)
+
+    hypothesis.settings.__init__ = fewer
+    hypothesis.settings.register_profile("share", max_examples=100)  # of tests that name no number
+    hypothesis.settings.load_profile("share")
+
+    def pytest_collection_modifyitems(config, items) -> None:
+        """Each family has a test once, whatever else the test is given."""
+        seen, kept, left_out = set(), [], []
+        for item in items:
+            given = item.callspec.params if hasattr(item, "callspec") else {}
+            key = item.function, given.get("model_type", item)
+            (left_out if key in seen else kept).append(item)
+            seen.add(key)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: two of them on two cores else wait for each other
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores, and its children
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much where others use the processor too
 

@@ -55,10 +55,10 @@ def test_a_family_that_hangs_is_ended():
 
 def test_page(tmp_path):
     out = tmp_path / "page.md"
-    done = CliRunner().invoke(architectures.main, ["--only", "gpt2,bart,blt", "--out", str(out)])
+    done = CliRunner().invoke(architectures.main, ["--only", "gpt2,bart,cpmant", "--out", str(out)])
     assert done.exit_code == 0, done.output
     rows = json.loads(out.with_suffix(".json").read_text())["families"]
-    assert [row["model_type"] for row in rows] == ["bart", "blt", "gpt2"]
+    assert [row["model_type"] for row in rows] == ["bart", "cpmant", "gpt2"]
     for row, guesses in ((rows[0], "chain"), (rows[2], "tree")):
         assert row["result"] == "identical"
         assert row["guesses"] == guesses

@@ -21,6 +21,7 @@ from lookahead.passes.capabilities import find_adapter, why_not_compiled
 COMPILED = LookaheadConfig(compile_passes=True)
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.8}
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
+USUAL = {"llama", "qwen3", "gemma3_text", "mistral", "gpt2", "olmo2"}
 
 
 def compiles(model) -> bool:
@@ -48,24 +49,28 @@ def traced(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.fixture
+def two_programs():
+    """No more are made of one code."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        yield
+
+
 @pytest.mark.parametrize("name", sorted(set(SETTINGS) - CHAIN_ONLY))
 def test_texts_are_identical(name, traced):
+    """Whether a family compiles or not; the usual ones do."""
     model, rng = tiny_model(name), random.Random(name)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         is_compiled = compiles(model)
     reasons = [str(w.message) for w in warned if "without compiled passes" in str(w.message)]
     assert is_compiled == (not reasons)
+    assert is_compiled or name not in USUAL
     for options in (GREEDY, SAMPLED):
         traced.clear()
         config = LookaheadConfig(compile_passes=True, budget=12, window_size=rng.choice([0, 3]))
         stats = check_identical(model, [random_prompt(rng)], options, config, seed=rng.randrange(100))
         assert len(traced) == (stats.steps if is_compiled else 0)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "mistral", "gpt2", "olmo2"])
-def test_the_usual_families_compile(name, traced):
-    assert compiles(tiny_model(name))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -180,23 +185,25 @@ def test_wrapping_again_compiles_nothing_anew(traced):
     assert compile.call_count == 1
 
 
-def test_many_models_compile_in_one_process(traced):
+def test_many_models_compile_in_one_process(traced, two_programs):
     prompt = torch.arange(1, 10)[None]
-    for _ in range(torch._dynamo.config.recompile_limit + 1):
+    for _ in range(3):
         traced.clear()
         check_identical(small_llama(), [prompt], {**GREEDY, "max_new_tokens": 8}, COMPILED, seed=0)
         assert traced
 
 
 @pytest.mark.filterwarnings("ignore:.*without compiled passes")
-def test_a_model_that_changes_too_often_goes_without(traced):
+def test_a_model_that_changes_too_often_goes_without(traced, two_programs):
     """torch.compile makes but a few programs of one code."""
     model, prompt = small_llama(), torch.arange(1, 10)[None]
-    for name in ("ReLU", "GELU", "SiLU", "Tanh", "Sigmoid", "ELU", "SELU", "Mish", "Softplus", "Hardswish"):
+    given_up = []
+    for name in ("ReLU", "GELU", "SiLU", "Tanh"):
         model.model.layers[0].mlp.act_fn = getattr(torch.nn, name)()
         check_identical(model, [prompt], GREEDY, COMPILED, seed=0)
+        given_up.append(bool(compiled.why_not(model)))
     assert traced
-    assert compiled.why_not(model)
+    assert given_up == [False, False, True, True]
 
 
 def test_an_input_that_a_hook_writes_to_is_multiplied_anew(traced):
@@ -290,9 +297,10 @@ def test_a_users_own_compiled_model_is_as_it_was():
 
 @pytest.mark.parametrize("part", [lambda model: model, lambda model: model.model.layers[1]], ids=["all", "one layer"])
 @pytest.mark.parametrize("before", [True, False])
-def test_a_model_that_its_user_compiles_writes_the_same(part, before):
+def test_a_model_that_its_user_compiles_writes_the_same(part, before, two_programs):
+    """In its programs and, as they soon do not fit, without them."""
     model, ids = tiny_model("llama"), torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
-    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}  # each shape of a pass is traced
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     expected = model.generate(ids, **options)
     torch.compiler.reset()
     if before:

@@ -33,7 +33,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 # -- the text ---------------------------------------------------------------------------------------------------------
 
 
-@random_cases(60)
+@random_cases(40)
 @given(
     model_type=st.sampled_from(["llama", "gemma3_text", "lfm2", "bloom"]),
     drafts=st.lists(st.sampled_from(DRAFTS), min_size=1, max_size=3),

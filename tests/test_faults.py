@@ -1,5 +1,7 @@
 """What goes wrong in the middle reaches the caller, and the wrapped model still generates correctly afterwards."""
 
+from functools import cache as cache_of_calls
+
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -55,14 +57,19 @@ class NanAt(LogitsProcessor):
         return scores * float("nan") if input_ids.shape[1] == self.length else scores
 
 
-@pytest.fixture(params=[("gemma2", 1), ("gemma2", 3), ("lfm2", 1)], ids=["alone", "batch", "with state"])
-def wrapped(request):
-    """A wrapped model, a prompt or several, and a check that it generates as it should."""
-    model_type, batch = request.param
+@cache_of_calls
+def known(model_type: str, batch: int) -> tuple:
+    """A model that all faults befall, a prompt or several, and the texts."""
     model = tiny_model(model_type, seed=5)
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
     ids = torch.cat([ids.roll(i, dims=1) for i in range(batch)])
-    expected = model.generate(ids, max_new_tokens=40, min_new_tokens=40).tolist()
+    return model, ids, model.generate(ids, max_new_tokens=40, min_new_tokens=40).tolist()
+
+
+@pytest.fixture(params=[("gemma2", 1), ("gemma2", 3), ("lfm2", 1)], ids=["alone", "batch", "with state"])
+def wrapped(request):
+    """A wrapped model, a prompt or several, and a check that it generates as it should."""
+    model, ids, expected = known(*request.param)
     lookahead.wrap(model, LookaheadConfig(window_size=3, pool_memory_mb=1))
 
     def still_right():
@@ -72,6 +79,7 @@ def wrapped(request):
     still_right()  # measures what a pass costs, too
     yield model, ids, still_right
     still_right()
+    lookahead.unwrap(model)
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, 37])

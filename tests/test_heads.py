@@ -382,7 +382,7 @@ def sources(tmp_path_factory):
     return model, {kind: source_of(kind, model, folder) for kind in KINDS}
 
 
-@random_cases(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@random_cases(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=2, unique=True),
     prompt_seeds=st.lists(st.integers(0, 2**31), min_size=1, max_size=3),

@@ -85,7 +85,7 @@ def said_after(model, skipped, committed, drafted):
 # -- the text ---------------------------------------------------------------------------------------------------------
 
 
-@random_cases(60)
+@random_cases(40)
 @given(
     model_type=st.sampled_from(["llama", "qwen2", "gpt2", "gpt_neox"]),
     skipped=st.sets(st.integers(0, LAYERS - 1), max_size=LAYERS - 1),

@@ -159,21 +159,26 @@ LOWER = {
     "AVX512": ["AVX2", "DEFAULT"],
     "AVX2": ["DEFAULT"],
 }
+LOOK = """
+import sys
+from lookahead.cpu import native
+print(native.CAPABILITY, native.why_missing(), flush=True)
+import pytest
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
 
 
 @pytest.mark.parametrize("capability", LOWER.get(native.CAPABILITY, []))
 def test_kernels_are_right_on_lesser_processors(capability, tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_tree_attention.py"]
-    command += ["tests/test_products.py::test_products_are_what_the_formula_says"]
+    chosen = ["tests/test_tree_attention.py", "tests/test_products.py::test_products_are_what_the_formula_says"]
     isa = {"AVX512_BF16": "AVX512_CORE_BF16", "AVX512": "AVX512_CORE"}
     lowered = (
         {"ONEDNN_MAX_CPU_ISA": isa[capability]} if capability in isa else {"ATEN_CPU_CAPABILITY": capability.lower()}
     )
-    look = "from lookahead.cpu import native; print(native.CAPABILITY, native.why_missing())"
-    environment = os.environ | lowered
-    found = subprocess.run([sys.executable, "-c", look], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert found.stdout.split("\n")[0] == f"{capability} None"
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", LOOK, *chosen], cwd=ROOT, env=os.environ | lowered, capture_output=True, text=True
+    )
+    assert ended.stdout.split("\n")[0] == f"{capability} None"
     assert ended.returncode == 0, ended.stdout
 
 

@@ -624,7 +624,7 @@ def merged(base: NgramPool, *others: NgramPool, since: NgramPool | None = None) 
     return pool
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SHORT, st.lists(SHORT, min_size=2, max_size=5), st.randoms())
 def test_the_order_of_merging_does_not_matter(text, texts, rng):
     base = taught(text)
@@ -635,7 +635,7 @@ def test_the_order_of_merging_does_not_matter(text, texts, rng):
         assert_holds_alike(forth, merged(base, *pools, since=since))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SHORT, st.lists(SHORT, min_size=2, max_size=4))
 def test_a_tree_of_merges_is_one_merge(text, texts):
     """Each node starts from the base and takes in its replicas; the root takes in the nodes, as if they were such."""

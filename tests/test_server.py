@@ -434,17 +434,23 @@ THINKING = TEMPLATE | {
 }
 
 
-@pytest.mark.parametrize("most", [6, 14, 200])
-def test_the_part_of_a_response_that_its_length_has_cut_is_incomplete(most):
-    """What has ended before is not. The cut falls into the reasoning, into the message behind it, or nowhere."""
-    options = {"model": "writing", "max_output_tokens": most, "temperature": 0}
+@pytest.fixture(scope="module")
+def thinking():
+    """A client of a server whose model thinks aloud."""
     with (
         running("-c", WRITING, json.dumps(THINKING)) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
-        options["input"] = "<think>ab</think>return x, y, z, 1, 2, 3, 4"
-        whole = client.responses.create(**options)
-        events = list(client.responses.create(**options, stream=True))
+        yield client
+
+
+@pytest.mark.parametrize("most", [6, 14, 200])
+def test_the_part_of_a_response_that_its_length_has_cut_is_incomplete(thinking, most):
+    """What has ended before is not. The cut falls into the reasoning, into the message behind it, or nowhere."""
+    options = {"model": "writing", "max_output_tokens": most, "temperature": 0}
+    options["input"] = "<think>ab</think>return x, y, z, 1, 2, 3, 4"
+    whole = thinking.responses.create(**options)
+    events = list(thinking.responses.create(**options, stream=True))
     told = {6: ("incomplete", "incomplete"), 14: ("completed", "incomplete"), 200: ("completed", "completed")}[most]
     done = [event.item for event in events if event.type == "response.output_item.done"]
     for items in (done, events[-1].response.output, *([whole.output] if len(whole.output) > 1 else [])):

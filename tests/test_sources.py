@@ -138,7 +138,7 @@ knowing = st.builds(
 )
 
 
-@random_cases(60)
+@random_cases(40)
 @given(
     model_type=st.sampled_from(["llama", "gpt2", "gemma3_text", "llama4_text", "lfm2", "mamba2", "bloom"]),
     prompt_seeds=st.lists(st.integers(0, 2**31), min_size=1, max_size=4),

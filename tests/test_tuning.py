@@ -4,6 +4,7 @@ import json
 
 import matplotlib.image
 import pytest
+import torch
 from click.testing import CliRunner
 
 from lookahead.passes import capabilities, costs
@@ -38,6 +39,9 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
 
 
 def test_compiled_passes_are_kept_apart(tmp_path, monkeypatch):
+    """What is traced runs as it is, which spares the compiler."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options: graph)
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     for module in (capabilities, tuning):
         monkeypatch.setattr(module, "fused_runner", lambda *_, **options: "not here")
@@ -47,6 +51,7 @@ def test_compiled_passes_are_kept_apart(tmp_path, monkeypatch):
         lines = [line for line in result.stdout.splitlines() if "context" in line]
         assert [line.split(",")[0].strip() for line in lines] == ways
     assert len(list(tmp_path.glob("*.json"))) == 2
+    torch.compiler.reset()
 
 
 def test_fused_passes_come_first():

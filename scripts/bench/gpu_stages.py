@@ -27,8 +27,7 @@ from bench.speedups import summarise, title
 from bench.timing import decoding_options, waited, why_no_ratios
 from lookahead.compat import CACHE
 from lookahead.models.adapter import vocabulary_of
-from lookahead.passes.capabilities import find_adapter, why_not_compiled
-from lookahead.passes.compiled import CompiledRunner
+from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.environment import environment
 from lookahead.passes.graphs import GraphRunner, StepGraphs, capture_cuda
 from lookahead.passes.runner import EagerRunner
@@ -224,10 +223,6 @@ def _all_costs(model, plan, rows, lengths) -> Iterator[tuple[str, int, Callable[
     inductor_length = min(lengths, key=lambda length: abs(length - INDUCTOR_LENGTH))
     inductor_rows = rows[:1] if plan.is_small else INDUCTOR_ROWS
     yield "reduce-overhead", inductor_length, lambda: _inductor_times(model, inductor_rows, inductor_length)
-    if why_not_compiled(model, adapter) is None:
-        compiled = CompiledRunner(model, adapter)
-        for length in lengths:
-            yield "compile_passes", length, lambda length=length: _times(compiled, rows, length)
 
 
 def _times(runner, rows, length: int) -> Iterator[tuple[int, float]]:
