@@ -9,7 +9,6 @@
 #include <sched.h>
 
 #include <atomic>
-#include <string>
 
 #include "peaks.h"
 #include "products.h"
@@ -103,7 +102,7 @@ constexpr int SPINS = 4096;
     FIELD(double, temperature)     /* of the probabilities */
 
 #define DECLARE(TYPE, NAME) TYPE NAME;
-#define NAMED(TYPE, NAME) (std::is_same_v<TYPE, double> ? "double " #NAME "," : "long " #NAME ","),
+#define NAMED(TYPE, NAME) #TYPE "|" #NAME ","
 
 #define NUMBERED(NAME) NAME,
 enum Kind : long { KINDS(NUMBERED) };
@@ -690,16 +689,9 @@ extern "C" void sizes_bfloat16(const Pass<BFloat16>* pass, long* sizes) {
 
 // Say the fields of all structures, and the kinds of operations and of activations in their order.
 extern "C" const char* describe_uint8() {
-    static const std::string text = [] {
-        const char* const parts[] = {
-#define SAID(NAME) #NAME ",",
-            "Kind:", KINDS(SAID) ";Activation:", ACTIVATIONS(SAID) ";Operation:", OPERATION(NAMED, float) ";Cached:", CACHED(NAMED, float) ";RotaryTable:",
-            ROTARY_TABLE(NAMED, float) ";Pass:", PASS(NAMED, float)};
-        std::string all;
-        for (const char* part : parts) all += part;
-        return all;
-    }();
-    return text.c_str();
+#define SAID(NAME) #NAME ","
+    return "Kind:" KINDS(SAID) ";Activation:" ACTIVATIONS(SAID) ";Operation:" OPERATION(NAMED, T) ";Cached:" CACHED(NAMED, T)
+        ";RotaryTable:" ROTARY_TABLE(NAMED, T) ";Pass:" PASS(NAMED, T);
 }
 
 // Move rows of `bytes` bytes from the columns `sources` to the columns `targets`, both ascending and targets[i] <=

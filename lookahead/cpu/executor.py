@@ -49,11 +49,11 @@ def _described() -> _Described:
     of = {name: fields.strip(",").split(",") for name, fields in (part.split(":") for part in text.split(";"))}
 
     def dtype(name: str) -> np.dtype:
-        pairs = [field.split() for field in of[name]]
+        pairs = [field.split("|") for field in of[name]]
         return np.dtype([(field, np.float64 if kind == "double" else np.int64) for kind, field in pairs])
 
-    types = {"double": ctypes.c_double, "long": ctypes.c_int64}  # of addresses, too
-    fields = [(field, types[kind]) for kind, field in map(str.split, of["Pass"])]
+    pairs = [field.split("|") for field in of["Pass"]]
+    fields = [(field, ctypes.c_double if kind == "double" else ctypes.c_int64) for kind, field in pairs]
     return _Described(
         {name: i for i, name in enumerate(of["Kind"])},
         {name: i for i, name in enumerate(of["Activation"])},
@@ -233,6 +233,7 @@ class Executor:
         copied = [linear for linear in program.linears if linear.origin is not None]
         self._made = [(linear.weight, linear.scales, linear.offsets) for linear in copied]
         self.caches, self.rotaries, self.positions = program.caches, program.rotaries, program.positions
+        self._least = min([size for _, size in self.caches], default=0)  # numbers of a head
         self.vocabulary, self.like = len(program.embedding), torch.empty(0, dtype=program.dtype, device="cpu")
         self.outputs = len([one for one in program.operations if isinstance(one, op.Keep)])
         logits = program.operations[-1]
@@ -477,12 +478,11 @@ class Executor:
 
     def can_turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Whether `run` takes these tables."""
-        least = min((size for _, size in self.caches), default=0)
         return all(
             table.ndim == 2
             and table.shape == pair[0].shape
             and table.shape[1] % 2 == 0
-            and 0 < table.shape[1] <= least
+            and 0 < table.shape[1] <= self._least
             and products.is_plain_of(table, torch.float32)
             for pair in rotary.values()
             for table in pair
