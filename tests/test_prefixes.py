@@ -50,7 +50,7 @@ def test_texts_are_those_of_the_whole_prompt(family, wraps, most, seed):
         text, cached = answer(model, prefixes, ids, new)
         assert text == expected
         assert cached < len(ids)
-        assert prefixes.bytes <= most
+        assert prefixes.bytes == sum(size_of(kept.cache) for kept in prefixes._kept) <= most
         texts.append(text)
 
 
@@ -79,10 +79,10 @@ def test_the_oldest_goes_first_and_little_is_not_worth_a_copy():
     prefixes = Prefixes(model, 2**30)
     answer(model, prefixes, [3] * 30, 5)
     size = prefixes.bytes
-    assert size == size_of(prefixes._kept[0][1]) > 0
+    assert size == size_of(prefixes._kept[0].cache) > 0
     prefixes = Prefixes(model, 2 * size)
     for token in (3, 4, 5):
         answer(model, prefixes, [token] * 30, 5)
-    assert [text[0] for text, _ in prefixes._kept] == [4, 5]
+    assert [kept.text[0] for kept in prefixes._kept] == [4, 5]
     assert answer(model, prefixes, [4] * 30, 5)[1] == 29
     assert answer(model, prefixes, [5] * (LEAST_SHARED - 1) + [6] * 20, 5)[1] == 0

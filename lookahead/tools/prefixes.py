@@ -1,6 +1,6 @@
 """What earlier requests have left: caches of their texts. A prompt that begins with such a text goes on from there."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -10,6 +10,13 @@ from lookahead.models.cache import copy_of, counts_positions
 from lookahead.tools.audit import first_difference
 
 LEAST_SHARED = 16  # tokens: less of another text is not worth a copy
+
+
+class _Kept(NamedTuple):
+    text: list[int]
+    """What the cache holds."""
+    cache: DynamicCache
+    bytes: int
 
 
 class Prefixes:
@@ -24,7 +31,7 @@ class Prefixes:
     def __init__(self, model: PreTrainedModel, most: int):
         """most: bytes; 0: nothing is kept."""
         self._model, self._most = model, most
-        self._kept: list[tuple[list[int], DynamicCache]] = []  # the text that each cache holds; the newest is last
+        self._kept: list[_Kept] = []  # the newest is last
         self.bytes = self.prompt_tokens = self.cached_tokens = 0
         """Bytes of what is kept, tokens of all prompts, and those of them that were found here."""
 
@@ -38,33 +45,34 @@ class Prefixes:
         if found is None:
             return self._empty(), 0
         index, shared = found
-        held, cache = self._kept.pop(index)
-        if shared < len(held):
-            cut = self._cut(cache, shared - len(held))
-            self._kept.append((held, cache))
-            if cut is None:
+        kept = self._kept.pop(index)
+        cache: DynamicCache | None = kept.cache
+        if shared < len(kept.text):
+            cache = self._cut(kept.cache, shared - len(kept.text))
+            self._kept.append(kept)
+            if cache is None:
                 return self._empty(), 0
-            cache = cut
+        else:
+            self.bytes -= kept.bytes
         self.cached_tokens += shared
         return cache, shared
 
     def keep(self, ids: list[int], cache: DynamicCache) -> None:
         """Keep a cache. ids: the text, of which the cache holds the beginning."""
-        self._kept.append((ids[: cache.get_seq_length()], cache))
-        sizes = [size_of(kept) for _, kept in self._kept]
-        while sum(sizes) > self._most:
-            del self._kept[0], sizes[0]
-        self.bytes = sum(sizes)
+        self._kept.append(_Kept(ids[: cache.get_seq_length()], cache, size_of(cache)))
+        self.bytes += self._kept[-1].bytes
+        while self.bytes > self._most:
+            self.bytes -= self._kept.pop(0).bytes
 
     def _longest(self, ids: list[int]) -> tuple[int, int] | None:
         """Return the place of the text that shares most with a prompt, and the shared tokens; None if it is too few.
 
         The last token of a prompt is always computed, because the first one of the answer follows from its logits.
         """
-        best = None
-        for index, (held, _) in enumerate(self._kept):
-            at = first_difference(held, ids[:-1])
-            shared = len(held) if at is None else at
+        best, prompt = None, ids[:-1]
+        for index, kept in enumerate(self._kept):
+            at = first_difference(kept.text, prompt)
+            shared = len(prompt) if at is None else at
             if shared >= LEAST_SHARED and (best is None or shared >= best[1]):
                 best = index, shared
         return best
