@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_tr
 from transformers import AttentionInterface, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -129,6 +130,11 @@ def register_attention(function: Callable) -> None:
 def registered_mask(name: str | None) -> Callable | None:
     """The function that transformers has registered for making the masks of an attention; None if there is none."""
     return ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+
+
+def registered_experts(config: PretrainedConfig) -> Callable | None:
+    """The function that computes a model's experts, by the name in its configuration; None if its own code does."""
+    return ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None))
 
 
 def own_methods_of_registries() -> list[tuple[str, Callable]]:

@@ -176,6 +176,15 @@ def test_registered_masks():
     assert compat.registered_mask(None) is None
 
 
+def test_registered_experts():
+    config = LlamaConfig()
+    config._experts_implementation = "eager"
+    assert compat.registered_experts(config) is None
+    config._experts_implementation = "grouped_mm"
+    function = compat.registered_experts(config)
+    assert function.__name__ == "grouped_mm_experts_forward", moved("ALL_EXPERTS_FUNCTIONS", "transformers")
+
+
 def test_settings():
     one, other = LlamaConfig(hidden_size=64), LlamaConfig(hidden_size=64)
     one._name_or_path, other._name_or_path = "here", "there"

@@ -23,6 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoTokenizer, GenerationMixin
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from zoo import ALIKE, SETTINGS, tiny_model
 
 import lookahead
@@ -430,6 +431,29 @@ def test_attention_that_is_told_to_see_later_tokens(family):
         options = {**GREEDY, "attention_mask": (ids != 2).long()}
         expected = lookahead.unwrap(model).generate(ids, **options).tolist()
         assert lookahead.wrap(model, CONFIG).generate(ids, **options).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["mine", "grouped_mm"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_code_of_experts_that_a_user_registers(name, is_before, monkeypatch):
+    """Under a name of its own, or in the place of transformers'."""
+    model = tiny_model("qwen3_moe")
+    plain = copy.deepcopy(model)
+    if not is_before:
+        before = text_of(lookahead.wrap(model, CONFIG))
+        assert "passes: fused" in model.lookahead.report()
+        assert before == text_of(plain)
+
+    def mine(self, hidden_states, chosen, weights):
+        return own(self, hidden_states, chosen, weights * 0.3)
+
+    own = ALL_EXPERTS_FUNCTIONS["batched_mm"]
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._local_mapping, name, mine)
+    for one in (model, plain):
+        one.config._experts_implementation = name
+    expected = text_of(plain)
+    assert text_of(lookahead.wrap(model, CONFIG) if is_before else model) == expected
+    assert "passes: fused" not in model.lookahead.report()
 
 
 def test_layers_may_differ_in_their_settings():

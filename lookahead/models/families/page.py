@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lookahead.compat import global_hooks, has_own_call
+from lookahead.compat import global_hooks, has_own_call, registered_experts
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import DecodingLinear, Linear
 from lookahead.cpu.program import Program
-from lookahead.models.origin import is_defined
+from lookahead.models.origin import is_defined, is_own
 
 ACTIVATIONS: dict[str, op.Activation] = {
     "SiLU": "silu",
@@ -56,7 +56,12 @@ class Page:
     """Settings by which layers drop numbers in training mode, beside that of attention."""
 
     def __init__(self, model: Any, own: type):
-        """own: the class of the model that transformers defines."""
+        """own: the class of the model that transformers defines.
+
+        Raises UnknownModelError if code that neither torch nor transformers defines computes experts.
+        """
+        if not is_own(experts := registered_experts(model.config)):
+            raise UnknownModelError(f"its experts are computed by {experts}, which transformers does not define")
         self.model = model
         self._own: Any = own
         self._operations: list[op.Operation] = []
