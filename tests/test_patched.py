@@ -477,7 +477,7 @@ TYPES = {AutoConfig.for_model(kind).__class__.__name__.removesuffix("Config"): k
 FUSED = [TYPES.get(page.__name__, TYPES.get(f"{page.__name__}Text")) for page in PAGES.values()]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     family=st.sampled_from(FUSED),
     names=st.sets(st.sampled_from(sorted(OF_OTHERS)), min_size=1, max_size=4),

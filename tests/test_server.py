@@ -107,10 +107,8 @@ def idle(address: str, within: float = 10.0) -> bool:
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_next_turn_is_not_read_again(address, client, expected, tokenizer, stream):
     """What was written is found again where the tokenizer gives the same tokens, and an answer says how much was."""
-    prompt, before = (
-        f"# a history of its own: {stream}\nclass Node:\n    def __init__(self, value):\n",
-        metrics(address),
-    )
+    before = metrics(address)
+    prompt = f"# a history of its own: {stream}\nclass Node:\n    def __init__(self, value):\n"
     for turn in range(3):
         answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=LENGTH, temperature=0, stream=stream)
         chunks = list(answer) if stream else [answer]
@@ -517,11 +515,13 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 def test_a_model_that_is_not_wrapped(plain, tokenizer):
-    """It is served as it decodes; there is nothing to count but requests."""
+    """It is served as it decodes; there is nothing to count but requests and their prompts."""
     app = ours.make_app(plain, tokenizer, "plain")
     assert {"/metrics", "/v1/completions"} <= set(app.openapi()["paths"])
     counts = ours.Counter({"running": 0, ("/v1/completions", "200"): 3})
-    assert "tokens_per_step" not in ours.exposition(None, counts, ours.Prefixes(plain, 0))
+    names = re.findall(r"^# TYPE lookahead_(\w+)", ours.exposition(None, counts, ours.Prefixes(plain, 0)), re.M)
+    of_requests = ["requests_total", "requests_running"]
+    assert names == [*of_requests, "prompt_tokens_total", "cached_tokens_total", "cache_bytes"]
 
 
 @pytest.mark.parametrize(

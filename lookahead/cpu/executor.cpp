@@ -1,4 +1,4 @@
-// A whole pass over the rows of one step, as a program: a list of operations over buffers, which `program.py` describes
+// A whole pass over the rows of one step, as a program: a list of operations over buffers, which `operations.py` describes
 // and `executor.py` lays out in memory. It runs in one parallel region, so nothing is called in between.
 //
 // Threads run all operations side by side. A buffer is either shared, and each thread computes a part of it, or private:
@@ -20,13 +20,15 @@ using namespace products;
 constexpr long BLOCK = 48;        // outputs that a thread takes at a time, by vectors
 constexpr long MOST_PARTS = 512;  // of keys, for texts of any length
 constexpr long LOOKED_AT = 512;   // logits of a row that are looked at as soon as they are there
-constexpr long MOST_EXPERTS = 512;
 constexpr int SPINS = 4096;
 
 // The structures that Python fills are described once, here: each field has 8 bytes, and `describe` says its name and
-// kind.
-#define KINDS(DO) \
-    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE) DO(EXPERTS) DO(ADD) DO(KEEP) DO(LOGITS)
+// kind. So are the limits that Python keeps: products of an operation, experts of a layer, outputs that threads share out
+// together, and bytes of a `Choice`.
+#define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8)
+#define KINDS(DO)                                                                                                 \
+    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE) DO(EXPERTS) DO(ADD) \
+    DO(KEEP) DO(LOGITS)
 #define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED)
 
 #define OPERATION(FIELD, T)                                                                             \
@@ -104,6 +106,8 @@ constexpr int SPINS = 4096;
 #define DECLARE(TYPE, NAME) TYPE NAME;
 #define NAMED(TYPE, NAME) #TYPE "|" #NAME ","
 
+#define LIMITED(NAME, VALUE) constexpr long NAME = VALUE;
+LIMITS(LIMITED)
 #define NUMBERED(NAME) NAME,
 enum Kind : long { KINDS(NUMBERED) };
 enum Activation : long { ACTIVATIONS(NUMBERED) };
@@ -430,8 +434,11 @@ struct Thread {
             products::multiply(x, matrix, first, std::min(end, first + size), next);
     }
 
-    // This thread's share of n outputs, in whole groups of 16.
-    long share(long n, long of) const { return std::min(n, (n + 15) / 16 * of / pass.threads * 16); }
+    // This thread's share of n outputs, in whole groups.
+    long share(long n, long of) const {
+        const long groups = (n + OUTPUTS_TOGETHER - 1) / OUTPUTS_TOGETHER;
+        return std::min(n, groups * of / pass.threads * OUTPUTS_TOGETHER);
+    }
 
     // Call f(product, begin, end) for this thread's share of the outputs of some products.
     template <class F>
@@ -462,7 +469,7 @@ struct Thread {
         struct Share {
             Matrix<T> matrix;
             long begin, end;
-        } shares[8];
+        } shares[MOST_PRODUCTS];
         long count = 0;
         for_shares(of, [&](const Product<T>& product, long begin, long end) {
             shares[count] = {product.matrix, begin, end};
@@ -500,6 +507,7 @@ struct Thread {
         int32_t row;
         float weight;
     };
+    static_assert(sizeof(Choice) == CHOICE_BYTES);
 
     // Each row's experts: choices in the order of experts, then of rows, and where those of each expert begin.
     void choose(const Operation<T>& of, const T* scores, long experts, Choice* choices, long* begins) const {
@@ -687,10 +695,11 @@ extern "C" void sizes_bfloat16(const Pass<BFloat16>* pass, long* sizes) {
     by_pairs([=](auto by) { measure<decltype(by)>(*pass, sizes); });
 }
 
-// Say the fields of all structures, and the kinds of operations and of activations in their order.
+// Say the limits, the fields of all structures, and the kinds of operations and of activations in their order.
 extern "C" const char* describe_uint8() {
 #define SAID(NAME) #NAME ","
-    return "Kind:" KINDS(SAID) ";Activation:" ACTIVATIONS(SAID) ";Operation:" OPERATION(NAMED, T) ";Cached:" CACHED(NAMED, T)
+#define VALUED(NAME, VALUE) #NAME "|" #VALUE ","
+    return "Limit:" LIMITS(VALUED) ";Kind:" KINDS(SAID) ";Activation:" ACTIVATIONS(SAID) ";Operation:" OPERATION(NAMED, T) ";Cached:" CACHED(NAMED, T)
         ";RotaryTable:" ROTARY_TABLE(NAMED, T) ";Pass:" PASS(NAMED, T);
 }
 

@@ -27,14 +27,13 @@ _sizes = cache(partial(native.kernels, "sizes", native.FLOATS, [ctypes.c_void_p]
 _describe = cache(partial(native.kernels, "describe", (torch.uint8,), [], ctypes.c_char_p))
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
 _movers = cache(partial(native.kernels, "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
-MOST_PRODUCTS = 8  # of an operation
-OF_CHOICE = 8  # bytes of a Choice in C++
 ALIGNMENT = 64  # bytes, of each buffer
 
 
 class _Described(NamedTuple):
-    """The structures of executor.cpp, as it describes them itself."""
+    """The limits and structures of executor.cpp, as it describes them itself."""
 
+    limits: dict[str, int]
     kinds: dict[str, int]
     activations: dict[str, int]
     operation: np.dtype
@@ -48,19 +47,21 @@ def _described() -> _Described:
     text = _describe()[torch.uint8]().decode()
     of = {name: fields.strip(",").split(",") for name, fields in (part.split(":") for part in text.split(";"))}
 
-    def dtype(name: str) -> np.dtype:
-        pairs = [field.split("|") for field in of[name]]
-        return np.dtype([(field, np.float64 if kind == "double" else np.int64) for kind, field in pairs])
+    def fields(name: str, of_double: Any, of_others: Any) -> list[tuple[str, Any]]:
+        pairs = (field.split("|") for field in of[name])
+        return [(field, of_double if kind == "double" else of_others) for kind, field in pairs]
 
-    pairs = [field.split("|") for field in of["Pass"]]
-    fields = [(field, ctypes.c_double if kind == "double" else ctypes.c_int64) for kind, field in pairs]
+    def dtype(name: str) -> np.dtype:
+        return np.dtype(fields(name, np.float64, np.int64))
+
     return _Described(
+        {name: int(value) for name, value in (limit.split("|") for limit in of["Limit"])},
         {name: i for i, name in enumerate(of["Kind"])},
         {name: i for i, name in enumerate(of["Activation"])},
         dtype("Operation"),
         dtype("Cached"),
         dtype("RotaryTable"),
-        type("Pass", (ctypes.Structure,), {"_fields_": fields}),
+        type("Pass", (ctypes.Structure,), {"_fields_": fields("Pass", ctypes.c_double, ctypes.c_int64)}),
     )
 
 
@@ -70,8 +71,18 @@ def serves(program: Program) -> bool:
         program.dtype in _kernels()
         and program.fits()
         and all(0 < size <= MAX_HEAD_DIM for _, size in program.caches)
-        and all(len(one.of) <= MOST_PRODUCTS for one in program.operations if isinstance(one, op.Products))
+        and all(map(_keeps_limits, program.operations))
     )
+
+
+def _keeps_limits(operation: op.Operation) -> bool:
+    limits = _described().limits
+    match operation:
+        case op.Products(of=of):
+            return len(of) <= limits["MOST_PRODUCTS"]
+        case op.Experts(of=(router, *_), inner=inner):  # whose halves are parts of a layer
+            return router.outputs <= limits["MOST_EXPERTS"] and inner % limits["OUTPUTS_TOGETHER"] == 0
+    return True
 
 
 def smallest(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
@@ -135,10 +146,11 @@ class _Buffers:
     """
 
     def __init__(self, program: Program):
+        self.all: list[_Buffer] = []
+        """The private ones first."""
         self.of: dict[op.Value, _Buffer] = {}
         self.temporary: dict[op.Value, list[_Buffer]] = {}
         """Of experts, by their result."""
-        self._others: list[_Buffer] = []
         self._itemsize = program.dtype.itemsize
         self.meets: list[bool] = []
         """For each operation, whether threads meet before it."""
@@ -148,9 +160,7 @@ class _Buffers:
         self._free: list[_Buffer] = []
         for i, operation in enumerate(program.operations):
             self._place(i, operation)
-        found = list(dict.fromkeys([*self.of.values(), *self._others]))
-        self.all = sorted(found, key=lambda buffer: not buffer.is_private)
-        """The private ones first."""
+        self.all.sort(key=lambda buffer: not buffer.is_private)
 
     def is_each_shared(self, operation: op.Operation) -> bool:
         """Whether each product is shared out by itself, because a gate goes on with the same outputs."""
@@ -169,13 +179,11 @@ class _Buffers:
         meets = meets or any(_conflict(buffer, part, writes=True) for buffer in outs)
         meets = meets or isinstance(operation, op.Attend)  # whose threads take items in turn
         if meets:
-            for buffer in {*self.of.values(), *self._others}:
+            for buffer in self.all:
                 buffer.used.clear()
         self.meets.append(meets)
-        outs += [self._taken(is_private) for _ in operation.written()[len(outs) :]]
-        for value, buffer in zip(operation.written(), outs, strict=True):
-            self.of[value] = buffer
-            buffer.width = max(buffer.width, value.width)
+        outs += [self._taken(is_private, value.width) for value in operation.written()[len(outs) :]]
+        self.of |= zip(operation.written(), outs, strict=True)
         if isinstance(operation, op.Experts):
             self._place_temporary(operation)
         for writes, buffers in ((False, reads), (True, outs)):
@@ -185,26 +193,27 @@ class _Buffers:
         unread = [self.of[value] for value in operation.written() if value not in self._last]
         self._free += [buffer for buffer in dying if buffer not in outs] + unread
 
-    def _taken(self, is_private: bool) -> _Buffer:
-        """Take a buffer that is free, or a new one."""
+    def _taken(self, is_private: bool, width: int) -> _Buffer:
+        """Take a buffer that is free, or a new one, for so many numbers of a row."""
         found = next((one for one in self._free if one.is_private == is_private and not one.used), None)
-        if found is not None:
+        if found is None:
+            found = _Buffer(is_private)
+            self.all.append(found)
+        else:
             self._free.remove(found)
-        return found or _Buffer(is_private)
+        found.width = max(found.width, width)
+        return found
 
     def _place_temporary(self, experts: op.Experts) -> None:
         """Find the buffers that experts need beside their result: `temporary` in C++."""
         chosen, width, inner = experts.top_k, experts.x.width, experts.inner
-        of_choices = 2 * chosen * OF_CHOICE // self._itemsize  # in their order, and by row
-        private, shared = (experts.of[0].outputs, width, 2 * inner, of_choices), (chosen * inner, chosen * width)
-        taken = [(self._taken(True), n) for n in private] + [(self._taken(False), n) for n in shared]
-        for buffer, n in taken:
-            buffer.width = max(buffer.width, n)
-            self._others.append(buffer)
-        for buffer, _ in taken[len(private) :]:
+        of_choices = 2 * chosen * _described().limits["CHOICE_BYTES"] // self._itemsize  # in their order, and by row
+        private = [self._taken(True, n) for n in (experts.of[0].outputs, width, 2 * inner, of_choices)]
+        shared = [self._taken(False, chosen * n) for n in (inner, width)]
+        for buffer in shared:
             buffer.used.append((None, True))
-        self.temporary[experts.out] = [buffer for buffer, _ in taken]
-        self._free += self.temporary[experts.out]
+        self.temporary[experts.out] = private + shared
+        self._free += private + shared
 
     def _part(self, operation: op.Operation) -> Part:
         match operation:
@@ -220,6 +229,21 @@ class _Buffers:
 def _conflict(buffer: _Buffer, part: Part, writes: bool) -> bool:
     """Whether a thread may need what another one has done to the buffer since they have met, or spoil it."""
     return any((writes or wrote) and (part is None or part != other) for other, wrote in buffer.used)
+
+
+class _Layout(NamedTuple):
+    """Where a pass of so many rows finds its memory, in bytes."""
+
+    for_each: int
+    """What each thread needs for itself."""
+    private: int
+    """The private buffers of it."""
+    parts: dict[str, int]
+    """Where the parts of the room begin, by their names in C++."""
+    end: int
+    """Where the room ends."""
+    places: np.ndarray
+    """Of all buffers in theirs, int64 [buffers]."""
 
 
 class Executor:
@@ -241,9 +265,7 @@ class Executor:
         self.hidden, self._logits = logits.x.width, logits.of.outputs
         self._divisor, self._factor = logits.divisor, logits.factor
         self._room = np.empty(0, np.uint8)
-        self._layouts: dict[
-            tuple[int, ...], tuple[tuple[int, int], dict[str, int], int, np.ndarray]
-        ] = {}  # of `_layout`
+        self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the arguments of `_layout`
         described = _described()
         buffers = _Buffers(program)
         self._widths = {kind: [one.width for one in buffers.all if one.is_private == kind] for kind in (True, False)}
@@ -269,7 +291,7 @@ class Executor:
 
     def _lay_out(self, program: Program, buffers: _Buffers) -> list[np.ndarray]:
         """Fill in the operations of C++. Return the products that they refer to."""
-        (kinds, activations, *_), kept = _described(), list[np.ndarray]()
+        kinds, activations, kept = _described().kinds, _described().activations, list[np.ndarray]()
         numbers = {buffer: i for i, buffer in enumerate(buffers.all)}
         table, multiplying = self._operations, -1
         for i in reversed(range(len(table))):
@@ -305,6 +327,7 @@ class Executor:
                     settings = {"width": x.width, "products": kept[-2].ctypes.data, "count": len(matrices)}
                     settings |= {"temporary": kept[-1].ctypes.data, "top_k": top_k, "adds_to_one": adds_to_one}
                     settings |= {"rounds_weights": rounds_weights, "activation": activations[activation.upper()]}
+                    multiplying = -1  # which weights come first, only the pass itself finds
                 case op.Products(x) | op.Logits(x):
                     outs = [numbers[buffers.of[out]] for out in operation.written()] or [-1]
                     matrices = [linear.matrix() for linear in operation.linears]
@@ -351,7 +374,7 @@ class Executor:
         how many numbers lie between two heads.
         held: for each layer, how many keys it shows before the T rows.
         hidden: which of the last keys each row must not see, bool [T, keys], and the layers of which this is true.
-        outputs: numbers of the outputs (`program.Keep`) that are returned too, [1, T, hidden] each.
+        outputs: numbers of the outputs (`operations.Keep`) that are returned too, [1, T, hidden] each.
         shown: rows whose logits are computed, the last ones; default: all.
         likeliest: of how many of the rows that are shown the likeliest tokens are returned, from the first on; how
         many tokens; and the temperature. They are as `likeliest.likeliest` returns them: tokens and probabilities,
@@ -366,7 +389,7 @@ class Executor:
             raise ValueError(f"outputs={outputs}: the model has the outputs 0 to {self.outputs - 1}")
         threads = torch.get_num_threads()
         length = int(positions[0]) if length is None else length
-        sizes, parts, places = self._parts(rows, threads, rows + computed, length.bit_length())
+        layout, parts = self._parts(rows, threads, rows + computed, length.bit_length())
         shown = rows if shown is None else shown
         logits = like.new_empty(1, shown, self._logits)
         kept = {i: like.new_empty(1, rows, self.hidden) for i in outputs}
@@ -384,12 +407,12 @@ class Executor:
         if self.outputs:
             self._outputs[:] = [pointer(kept.get(i)) for i in range(self.outputs)] if kept else 0
         now = self._pass
-        now.ids, now.positions, now.places = ids.ctypes.data, positions.ctypes.data, places.ctypes.data
+        now.ids, now.positions, now.places = ids.ctypes.data, positions.ctypes.data, layout.places.ctypes.data
         for name, address in parts.items():
             setattr(now, name, address)
         now.logits, now.tokens, now.probabilities = logits.data_ptr(), tokens.ctypes.data, probabilities.ctypes.data
         now.length, now.keys_of_step, now.has_near = length, rows + computed, not is_prompt
-        (now.room_bytes, now.private_bytes), now.rows, now.shown = sizes, rows, shown
+        now.room_bytes, now.private_bytes, now.rows, now.shown = layout.for_each, layout.private, rows, shown
         now.said, now.likeliest = said, count
         now.threads, now.temperature = threads, temperature
         has_nan = _kernels()[like.dtype](ctypes.byref(now))
@@ -415,28 +438,21 @@ class Executor:
             rows_of = slice(None) if len(hidden) == 1 else layers
             table["hidden"][rows_of], table["masked"][rows_of] = array.ctypes.data, array.shape[1]
 
-    def _parts(self, *layout: int) -> tuple[tuple[int, int], dict[str, int], np.ndarray]:
-        """Make `_room` for a pass. Return the bytes that each thread needs for itself, and for its private buffers; the
-        addresses of parts by their names in C++; and the places of buffers.
+    def _parts(self, *layout: int) -> tuple["_Layout", dict[str, int]]:
+        """Make `_room` for a pass. Return its layout, and the addresses of the parts by their names in C++.
 
         layout: arguments of `_layout`.
         """
         if layout not in self._layouts:
             self._layouts[layout] = self._layout(*layout)
-        sizes, parts, end, places = self._layouts[layout]
-        if self._room.nbytes < end:
-            self._room = np.empty(end + ALIGNMENT, np.uint8)
+        found = self._layouts[layout]
+        if self._room.nbytes < found.end:
+            self._room = np.empty(found.end + ALIGNMENT, np.uint8)
         address = -(-self._room.ctypes.data // ALIGNMENT) * ALIGNMENT
-        return sizes, {name: address + place for name, place in parts.items()}, places
+        return found, {name: address + place for name, place in found.parts.items()}
 
-    def _layout(
-        self, rows: int, threads: int, keys_of_step: int, bits: int
-    ) -> tuple[tuple[int, int], dict[str, int], int, np.ndarray]:
-        """Return the bytes that each thread needs for itself, and for its private buffers; where the parts of `_room`
-        begin, and where it ends; and the places of all buffers in theirs, int64 [buffers].
-
-        bits: of the positions before the step.
-        """
+    def _layout(self, rows: int, threads: int, keys_of_step: int, bits: int) -> "_Layout":
+        """bits: of the positions before the step."""
         now, of_row = self._pass, self.like.element_size() * rows
         (*private, of_private), (*shared, of_shared) = (
             _places(of_row * width for width in self._widths[kind]) for kind in (True, False)
@@ -452,12 +468,8 @@ class Executor:
         sizes = {"shared": of_shared, "room": threads * for_each, "peaks": of_peaks, "sums": of_parts * of_heads}
         sizes |= {"largest": of_parts * queries, "total": of_parts * queries}
         *begins, end = _places(sizes.values())
-        return (
-            (for_each, of_private),
-            dict(zip(sizes, begins, strict=True)),
-            end,
-            np.array([*private, *shared], np.int64),
-        )
+        parts = dict(zip(sizes, begins, strict=True))
+        return _Layout(for_each, of_private, parts, end, np.array([*private, *shared], np.int64))
 
     def let_go(self) -> None:
         """Hold no tensor but the copies that `smallest` has made, until `resume`."""

@@ -11,7 +11,6 @@ import torch
 
 from lookahead.cpu.products import Linear
 
-MOST_EXPERTS = 512
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared"]
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula."""
 
@@ -208,11 +207,10 @@ class Experts(Operation):
         shapes = {(linear.outputs, linear.inputs) for linear in experts[::2]}
         back = {(linear.outputs, linear.inputs) for linear in experts[1::2]}
         return (
-            0 < self.top_k <= router.outputs == len(experts) // 2 <= MOST_EXPERTS
+            0 < self.top_k <= router.outputs == len(experts) // 2
             and router.inputs == width
             and shapes == {(2 * self.inner, width)}
             and back == {(width, self.inner)}
-            and self.inner % 16 == 0  # the halves are parts of a layer
         )
 
 

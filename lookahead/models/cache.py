@@ -26,8 +26,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from lookahead import compat
 from lookahead.cpu import executor
 from lookahead.decoding_pass import current_pass
 from lookahead.step import Step, Visibility, hidden, to_device
@@ -488,6 +490,17 @@ class LookaheadCache(Cache):
             if isinstance(layers[0], InPlaceLayer) and layers[1].is_initialized:
                 layers[0].stack(list(layers[1:]), offsets)
         self.lengths, self.paddings = [cache.lengths[0] for cache in caches], offsets
+
+
+def empty_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """Make a cache for a call of generate() that the next call goes on from.
+
+    None if the model takes no such cache, or if its layers keep states alone: it then reads everything again.
+    """
+    if compat.cache_argument(model) is None:
+        return None
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    return cache if counts_positions(cache) else None
 
 
 def counts_positions(cache: Cache) -> bool:

@@ -14,10 +14,10 @@ import click
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.compat import CACHE, cache_argument
+from lookahead.compat import CACHE
 from lookahead.engine.recording import Recorder
 from lookahead.models.adapter import context_length
-from lookahead.models.cache import counts_positions
+from lookahead.models.cache import empty_cache
 from lookahead.stats import Stats
 from lookahead.streaming import StopWhenAsked, render, without_half_character
 from lookahead.tools.audit import first_difference
@@ -142,10 +142,7 @@ class Conversation:
                 return self._cache
             except RuntimeError:  # recurrent layers, and sliding layers beyond their window, cannot be shortened
                 pass
-        if cache_argument(self.model) is None:
-            return None  # the model takes no such cache, and reads everything again in each turn
-        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-        return cache if counts_positions(cache) else None
+        return empty_cache(self.model)
 
 
 @dataclass

@@ -1,12 +1,12 @@
 """What earlier requests have left: caches of their texts. A prompt that begins with such a text goes on from there."""
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from lookahead.compat import cache_argument
-from lookahead.models.cache import copy_of, counts_positions
+from lookahead.models.cache import copy_of, empty_cache
 from lookahead.tools.audit import first_difference
 
 LEAST_SHARED = 16  # tokens: less of another text is not worth a copy
@@ -48,7 +48,7 @@ class Prefixes:
         kept = self._kept.pop(index)
         cache: DynamicCache | None = kept.cache
         if shared < len(kept.text):
-            cache = self._cut(kept.cache, shared - len(kept.text))
+            cache = cut(kept.cache, shared - len(kept.text))
             self._kept.append(kept)
             if cache is None:
                 return self._empty(), 0
@@ -78,22 +78,20 @@ class Prefixes:
         return best
 
     def _empty(self) -> DynamicCache | None:
-        if not self._most or cache_argument(self._model) is None:
-            return None
-        if getattr(self._model.generation_config, "cache_implementation", None) is not None:
-            return None  # generate() makes that cache, and takes no other
-        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        return cache if counts_positions(cache) else None
+        if not self._most or getattr(self._model.generation_config, "cache_implementation", None) is not None:
+            return None  # in the latter case, generate() makes that cache, and takes no other
+        return empty_cache(self._model)
 
-    def _cut(self, cache: DynamicCache, tokens: int) -> DynamicCache | None:
-        """Return a copy without the last ``-tokens`` tokens; None if a layer cannot be cut back so far."""
-        copied = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        copied.layers = [copy_of(layer) for layer in cache.layers]
-        try:
-            copied.crop(tokens)
-        except RuntimeError:
-            return None
-        return copied
+
+def cut(cache: DynamicCache, tokens: int) -> DynamicCache | None:
+    """Return a copy without the last ``-tokens`` tokens; None if a layer cannot be cut back so far."""
+    copied = copy(cache)
+    copied.layers = [copy_of(layer) for layer in cache.layers]
+    try:
+        copied.crop(tokens)
+    except RuntimeError:
+        return None
+    return copied
 
 
 def size_of(cache: Cache) -> int:

@@ -3,17 +3,12 @@
 from typing import Any
 
 from lookahead.cpu.operations import Value
-from lookahead.models.families.llama import Llama
+from lookahead.models.families.llama import Llama, WithJoinedHalves
 
 
-class Glm(Llama):
+class Glm(WithJoinedHalves):
     rotary_is_interleaved = True
     turns_part = True
-
-    def mlp(self, x: Value, mlp: Any) -> Value:
-        self.own(mlp, "MLP")
-        gate, up = self.products(x, *self.parts(mlp.gate_up_proj, mlp.gate_up_proj.out_features // 2))
-        return self.product(self.gate(gate, mlp.activation_fn, up), mlp.down_proj)
 
 
 class Glm4(Glm):

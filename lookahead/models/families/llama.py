@@ -3,6 +3,7 @@
 from typing import Any
 
 from lookahead.cpu.operations import Value
+from lookahead.cpu.products import Linear
 from lookahead.models.families.page import Page
 
 
@@ -35,10 +36,12 @@ class Llama(Page):
 
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         self.own(attention, "Attention")
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
-        q, k, v = self.products(x, *map(self.linear, projections))
+        q, k, v = self.products(x, *self.projections(attention))
         q, k = self.turned(q, k, attention, name)
         return self.product(self.attend(q, k, v, attention), getattr(attention, self.output_projection))
+
+    def projections(self, attention: Any) -> list[Linear]:
+        return [self.linear(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return self.rotary(q, attention.head_dim, name), self.rotary(k, attention.head_dim, name)
@@ -58,6 +61,15 @@ class Llama(Page):
         self.own(mlp, "MLP")
         gate, up = self.products(x, self.linear(mlp.gate_proj), self.linear(mlp.up_proj))
         return self.product(self.gate(gate, mlp.act_fn, up), mlp.down_proj)
+
+
+class WithJoinedHalves(Llama):
+    """One layer gives both halves of the gated MLP."""
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "MLP")
+        gate, up = self.products(x, *self.parts(mlp.gate_up_proj, mlp.gate_up_proj.out_features // 2))
+        return self.product(self.gate(gate, mlp.activation_fn, up), mlp.down_proj)
 
 
 class Mistral(Llama):

@@ -104,13 +104,13 @@ class Page:
             raise UnknownModelError(f"a {cls.__name__} of {cls.__module__} stands where {wanted} is expected")
         return self._check(module)
 
-    def layers(self, inner: Any, suffix: str = "DecoderLayer") -> Iterator[Any]:
+    def layers(self, inner: Any) -> Iterator[Any]:
         """Yield the layers that the model computes, each at the place of the cache that it fills."""
         layers = inner.layers[: inner.config.num_hidden_layers]
         if [layer.self_attn.layer_idx for layer in layers] != list(range(len(layers))):
             raise UnknownModelError("its layers are not in the order of their layer_idx, by which they find the cache")
         for layer in layers:
-            yield self.own(layer, suffix)
+            yield self.own(layer, "DecoderLayer")
 
     def linear(self, module: Any) -> Linear:
         """Return the tensors of a linear layer."""
@@ -192,11 +192,9 @@ class Page:
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))
 
-    def experts(
-        self, x: Value, router: Any, experts: Any, adds_to_one: bool, suffix: str = "TopKRouter", rounds: bool = True
-    ) -> Value:
-        """suffix: of the router's class. rounds: whether weights of experts are rounded."""
-        self.own(router, suffix), self.own(experts, "Experts")
+    def experts(self, x: Value, router: Any, experts: Any, adds_to_one: bool, rounds: bool = True) -> Value:
+        """rounds: whether weights of experts are rounded."""
+        self.own(router, "TopKRouter"), self.own(experts, "Experts")
         both, back = experts.gate_up_proj.detach(), experts.down_proj.detach()
         of = [Linear(router.weight)]
         for pair in zip(both, back, strict=True):
