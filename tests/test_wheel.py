@@ -103,6 +103,11 @@ def test_a_wheel_has_every_kernel_for_every_kind_of_processor(wheel):
         assert b"Root-Is-Purelib: false" in archive.read(described)
 
 
+def test_a_wheel_has_every_module(wheel, sources):
+    modules = {str(path.relative_to(sources)) for path in sources.rglob("*.py")} - {"setup.py"}
+    assert {name for name in names(wheel) if name.endswith(".py")} == modules
+
+
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("installed")
