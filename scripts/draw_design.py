@@ -181,7 +181,7 @@ def budget() -> str:
     ranked = np.array(tree.ranked)
     tokens = 1 + np.concatenate([[0.0], np.cumsum(ranked)])
     costs = pace.rate() * pace.costs.of_step(1 + counts, 0)
-    chosen = pace.choose([tree], 0, 0)
+    (chosen,) = pace.choose([tree], 0, 0)
     left, bottom, wide = 80, 300, 34
 
     def y(value: float) -> float:

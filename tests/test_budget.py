@@ -48,31 +48,39 @@ def tree_of(probabilities: list[float]) -> GuessTree:
     length=st.integers(0, 5000),
     window_rows=st.integers(0, 30),
     tokens=st.floats(1, 8),
+    is_ragged=st.booleans(),
 )
-def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, tokens):
-    note(f"{trees=} {seconds=} {length=} {window_rows=} {tokens=}")
+def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, tokens, is_ragged):
+    note(f"{trees=} {seconds=} {length=} {window_rows=} {tokens=} {is_ragged=}")
     pace = Pace(StepCosts(np.array(seconds), np.array([1e-6, 1e-7])))
     pace.count(tokens, 1, 0)
 
-    def worth(n: int) -> float:
-        gained = sum(sum(sorted(tree, reverse=True)[:n]) for tree in trees)
-        return gained - pace.rate() * float(pace.costs.of_step(len(trees) * (1 + n + window_rows), length))
+    def worth(counts: list[int]) -> float:
+        gained = sum(sum(sorted(tree, reverse=True)[:n]) for tree, n in zip(trees, counts, strict=True))
+        rows = len(trees) * (1 + window_rows) + (sum(counts) if is_ragged else len(trees) * max(counts))
+        return gained - pace.rate() * float(pace.costs.of_step(rows, length, len(trees)))
 
-    chosen = pace.choose([tree_of(tree) for tree in trees], length, window_rows)
-    best = max(range(max(map(len, trees)) + 1), key=worth)
-    assert worth(chosen) == pytest.approx(worth(best), abs=1e-9)
+    def sizes(least: float) -> list[int]:
+        return [sum(p >= least for p in tree) for tree in trees]
+
+    chosen = pace.choose([tree_of(tree) for tree in trees], length, window_rows, is_ragged)
+    every = [[n] * len(trees) for n in range(max(map(len, trees)) + 1)]
+    if is_ragged:  # the likeliest of all trees, whatever their number
+        every = [sizes(p) for p in {2.0, *(p for tree in trees for p in tree)}]
+        chosen = [min(n, len(tree)) for n, tree in zip(chosen, trees, strict=True)]
+    assert worth(chosen) == pytest.approx(max(map(worth, every)), abs=1e-9)
     if len(trees) == 1:
         kept = [p for p in trees[0] if p > pace.least(length)]
-        alone = pace.choose([tree_of(kept)], length, window_rows) if kept else 0
+        alone = pace.choose([tree_of(kept)], length, window_rows) if kept else [0]
         assert worth(alone) == pytest.approx(worth(chosen), abs=1e-9), "no guess below the least is taken"
     assert 8 <= pace.reach <= MAX_GUESSES
 
 
 def test_a_row_that_costs_nothing_is_used_and_one_that_costs_a_step_is_not():
     guesses = [tree_of([0.9, 0.5, 0.2, 0.01])]
-    assert Pace(costs_of(1.0, 0.0)).choose(guesses, 0, 0) == 4
-    assert Pace(costs_of(0.0, 1.0)).choose(guesses, 0, 0) == 0
-    assert Pace(costs_of(1.0, 0.3)).choose(guesses, 0, 0) == 2  # 0.3 of 1.3 a row, at a token a step
+    assert Pace(costs_of(1.0, 0.0)).choose(guesses, 0, 0) == [4]
+    assert Pace(costs_of(0.0, 1.0)).choose(guesses, 0, 0) == [0]
+    assert Pace(costs_of(1.0, 0.3)).choose(guesses, 0, 0) == [2]  # 0.3 of 1.3 a row, at a token a step
 
 
 @given(verified=st.lists(st.integers(0, 127), min_size=1, max_size=30))
@@ -113,7 +121,7 @@ def test_no_fixed_budget_does_better_in_the_long_run(per_row):
         pace.count_regret(stats, [Verified(tree, chosen, path, 0)])
         pace.count(len(path), 1 + len(chosen), 0)
 
-    rate = decode(lambda tree: pace.choose([tree], 0, 0), count)
+    rate = decode(lambda tree: pace.choose([tree], 0, 0)[0], count)
     fixed = [decode(lambda tree, budget=budget: budget) for budget in FIXED_BUDGETS]
     assert rate > 0.995 * max(fixed)
     assert stats.chosen_budgets[0] / stats.chosen_budgets[1] == pytest.approx(rate)

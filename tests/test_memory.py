@@ -199,7 +199,7 @@ def test_a_pass_finds_no_more_tokens_than_there_is_room_for(count, dtype):
         output = runner.run([lay_out(5, GuessTree.of([6, 7], [-1, 0]))], cache, likeliest=(count, 1.0))
     assert (output.likeliest is None) == (not 0 < count <= likeliest.MAX_COUNT)
     if output.likeliest is not None:
-        assert output.likeliest[0].shape == (1, 3, count)
+        assert output.likeliest[0].shape == (3, count)
 
 
 def test_what_c_plus_plus_is_not_given():
@@ -311,7 +311,7 @@ def test_weights_that_change_within_a_call_take_effect_at_the_next_pass(change, 
             step, outputs = lay_out(token, GuessTree.of([8, 9], [-1, 0])), []
             for runner, cache in zip(runners, caches, strict=True):
                 try:
-                    outputs.append(runner.run([step], cache).logits[0])
+                    outputs.append(runner.run([step], cache).logits)
                     cache.commit([step], [[0]])
                 except RuntimeError as error:  # of several dtypes, by torch
                     outputs.append(str(error))

@@ -225,13 +225,15 @@ class Follows(GuessSource):
 
     def observe(self, outcome):
         assert self._seen == outcome.texts
-        assert outcome.logits.shape[0] == len(outcome.texts)
-        assert outcome.rows == outcome.logits.shape[0] * outcome.logits.shape[1]
+        assert len(outcome.first) == len(outcome.texts)
+        ends = [*outcome.first[1:], len(outcome.logits)]
         for i, (step, path, new) in enumerate(zip(outcome.steps, outcome.paths, outcome.emitted, strict=True)):
             assert path[0] == 0
             assert len(path) == len(new)
             assert step.ids[path].tolist() == [outcome.texts[i][-1], *new[:-1]]
-            assert outcome.logits[i, path].argmax(-1).tolist() == new
+            first = outcome.first[i]
+            assert first + len(step) <= ends[i]
+            assert outcome.logits[first : ends[i]][path].argmax(-1).tolist() == new
             self._seen[i] += new
         counted.append([list(text) for text in self._seen])
 
@@ -703,7 +705,7 @@ def test_a_source_earns_what_the_step_would_not_have_written_without_it(trees, e
     path = [0]
     for token in [1, 2, 3, 4][:accepted]:
         path.append(step.children()[path[-1], token])
-    logits = torch.zeros(1, len(step), VOCABULARY)
+    logits = torch.zeros(len(step), VOCABULARY)
     whole.observe(Outcome([[0]], [step], logits, [path], [[1, 2, 3, 4][: accepted + 1]]))
     assert [each.earned for each in whole._stats] == earned
 
@@ -745,13 +747,14 @@ class Sees(Knows):
         self.prompts.append((list(text), logits.clone(), states))
 
     def observe(self, outcome):
-        t, hidden = outcome.logits.shape[1], outcome.hidden_states
+        hidden = outcome.hidden_states
         assert set(hidden) == set(LAYERS)
-        assert {tuple(states.shape) for states in hidden.values()} == {(len(outcome.texts), t, 32)}
-        for i, (text, path, new) in enumerate(zip(outcome.texts, outcome.paths, outcome.emitted, strict=True)):
+        assert {tuple(states.shape) for states in hidden.values()} == {(len(outcome.logits), 32)}
+        of_each = outcome.texts, outcome.paths, outcome.emitted, outcome.first
+        for text, path, new, first in zip(*of_each, strict=True):
             for place, row in enumerate(path):
-                states = {layer: x[i, row].clone() for layer, x in hidden.items()}
-                self.positions.append(([*text, *new[:place]], outcome.logits[i, row].clone(), states))
+                states = {layer: x[first + row].clone() for layer, x in hidden.items()}
+                self.positions.append(([*text, *new[:place]], outcome.logits[first + row].clone(), states))
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -58,7 +58,7 @@ def test_jacobi_block_moves_on_by_what_was_accepted():
 
     def learn(text, logits, path, emitted):
         step = lay_out(text[-1], propose(text, 10))
-        source.observe(Outcome([text], [step], logits[None], [path], [emitted]))
+        source.observe(Outcome([text], [step], logits, [path], [emitted]))
 
     source = JacobiSource(4)
     source.start(Batch([[1, 2, 9]], temperature=1.0, vocabulary=30, pool=NgramPool(0.01)))

@@ -1,5 +1,6 @@
-// A whole pass over the rows of one step, as a program: a list of operations over buffers, which `operations.py` describes
-// and `executor.py` lays out in memory. It runs in one parallel region, so nothing is called in between.
+// A whole pass over rows of one or several sequences, as a program: a list of operations over buffers, which
+// `operations.py` describes and `executor.py` lays out in memory. It runs in one parallel region, so nothing is called in
+// between. Only the caches know sequences; to all other operations, a row is a row.
 //
 // Threads run all operations side by side. A buffer is either shared, and each thread computes a part of it, or private:
 // every thread keeps all of it for itself, which for sums and norms costs less than to meet. Threads meet at a spinning
@@ -18,7 +19,7 @@
 using namespace products;
 
 constexpr long BLOCK = 48;        // outputs that a thread takes at a time, by vectors
-constexpr long MOST_PARTS = 512;  // of keys, for texts of any length
+constexpr long MOST_PARTS = 128;  // of keys, for texts of any length
 constexpr long LOOKED_AT = 512;   // logits of a row that are looked at as soon as they are there
 constexpr int SPINS = 4096;
 
@@ -66,6 +67,12 @@ constexpr int SPINS = 4096;
     FIELD(const bool*, hidden)   /* [rows][masked]: which of the last keys are not seen */              \
     FIELD(long, masked)
 
+#define SEQUENCE(FIELD, T)                                                                              \
+    FIELD(long, begin)         /* its first row in the pass */                                          \
+    FIELD(long, rows)                                                                                   \
+    FIELD(long, length)        /* positions before its step */                                          \
+    FIELD(long, keys_of_step)  /* keys of the step that its caches hold after this pass */
+
 #define ROTARY_TABLE(FIELD, T)                                                                          \
     FIELD(const float*, cos) /* [positions][width] */                                                   \
     FIELD(const float*, sin)                                                                            \
@@ -74,7 +81,10 @@ constexpr int SPINS = 4096;
 #define PASS(FIELD, T)                                                                                  \
     FIELD(const void*, operations)                                                                      \
     FIELD(long, operation_count)                                                                        \
-    FIELD(const void*, caches)     /* [layers of the cache] of `Cached` */                              \
+    FIELD(const void*, sequences)  /* [sequence_count] of `Sequence`, in the order of their rows */     \
+    FIELD(long, sequence_count)                                                                         \
+    FIELD(const void*, caches)     /* [sequence_count][layers] of `Cached` */                           \
+    FIELD(long, layers)            /* of a cache */                                                     \
     FIELD(const void*, rotaries)   /* of `RotaryTable` */                                               \
     FIELD(const void*, outputs)    /* [outputs]: where the rows of each go, or null */                  \
     FIELD(const long*, ids)        /* [rows] */                                                         \
@@ -96,8 +106,8 @@ constexpr int SPINS = 4096;
     FIELD(long, shown)                                                                                  \
     FIELD(long, said)                                                                                   \
     FIELD(long, likeliest)                                                                              \
-    FIELD(long, length)            /* positions before the step */                                      \
-    FIELD(long, keys_of_step)      /* keys of it that the caches hold after this pass */                \
+    FIELD(long, longest)           /* the most positions of a sequence before its step */               \
+    FIELD(long, most_keys)         /* the most `keys_of_step` of a sequence */                          \
     FIELD(long, has_near)          /* whether near keys are summed apart, as those of steps must be */  \
     FIELD(long, widest)            /* numbers of a row of the widest input of a product */              \
     FIELD(long, threads)                                                                                \
@@ -123,6 +133,10 @@ struct Product {
 template <class T>
 struct Cached {
     CACHED(DECLARE, T)
+};
+template <class T>
+struct Sequence {
+    SEQUENCE(DECLARE, T)
 };
 template <class T>
 struct RotaryTable {
@@ -289,7 +303,7 @@ struct Places {
     long at[4];
 
     explicit Places(const Pass<typename By::Number>& pass) : at{pass.private_bytes} {
-        const long sizes[] = {Input<By>::bytes(pass.rows, pass.widest), attention::room_for(pass.keys_of_step),
+        const long sizes[] = {Input<By>::bytes(pass.rows, pass.widest), attention::room_for(pass.most_keys),
                               pass.rows * (long)sizeof(long)};
         for (int i = 0; i < 3; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
     }
@@ -333,11 +347,14 @@ struct Thread {
     // Call f(head, row) for this thread's heads, all rows of each. Where there is one head, rows are shared out.
     template <class F>
     void for_heads(long heads, F f) const {
-        if (heads == 1)
-            for (long row = index; row < pass.rows; row += pass.threads) f(0, row);
-        else
-            for (long head = index; head < heads; head += pass.threads)
-                for (long row = 0; row < pass.rows; row++) f(head, row);
+        for_heads(heads, 0, pass.rows, f);
+    }
+
+    template <class F>
+    void for_heads(long heads, long begin, long end, F f) const {
+        for (long head = heads == 1 ? 0 : index; head < heads; head += pass.threads)
+            for (long row = begin; row < end; row++)
+                if (heads > 1 || row % pass.threads == index) f(head, row);
     }
 
     void norm_heads(const Operation<T>& norm) {
@@ -361,61 +378,104 @@ struct Thread {
         });
     }
 
-    const Cached<T>& cached(const Operation<T>& of) const { return ((const Cached<T>*)pass.caches)[of.index]; }
+    // Call f(sequence, its cache) for all sequences.
+    template <class F>
+    void for_sequences(const Operation<T>& of, F f) const {
+        const auto* const sequences = (const Sequence<T>*)pass.sequences;
+        for (long i = 0; i < pass.sequence_count; i++)
+            f(sequences[i], ((const Cached<T>*)pass.caches)[i * pass.layers + of.index]);
+    }
 
     void append(const Operation<T>& append) {
-        const Cached<T>& cache = cached(append);
         const T *const keys = buffer(append.x), *const values = buffer(append.y);
-        for_heads(append.width / append.size, [&](long head, long row) {
-            const long from = row * append.width + head * append.size;
-            const long to = head * cache.stride + (cache.held + row) * append.size;
-            std::copy_n(keys + from, append.size, cache.keys + to);
-            std::copy_n(values + from, append.size, cache.values + to);
+        for_sequences(append, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
+            const long begin = sequence.begin, end = begin + sequence.rows;
+            for_heads(append.width / append.size, begin, end, [&](long head, long row) {
+                const long from = row * append.width + head * append.size;
+                const long to = head * cache.stride + (cache.held + row - begin) * append.size;
+                std::copy_n(keys + from, append.size, cache.keys + to);
+                std::copy_n(values + from, append.size, cache.values + to);
+            });
         });
     }
 
-    // Threads take parts of the keys of all heads as they come to it, the larger ones first.
-    void attend(const Operation<T>& attend) {
-        using attention::KEYS, attention::LANES;
-        const Cached<T>& cache = cached(attend);
-        const long heads = attend.count, keys = cache.held + pass.rows;  // key heads
-        const long start = pass.length - (cache.held - (pass.keys_of_step - pass.rows));
+    // The attention of a sequence's rows, and in how many parts it is computed: those of the far keys, then the near keys.
+    struct Attended {
+        attention::Attention<T> all;
+        long far_parts, parts;
+        long ends[MOST_PARTS + 1];  // where each part of the far keys begins, and where the last one ends
+
+        long queries() const { return all.queries() * all.key_heads; }
+        long near_blocks() const { return (all.queries() + attention::LANES - 1) / attention::LANES; }
+        long far_items() const { return far_parts * all.key_heads * all.blocks(); }
+        long items() const { return far_items() + (parts - far_parts) * all.key_heads * near_blocks(); }
+    };
+
+    Attended attended(const Operation<T>& attend, const Sequence<T>& sequence, const Cached<T>& cache) {
+        const long rows = sequence.rows, keys = cache.held + rows;
+        const long start = sequence.length - (cache.held - (sequence.keys_of_step - rows));
+        long* const near_of = near + sequence.begin;
         long far = pass.has_near ? 0 : keys;  // so many keys are far from some row
-        for (long row = 0; row < pass.rows && pass.has_near; row++) {
-            const long begin = std::min(pass.positions[row] - attention::NEAR, pass.length) / KEYS * KEYS;
-            near[row] = std::max(0L, begin - start), far = std::max(far, near[row]);
+        for (long row = 0; row < rows && pass.has_near; row++) {
+            const long position = pass.positions[sequence.begin + row];
+            const long begin = std::min(position - attention::NEAR, sequence.length) / attention::KEYS * attention::KEYS;
+            near_of[row] = std::max(0L, begin - start), far = std::max(far, near_of[row]);
         }
+        const long first = sequence.begin * attend.width;
         const attention::Attention<T> all = {
-            buffer(attend.x), cache.keys, cache.values, nullptr, cache.hidden, buffer(attend.out),
-            attend.width / attend.size, heads, pass.rows, keys, cache.masked, attend.size, attend.size, attend.width,
-            cache.stride, float(attend.factor), start, pass.has_near ? near : nullptr};
-        long ends[MOST_PARTS + 1] = {}, far_parts = 0;
-        while (ends[far_parts] < far) {
-            const long end = std::min(far, attention::end_of_part(start + ends[far_parts]) - start);
-            ends[++far_parts] = end;
+            buffer(attend.x) + first, cache.keys, cache.values, nullptr, cache.hidden, buffer(attend.out) + first,
+            attend.width / attend.size, attend.count, rows, keys, cache.masked, attend.size, attend.size, attend.width,
+            cache.stride, float(attend.factor), start, pass.has_near ? near_of : nullptr};
+        Attended found = {all, 0, pass.has_near, {}};
+        for (long end = 0; end < far; found.parts++) {
+            end = std::min(far, attention::end_of_part(start + end) - start);
+            found.ends[++found.far_parts] = end;
         }
-        const long queries = all.queries(), parts = far_parts + pass.has_near;
-        const auto part_of = [&](long i) {
-            return attention::Part{pass.largest + i * queries, pass.total + i * queries,
-                                   pass.sums + i * queries * attend.size};
-        };
-        const long blocks = all.blocks(), far_items = far_parts * heads * blocks;
-        const long items = far_items + (pass.has_near ? heads * ((queries + LANES - 1) / LANES) : 0);
-        for (long item; (item = barrier.take()) < items;) {
-            const bool is_near = item >= far_items;
-            const long of_kind = is_near ? item - far_items : item, head = of_kind % heads, block = of_kind / heads;
-            const long part = is_near ? far_parts : far_parts - 1 - block / blocks;
-            const attention::Part place = part_of(head * parts + part), *const to = parts > 1 ? &place : nullptr;
-            if (is_near)
-                all.near_block(head, block * LANES, to, of_attention);
-            else
-                all.block(head, block % blocks * all.lanes(), ends[part], ends[part + 1], to, of_attention);
-        }
-        if (parts > 1) {
-            meet();
-            for (long item = index; item < heads * queries; item += pass.threads)
-                all.join(item / queries, item % queries, part_of(item / queries * parts), parts);
-        }
+        return found;
+    }
+
+    // The parts of a sequence's attention lie behind those of the sequences before it. of: where these end, in queries.
+    attention::Part part_at(const Operation<T>& attend, long of) const {
+        return {pass.largest + of, pass.total + of, pass.sums + of * attend.size};
+    }
+
+    // Threads take parts of the keys of all heads as they come to it, the larger ones of a sequence first.
+    void attend(const Operation<T>& attend) {
+        long item = barrier.take(), first = 0, before = 0;
+        bool has_parts = false;
+        for_sequences(attend, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
+            const Attended some = attended(attend, sequence, cache);
+            const long heads = some.all.key_heads, blocks = some.all.blocks();
+            for (; item < first + some.items(); item = barrier.take()) {
+                const bool is_near = item - first >= some.far_items();
+                const long of_kind = item - first - (is_near ? some.far_items() : 0);
+                const long head = of_kind % heads, block = of_kind / heads;
+                const long part = is_near ? some.far_parts : some.far_parts - 1 - block / blocks;
+                const attention::Part place = part_at(attend, before + (head * some.parts + part) * some.all.queries());
+                const attention::Part* const to = some.parts > 1 ? &place : nullptr;
+                if (is_near)
+                    some.all.near_block(head, block * attention::LANES, to, of_attention);
+                else
+                    some.all.block(head, block % blocks * some.all.lanes(), some.ends[part], some.ends[part + 1], to,
+                                   of_attention);
+            }
+            first += some.items(), before += some.queries() * some.parts, has_parts |= some.parts > 1;
+        });
+        if (has_parts) join(attend);
+    }
+
+    void join(const Operation<T>& attend) {
+        meet();
+        long first = 0, before = 0;  // queries of all heads, also by parts, of the sequences before
+        for_sequences(attend, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
+            const Attended some = attended(attend, sequence, cache);
+            const long queries = some.all.queries(), parts = some.parts;
+            for (long item = 0; item < some.queries() && parts > 1; item++)
+                if ((first + item) % pass.threads == index)
+                    some.all.join(item / queries, item % queries,
+                                  part_at(attend, before + item / queries * parts * queries), parts);
+            first += some.queries(), before += some.queries() * parts;
+        });
     }
 
     // The input of products with some matrices, [rows][inputs].
@@ -679,7 +739,7 @@ static void measure(const Pass<typename By::Number>& pass, long* sizes) {
     sizes[0] = Places<By>(pass).at[3];
     sizes[1] = pass.threads * pass.rows * sizeof(peaks::Peaks);
     sizes[2] = 2;  // the near keys, and what is left of a part
-    for (long end = 0; end < pass.length + pass.rows; end = attention::end_of_part(end)) sizes[2]++;
+    for (long end = 0; end < pass.longest + pass.rows; end = attention::end_of_part(end)) sizes[2]++;
 }
 
 // Returns whether a row has become NaN before the head.
@@ -700,7 +760,7 @@ extern "C" const char* describe_uint8() {
 #define SAID(NAME) #NAME ","
 #define VALUED(NAME, VALUE) #NAME "|" #VALUE ","
     return "Limit:" LIMITS(VALUED) ";Kind:" KINDS(SAID) ";Activation:" ACTIVATIONS(SAID) ";Operation:" OPERATION(NAMED, T) ";Cached:" CACHED(NAMED, T)
-        ";RotaryTable:" ROTARY_TABLE(NAMED, T) ";Pass:" PASS(NAMED, T);
+        ";Sequence:" SEQUENCE(NAMED, T) ";RotaryTable:" ROTARY_TABLE(NAMED, T) ";Pass:" PASS(NAMED, T);
 }
 
 // Move rows of `bytes` bytes from the columns `sources` to the columns `targets`, both ascending and targets[i] <=

@@ -38,6 +38,7 @@ class _Described(NamedTuple):
     activations: dict[str, int]
     operation: np.dtype
     cached: np.dtype
+    sequence: np.dtype
     rotary_table: np.dtype
     arguments: type[ctypes.Structure]
 
@@ -60,6 +61,7 @@ def _described() -> _Described:
         {name: i for i, name in enumerate(of["Activation"])},
         dtype("Operation"),
         dtype("Cached"),
+        dtype("Sequence"),
         dtype("RotaryTable"),
         type("Pass", (ctypes.Structure,), {"_fields_": fields("Pass", ctypes.c_double, ctypes.c_int64)}),
     )
@@ -231,6 +233,26 @@ def _conflict(buffer: _Buffer, part: Part, writes: bool) -> bool:
     return any((writes or wrote) and (part is None or part != other) for other, wrote in buffer.used)
 
 
+class Rows(NamedTuple):
+    """The T rows of one sequence in a pass, and its cache."""
+
+    ids: np.ndarray
+    """int64 [T]."""
+    positions: np.ndarray
+    """int64 [T]."""
+    caches: Sequence[tuple[int, int, int]]
+    """For each layer, the addresses of the first key and value that it shows, [key heads, .., head size], and how many
+    numbers lie between two heads."""
+    held: Sequence[int]
+    """For each layer, how many keys it shows before the T rows."""
+    hidden: Sequence[tuple[np.ndarray, Sequence[int]]]
+    """Which of the last keys each row must not see, bool [T, keys], and the layers of which this is true."""
+    length: int
+    """Positions before the step."""
+    computed: int = 0
+    """Rows of the same step, right before these, that other passes have computed."""
+
+
 class _Layout(NamedTuple):
     """Where a pass of so many rows finds its memory, in bytes."""
 
@@ -272,8 +294,8 @@ class Executor:
         self._attends = [one for one in program.operations if isinstance(one, op.Attend)]
         self._operations = np.zeros(len(program.operations), described.operation)
         self._products = self._lay_out(program, buffers)
-        self._cached = np.zeros(len(self.caches), described.cached)
-        self._places: Sequence[tuple[int, int, int]] = []  # the `caches` of `run` that stand in `_cached`
+        self._cached = np.zeros((0, len(self.caches)), described.cached)  # by sequence and layer
+        self._places: list[Sequence[tuple[int, int, int]]] = []  # the `Rows.caches` that stand in `_cached`
         self._rotary_tables = np.zeros(len(self.rotaries), described.rotary_table)
         self._rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # in these tables
         self._turned = 0  # positions of those
@@ -282,7 +304,7 @@ class Executor:
         self._pass = described.arguments(
             operations=self._operations.ctypes.data,
             operation_count=len(self._operations),
-            caches=self._cached.ctypes.data,
+            layers=len(self.caches),
             rotaries=self._rotary_tables.ctypes.data,
             outputs=self._outputs.ctypes.data,
             private_count=len(self._widths[True]),
@@ -351,67 +373,58 @@ class Executor:
 
     def run(
         self,
-        ids: np.ndarray,
-        positions: np.ndarray,
+        sequences: Sequence[Rows],
         rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-        caches: Sequence[tuple[int, int, int]],
-        held: Sequence[int],
-        hidden: Sequence[tuple[np.ndarray, Sequence[int]]],
         outputs: tuple[int, ...] = (),
         shown: int | None = None,
         likeliest: tuple[int, int, float] = (0, 0, 1.0),
-        length: int | None = None,
-        computed: int = 0,
         is_prompt: bool = False,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], bool, tuple[np.ndarray, np.ndarray] | None]:
-        """Compute T rows, and append their keys and values to the caches. Return logits [1, shown, vocabulary]; the
-        outputs that were asked for; whether a row has become NaN before the output layer; and the likeliest tokens.
+        """Compute the rows of all sequences, and append their keys and values to the caches.
 
-        ids, positions: int64 [T].
+        Return logits [shown, vocabulary]; the outputs that were asked for; whether a row has become NaN before the
+        output layer; and the likeliest tokens. Rows are in the order of the sequences.
+
         rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each; another mapping whenever
         these have changed.
-        caches: for each layer, the addresses of the first key and value that it shows, [key heads, .., head size], and
-        how many numbers lie between two heads.
-        held: for each layer, how many keys it shows before the T rows.
-        hidden: which of the last keys each row must not see, bool [T, keys], and the layers of which this is true.
-        outputs: numbers of the outputs (`operations.Keep`) that are returned too, [1, T, hidden] each.
+        outputs: numbers of the outputs (`operations.Keep`) that are returned too, [rows, hidden] each.
         shown: rows whose logits are computed, the last ones; default: all.
         likeliest: of how many of the rows that are shown the likeliest tokens are returned, from the first on; how
         many tokens; and the temperature. They are as `likeliest.likeliest` returns them: tokens and probabilities,
-        [1, rows, tokens]; None for a program that scales its logits, and for more than MAX_COUNT tokens.
-        length: positions before the step; default: before these rows.
-        computed: rows of the same step, right before these, that other passes have computed.
+        [rows, tokens]; None for a program that scales its logits, and for more than MAX_COUNT tokens.
         is_prompt: whether bits may depend on how many rows are computed together, which takes less time for many.
         Raises ValueError for an output that there is not, and for tables of rotary embeddings that do not fit.
         """
-        rows, like = len(ids), self.like
         if outputs and not 0 <= min(outputs) <= max(outputs) < self.outputs:
             raise ValueError(f"outputs={outputs}: the model has the outputs 0 to {self.outputs - 1}")
-        threads = torch.get_num_threads()
-        length = int(positions[0]) if length is None else length
-        layout, parts = self._parts(rows, threads, rows + computed, length.bit_length())
+        like, threads, ids, positions = self.like, torch.get_num_threads(), sequences[0].ids, sequences[0].positions
+        if len(sequences) > 1:
+            ids, positions = (np.concatenate([one[i] for one in sequences]) for i in (0, 1))
+        rows, table = self._attend_to(sequences), self._sequences
+        most_keys, longest = max(table["keys_of_step"].tolist()), max(table["length"].tolist())
+        layout, parts = self._parts(rows, threads, most_keys, longest.bit_length())
         shown = rows if shown is None else shown
-        logits = like.new_empty(1, shown, self._logits)
-        kept = {i: like.new_empty(1, rows, self.hidden) for i in outputs}
+        logits = like.new_empty(shown, self._logits)
+        kept = {i: like.new_empty(rows, self.hidden) for i in outputs}
         said, count, temperature = likeliest
         count = min(count, self._logits)
         if not 0 < count <= MAX_COUNT or self._divisor != 1 or self._factor != 1:
             said = count = 0
-        tokens, probabilities = np.empty((1, said, count), np.int64), np.empty((1, said, count), np.float32)
+        tokens, probabilities = np.empty((said, count), np.int64), np.empty((said, count), np.float32)
         if rotary is not self._rotary:
             self._turn_by(rotary)
         most = min(self._turned if self.rotaries else 2**62, self.positions or 2**62)
         if max(positions.tolist()) >= most:
             raise ValueError(f"the tables of positions have only {most} of them")
-        self._attend_to(caches, held, hidden)
         if self.outputs:
             self._outputs[:] = [pointer(kept.get(i)) for i in range(self.outputs)] if kept else 0
         now = self._pass
         now.ids, now.positions, now.places = ids.ctypes.data, positions.ctypes.data, layout.places.ctypes.data
         for name, address in parts.items():
             setattr(now, name, address)
+        now.sequences, now.sequence_count, now.caches = table.ctypes.data, len(sequences), self._cached.ctypes.data
         now.logits, now.tokens, now.probabilities = logits.data_ptr(), tokens.ctypes.data, probabilities.ctypes.data
-        now.length, now.keys_of_step, now.has_near = length, rows + computed, not is_prompt
+        now.longest, now.most_keys, now.has_near = longest, most_keys, not is_prompt
         now.room_bytes, now.private_bytes, now.rows, now.shown = layout.for_each, layout.private, rows, shown
         now.said, now.likeliest = said, count
         now.threads, now.temperature = threads, temperature
@@ -422,21 +435,25 @@ class Executor:
             logits = logits * self._factor
         return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
 
-    def _attend_to(
-        self,
-        caches: Sequence[tuple[int, int, int]],
-        held: Sequence[int],
-        hidden: Sequence[tuple[np.ndarray, Sequence[int]]],
-    ) -> None:
-        """Write down which keys the rows of a pass see. Arguments as for `run`."""
-        table = self._cached
-        if caches != self._places:
-            table["keys"], table["values"], table["stride"] = zip(*caches, strict=True)
-            self._places = caches
-        table["held"] = held
-        for array, layers in hidden:
-            rows_of = slice(None) if len(hidden) == 1 else layers
-            table["hidden"][rows_of], table["masked"][rows_of] = array.ctypes.data, array.shape[1]
+    def _attend_to(self, sequences: Sequence[Rows]) -> int:
+        """Write down where the rows of each sequence are, and which keys they see. Return the number of all rows."""
+        count, begin, described = len(sequences), 0, _described()
+        if len(self._cached) < count:
+            self._cached, self._places = np.zeros((count, len(self.caches)), described.cached), [[]] * count
+        found = []
+        for b, one in enumerate(sequences):
+            table, rows = self._cached[b], len(one.ids)
+            found.append((begin, rows, one.length, rows + one.computed))
+            begin += rows
+            if one.caches != self._places[b]:
+                table["keys"], table["values"], table["stride"] = zip(*one.caches, strict=True)
+                self._places[b] = one.caches
+            table["held"] = one.held
+            for array, layers in one.hidden:
+                rows_of = slice(None) if len(one.hidden) == 1 else layers
+                table["hidden"][rows_of], table["masked"][rows_of] = array.ctypes.data, array.shape[1]
+        self._sequences = np.array(found, described.sequence)
+        return begin
 
     def _parts(self, *layout: int) -> tuple["_Layout", dict[str, int]]:
         """Make `_room` for a pass. Return its layout, and the addresses of the parts by their names in C++.
@@ -451,13 +468,13 @@ class Executor:
         address = -(-self._room.ctypes.data // ALIGNMENT) * ALIGNMENT
         return found, {name: address + place for name, place in found.parts.items()}
 
-    def _layout(self, rows: int, threads: int, keys_of_step: int, bits: int) -> "_Layout":
-        """bits: of the positions before the step."""
+    def _layout(self, rows: int, threads: int, most_keys: int, bits: int) -> "_Layout":
+        """most_keys: of a step. bits: of the most positions before a step."""
         now, of_row = self._pass, self.like.element_size() * rows
         (*private, of_private), (*shared, of_shared) = (
             _places(of_row * width for width in self._widths[kind]) for kind in (True, False)
         )
-        now.rows, now.threads, now.keys_of_step, now.length = rows, threads, keys_of_step, 2**bits
+        now.rows, now.threads, now.most_keys, now.longest = rows, threads, most_keys, 2**bits
         now.private_bytes = of_private
         found = (ctypes.c_long * 3)()
         _sizes()[self.like.dtype](ctypes.byref(now), found)

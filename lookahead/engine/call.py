@@ -16,7 +16,7 @@ from lookahead.engine.engine import Lookahead
 from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
 from lookahead.engine.recording import Recorder
 from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, walk
-from lookahead.guessing.budget import Budget
+from lookahead.guessing.budget import Budget, average_length
 from lookahead.guessing.combine import Combined, needs_of
 from lookahead.guessing.pool import PoolAlone
 from lookahead.guessing.source import Batch, Limits, Outcome
@@ -72,7 +72,7 @@ class Call:
         # What users' code may change between passes, besides weights. Looking takes a millisecond.
         self._watched = state_of(model) if any(map(_runs_code_of_users, (*callbacks, *sources))) else None
         pace = engine.find_pace(self._runner)
-        self._budget = Budget(engine.max_guesses(len(ids), pace), pace, self.stats)
+        self._budget = Budget(engine.max_guesses(len(ids), pace), pace, self.stats, self._runner.is_ragged)
         self._source = Combined(sources, engine.ledger, self._budget, self.stats, resting)
         adapter = self._runner.adapter
         self._is_chain = not adapter.can_branch
@@ -163,11 +163,12 @@ class Call:
             self._cache.commit(steps, [[] for _ in steps])
             self._add_times(times)
             return
-        paths, emitted = walk(steps, output.logits, rules, output.argmax)
+        paths, emitted = walk(steps, output, rules)
         times.append(clock())
         self._cache.commit(steps, paths)
         times.append(clock())
-        outcome = Outcome(texts, steps, output.logits, paths, emitted, output.hidden_states, output.likeliest)
+        hidden, likeliest, first = output.hidden_states, output.likeliest, output.first
+        outcome = Outcome(texts, steps, output.logits, paths, emitted, hidden, likeliest, first)
         self._learn(outcome, guessed, chosen)
         times.append(clock())
         self._count(outcome, chosen, times)
@@ -176,7 +177,7 @@ class Call:
         self, rules: list[NextTokenRule], texts: list[list[int]], last: list[int]
     ) -> tuple[Limits, list[GuessTree]]:
         """Return all guesses for the next step, and the limits that they keep. last: as for `EagerRunner.run`."""
-        budget, cache, length = self._budget, self._cache, max(map(len, texts))
+        budget, cache, length = self._budget, self._cache, average_length(texts)
         self._rests = budget.rests
         depths = [0] * len(texts)
         if not (self._rests or self._is_spoiled or self._is_changed or len(cache.replay) > MAX_REPLAYED):
@@ -199,7 +200,7 @@ class Call:
         """Return a step for each sequence, and its guesses: those that pay."""
         windows = self._asked.look_ahead(limits)
         window_rows = max([sum(map(len, rows)) for rows in windows])
-        chosen = self._budget.choose(guessed, max(map(len, texts)), window_rows)
+        chosen = self._budget.choose(guessed, average_length(texts), window_rows)
         planned = zip(texts, chosen, windows, strict=True)
         return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], chosen
 
@@ -208,7 +209,7 @@ class Call:
         output = self._runner.run(steps, self._cache, last, self._likeliest)
         logits = output.logits
         # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
-        can_be_spoiled = not self._is_spoiled and logits.shape[1] > 1
+        can_be_spoiled = not self._is_spoiled and len(logits) > len(steps)
         has_nan = output.has_nan
         if can_be_spoiled and has_nan is None:
             has_nan = bool(logits.max().isnan())
@@ -220,7 +221,7 @@ class Call:
     def _learn(self, outcome: Outcome, guessed: list[GuessTree], chosen: list[GuessTree]) -> None:
         """Show the outcome to the sources, and count the tokens that the step has earned."""
         self._asked.observe(outcome)
-        paid, length = self._asked.paid_seconds, max(map(len, outcome.texts))
+        paid, length = self._asked.paid_seconds, average_length(outcome.texts)
         self._budget.count(guessed, chosen, outcome, length, paid, self._rests)
         if self._trials and self._budget.pace:
             is_open = self._trials.level > 0
@@ -229,12 +230,12 @@ class Call:
     def _window_earned(self, outcome: Outcome, chosen: list[GuessTree], length: int) -> tuple[int, float]:
         """Return the accepted tokens of the window's n-grams, and what its rows cost, in tokens."""
         assert self._budget.pace is not None
-        fewer = len(outcome.steps) * max(1 + step.guesses for step in outcome.steps)
+        fewer = self._budget.rows(chosen, 0)
         earned = sum(
             int(np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Source.JACOBI))
             for tree, path in zip(chosen, outcome.paths, strict=True)
         )
-        return earned, self._budget.pace.price(outcome.rows, fewer, length)
+        return earned, self._budget.pace.price(len(outcome.logits), fewer, length, len(chosen))
 
     def _count(self, outcome: Outcome, chosen: list[GuessTree], times: list[float]) -> None:
         """Add the emitted tokens to the texts, and the step to the statistics and to the costs of steps."""
@@ -246,10 +247,9 @@ class Call:
             text += tokens
             _count_one(self.stats, step, tree, path, self._names)
         if self._budget.pace and not (self._rests or self._is_changed):
-            (_, batch_rows, _), length = outcome.logits.shape, max(map(len, outcome.texts))
-            rows, in_pass = len(outcome.steps) * batch_rows, times[2] - times[1]
+            length, in_pass, sequences = average_length(outcome.texts), times[2] - times[1], len(outcome.steps)
             overhead = time.perf_counter() - times[0] - in_pass - self._asked.paid_seconds
-            self._budget.time(rows, length, in_pass, max(overhead, 0.0))
+            self._budget.time(len(outcome.logits), length, in_pass, max(overhead, 0.0), sequences)
 
     def _add_times(self, times: list[float]) -> None:
         """Add the times of the stages of a step. times: when each began, and when the last one ended."""

@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 
 from lookahead.compat import CACHE_ARGUMENTS, dropped_mask_length
 from lookahead.guessing.source import GuessSource
-from lookahead.models.cache import LookaheadCache, counts_positions
+from lookahead.models.cache import AnyCache, LookaheadCache, copy_of_cache, counts_positions
 from lookahead.passes.runner import EagerRunner
 
 
@@ -67,7 +67,7 @@ def prefill(
     cache: LookaheadCache | None,
     room: int,
     chunk_size: int | None,
-) -> tuple[LookaheadCache, torch.Tensor]:
+) -> tuple[AnyCache, torch.Tensor]:
     """Compute the prompts, and show them to the source of guesses.
 
     Each prompt has passes of its own, without padding. Equal prompts are computed once.
@@ -76,19 +76,19 @@ def prefill(
     chunk_size: positions of a pass; default: the whole prompt.
     Returns the cache of the batch, and the logits after the prompts, [batch, vocabulary].
     """
-    adapter, keep = runner.adapter, max(source.needs.prompt_logits, 1)
+    keep, of_each = max(source.needs.prompt_logits, 1), room if runner.is_ragged or len(prompts) == 1 else 0
     caches: list[LookaheadCache] = []
     last: list[torch.Tensor] = []
     for b, prompt in enumerate(prompts):
         equal = next((i for i, other in enumerate(prompts[:b]) if torch.equal(prompt.new, other.new)), None)
         if equal is not None:
-            caches.append(caches[equal])
+            caches.append(copy_of_cache(caches[equal]) if runner.is_ragged else caches[equal])
             last.append(last[equal])
             continue
-        one = cache or adapter.make_cache(prompt.new.shape[1] + (room if len(prompts) == 1 else 0))
+        one = cache or runner.adapter.make_cache(prompt.new.shape[1] + of_each)
         output = runner.read(prompt.new, one, chunk_size, keep)
         source.read(prompt.text, output.logits, output.hidden_states)
         caches.append(one)
         last.append(output.logits[-1].clone())
     longest = max(prompt.new.shape[1] for prompt in prompts)
-    return adapter.join(caches, longest + room), torch.stack(last)
+    return runner.join(caches, longest + room), torch.stack(last)

@@ -22,6 +22,7 @@ from transformers.generation import (
 
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
+from lookahead.passes.runner import Output
 from lookahead.step import Step
 from ngram_pool.forks import Lock
 
@@ -265,15 +266,11 @@ class NextTokenRule:
 
 
 def walk(
-    steps: Sequence[Step],
-    logits: torch.Tensor,
-    rules: Sequence[NextTokenRule],
-    argmax: Sequence[Sequence[int]] | None = None,
+    steps: Sequence[Step], output: Output, rules: Sequence[NextTokenRule]
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Emit tokens as long as the trees have guessed them, and the first token of each sequence that was not guessed.
 
-    steps, logits: [live, T, vocabulary], of all live sequences, rule by rule.
-    argmax: `Output.argmax`. A rule that takes the largest logit then need not look at the logits.
+    steps: of all live sequences, rule by rule. output: of their pass.
     Returns the path of each sequence (rows to commit, beginning with the root's 0), and its emitted tokens, one for
     each row of the path.
     """
@@ -281,28 +278,27 @@ def walk(
     tokens: list[list[int]] = []
     for rule in rules:
         begin, count = len(paths), len(rule.live)
-        mine = steps[begin : begin + count]
+        mine, first = steps[begin : begin + count], output.first[begin : begin + count]
         if count == 1:
-            known = argmax[begin] if argmax is not None and rule.takes_argmax else ()
-            walked = _walk_one(rule, mine[0], logits, begin * logits.shape[1], known)
+            walked = _walk_one(rule, mine[0], output, first[0])
         else:
-            walked = _walk_in_step(rule, mine, logits[begin : begin + count])
+            walked = _walk_in_step(rule, mine, output.logits, first)
         paths += walked[0]
         tokens += walked[1]
     return paths, tokens
 
 
-def _walk_one(
-    rule: NextTokenRule, step: Step, logits: torch.Tensor, first: int, argmax: Sequence[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """`walk` for a rule of which one sequence is live. first: the root's row, counted over all dimensions but one."""
+def _walk_one(rule: NextTokenRule, step: Step, output: Output, first: int) -> tuple[list[list[int]], list[list[int]]]:
+    """`walk` for a rule of which one sequence is live. first: the root's row."""
     children, path, tokens = step.children(), [0], []
+    argmax = output.argmax if rule.takes_argmax else None  # then it need not look at the logits
     while True:
-        token = argmax[path[-1]] if argmax else -1
+        at = first + path[-1]
+        token = argmax[at] if argmax else -1
         if token >= 0:
             rule.take(token)
         else:
-            (token,) = rule.emit(logits, first + path[-1])
+            (token,) = rule.emit(output.logits, at)
         tokens.append(token)
         row = children.get((path[-1], token))
         if row is None or not rule.live:
@@ -311,15 +307,15 @@ def _walk_one(
 
 
 def _walk_in_step(
-    rule: NextTokenRule, steps: Sequence[Step], logits: torch.Tensor
+    rule: NextTokenRule, steps: Sequence[Step], logits: torch.Tensor, first: Sequence[int]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """`walk` for a rule whose sequences all go as far as each of them has guessed."""
+    """`walk` for a rule whose sequences all go as far as each of them has guessed. first: the rows of their roots."""
     children, index = [step.children() for step in steps], {sequence: i for i, sequence in enumerate(rule.live)}
     paths: list[list[int]] = [[0] for _ in steps]
     tokens: list[list[int]] = [[] for _ in steps]
     while rule.live:
         at = [index[sequence] for sequence in rule.live]
-        for i, token in zip(at, rule.emit(logits[at, [paths[i][-1] for i in at]]), strict=True):
+        for i, token in zip(at, rule.emit(logits[[first[i] + paths[i][-1] for i in at]]), strict=True):
             tokens[i].append(token)
         at = [index[sequence] for sequence in rule.live]
         rows = [children[i].get((paths[i][-1], tokens[i][-1]), -1) for i in at]

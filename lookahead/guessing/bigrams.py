@@ -51,7 +51,7 @@ def learn_bigrams(
         for begin in range(0, size, ROWS):
             tokens = np.arange(begin, min(begin + ROWS, size))
             step = lay_out(root, GuessTree.of(tokens, np.full(len(tokens), -1)))
-            logits = runner.run([step], cache).logits[0, 1:]
+            logits = runner.run([step], cache).logits[1:]
             said, probabilities = likeliest(logits, temperature, TOP_K)
             cache.commit([step], [[]])
             pool.learn_next(tokens[:, None], said, probabilities, Source.LOGITS)

@@ -5,7 +5,10 @@ the most tokens per second if each step maximises its tokens less its cost times
 step could have yielded tokens elsewhere (Dinkelbach 1967, "On nonlinear fractional programming").
 """
 
-from itertools import zip_longest
+import operator
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +30,11 @@ PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by thi
 TRIAL_STEPS = 24
 WAITING = 32  # steps of which some is counted together: between two passes alone, each would find cold caches
 MAX_LOSS = 4.0  # tokens; a trial that has lost more than these, and more than chance explains, ends early
+
+
+def average_length(texts: Sequence[Sequence[int]]) -> int:
+    """Return the length of a text, on average."""
+    return sum(map(len, texts)) // len(texts)
 
 
 class Verified(NamedTuple):
@@ -70,25 +78,34 @@ class Pace:
         """Whether the next step looks for no guesses, for none has come true for long. Now and then, one does."""
         return self._fruitless >= FRUITLESS and self._fruitless % WAKING > 0
 
-    def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> int:
-        """Return the number of guesses to verify for each sequence of a batch.
+    def choose(self, trees: list[GuessTree], length: int, window_rows: int, is_ragged: bool = False) -> list[int]:
+        """Return the number of guesses to verify of each sequence.
 
-        length: committed positions of the longest sequence. window_rows: rows of each sequence's window.
+        length: committed positions of a sequence, on average. window_rows: rows of each sequence's window. is_ragged:
+        whether a pass has just the rows of each step. If not, all steps have as many as the longest.
         """
-        gains = [sorted(tree.probabilities.tolist(), reverse=True) for tree in trees]
-        gained = gains[0] if len(gains) == 1 else [sum(column) for column in zip_longest(*gains, fillvalue=0.0)]
         batch, trust, rate = len(trees), self._accepted / self._claimed, self._tokens / self._seconds
+        gains = [sorted(tree.probabilities.tolist(), reverse=True) for tree in trees]
+        if batch == 1:
+            gained, at_once = gains[0], 1
+        elif is_ragged:  # each guess for itself
+            gained, at_once = sorted(chain.from_iterable(gains), reverse=True), 1
+        else:
+            gained, at_once = [sum(column) for column in zip_longest(*gains, fillvalue=0.0)], batch
         first = batch * (1 + window_rows)
-        prices = self._prices(first + batch * len(gained))
+        prices = self._prices(first + at_once * len(gained))
         seconds, per_row = prices.passes, length * prices.per_position_and_row + prices.overhead_per_row
         best, most, tokens = 0, -rate * seconds[first], 0.0
         for count, gain in enumerate(gained, 1):
             tokens += trust * gain
-            added = batch * count
+            added = at_once * count
             worth = tokens - rate * (seconds[first + added] + added * per_row)
             if worth > most:
                 best, most = count, worth
-        return best
+        if at_once == batch or not best:
+            return [best] * batch
+        least = gained[best - 1]
+        return [bisect_right(gain, -least, key=operator.neg) for gain in gains]
 
     def least(self, length: int) -> float:
         """Return the probability below which `choose` will take no guess of a single sequence, however many there are.
@@ -104,26 +121,26 @@ class Pace:
         prices = self.costs.prices  # other threads may replace it
         return prices if prices is not None and most < len(prices.passes) else self.costs.priced(most)
 
-    def _of_step(self, rows: int, length: int) -> float:
+    def _of_step(self, rows: int, length: int, sequences: int) -> float:
         """`StepCosts.of_step` as a plain number."""
-        prices, further = self._prices(rows), rows - 1
-        in_pass = prices.passes[rows] + length * (prices.per_position + prices.per_position_and_row * further)
-        return in_pass + prices.overhead + prices.overhead_per_row * further
+        prices = self._prices(rows)
+        per_length = sequences * prices.per_position + (rows - sequences) * prices.per_position_and_row
+        return prices.passes[rows] + length * per_length + prices.overhead + prices.overhead_per_row * (rows - 1)
 
-    def price(self, rows: int, fewer: int, length: int) -> float:
+    def price(self, rows: int, fewer: int, length: int, sequences: int = 1) -> float:
         """Return the tokens that could be written in the time by which a step of ``rows`` outlasts one of ``fewer``."""
         if rows == fewer:
             return 0.0
-        return self.rate() * (self._of_step(rows, length) - self._of_step(fewer, length))
+        return self.rate() * (self._of_step(rows, length, sequences) - self._of_step(fewer, length, sequences))
 
-    def count(self, tokens: int, rows: int, length: int, seconds: float = 0.0) -> None:
+    def count(self, tokens: int, rows: int, length: int, seconds: float = 0.0, sequences: int = 1) -> None:
         """Add a step to the rate: the tokens that it wrote and the rows that it had, over all sequences.
 
         seconds: what sources of guesses took.
         """
         with self._lock:
             self._tokens = FADE * self._tokens + tokens
-            self._seconds = FADE * self._seconds + self._of_step(rows, length) + seconds
+            self._seconds = FADE * self._seconds + self._of_step(rows, length, sequences) + seconds
 
     def count_guesses(self, chosen: list[GuessTree], paths: list[list[int]]) -> None:
         """Let `reach`, `trust` and `rests` follow the guesses that a step verified, and the rows that it accepted."""
@@ -168,18 +185,20 @@ class Pace:
 class Budget:
     """How many guesses the steps of a call look for, and how many they verify."""
 
-    def __init__(self, guesses: int | None, pace: Pace | None, stats: Stats):
+    def __init__(self, guesses: int | None, pace: Pace | None, stats: Stats, is_ragged: bool = False):
         """guesses: most guesses of a step, over all sequences; None: let ``pace`` choose.
 
-        pace: None if nothing in this call depends on costs. stats: where regret is counted.
+        pace: None if nothing in this call depends on costs. stats: where regret is counted. is_ragged: as for
+        `Pace.choose`.
         """
+        self._is_ragged = is_ragged
         self.max_guesses = MAX_GUESSES if guesses is None else guesses
         """Most guesses of one sequence in a step."""
         self.pace = pace
         self._chooser = pace if guesses is None else None
         self._stats = stats
         self._waiting: list[Verified] = []  # steps whose regret is not counted yet
-        self._timed: list[tuple[int, int, float, float]] = []  # steps that have not corrected the costs yet
+        self._timed: list[tuple[int, int, float, float, int]] = []  # steps that have not corrected the costs yet
 
     def limit(self, sequences: int) -> int:
         """Return the number of guesses to look for, for each sequence of a batch."""
@@ -187,7 +206,7 @@ class Budget:
 
     def least(self, sequences: int, length: int) -> float:
         """Return a probability below which no guess will be verified, where each is worth what its probability says."""
-        return self._chooser.least(length) if self._chooser and sequences == 1 else 0.0
+        return self._chooser.least(length) if self._chooser and (self._is_ragged or sequences == 1) else 0.0
 
     @property
     def rests(self) -> bool:
@@ -196,8 +215,16 @@ class Budget:
 
     def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> list[GuessTree]:
         """Return the part of each tree that is verified. Arguments as for `Pace.choose`."""
-        count = self._chooser.choose(trees, length, window_rows) if self._chooser else self.limit(len(trees))
-        return [tree.likeliest(count) for tree in trees]
+        if self._chooser:
+            counts = self._chooser.choose(trees, length, window_rows, self._is_ragged)
+        else:
+            counts = [self.limit(len(trees))] * len(trees)
+        return [tree.likeliest(count) for tree, count in zip(trees, counts, strict=True)]
+
+    def rows(self, trees: list[GuessTree], window_rows: int) -> int:
+        """Return the rows of a pass that verifies these trees. Arguments as for `Pace.choose`."""
+        guesses = list(map(len, trees))
+        return len(trees) * (1 + window_rows) + (sum(guesses) if self._is_ragged else len(trees) * max(guesses))
 
     def count(
         self,
@@ -219,12 +246,12 @@ class Budget:
             if rested:
                 return
             self._waiting += map(Verified, trees, chosen, outcome.paths, [length] * len(trees))
-        rows = outcome.logits.shape[0] * outcome.logits.shape[1]
-        self.pace.count(sum(map(len, outcome.paths)), rows, length, seconds)
+        tokens, sequences = sum(map(len, outcome.paths)), len(outcome.steps)
+        self.pace.count(tokens, len(outcome.logits), length, seconds, sequences)
 
-    def time(self, rows: int, length: int, seconds: float, overhead: float) -> None:
+    def time(self, rows: int, length: int, seconds: float, overhead: float, sequences: int) -> None:
         """Let the costs follow a step. Arguments as for `StepCosts.follow`."""
-        self._timed.append((rows, length, seconds, overhead))
+        self._timed.append((rows, length, seconds, overhead, sequences))
         if len(self._timed) >= WAITING:
             self.end()
 

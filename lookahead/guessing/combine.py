@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.guessing.budget import Budget, Trials
+from lookahead.guessing.budget import Budget, Trials, average_length
 from lookahead.guessing.jacobi import WindowSource
 from lookahead.guessing.pool import PoolAlone, PoolSource
 from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
-from lookahead.models.cache import LookaheadCache
+from lookahead.models.cache import AnyCache
 from lookahead.stats import Stats
 from ngram_pool import GuessTree, Source
 from ngram_pool.forks import Lock
@@ -246,7 +246,7 @@ class Combined(GuessSource):
         for source in self._parts.values():
             source.read(text, logits, hidden_states)
 
-    def attach(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
+    def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
         for source in self._parts.values():
             source.attach(model, cache)
 
@@ -300,7 +300,8 @@ class Combined(GuessSource):
                 seconds, is_first = self._seconds[i], i not in self._has_observed
                 self._has_observed.add(i)
                 if pace and trials:
-                    cost = pace.rate() * seconds + pace.price(outcome.rows, fewer, max(map(len, outcome.texts)))
+                    length, sequences = average_length(outcome.texts), len(outcome.texts)
+                    cost = pace.rate() * seconds + pace.price(len(outcome.logits), fewer, length, sequences)
                 stats.asked += 1
                 stats.earned += earned
                 stats.seconds += seconds
@@ -312,13 +313,13 @@ class Combined(GuessSource):
         accepted = sum(len(path) - 1 for path in outcome.paths)
         proposers = set().union(*self._proposed)
         if i not in proposers:
-            return 0, outcome.rows
+            return 0, len(outcome.logits)
         if proposers == {i}:
             return accepted, len(self._proposed) * (1 + self._window_rows)
         others = [self._merge({j: tree for j, tree in by_source.items() if j != i})[1] for by_source in self._proposed]
-        chosen = self._budget.choose(others, max(map(len, outcome.texts)), self._window_rows)
+        chosen = self._budget.choose(others, average_length(outcome.texts), self._window_rows)
         earned = accepted - sum(tree.follow(emitted) for tree, emitted in zip(chosen, outcome.emitted, strict=True))
-        return earned, len(chosen) * (1 + self._window_rows + max(map(len, chosen)))
+        return earned, self._budget.rows(chosen, self._window_rows)
 
     def keep(self, sequences: list[int]) -> None:
         for source in self._parts.values():

@@ -12,23 +12,22 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
-from lookahead.guessing.budget import Budget, Pace
+from lookahead.guessing.budget import Budget, Pace, average_length
 from lookahead.guessing.combine import Combined, Ledger
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome, draws_at, likeliest
 from lookahead.models.adapter import context_length, vocabulary_of
-from lookahead.models.cache import LookaheadCache
+from lookahead.models.cache import AnyCache
 from lookahead.passes.capabilities import can_batch, choose_runner
 from lookahead.passes.costs import StepCosts, step_costs, synchronize
 from lookahead.passes.runner import EagerRunner
@@ -285,7 +284,7 @@ class DraftModelSource(GuessSource):
         self._inner, self._inner_pace = Combined(own.sources, own.ledger, budget, stats), budget.pace
         self._open.callback(self._inner.end)
         self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=own.pool))
-        self._cache: LookaheadCache | None = None
+        self._cache: AnyCache | None = None
         self._held: list[list[int]] = [[] for _ in batch.texts]  # tokens in the cache
         self._drafts: list[Draft] = []
         self._steps: list[Step] = []  # what was computed and not committed yet
@@ -347,7 +346,7 @@ class DraftModelSource(GuessSource):
         return paths
 
     @property
-    def _cached(self) -> LookaheadCache:
+    def _cached(self) -> AnyCache:
         assert self._cache is not None
         return self._cache
 
@@ -394,7 +393,7 @@ class DraftModelSource(GuessSource):
                     self._inner.read(text[:-1], output.logits, output.hidden_states)
             caches.append(one)
             self._held[b] = text[:-1]
-        self._cache = self._runner.adapter.join(caches, max(map(len, texts)) + ROOM)
+        self._cache = self._runner.join(caches, max(map(len, texts)) + ROOM)
 
     # A pass
 
@@ -458,7 +457,7 @@ class DraftModelSource(GuessSource):
         if self._costs is None or limits.rate is None:
             return count if waiting or tokens[-1] >= MIN_TOKENS * len(texts) else 0
         rows = len(texts) * (waiting + np.arange(count + 1))
-        seconds = np.where(rows > 0, self._costs(rows, max(map(len, texts))), 0.0)
+        seconds = np.where(rows > 0, self._costs(rows, average_length(texts), len(texts)), 0.0)
         return int(np.argmax(tokens - limits.rate * seconds))
 
     def _compute(self, asked: list[_Asked], limits: Limits) -> None:
@@ -472,11 +471,12 @@ class DraftModelSource(GuessSource):
         logits = self._runner.run(self._steps, self._cached).logits
         self.passes += 1
         synchronize(logits.device)
-        rows, length = logits.shape[0] * logits.shape[1], max(self._cached.lengths)
+        lengths = self._cached.lengths
         if self._costs:
-            self._costs.follow(rows, length, time.perf_counter() - began)
+            took, length = time.perf_counter() - began, sum(lengths) // len(lengths)
+            self._costs.follow(len(logits), length, took, sequences=len(lengths))
         depths = [[node.depth for node in draft.rows[computed:]] for draft in self._drafts]
-        logits = logits[:, -len(depths[0]) :, : self._vocabulary]
+        logits = logits.unflatten(0, (len(depths), -1))[:, -len(depths[0]) :, : self._vocabulary]
         draws = draws_at(limits.draws, depths, logits.shape[-1])
         said = likeliest(logits, self._temperature, TOP_K, draws)
         for draft, tokens, probabilities in zip(self._drafts, *said, strict=True):
@@ -504,4 +504,5 @@ class DraftModelSource(GuessSource):
             paths.append(path)
             emitted.append([said[row] for row in path])
         texts = [one.text for one in asked]
-        self._inner.observe(Outcome(texts, steps, pad_sequence(shown, batch_first=True), paths, emitted))
+        first = [0, *accumulate(map(len, shown))][:-1]
+        self._inner.observe(Outcome(texts, steps, torch.cat(shown), paths, emitted, first=first))

@@ -283,8 +283,9 @@ class EagleSource(GuessSource):
 
     def observe(self, outcome: Outcome) -> None:
         with torch.inference_mode():
-            for b, (one, text, path) in enumerate(zip(self._texts, outcome.texts, outcome.paths, strict=True)):
-                one.waiting.append((len(text) - 1, self._head.features(outcome.hidden_states, (b, path))))
+            for one, text, path, first in zip(self._texts, outcome.texts, outcome.paths, outcome.first, strict=True):
+                rows = [first + row for row in path]
+                one.waiting.append((len(text) - 1, self._head.features(outcome.hidden_states, rows)))
         for draft, emitted in zip(self._drafts, outcome.emitted, strict=True):
             if draft is not None:
                 draft.teach(draft.accepted(emitted), emitted)

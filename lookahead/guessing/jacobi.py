@@ -85,10 +85,11 @@ class WindowSource(GuessSource):
         ]
 
     def observe(self, outcome: Outcome) -> None:
-        for b, (step, new) in enumerate(zip(outcome.steps, outcome.emitted, strict=True)):
-            window = self._windows[b]
+        of_each = self._windows, outcome.steps, outcome.emitted, outcome.first
+        for window, step, new, first in zip(*of_each, strict=True):
             if window and len(step) > 1 + step.guesses:
-                newest = outcome.logits[b, len(step) - window.size : len(step)].argmax(-1).cpu().numpy()
+                end = first + len(step)
+                newest = outcome.logits[end - window.size : end].argmax(-1).cpu().numpy()
                 ngrams = window.advance(newest, len(new))
                 if len(ngrams):
                     self._pool.learn_ngrams(ngrams)
@@ -131,7 +132,8 @@ class JacobiSource(GuessSource):
     def observe(self, outcome: Outcome) -> None:
         said = outcome.logits.argmax(-1).cpu().numpy()
         for b, (step, new) in enumerate(zip(outcome.steps, outcome.emitted, strict=True)):
-            following = said[b, len(new) : len(step)]  # row i has the output after the i-th guess
+            first = outcome.first[b]
+            following = said[first + len(new) : first + len(step)]  # row i has the output after the i-th guess
             self._blocks[b] = np.concatenate([following, np.full(self.size, new[-1])])[: self.size]
             self._accepted += len(new) - 1
             self._observed += min(len(new), step.guesses)

@@ -26,7 +26,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.guessing.draft import DraftModelSource
 from lookahead.guessing.source import Batch, Limits, Outcome
 from lookahead.models.adapter import UnsupportedModelError, context_length, device_of
-from lookahead.models.cache import LookaheadCache
+from lookahead.models.cache import AnyCache, LookaheadCache
 from lookahead.models.layers import read_config
 from lookahead.models.state import State, state_of
 from lookahead.passes.capabilities import can_batch, choose_runner
@@ -74,7 +74,7 @@ class LayerSkipSource(DraftModelSource):
         _without(model, self.skipped)
 
     def start(self, batch: Batch) -> None:
-        self._of_call: LookaheadCache | None = None
+        self._of_call: AnyCache | None = None
         super().start(batch)
 
     @contextmanager
@@ -91,7 +91,7 @@ class LayerSkipSource(DraftModelSource):
         finally:
             runner.end()
 
-    def attach(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
+    def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
         if model is not self._whole:
             raise ValueError(
                 f"this LayerSkipSource drafts for another {type(self._whole).__name__} than the {type(model).__name__} "
@@ -350,7 +350,7 @@ def _agreement(runner: EagerRunner, samples: list[_Sample], skipped: list[int]) 
     for sample in samples:
         kept = [index for index in range(len(sample.cache.layers)) if index not in skipped]
         with torch.no_grad(), sample.cache.part(kept) as cache:
-            agrees.append(runner.run(sample.steps, cache).logits.argmax(-1) == sample.said)
+            agrees.append(runner.run(sample.steps, cache).logits.argmax(-1) == sample.said.flatten())
     return torch.cat(agrees).float().mean().item()
 
 

@@ -127,8 +127,8 @@ class MedusaSource(GuessSource):
 
     def observe(self, outcome: Outcome) -> None:
         states = self._last(outcome.hidden_states)
-        for b, (text, path) in enumerate(zip(outcome.texts, outcome.paths, strict=True)):
-            self._states[b] = states[b, path[-1]], len(text) + len(path) - 1
+        for b, (text, path, first) in enumerate(zip(outcome.texts, outcome.paths, outcome.first, strict=True)):
+            self._states[b] = states[first + path[-1]], len(text) + len(path) - 1
 
     def keep(self, sequences: list[int]) -> None:
         self._states = [self._states[b] for b in sequences]

@@ -63,12 +63,12 @@ class PoolSource(GuessSource):
             if tokens.shape[-1] > TOP_K:
                 tokens, probabilities = tokens[..., :TOP_K], probabilities[..., :TOP_K]
         else:
-            most = max(step.guesses for step in outcome.steps)
-            tokens, probabilities = likeliest(outcome.logits[:, : 1 + most], self._temperature, TOP_K)
-        for b, (text, step, new) in enumerate(zip(outcome.texts, outcome.steps, outcome.emitted, strict=True)):
-            tree, rows = slice(1, 1 + step.guesses), slice(0, 1 + step.guesses)
+            tokens, probabilities = likeliest(outcome.logits, self._temperature, TOP_K)
+        of_each = outcome.texts, outcome.steps, outcome.emitted, outcome.first
+        for text, step, new, first in zip(*of_each, strict=True):
+            tree, rows = slice(1, 1 + step.guesses), slice(first, first + 1 + step.guesses)
             guesses, parents = step.ids[tree], step.parents[tree] - 1  # the root is row 0 of a step
-            self._pool.learn_step(text, guesses, parents, tokens[b, rows], probabilities[b, rows], new)
+            self._pool.learn_step(text, guesses, parents, tokens[rows], probabilities[rows], new)
 
 
 class PoolAlone:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.cpu import likeliest as fast
-from lookahead.models.cache import LookaheadCache
+from lookahead.models.cache import AnyCache
 from lookahead.step import Step
 from ngram_pool import GuessTree, NgramPool
 
@@ -85,21 +85,19 @@ class Outcome:
     """Each sequence before the step. Its last token is the step's root."""
     steps: Sequence[Step]
     logits: torch.Tensor
-    """[batch, T, vocabulary]: row i predicts what follows token i of the step. The next pass reuses their memory."""
+    """[rows, vocabulary] of all steps: row `first[b]` + i predicts what follows token i of step b. The next pass reuses
+    their memory."""
     paths: list[list[int]]
     """The accepted rows of each sequence's step, beginning with row 0, the root."""
     emitted: list[list[int]]
     """The tokens that each sequence goes on with, one for each accepted row."""
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
-    """[batch, T, hidden] by layer, for the layers that a source needs."""
+    """[rows, hidden] by layer, for the layers that a source needs."""
     likeliest: tuple[np.ndarray, np.ndarray] | None = None
-    """`likeliest` of the root's row and the guesses' rows of each step, as many as the sources need together
+    """`likeliest` of these rows, at least of roots and guesses, as many tokens as the sources need together
     (`Needs.likeliest`), at the temperature of the call; None if the pass has not found them."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of the pass, over all sequences."""
-        return len(self.steps) * max(map(len, self.steps))
+    first: Sequence[int] = (0,)
+    """The row of each sequence's root."""
 
 
 @runtime_checkable
@@ -131,7 +129,7 @@ class GuessSource(Protocol):
         """
         return
 
-    def attach(self, model: PreTrainedModel, cache: LookaheadCache) -> None:
+    def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
         """Receive the model that decodes and the cache of the call, once, after all prompts are computed.
 
         Before each `propose`, the cache holds all of a text but its last token. Between the methods of a source it must

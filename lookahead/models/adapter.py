@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead.compat import CACHE, execution_device
-from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer, copy_of, counts_positions
+from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SlidingLayer, copy_of, counts_positions
 from lookahead.step import Visibility, mask
 
 # Settings that give the number of positions that a model was made for, or that its tables have room for.
@@ -98,7 +98,7 @@ class ModelAdapter:
         batch.stack(caches)
         return batch
 
-    def padded(self, cache: LookaheadCache) -> LookaheadCache:
+    def padded(self, cache: AnyCache) -> LookaheadCache:
         """Return a copy of a batch that stands as in plain decoding: padding first, so that all sequences end together.
 
         The model can then make the masks of single tokens itself.

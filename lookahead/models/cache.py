@@ -19,8 +19,8 @@ again, ahead of the next step.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -492,6 +492,53 @@ class LookaheadCache(Cache):
         self.lengths, self.paddings = [cache.lengths[0] for cache in caches], offsets
 
 
+class SeparateCaches:
+    """A cache of its own for each sequence of a batch. They join and leave between steps, and nothing is moved."""
+
+    replay: Sequence[int] = ()  # none has a state
+
+    def __init__(self, caches: Iterable[LookaheadCache]):
+        self.each = list(caches)
+        """Each of one sequence."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """`LookaheadCache.lengths` of all."""
+        return [cache.lengths[0] for cache in self.each]
+
+    def commit(self, steps: list[Step], paths: list[list[int]]) -> None:
+        """`LookaheadCache.commit` for each."""
+        for cache, step, path in zip(self.each, steps, paths, strict=True):
+            cache.commit([step], [path])
+
+    def select(self, sequences: list[int]) -> None:
+        """Keep only these sequences."""
+        self.each = [self.each[b] for b in sequences]
+
+    def sequence(self, b: int) -> LookaheadCache:
+        """The cache of sequence ``b``."""
+        return self.each[b]
+
+    def emptied(self) -> LookaheadCache:
+        """`LookaheadCache.emptied`, for all sequences together."""
+        return self.each[0].emptied()
+
+    @property
+    def can_rewind(self) -> bool:
+        """`LookaheadCache.can_rewind` of all."""
+        return all(cache.can_rewind for cache in self.each)
+
+    @contextmanager
+    def part(self, layers: Sequence[int]) -> Iterator["SeparateCaches"]:
+        """`LookaheadCache.part` of all."""
+        with ExitStack() as stack:
+            yield SeparateCaches([stack.enter_context(cache.part(layers)) for cache in self.each])
+
+
+AnyCache = LookaheadCache | SeparateCaches
+"""What holds the sequences of a call."""
+
+
 def empty_cache(model: PreTrainedModel) -> DynamicCache | None:
     """Make a cache for a call of generate() that the next call goes on from.
 
@@ -575,6 +622,11 @@ def _takes(buffer: torch.Tensor, states: torch.Tensor) -> bool:
         and buffer.device == states.device
         and (buffer.dtype == states.dtype or torch.promote_types(buffer.dtype, states.dtype) == buffer.dtype)
     )
+
+
+def copy_of_cache(cache: LookaheadCache) -> LookaheadCache:
+    """Copy a cache of one sequence (`copy_of`)."""
+    return LookaheadCache([copy_of(layer) for layer in cache.layers], list(cache.lengths))
 
 
 def copy_of(layer: Any) -> Any:

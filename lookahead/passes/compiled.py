@@ -26,7 +26,7 @@ from lookahead.cpu import products
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models import attention
 from lookahead.models.adapter import ModelAdapter, device_of
-from lookahead.models.cache import LookaheadCache
+from lookahead.models.cache import AnyCache, LookaheadCache
 from lookahead.passes import probe
 from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, pad, to_device
@@ -165,13 +165,13 @@ class CompiledRunner(EagerRunner):
     def run(
         self,
         steps: list[Step],
-        cache: LookaheadCache,
+        cache: AnyCache,
         last: list[int] | None = None,
         likeliest: tuple[int, float] = (0, 1.0),
     ) -> Output:
         device = device_of(self.model)
         serves = len(steps) == 1 and len(steps[0]) <= MAX_ROWS and not torch.is_autocast_enabled(device.type)
-        if not serves or self.model in _given_up:
+        if not serves or self.model in _given_up or not isinstance(cache, LookaheadCache):
             return super().run(steps, cache, last, likeliest)
         ids, positions, ancestors = pad(steps, cache.lengths, last, MIN_ROWS)
         tokens = to_device(np.concatenate([ids, positions]), device)
@@ -183,7 +183,7 @@ class CompiledRunner(EagerRunner):
         except compat.COMPILE_ERRORS as error:
             give_up(self.model, f"torch.compile fails with {error!r}")
             return super().run(steps, cache, last, likeliest)
-        return Output(logits[:, : len(steps[0]) - steps[0].computed])
+        return Output(logits[0, : len(steps[0]) - steps[0].computed])
 
     def _run(self, tokens: torch.Tensor, cache: LookaheadCache, masks: list[torch.Tensor | None]) -> torch.Tensor:
         """Return logits [1, T, vocabulary] and append the step's keys and values to ``cache``.

@@ -60,9 +60,9 @@ class Prices(NamedTuple):
     passes: list[float]
     """Seconds of passes over 0, 1, 2, ... rows when nothing is committed."""
     per_position: float
-    """Seconds that each committed position adds to the first row of a pass."""
+    """Seconds that each committed position adds to the first row of a sequence."""
     per_position_and_row: float
-    """Seconds that each committed position adds to each further row."""
+    """Seconds that each committed position adds to each further row of it."""
     overhead: float
     overhead_per_row: float
     least_of_row: float
@@ -76,7 +76,8 @@ class StepCosts:
     seconds: np.ndarray
     """Seconds of passes over RUNGS rows when nothing is committed, float64 [rungs]."""
     per_position: np.ndarray
-    """Seconds that each committed position adds to the first row of a pass, and to each further row, float64 [2]."""
+    """Seconds that each committed position adds to the first row of a sequence, and to each further row of it, float64
+    [2]."""
     overhead: float = 1e-3
     """Seconds of a step of one row outside of its pass."""
     overhead_per_row: float = 3e-5
@@ -88,10 +89,10 @@ class StepCosts:
     """What `priced` has made of all this; None after a change."""
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def __call__(self, rows: np.ndarray | int, length: np.ndarray | int) -> np.ndarray:
-        """Return the seconds of passes over ``rows`` rows when each sequence holds ``length`` positions."""
+    def __call__(self, rows: np.ndarray | int, length: np.ndarray | int, sequences: int = 1) -> np.ndarray:
+        """Return the seconds of passes over ``rows`` rows of all sequences, which hold ``length`` positions each."""
         base = self._without_positions(np.asarray(rows), self.seconds)
-        return base + length * (self.per_position[0] + self.per_position[1] * (rows - 1))
+        return base + length * (sequences * self.per_position[0] + (rows - sequences) * self.per_position[1])
 
     def priced(self, most: int = RUNGS[-1]) -> Prices:
         """Return and keep all this as plain numbers, for passes over up to ``most`` rows at least."""
@@ -109,22 +110,22 @@ class StepCosts:
             base = base + slope * np.maximum(rows - RUNGS[-1], 0)
         return base
 
-    def of_step(self, rows: np.ndarray | int, length: np.ndarray | int) -> np.ndarray:
+    def of_step(self, rows: np.ndarray | int, length: np.ndarray | int, sequences: int = 1) -> np.ndarray:
         """Return the seconds of whole steps: their passes, and what is done between them."""
-        return self(rows, length) + self.between(rows)
+        return self(rows, length, sequences) + self.between(rows)
 
     def between(self, rows: np.ndarray | int) -> np.ndarray | float:
         """Return the seconds of steps outside of their passes."""
         return self.overhead + self.overhead_per_row * (rows - 1)
 
-    def follow(self, rows: int, length: int, seconds: float, overhead: float | None = None) -> None:
+    def follow(self, rows: int, length: int, seconds: float, overhead: float | None = None, sequences: int = 1) -> None:
         """Correct the costs by a step whose pass took ``seconds``, with ``overhead`` seconds outside of it, if known.
 
         The correction is divided between rows and positions in proportion to the seconds expected of each.
         """
         local, everywhere = FOLLOW_RATES
         alone = float(self._without_positions(np.array(rows), self.seconds))
-        expected = alone + length * float(self.per_position[0] + self.per_position[1] * (rows - 1))
+        expected = float(self(rows, length, sequences))
         share = alone / expected
         ratio = min(max(seconds / expected, 1 / 3), 3.0)  # a larger error has another cause
         with self._lock:  # other threads may be reading the old arrays, so make new ones

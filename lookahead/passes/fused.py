@@ -1,10 +1,11 @@
-"""Passes over single sequences in one call, on a CPU, for models whose passes are programs (`models.families`)."""
+"""Passes in one call, on a CPU, for models whose passes are programs (`models.families`)."""
 
 import operator
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
@@ -15,11 +16,11 @@ from transformers import PreTrainedModel
 
 from lookahead.compat import VERSION, int8_weight, tensors_of
 from lookahead.cpu import blocks, native
-from lookahead.cpu.executor import Executor, indexed_bytes, serves, smallest, weight_bytes
+from lookahead.cpu.executor import Executor, Rows, indexed_bytes, serves, smallest, weight_bytes
 from lookahead.cpu.products import Linear, is_plain_of
 from lookahead.cpu.program import Program
 from lookahead.models.adapter import ModelAdapter, context_length
-from lookahead.models.cache import LookaheadCache
+from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds
 from lookahead.models.state import State, state_of
@@ -92,7 +93,7 @@ class Watch:
 
 
 class FusedRunner(EagerRunner):
-    """Runs steps of single sequences, and their shorter prompts, in one call. Everything else runs eagerly.
+    """Runs the steps of all sequences, and shorter prompts, in one call each. Everything else runs eagerly.
 
     Weights are read where they are, or in a copy that holds them in fewer bits (`smallest`). What was made of
     the model is kept for the next call, which uses it if nothing has changed. If weights change during a call, they are
@@ -129,7 +130,7 @@ class FusedRunner(EagerRunner):
         self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
-        self._buffers: _Buffers | None = None
+        self._buffers: list[_Buffers | None] = []  # of each sequence
 
     def end(self) -> None:
         ready, executor, self._executor = self._ready, self._executor, None
@@ -172,103 +173,113 @@ class FusedRunner(EagerRunner):
         self._watch = Watch([module for module in self.model.modules() if module is not rotary])
         return found
 
+    @property
+    def is_ragged(self) -> bool:  # type: ignore[override]  # it is settled when a call begins
+        return not torch.is_autocast_enabled("cpu")
+
+    def join(self, caches: list[LookaheadCache], expected_length: int = 0) -> AnyCache:
+        return SeparateCaches(caches) if len(caches) > 1 and self.is_ragged else super().join(caches, expected_length)
+
     def run(
         self,
         steps: list[Step],
-        cache: LookaheadCache,
+        cache: AnyCache,
         last: list[int] | None = None,
         likeliest: tuple[int, float] = (0, 1.0),
     ) -> Output:
-        step = steps[0]
-        if len(steps) > 1 or not self._takes(step.ids, cache):
+        each = cache.each if isinstance(cache, SeparateCaches) else [cache]
+        if len(each) < len(steps) or not self._takes([step.ids for step in steps], each):
             return super().run(steps, cache, last, likeliest)
         try:
-            return self._compute(step, cache, last, likeliest)
+            return self._compute(steps, each, last, likeliest)
         except UnknownModelError:
             return super().run(steps, cache, last, likeliest)
 
     def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
         count = new.shape[1]
         fits = count <= min(self.most_read, chunk_size or count, context_length(self.model) - cache.lengths[0])
-        if new.ndim > 2 or not fits or not self._takes(ids := new[0].cpu().numpy(), cache):
+        if new.ndim > 2 or not fits or not self._takes([ids := new[0].cpu().numpy()], [cache]):
             return super().read(new, cache, chunk_size, keep)
         step = grow(ids.tolist(), range(-1, count - 1), computed=0)
         try:
-            output = self._compute(step, cache, shown=min(keep, count), is_prompt=count > MAX_DEPTH)
+            output = self._compute([step], [cache], shown=min(keep, count), is_prompt=count > MAX_DEPTH)
         except UnknownModelError:
             return super().read(new, cache, chunk_size, keep)
         cache.commit([step], [list(range(count))])
-        return Output(output.logits[0], {i: states[0] for i, states in output.hidden_states.items()})
+        return output
 
-    def _takes(self, ids: np.ndarray, cache: LookaheadCache) -> bool:
+    def _takes(self, ids: list[np.ndarray], caches: list[LookaheadCache]) -> bool:
         """Whether a pass can compute these tokens. Otherwise, the model's own code does, or raises an error."""
         if torch.is_autocast_enabled("cpu"):
             return False
         if self._executor is not None and (self._watch.has_changed() or self._executor.is_stale()):
-            self._executor, self._buffers, self._serves = None, None, range(0)
+            self._executor, self._buffers, self._serves = None, [], range(0)
             with suppress(UnknownModelError):
                 self._executor = Executor(self._look())
-        tokens, layers = ids.tolist(), cast(list[Any], cache.layers)
-        return (
-            self._executor is not None
-            and len(layers) == len(self._executor.caches)
-            and min(tokens) >= 0
-            and max(tokens) < self._executor.vocabulary
-            and (not any(map(_IS_INITIALIZED, layers)) or self._finds(self._executor, cache))
-        )
-
-    def _finds(self, executor: Executor, cache: LookaheadCache) -> bool:
-        """Whether a pass can read and write the buffers of a cache, all initialized. If so, `_buffers` are these."""
-        tensors = cache.buffers()
-        if self._buffers is None or not all(map(operator.is_, tensors, self._buffers.tensors)):
-            if not all(map(partial(_fits, executor), cache.layers)):
+        executor = self._executor
+        if executor is None:
+            return False
+        tokens = list(chain.from_iterable(map(np.ndarray.tolist, ids)))
+        if not 0 <= min(tokens) <= max(tokens) < executor.vocabulary:
+            return False
+        for b, cache in enumerate(caches):
+            layers = cast(list[Any], cache.layers)
+            is_empty = not any(map(_IS_INITIALIZED, layers))
+            if len(layers) != len(executor.caches) or not (is_empty or self._finds(executor, b, cache)):
                 return False
-            self._buffers = _Buffers(tensors)
-        return list(map(_ADDRESS, tensors)) == self._buffers.addresses
+        return True
+
+    def _finds(self, executor: Executor, b: int, cache: LookaheadCache) -> "_Buffers | None":
+        """Return the buffers of a sequence's cache, all initialized; None if a pass cannot read and write them."""
+        tensors, known = cache.buffers(), self._buffers
+        known += [None] * (b + 1 - len(known))
+        found = known[b]
+        if found is None or not all(map(operator.is_, tensors, found.tensors)):
+            if not all(map(partial(_fits, executor), cache.layers)):
+                return None
+            found = known[b] = _Buffers(tensors)
+        return found if list(map(_ADDRESS, tensors)) == found.addresses else None
 
     def _compute(
         self,
-        step: Step,
-        cache: LookaheadCache,
+        steps: list[Step],
+        caches: list[LookaheadCache],
         last: list[int] | None = None,
         likeliest: tuple[int, float] = (0, 1.0),
         shown: int | None = None,
         is_prompt: bool = False,
     ) -> Output:
-        """Run a step of a single sequence. shown: rows whose logits are returned, the last ones; default: all.
+        """Run a step of each sequence. shown: rows whose logits are returned, the last ones; default: all.
         is_prompt: as for `Executor.run`.
 
-        Raises UnknownModelError, before it changes the cache, if the rotary embedding has become another one.
+        Raises UnknownModelError, before it changes a cache, if the rotary embedding has become another one.
         """
         executor = self._executor
         assert executor is not None
-        ids, positions, ancestors = pad([step], cache.lengths, last)
-        most = max(positions[0].tolist())
+        laid_out = [
+            pad([step], cache.lengths, last and last[b : b + 1])
+            for b, (step, cache) in enumerate(zip(steps, caches, strict=True))
+        ]
+        most = max([max(positions[0].tolist()) for _, positions, _ in laid_out])
         if executor.positions is not None and most >= executor.positions:
             raise UnknownModelError("its table of positions ends")
-        rows, rotary = ids.shape[1], self._rotary_of(most, executor)
-        cache.begin(rows, step.computed)
-        kinds = self.adapter.kinds
-        hidden = cache.hidden(ancestors, positions, kinds, of_step=True)
-        caches, held = self._extend(executor, cache, rows)
+        rotary, kinds, rows, first = self._rotary_of(most, executor), self.adapter.kinds, [], [0]
+        for b, (step, cache, (ids, positions, ancestors)) in enumerate(zip(steps, caches, laid_out, strict=True)):
+            cache.begin(count := ids.shape[1], step.computed)
+            hidden = cache.hidden(ancestors, positions, kinds, of_step=True)
+            unseen = [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in kinds.items()]
+            extended = self._extend(executor, b, cache, count)
+            rows.append(Rows(ids[0], positions[0], *extended, unseen, cache.lengths[0], step.computed))
+            first.append(first[-1] + count)
+        end = first.pop()
+        said = 0 if shown else end if len(steps) > 1 else 1 + steps[0].guesses - steps[0].computed
         logits, outputs, has_nan, found = executor.run(
-            ids[0],
-            positions[0],
-            rotary,
-            caches,
-            held,
-            [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in kinds.items()],
-            self._requested,
-            shown,
-            (0 if shown else 1 + step.guesses - step.computed, *likeliest),
-            cache.lengths[0],
-            step.computed,
-            is_prompt,
+            rows, rotary, self._requested, shown, (said, *likeliest), is_prompt
         )
         argmax = None
         if found is not None:  # in C++, nothing is likely in a row with a NaN
-            argmax = np.where(found[1][..., 0] > 0, found[0][..., 0], -1).tolist()
-        return Output(logits, outputs, has_nan, found, argmax)
+            argmax = np.where(found[1][:, 0] > 0, found[0][:, 0], -1).tolist()
+        return Output(logits, outputs, first, has_nan, found, argmax)
 
     def _rotary_of(self, position: int, executor: Executor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
@@ -295,9 +306,9 @@ class FusedRunner(EagerRunner):
         return self._rotary
 
     def _extend(
-        self, executor: Executor, cache: LookaheadCache, rows: int
+        self, executor: Executor, b: int, cache: LookaheadCache, rows: int
     ) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """Append rows to all layers of a cache. Return `caches` and `held` of `Executor.run`."""
+        """Append rows to all layers of the cache of sequence ``b``. Return `Rows.caches` and `Rows.held`."""
         layers = cast(list[Any], cache.layers)
         if not layers[0].is_initialized:
             key_heads, size = executor.caches[0]
@@ -306,10 +317,8 @@ class FusedRunner(EagerRunner):
                 layer.lazy_initialization(empty, empty)
         caches, held = [(0, 0, 0)] * len(layers), [0] * len(layers)
         places = cache.extend(rows)
-        if not self._finds(executor, cache):
+        if (buffers := self._finds(executor, b, cache)) is None:
             raise RuntimeError("the buffers of the cache have changed while a pass began")
-        buffers = self._buffers
-        assert buffers is not None
         for indices, first, seen in places:
             begin = first * buffers.column
             for i in indices:

@@ -33,7 +33,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lookahead import compat
 from lookahead.models.adapter import ModelAdapter, device_of
-from lookahead.models.cache import InPlaceLayer, LookaheadCache
+from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import relative_error, tolerance
 from lookahead.passes.runner import EagerRunner, Output
 from lookahead.step import Step, Visibility, lay_out, pad
@@ -320,7 +320,8 @@ class GraphRunner(EagerRunner):
         self._graphs, self._other = graphs, other
         self._cache: LookaheadCache | None = None
 
-    def begin(self, cache: LookaheadCache) -> LookaheadCache:
+    def begin(self, cache: AnyCache) -> AnyCache:
+        assert isinstance(cache, LookaheadCache)  # as `join` makes it
         self._cache = self._graphs.lend(cache, self.adapter)
         return self._cache if self._cache is not cache else self._other.begin(cache)
 
@@ -330,18 +331,18 @@ class GraphRunner(EagerRunner):
             self._cache = None
         self._other.end()
 
-    def eager(self, cache: LookaheadCache) -> tuple[EagerRunner, LookaheadCache]:
+    def eager(self, cache: AnyCache) -> tuple[EagerRunner, AnyCache]:
         return self._other.eager(cache.sequence(0) if isinstance(cache, StaticCache) else cache)
 
     def run(
         self,
         steps: list[Step],
-        cache: LookaheadCache,
+        cache: AnyCache,
         last: list[int] | None = None,
         likeliest: tuple[int, float] = (0, 1.0),
     ) -> Output:
         if isinstance(cache, StaticCache):
-            return Output(self._graphs.forward(steps[0], cache, last))
+            return Output(self._graphs.forward(steps[0], cache, last)[0])
         return self._other.run(steps, cache, last, likeliest)
 
 

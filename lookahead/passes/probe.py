@@ -180,14 +180,14 @@ def _compare_with_plain(runner: EagerRunner, trial: Trial) -> str | None:
         if not _has_column_for_each(caches[-1], logits):
             return "a pass leaves more or fewer positions in the cache than it has tokens"
         worst = max(worst, _error_beyond_rounding(runner, logits, plain))
-    cache = adapter.join(caches)
+    cache = runner.join(caches)
     for plan in trial.rounds:
         steps = [step for step, _, _ in plan]
-        logits = runner.run(steps, cache).logits
-        for of_sequence, (step, _, plain) in zip(logits, plan, strict=True):
+        output = runner.run(steps, cache)
+        for first, (step, _, plain) in zip(output.first, plan, strict=True):
             if plain.logits.isnan().any():
                 return "the logits of a plain pass are NaN"
-            worst = max(worst, _error_beyond_rounding(runner, of_sequence[: len(step)], plain))
+            worst = max(worst, _error_beyond_rounding(runner, output.logits[first : first + len(step)], plain))
         cache.commit(steps, [path for _, path, _ in plan])
     if not worst:
         return None

@@ -10,9 +10,11 @@ some steps faster.
 """
 
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from lookahead.compat import forward_arguments
 from lookahead.cpu import products
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models.adapter import ModelAdapter, context_length, device_of
-from lookahead.models.cache import LookaheadCache
+from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.step import Step, lay_out, pad, to_device
 from ngram_pool import GuessTree
 
@@ -33,18 +35,27 @@ class Output:
     """The result of a pass."""
 
     logits: torch.Tensor
-    """[batch, T, vocabulary] for a step; [k, vocabulary] for the last k tokens of a prompt. On the model's device, in
-    its dtype."""
+    """[rows, vocabulary], the steps of all sequences one after the other; of a prompt, its last tokens. On the model's
+    device, in its dtype."""
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Output of the requested layers: [batch, T, hidden] for a step; [n, hidden] for all tokens of a prompt."""
+    """Output of the requested layers, [rows, hidden]; of a prompt, for all its tokens."""
+    first: Sequence[int] = (0,)
+    """The row of each sequence's root."""
     has_nan: bool | None = None
     """Whether a row is NaN; None if the pass has not found out."""
     likeliest: tuple[np.ndarray, np.ndarray] | None = None
     """For a step, the likeliest tokens that were asked for, if the pass has found them: tokens, int64, and
-    probabilities, float32 [batch, 1 + guesses, count], as `guessing.source.likeliest` returns them for these rows."""
-    argmax: list[list[int]] | None = None
+    probabilities, float32 [rows, count], as `guessing.source.likeliest` returns them; roots and guesses at least."""
+    argmax: list[int] | None = None
     """With `likeliest`, the token with the largest logit in each of these rows, the first of equals; -1 where the row
     holds a NaN or an infinity."""
+
+
+def joined(outputs: Sequence[Output]) -> Output:
+    """Return what passes over one sequence each have computed as that of one pass."""
+    first = [0, *accumulate(len(output.logits) for output in outputs)][:-1]
+    hidden = {i: torch.cat([output.hidden_states[i] for output in outputs]) for i in outputs[0].hidden_states}
+    return Output(torch.cat([output.logits for output in outputs]), hidden, first)
 
 
 class EagerRunner:
@@ -54,6 +65,8 @@ class EagerRunner:
     """The runner's name in reports."""
     weight_bytes = 0
     """Bytes of weights that a pass multiplies with; 0 if it is not known."""
+    is_ragged = False
+    """Whether each sequence has a cache of its own, and a pass just the rows of each step. If not, they are padded."""
 
     def __init__(self, model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()):
         """hidden_states: layers whose output is requested. 0 is the embedding, 1 the first layer."""
@@ -62,14 +75,18 @@ class EagerRunner:
         self._requested = hidden_states
         self._extras = {"output_hidden_states": True} if hidden_states else {}
 
-    def begin(self, cache: LookaheadCache) -> LookaheadCache:
+    def join(self, caches: list[LookaheadCache], expected_length: int = 0) -> AnyCache:
+        """Return what holds all these sequences. Arguments as for `ModelAdapter.join`."""
+        return self.adapter.join(caches, expected_length)
+
+    def begin(self, cache: AnyCache) -> AnyCache:
         """Return a cache that holds the same prompts, for all steps until `end`."""
         return cache
 
     def end(self) -> None:
         """Release what the steps needed. No step follows."""
 
-    def eager(self, cache: LookaheadCache) -> tuple["EagerRunner", LookaheadCache]:
+    def eager(self, cache: AnyCache) -> tuple["EagerRunner", AnyCache]:
         """Return a runner of the model's own code, and the cache for its steps, which are single tokens.
 
         The model makes all masks itself. This one runs no more steps.
@@ -80,7 +97,7 @@ class EagerRunner:
     def run(
         self,
         steps: list[Step],
-        cache: LookaheadCache,
+        cache: AnyCache,
         last: list[int] | None = None,
         likeliest: tuple[int, float] = (0, 1.0),
     ) -> Output:
@@ -92,6 +109,9 @@ class EagerRunner:
         likeliest: how many of the likeliest tokens after the root and each guess are wanted, and at which temperature.
         Passes that have no cheap way to find them do not.
         """
+        if isinstance(cache, SeparateCaches):
+            each = enumerate(zip(steps, cache.each, strict=True))
+            return joined([self.run([step], one, last and last[b : b + 1]) for b, (step, one) in each])
         adapter, device = self.adapter, device_of(self.model)
         ids, positions, ancestors = pad(steps, cache.lengths, last)
         again = len(cache.replay)
@@ -112,7 +132,9 @@ class EagerRunner:
             inputs["attention_mask"] = adapter.masks(ancestors, positions, cache, self.model.dtype, device)
         with self._in_pass(), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
             output = self.model(input_ids=tokens[0], **inputs, **self._extras)
-            return Output(output.logits[:, again:], {i: output.hidden_states[i][:, again:] for i in self._requested})
+            hidden = {i: output.hidden_states[i][:, again:].flatten(0, 1) for i in self._requested}
+            count, rows = len(steps), tokens.shape[2] - again
+            return Output(output.logits[:, again:].flatten(0, 1), hidden, range(0, count * rows, rows))
 
     def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
         """Compute the prompt of one sequence into its cache. Return the logits of its last tokens, at most ``keep``.

@@ -42,9 +42,7 @@ def _rate(costs: StepCosts, stats: Stats, length: int, size: int) -> float:
         tokens = single * costs.of_step(rows, length)
     else:
         tokens = EXPECTED
-    # A pass reads the cache of each sequence.
-    reads = (size - 1) * length * max(costs.per_position[0] - costs.per_position[1], 0.0)
-    together = costs(size * rows, length) + reads + size * overhead
+    together = costs(size * rows, length, size) + size * overhead
     return float((size * tokens / together).max())
 
 

@@ -76,14 +76,15 @@ class Recycled(GuessSource):
         return [self._after(text).finished() for text in texts]
 
     def observe(self, outcome: Outcome) -> None:
-        for b, (step, path, emitted) in enumerate(zip(outcome.steps, outcome.paths, outcome.emitted, strict=True)):
+        of_each = outcome.steps, outcome.paths, outcome.emitted, outcome.first
+        for step, path, emitted, first in zip(*of_each, strict=True):
             tokens = step.ids[: 1 + step.guesses].tolist()
             for row, new in zip(path, emitted, strict=True):
                 said = self._said.get(tokens[row], [])
                 self._seen[: len(said)] += 1
                 if new in said:
                     self._right[said.index(new)] += 1
-            self._learn(tokens, outcome.logits[b, : len(tokens)])
+            self._learn(tokens, outcome.logits[first : first + len(tokens)])
 
 
 class TokenRecyclingSource(Recycled):

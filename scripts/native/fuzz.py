@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from lookahead.cpu import blocks, choice, executor, likeliest, native, products, tree_attention
 from lookahead.cpu import operations as op
-from lookahead.cpu.executor import Executor
+from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
@@ -252,15 +252,12 @@ def run_program(seed: int) -> str:
     heads = key_heads * groups
     width, intermediate = (unit * rng.randint(1, 6) for _ in range(2))
     vocabulary = rng.choice([1, 7, 97, 200, 513, 1100])
-    rows = rng.choice([1, 1, 2, 3, rng.randint(4, 20), rng.randint(20, 140)])
-    held, threads = rng.choice([0, 1, rng.randint(2, 90), rng.randint(90, 900)]), rng.randint(1, 3)
-    computed, dropped = rng.randint(0, min(held, 5)), rng.choice([0, 0, rng.randint(1, 300)])
+    threads, layers = rng.randint(1, 3), rng.randint(1, 2)
     count = rng.choice([0, 1, 5, 256, 300])
-    text = f"{dtype=} {size=} {heads=} {key_heads=} {width=} {intermediate=} {vocabulary=} {rows=} {held=} {threads=}"
-    text += f" {computed=} {dropped=}"
+    shapes = [SequenceShape.drawn(rng) for _ in range(rng.choice([1, 1, rng.randint(2, 4)]))]
+    text = f"{dtype=} {size=} {heads=} {key_heads=} {width=} {intermediate=} {vocabulary=} {threads=} {shapes=}"
     with guarded() as memory:
-        layers = rng.randint(1, 2)
-        positions_of_all = dropped + held + rows
+        positions_of_all = max(shape.end for shape in shapes)
         writer = RandomProgram(rng, memory, dtype, size, heads, key_heads)
         program = writer.write(vocabulary, width, intermediate, layers, positions_of_all)
         assert executor.serves(program), "it must be served"
@@ -268,15 +265,8 @@ def run_program(seed: int) -> str:
         rotary_dim = rng.choice([size, max(size // 4 * 2, 2)])
         angles = (torch.arange(positions_of_all)[:, None] * torch.rand(rotary_dim // 2)).repeat(1, 2)
         rotary = {name: (memory.copy(angles.cos()), memory.copy(angles.sin())) for name in ("", "other")}
-        capacity = held + rows
-        caches = [memory.copy(torch.randn(2, key_heads, capacity, size).to(dtype)) for _ in range(layers)]
-        before = [cache[:, :, :held].clone() for cache in caches]
-        ids = memory.copy(torch.randint(vocabulary, (rows,)))
-        positions = memory.copy((dropped + held + torch.randint(rows, (rows,))).long())
-        masked = rows + (rng.randint(0, held) if rng.random() < 0.3 else 0)
-        hidden = torch.rand(rows, masked) < 0.4
-        hidden[:, masked - rows :] &= ~torch.eye(rows, dtype=torch.bool)
-        kept_hidden = memory.copy(hidden).numpy()
+        drawn = [RandomRows(shape, rng, memory, program) for shape in shapes]
+        rows = sum(shape.rows for shape in shapes)
         shown = rng.randint(1, rows)
         said = rng.randint(1, shown)
         outputs = tuple(sorted(rng.sample(range(layers + 1), rng.randint(0, layers))))
@@ -284,38 +274,87 @@ def run_program(seed: int) -> str:
             for turn in range(rng.randint(1, 3)):
                 assert not ready.is_stale(), f"a copy differs in turn {turn}"
             logits, kept, has_nan, found = ready.run(
-                ids.numpy(), positions.numpy(), rotary,
-                [(cache[0].data_ptr(), cache[1].data_ptr(), cache.stride(1)) for cache in caches],
-                [held] * layers, [(kept_hidden, list(range(layers)))], outputs, shown, (said, count, 0.8),
-                dropped + held - computed, computed, is_prompt=rng.random() < 0.2,
-            )  # fmt: skip
-            plain = Reference(
-                program, ids, positions, rotary, [tuple(cache) for cache in before], [hidden] * layers, torch.float64
+                [one.rows for one in drawn], rotary, outputs, shown, (said, count, 0.8), is_prompt=rng.random() < 0.2
             )
+            plain = [one.computed_plainly(program, rotary) for one in drawn]
             allowed = 1e-3 if dtype == torch.float32 else 0.25
             assert not has_nan
             lm_head = program.linears[-1]
-            weights = plain.product(lm_head._replace(bias=None), torch.eye(width, dtype=torch.float64))
-            usual = (plain.outputs[layers].abs() @ weights.abs()).max().item() / width**0.5
-            assert_near(logits[0], plain.logits[-shown:], allowed, "a logit", usual)
+            weights = plain[0].product(lm_head._replace(bias=None), torch.eye(width, dtype=torch.float64))
+            last = torch.cat([one.outputs[layers] for one in plain])
+            usual = (last.abs() @ weights.abs()).max().item() / width**0.5
+            assert_near(logits, torch.cat([one.logits for one in plain])[-shown:], allowed, "a logit", usual)
             for i in outputs:
-                assert_near(kept[i][0], plain.outputs[i], allowed, f"output {i}")
+                assert_near(kept[i], torch.cat([one.outputs[i] for one in plain]), allowed, f"output {i}")
             most = min(count, vocabulary)
             assert (found is None) == (not 0 < most <= likeliest.MAX_COUNT)
             if found is not None:
-                again, chances = likeliest.likeliest(logits[:, :said], 0.8, most)
+                again, chances = likeliest.likeliest(logits[:said], 0.8, most)
                 assert (found[0] == again).all()
                 np.testing.assert_allclose(found[1], chances, rtol=1e-4, atol=1e-7)
-            kernels_alone(rng, memory, logits, plain, heads, key_heads, size, held)
-            sources = np.sort(np.array(rng.sample(range(held, capacity), rng.randint(1, rows)), np.int64))
-            targets = held + np.arange(len(sources))
-            moved = [cache[:, :, torch.from_numpy(sources)].clone() for cache in caches]
-            buffers = [states[None] for cache in caches for states in cache]
-            assert executor.can_move(buffers)
-            executor.move_rows(buffers, sources, targets)
-            for cache, rows_of in zip(caches, moved, strict=True):
-                assert torch.equal(cache[:, :, held : held + len(sources)], rows_of)
+            kernels_alone(rng, memory, logits, plain[0], heads, key_heads, size, shapes[0].held)
+            for one in drawn:
+                one.move(rng)
     return text
+
+
+class SequenceShape(NamedTuple):
+    """How long a sequence is, and how many rows of it a pass has."""
+
+    rows: int
+    held: int
+    """Keys in its cache before the pass."""
+    computed: int
+    """Of these, rows of the same step."""
+    dropped: int
+    """Positions that the cache has held before."""
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> "SequenceShape":
+        rows = rng.choice([1, 1, 2, 3, rng.randint(4, 20), rng.randint(20, 140)])
+        held = rng.choice([0, 1, rng.randint(2, 90), rng.randint(90, 900)])
+        return cls(rows, held, rng.randint(0, min(held, 5)), rng.choice([0, 0, rng.randint(1, 300)]))
+
+    @property
+    def end(self) -> int:
+        return self.dropped + self.held + self.rows
+
+
+class RandomRows:
+    """The rows of a sequence of this shape, and its cache."""
+
+    def __init__(self, shape: SequenceShape, rng: random.Random, memory: Guarded, program: Program):
+        rows, held, computed, dropped = self.shape = shape
+        capacity, layers = held + rows, range(len(program.caches))
+        self.caches = [
+            memory.copy(torch.randn(2, heads, capacity, size).to(program.dtype)) for heads, size in program.caches
+        ]
+        self.before = [cache[:, :, :held].clone() for cache in self.caches]
+        self.ids = memory.copy(torch.randint(len(program.embedding), (rows,)))
+        self.positions = memory.copy((dropped + held + torch.randint(rows, (rows,))).long())
+        masked = rows + (rng.randint(0, held) if rng.random() < 0.3 else 0)
+        self.hidden = torch.rand(rows, masked) < 0.4
+        self.hidden[:, masked - rows :] &= ~torch.eye(rows, dtype=torch.bool)
+        places = [(cache[0].data_ptr(), cache[1].data_ptr(), cache.stride(1)) for cache in self.caches]
+        self.rows = Rows(
+            self.ids.numpy(), self.positions.numpy(), places, [held] * len(layers),
+            [(memory.copy(self.hidden).numpy(), list(layers))], dropped + held - computed, computed,
+        )  # fmt: skip
+
+    def computed_plainly(self, program: Program, rotary: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Reference:
+        before, hidden = [tuple(cache) for cache in self.before], [self.hidden] * len(self.before)
+        return Reference(program, self.ids, self.positions, rotary, before, hidden, torch.float64)
+
+    def move(self, rng: random.Random) -> None:
+        """Keep some of the rows, as a commit does."""
+        rows, held, _, _ = self.shape
+        sources = np.sort(np.array(rng.sample(range(held, held + rows), rng.randint(1, rows)), np.int64))
+        moved = [cache[:, :, torch.from_numpy(sources)].clone() for cache in self.caches]
+        buffers = [states[None] for cache in self.caches for states in cache]
+        assert executor.can_move(buffers)
+        executor.move_rows(buffers, sources, held + np.arange(len(sources)))
+        for cache, rows_of in zip(self.caches, moved, strict=True):
+            assert torch.equal(cache[:, :, held : held + len(sources)], rows_of)
 
 
 def kernels_alone(
@@ -347,11 +386,11 @@ def kernels_alone(
     x = memory.copy(torch.randn(rows, inputs).to(dtype))
     for linear, got in zip(linears, products.multiply(x, linears), strict=True):
         assert_near(got, plain.product(linear, x.double()), 1e-4 if dtype == torch.float32 else 0.1, "a product")
-    assert choice.likeliest(logits) == int(logits[0, 0].float().argmax())
-    state, variates = torch.Generator().manual_seed(rng.randint(0, 99)).get_state(), memory.room(logits.shape[2] * 4)
+    assert choice.likeliest(logits) == int(logits[0].float().argmax())
+    state, variates = torch.Generator().manual_seed(rng.randint(0, 99)).get_state(), memory.room(logits.shape[1] * 4)
     choice.draw(memory.copy(state), variates.view(np.float32))
     token = choice.drawn(logits, variates.view(np.float32), choice.Warp(0.7, rng.choice([0, 1, 5]), 0.9))
-    assert token is None or 0 <= token < logits.shape[2]
+    assert token is None or 0 <= token < logits.shape[1]
 
 
 def main() -> None:
