@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, note
 from hypothesis import strategies as st
 from test_lossless import check_identical, random_cases, random_prompt
 from transformers import (
@@ -22,7 +22,7 @@ import lookahead
 from lookahead import DraftModelSource, GuessSource, LookaheadConfig, compat
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
-from lookahead.engine.sampling import KNOWN_DRAWS, Race
+from lookahead.engine.draws import KNOWN_DRAWS, BatchDraws, Race
 from lookahead.guessing.draft import MAX_SHARPNESS, Sharpness
 from lookahead.guessing.source import draws_at, likeliest
 from ngram_pool import NgramPool
@@ -104,6 +104,43 @@ def test_a_race_is_multinomial(vocabulary, seed, actions, own, warp, dtype):
         assert torch.equal(generator.get_state(), plain.get_state())
 
 
+@random_cases(200)
+@given(
+    vocabulary=st.sampled_from([1, 7, 97, 1003, 5000]),
+    lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6),
+    seed=st.integers(0, 2**31),
+    warp=warps,
+    by_torch=st.sampled_from([0.0, 0.2, 1.0]),
+)
+def test_a_batch_draws_what_plain_decoding_draws(vocabulary, lengths, seed, warp, by_torch):
+    """Whoever is ahead, whatever is known ahead, whoever ends first; torch's generator ends as after the longest."""
+    note(f"{vocabulary=} {lengths=} {seed=} {warp=} {by_torch=}")
+    noise = torch.randn(len(lengths), max(lengths), vocabulary, generator=torch.Generator().manual_seed(seed))
+    scores = processors_of(warp)(torch.zeros(1, 1, dtype=torch.long), 4 * noise.flatten(0, 1)).view_as(noise)
+    torch.manual_seed(seed)
+    expected = torch.stack([torch.multinomial(rows.softmax(-1), 1)[:, 0] for rows in scores.unbind(1)], 1)
+    left = torch.get_rng_state()
+    torch.manual_seed(seed)
+    rng, draws = random.Random(seed), BatchDraws(len(lengths))
+    races, done = draws.races(), [0] * len(lengths)
+    while live := [b for b, length in enumerate(lengths) if done[b] < length]:
+        b = rng.choice(live)
+        if races[b].vocabulary and rng.random() < 0.5:
+            races[b].ahead(rng.randint(0, KNOWN_DRAWS))
+        for t in range(done[b], min(done[b] + rng.randint(1, 5), lengths[b])):
+            token = races[b].choose(4 * noise[b, t], warp) if rng.random() >= by_torch else None
+            if token is None:
+                races[b].choose(torch.full((vocabulary,), torch.nan), warp)  # as before each draw of torch's
+                token = torch.multinomial(scores[b, t].softmax(-1), 1, generator=races[b].generator).item()
+            assert token == expected[b, t], f"{b=} {t=}"
+            done[b] += 1
+        if done[b] == lengths[b]:
+            races[b].end()
+    assert not draws._states, "something is kept for sequences that have ended"
+    draws.end(max(lengths))
+    assert torch.equal(torch.get_rng_state(), left)
+
+
 def winner(scores, variates):
     return (scores.float().softmax(-1).numpy() / variates).argmax()
 
@@ -159,8 +196,8 @@ def test_logits_that_leave_no_choice_or_an_equal_one(values, warp, seed):
 def test_settings_of_sampling(changes):
     options = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7} | changes
     for seed in range(2):
-        prompt = random_prompt(random.Random(seed))
-        check_identical(tiny_model("llama"), [prompt], options, LookaheadConfig(budget=16), seed)
+        prompts = [random_prompt(random.Random(3 * seed + b)) for b in range(1 + 2 * seed)]
+        check_identical(tiny_model("llama"), prompts, options, LookaheadConfig(budget=16), seed)
 
 
 class Dice(LogitsProcessor):

@@ -233,22 +233,18 @@ MASKS = (
     mask=st.none() | st.builds(Mask, st.sampled_from(MASKS), st.integers(0, 2**31)),
 )
 def test_any_case(model_type, model_seed, prompt_seeds, options, draws, config, seed, drift, learned, mask):
-    """Random architecture, weights, batch, mask, options, settings and seed; a pool that other texts have filled.
-
-    A batch that samples is identical where its sequences go in step, for which the stateful processor stands here.
-    """
+    """Random architecture, weights, batch, mask, options, settings and seed; a pool that other texts have filled."""
     prompts = [random_prompt(random.Random(prompt_seed)) for prompt_seed in prompt_seeds]
     pool = None
     if learned:
         pool = NgramPool(config.pool_memory_mb)
         pool.learn(learned)
     options = options | (draws or {"do_sample": False})
-    in_step = drift or (draws is not None and len(prompts) > 1)
     if "min_new_tokens" in options:
         options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])
     model = known_model(model_type, model_seed)
     try:
-        check_identical(model, prompts, options, config, seed, pool, drift=in_step, mask=mask)
+        check_identical(model, prompts, options, config, seed, pool, drift=drift, mask=mask)
     except GenerateFailsError:
         assume(False)
 

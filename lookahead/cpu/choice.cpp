@@ -58,7 +58,7 @@ static inline Floats logarithm(Floats x) {
 }
 
 // Draw n exponential variates, and leave the generator as torch's exponential_() leaves it. Each takes two numbers of
-// the generator, which make 53 bits of u. The variate is -log(1 - u).
+// the generator, which make 53 bits of u. The variate is -log(1 - u). Without variates, their numbers are skipped.
 extern "C" void draw_float32(Generator* generator, float* variates, long n) {
     uint32_t words[624], numbers[2 * CHUNK];
     float u[CHUNK], rest[CHUNK];  // rest: 1 - u
@@ -69,15 +69,15 @@ extern "C" void draw_float32(Generator* generator, float* variates, long n) {
         for (long made = 0; made < 2 * count;) {
             if (left == 1) twist(words), left = 625, next = 0;
             const long more = std::min(2 * count - made, left - 1);
-            for (long i = 0; i < more; i++) numbers[made + i] = tempered(words[next + i]);
+            for (long i = 0; i < more && variates; i++) numbers[made + i] = tempered(words[next + i]);
             made += more, next += more, left -= more;
         }
-        for (long i = 0; i < CHUNK; i++) {
+        for (long i = 0; i < CHUNK && variates; i++) {
             const int32_t high = numbers[2 * i] & 0x1fffff, low = numbers[2 * i + 1] >> 1;
             u[i] = high * 0x1p-21f + low * 0x1p-52f;
             rest[i] = (0x1fffff - high) * 0x1p-21f + (0x7fffffff - low) * 0x1p-52f + 0x1p-53f;
         }
-        for (long i = 0; i < count; i += L) {
+        for (long i = 0; i < count && variates; i += L) {
             const Floats x = load(rest + i);
             // What was lost when 1 - u was rounded. It matters where u is small.
             const Floats lost = x < 0.5f ? Floats{} : (load(u + i) + (x - 1.0f)) / x;

@@ -68,9 +68,19 @@ def draw(state: torch.Tensor, variates: np.ndarray) -> None:
     state: uint8, of a generator on the CPU. variates: float32 [n], contiguous.
     Raises ValueError for a state that is not of the Mersenne Twister.
     """
+    _check(state)
+    _drawers()[torch.float32](state.data_ptr(), variates.ctypes.data, len(variates))
+
+
+def skip(state: torch.Tensor, count: int) -> None:
+    """Leave the state that `draw` leaves after ``count`` variates. Raises ValueError as `draw` does."""
+    _check(state)
+    _drawers()[torch.float32](state.data_ptr(), None, count)
+
+
+def _check(state: torch.Tensor) -> None:
     if state.shape != (STATE_BYTES,) or state.dtype != torch.uint8 or not state.is_cpu:
         raise ValueError(f"a state of {tuple(state.shape)} {state.dtype} is not that of torch's generator on the CPU")
-    _drawers()[torch.float32](state.data_ptr(), variates.ctypes.data, len(variates))
 
 
 @cache

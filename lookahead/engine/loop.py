@@ -10,7 +10,9 @@ from transformers.utils import ModelOutput
 
 from lookahead import compat
 from lookahead.config import LookaheadConfig
+from lookahead.cpu import choice
 from lookahead.engine.call import Call
+from lookahead.engine.draws import BatchDraws, RaceInBatch
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
 from lookahead.engine.recording import Recorder
@@ -86,7 +88,8 @@ def run(
         with looked_at(model):
             reason = _why_plain(engine, model, input_ids, generation_config, synced_gpus, model_kwargs)
             if reason is None:
-                rules = _rules(input_ids, logits_processor, stopping_criteria, generation_config, streamer, seeds)
+                given = logits_processor, stopping_criteria, generation_config, streamer, seeds
+                rules, draws = _rules(input_ids, *given)
                 engine.fit_pool(model)
                 recorder = streamer if isinstance(streamer, Recorder) else None
                 callbacks = [*logits_processor, *stopping_criteria, *filter(None, [streamer])]
@@ -102,6 +105,8 @@ def run(
             ids = call.decode(rules)
         finally:
             engine.add(call.stats)
+            if draws is not None:
+                draws.end(max(rule.ids.shape[1] for rule in rules) - input_ids.shape[1])
         if streamer is not None:
             streamer.end()
         if not generation_config.return_dict_in_generate:
@@ -139,11 +144,11 @@ def _rules(
     generation: GenerationConfig,
     streamer: BaseStreamer | None,
     seeds: Sequence[int] | None,
-) -> list[NextTokenRule]:
+) -> tuple[list[NextTokenRule], BatchDraws | None]:
     """One rule for each sequence, so that each goes at its own pace; or one rule for all, so that they go in step.
 
     Plain decoding goes in step. Callbacks that may look at the whole batch at once need that.
-    seeds: as for `run`.
+    seeds: as for `run`. Returns also what the rules draw from, if that is to be ended.
     """
     wants_dict = generation.return_dict_in_generate
     keeps = wants_dict and generation.output_scores, wants_dict and generation.output_logits
@@ -157,11 +162,16 @@ def _rules(
     pad_token = compat.pad_token(generation) if pads else None
     settings = Settings(generation.do_sample, pad_token, *keeps, streamer)
     if not at_own_pace:
-        return [NextTokenRule(ids, processors, criteria, settings)]
+        return [NextTokenRule(ids, processors, criteria, settings)], None
     own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
-    # Each sequence has a generator, so that its draws do not depend on how far the others get in a step.
-    generators: list[torch.Generator | None] = [None] * len(ids)
-    if generation.do_sample:
+    # Each sequence has draws of its own, so that they do not depend on how far the others get in a step.
+    draws: Sequence[torch.Generator | RaceInBatch | None] = [None] * len(ids)
+    of_batch = None
+    if generation.do_sample and seeds is None and ids.is_cpu and choice.can_draw():
+        of_batch = BatchDraws(len(ids))
+        draws = of_batch.races()
+    elif generation.do_sample:
         seeds = torch.randint(2**62, (len(ids),)).tolist() if seeds is None else seeds
-        generators = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds]
-    return [NextTokenRule(ids[b : b + 1], own[b], criteria, settings, generators[b]) for b in range(len(ids))]
+        draws = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds]
+    rules = [NextTokenRule(ids[b : b + 1], own[b], criteria, settings, draws[b]) for b in range(len(ids))]
+    return rules, of_batch

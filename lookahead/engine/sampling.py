@@ -22,12 +22,9 @@ from transformers.generation import (
 
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
+from lookahead.engine.draws import KNOWN_DRAWS, Race, RaceInBatch
 from lookahead.passes.runner import Output
 from lookahead.step import Step
-from ngram_pool.forks import Lock
-
-KNOWN_DRAWS = 16  # how many tokens ahead draws are made
-_drawing = Lock()  # two threads that share a generator must not draw the same numbers
 
 # Callbacks that treat each sequence of a batch independently of the others. Not every version of transformers has all.
 _PROCESSORS = (
@@ -73,62 +70,6 @@ class Settings:
     streamer: BaseStreamer | None = None
 
 
-class Race:
-    """Draws one token after another as `torch.multinomial` does, and can make the draws before it knows what for.
-
-    To draw one token, `torch.multinomial` draws an exponential variate e for each token of the vocabulary, and takes
-    the largest p / e. So e depends on the generator alone, and not on the text. It is drawn ahead from a copy of the
-    generator's state. The generator itself moves on only when a token is chosen. If somebody else has used or seeded it
-    in the meantime, as a logits processor may, what was drawn ahead is dropped.
-    """
-
-    def __init__(self, generator: torch.Generator | None, vocabulary: int):
-        """generator: on the CPU; None: torch's own."""
-        self._generator = torch.default_generator if generator is None else generator
-        # The known variates are the rows from `_begin` on, those of the next token first. When no row is left behind
-        # them, they move to the front.
-        self._buffer = np.empty((2 * KNOWN_DRAWS, vocabulary), np.float32)
-        self._begin = 0
-        self._states = [self._generator.get_state()]
-        """The generator's state before the first of them, and after each."""
-
-    def ahead(self, count: int) -> np.ndarray:
-        """Return the variates of the next ``count`` tokens, float32 [count, vocabulary], valid until the next call.
-
-        count: up to KNOWN_DRAWS.
-        """
-        self._check()
-        known = len(self._states) - 1
-        if known < count:
-            if self._begin + count > len(self._buffer):
-                self._buffer[:known] = self._buffer[self._begin : self._begin + known]
-                self._begin = 0
-            for row in self._buffer[self._begin + known : self._begin + count]:
-                self._states.append(torch.from_numpy(self._states[-1].numpy().copy()))
-                choice.draw(self._states[-1], row)
-        return self._buffer[self._begin : self._begin + count]
-
-    def choose(self, logits: torch.Tensor, warp: Warp, row: int = 0) -> int | None:
-        """Draw a token; None, and nothing is drawn, if that takes torch's own arithmetic.
-
-        logits, row: as for `choice.likeliest`.
-        """
-        with _drawing:
-            token = choice.drawn(logits, self.ahead(1)[0], warp, row)
-            if token is not None:
-                self._begin += 1
-                self._states.pop(0)
-                self._generator.set_state(self._states[0])
-            return token
-
-    def _check(self) -> None:
-        """Forget what was drawn ahead if the generator's state is not the one that was left."""
-        state = self._generator.get_state()
-        # Between passes, bytes are compared sooner than torch finds its code for tensors.
-        if state.numpy().tobytes() != self._states[0].numpy().tobytes():
-            self._begin, self._states = 0, [state]
-
-
 class NextTokenRule:
     """Chooses the next token of each of its sequences, as `GenerationMixin._sample` does, and says when to stop.
 
@@ -142,9 +83,9 @@ class NextTokenRule:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         settings: Settings,
-        generator: torch.Generator | None = None,
+        draws: torch.Generator | RaceInBatch | None = None,
     ):
-        """ids: int64 [sequences, n], the prompts. generator: draws the tokens; default: torch's own."""
+        """ids: int64 [sequences, n], the prompts. draws: what draws the tokens; default: torch's own generator."""
         self._ids = ids
         self._new: list[int] = []  # tokens of the only sequence that are not in `_ids` yet
         self.scores: tuple[torch.Tensor, ...] | None = () if settings.keep_scores else None
@@ -155,8 +96,8 @@ class NextTokenRule:
         self._processors = processors
         self._criteria = criteria
         self._settings = settings
-        self._generator = generator
-        self._race: Race | None = None
+        self._race: Race | None = draws if isinstance(draws, Race) else None
+        self._generator = draws.generator if isinstance(draws, Race) else draws
         # In the usual case, a token depends on the logits alone, and nobody else sees them.
         warp = _warp_of(processors) if settings.do_sample else None if processors else Warp()
         ends = _ends(criteria)
@@ -178,7 +119,7 @@ class NextTokenRule:
         A token's chance is divided by its variate, and the largest quotient is chosen. None if they are not known:
         in greedy decoding, before the first token, for several sequences in step, and off the CPU.
         """
-        return self._race.ahead(min(count, KNOWN_DRAWS)) if self._race else None
+        return self._race.ahead(min(count, KNOWN_DRAWS)) if self._race and self._race.vocabulary else None
 
     def emit(self, logits: torch.Tensor, row: int | None = None) -> list[int]:
         """Choose, record and stream the next token of every live sequence; return the tokens in the order of `live`.
@@ -226,7 +167,7 @@ class NextTokenRule:
             raise FloatingPointError(self._no_choice())
         emitted = [tokens[sequence] for sequence in self.live]
         if self._settings.pad_token is not None or not any(unfinished):
-            self.live = [sequence for sequence in self.live if unfinished[sequence]]
+            self._keep([sequence for sequence in self.live if unfinished[sequence]])
         if self._settings.streamer is not None:
             self._settings.streamer.put(torch.tensor(tokens))
         return emitted
@@ -238,13 +179,18 @@ class NextTokenRule:
         live = torch.tensor(self.live, device=rows.device)
         return rows.new_zeros(len(self.ids), *rows.shape[1:]).index_copy_(0, live, rows)
 
+    def _keep(self, live: list[int]) -> None:
+        self.live = live
+        if not live and self._race is not None:
+            self._race.end()
+
     def take(self, token: int) -> None:
         """Record and stream the next token of the only sequence, in the usual case, where it was chosen otherwise."""
         assert self._usual is not None
         _, max_length, ends = self._usual
         self._new.append(token)
         if token in ends or self._ids.shape[1] + len(self._new) >= max_length:
-            self.live = []
+            self._keep([])
         if self._settings.streamer is not None:
             self._settings.streamer.put(torch.tensor([token]))
 
@@ -255,7 +201,7 @@ class NextTokenRule:
         if not self._settings.do_sample:
             return choice.likeliest(logits, row)
         if self._race is None and choice.can_draw():
-            self._race = Race(self._generator, logits.shape[-1])
+            self._race = Race(self._generator)
         return self._race.choose(logits, warp, row) if self._race else None
 
     def _no_choice(self) -> str:
