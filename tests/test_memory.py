@@ -365,10 +365,10 @@ def test_a_model_that_changes_its_dtype_within_a_call_does_not_write_into_the_ca
     cache = runner.adapter.make_cache()
     with torch.no_grad():
         runner.read(IDS, cache)
-    assert runner._takes(np.array([3]), cache)
+    assert runner._takes([np.array([3])], [cache])
     model.bfloat16()
-    assert not runner._takes(np.array([3]), cache)
-    assert runner._takes(np.array([3]), runner.adapter.make_cache())
+    assert not runner._takes([np.array([3])], [cache])
+    assert runner._takes([np.array([3])], [runner.adapter.make_cache()])
 
 
 def test_weights_whose_memory_was_taken_away_are_not_read():
@@ -376,9 +376,9 @@ def test_weights_whose_memory_was_taken_away_are_not_read():
     weight = model.model.layers[1].mlp.down_proj.weight
     runner = FusedRunner(model, find_adapter(model))
     cache = runner.adapter.make_cache()
-    assert runner._takes(np.array([3]), cache)
+    assert runner._takes([np.array([3])], [cache])
     weight.untyped_storage().resize_(0)
-    assert not runner._takes(np.array([3]), cache)
+    assert not runner._takes([np.array([3])], [cache])
     assert not products._serves(torch.randn(1, weight.shape[1]), Linear(weight))
 
 
@@ -388,9 +388,9 @@ def test_a_cache_whose_memory_was_taken_away_is_not_written_to():
     cache = runner.adapter.make_cache()
     with torch.no_grad():
         runner.read(IDS, cache)
-    assert runner._takes(np.array([3]), cache)
+    assert runner._takes([np.array([3])], [cache])
     cache.layers[1].keys.untyped_storage().resize_(0)
-    assert not runner._takes(np.array([3]), cache)
+    assert not runner._takes([np.array([3])], [cache])
 
 
 @pytest.mark.parametrize("most", [1, 127, -8])
@@ -483,10 +483,11 @@ def test_a_rotary_embedding_of_another_width():
         (torch.zeros(20, 16)[:, ::2],) * 2, (torch.zeros(8),) * 2, (torch.zeros(20, 0),) * 2,
     ]:  # fmt: skip
         assert not ready.can_turn_by({"": (cos, sin)})
+    rows = executor.Rows(np.array([3]), np.array([1]), [(0, 0, 0)] * 2, [0] * 2, [], 0)
     with pytest.raises(ValueError, match="only 20 of them"):
-        ready.run(np.array([3]), np.array([20]), {"": (good, good)}, [], [], [])
+        ready.run([rows._replace(positions=np.array([20]))], {"": (good, good)})
     with pytest.raises(ValueError, match="outputs"):
-        ready.run(np.array([3]), np.array([1]), {"": (good, good)}, [], [], [], outputs=(3,))
+        ready.run([rows], {"": (good, good)}, outputs=(3,))
 
 
 @pytest.mark.parametrize(("query", "key", "value"), [
