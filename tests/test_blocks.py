@@ -1,5 +1,7 @@
 """Weights of few bits, found again from the numbers that they were unpacked to: the same products, to the last bit."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, note, settings
@@ -59,6 +61,16 @@ def assert_same_products(found: Linear, linear: Linear, dtype: torch.dtype, rows
         assert torch.equal(got.nan_to_num(), alone.nan_to_num())
         error = 1e-6 * (input.abs() @ linear.weight.abs().T + 1) if in_tiles else torch.zeros(())
         assert (((got - expected).abs() <= error) | (got.isnan() & expected.isnan()) | (got == expected)).all()
+
+
+@contextmanager
+def with_threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_there_are_finders():
@@ -146,10 +158,9 @@ def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed)
     if rare == 0 and (spread == 0 or together == 1):  # rows together have one table
         assert found.whole is weight
         assert found.weight.nbytes <= -(-outputs // together) * together * (96 * groups + 2 * groups + 80)
-    known = Linear(found.weight) if found is not linear else None
     place = int(torch.randint(weight.numel(), ()))
     weight.view(-1)[place] = 1e9 if seed % 3 else 0.0
-    again = blocks.smallest(linear, dtype, known)
+    again = blocks.smallest(linear, dtype, found if found is not linear else None)
     assert_same_products(again, linear, dtype, rows=(1, 2, 3, 5, 8, 12, 17))
 
 
@@ -166,7 +177,7 @@ def test_exceptions_of_a_block_do_not_touch_the_others(dtype):
     found = blocks.smallest(linear, dtype)
     assert (found.whole is not None) == can_index(dtype)
     assert_same_products(found, linear, dtype, rows=(1, 5, 6, 17))
-    again = blocks.smallest(linear, dtype, Linear(found.weight) if found is not linear else None)
+    again = blocks.smallest(linear, dtype, found if found is not linear else None)
     assert torch.equal(again.weight, found.weight)
 
 
@@ -214,3 +225,24 @@ def test_a_processor_without_kernels_keeps_its_floats(monkeypatch):
     monkeypatch.setattr(blocks, "_of_codes", dict)
     monkeypatch.setattr(blocks, "_of_bfloat16", dict)
     assert blocks.smallest(Linear(linear.weight), torch.float32).weight is linear.weight
+
+
+@settings(max_examples=200, deadline=None)
+@given(count=st.integers(1, 40000), threads=st.integers(1, 3), data=st.data())
+def test_a_digest_is_another_if_anything_has_changed(count, threads, data):
+    """Any number, and two numbers that change places."""
+    seed = data.draw(st.integers(0, 999))
+    note(f"{count=} {threads=} {seed=}")
+    torch.manual_seed(seed)
+    numbers = torch.randint(-3, 3, (count,), dtype=torch.int16)
+    linear = Linear(numbers)
+    before = blocks.digest_of(linear)
+    with with_threads(threads):
+        assert blocks.digest_of(linear) == before == blocks.digest_of(Linear(numbers.clone()))
+    first, second = data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, count - 1))
+    was = numbers.clone()
+    numbers[first] += data.draw(st.integers(1, 2**16 - 1)) - 2**15 or 1
+    assert (blocks.digest_of(linear) == before) == torch.equal(numbers, was)
+    numbers.copy_(was)
+    numbers[first], numbers[second] = was[second], was[first]
+    assert (blocks.digest_of(linear) == before) == torch.equal(numbers, was)

@@ -12,7 +12,7 @@ from test_fused import FAMILIES
 from torch import nn
 from zoo import tiny_model
 
-from lookahead.cpu import native
+from lookahead.cpu import blocks, native
 from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.operations import Add, Embed, Logits, Norm, Products, Value
 from lookahead.cpu.products import Linear
@@ -64,6 +64,24 @@ def test_random_programs_are_computed_as_the_reference_says():
 def test_threads_meet_six_times_a_layer():
     program = page_of(tiny_model("llama", num_hidden_layers=3)).program()
     assert sum(Executor(program)._operations["meets"]) == 6 * 3
+
+
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize(("rows", "threads"), [(1, 1), (5, 2), (70, 3)])
+def test_a_pass_finds_the_digests_of_the_weights_that_it_reads(dtype, rows, threads):
+    x, y, z = Value(64), Value(130), Value(192)
+    linears = [Linear(torch.randn(n, 64).to(dtype)) for n in (130, 192, 700)]
+    made = [Embed(x, torch.randn(9, 64).to(dtype)), Products(x, tuple(linears[:2]), (y, z)), Logits(x, linears[2])]
+    executor, ids = Executor(Program(made), digested={0, 2}), np.arange(rows) % 9
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(2):
+            executor.run([Rows(ids, ids, [], [], [], 0)], {}, likeliest=(1, 2, 1.0))
+    finally:
+        torch.set_num_threads(before)
+    assert [digest.tobytes() for digest in executor.digests[[0, 2]]] == list(map(blocks.digest_of, linears[::2]))
+    assert not executor.digests[1].any()
 
 
 def test_a_value_does_not_take_the_place_of_one_that_is_still_read():

@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "digest.h"
 #include "products.h"
 
 using namespace products;
@@ -382,20 +383,11 @@ static bool holds(const Copy& copy, long first, long last, long begin, long end)
     return true;
 }
 
-// Whether copies no longer hold what they were made of. turn: in each, one block is looked at, another in each turn;
-// below 0, all of them.
+// Whether copies no longer hold what they were made of, where one block of each is looked at, another in each turn: a few
+// cache lines, for to wait for threads would take longer.
 template <class By>
-static bool have_changed(const Copy* copies, long count, long turn, long threads) {
-    bool same = true;
-    for (long i = 0; i < count && turn < 0 && same; i++) {
-        const Copy& copy = copies[i];
-        const long together = copy.together();
-        same = all_found((copy.outputs + together - 1) / together, threads, [&](long group) {
-            return holds<By>(copy, group * together, std::min(copy.outputs, (group + 1) * together), 0, copy.inputs);
-        });
-    }
-    if (turn < 0) return !same;
-    for (long i = 0; i < count; i++) {  // a few cache lines of each: to wait for threads would take longer
+static bool have_changed(const Copy* copies, long count, long turn) {
+    for (long i = 0; i < count; i++) {
         const Copy& copy = copies[i];
         const long together = copy.together(), groups = (copy.outputs + together - 1) / together;
         const uint64_t place = (turn + i) * 0x9e3779b97f4a7c15 >> 16;  // scattered, so that no row is left for long
@@ -405,9 +397,28 @@ static bool have_changed(const Copy* copies, long count, long turn, long threads
     return false;
 }
 
-extern "C" bool changed_float32(const Copy* copies, long count, long turn, long threads) {
-    return have_changed<ByFloats>(copies, count, turn, threads);
+extern "C" bool changed_float32(const Copy* copies, long count, long turn) {
+    return have_changed<ByFloats>(copies, count, turn);
 }
-extern "C" bool changed_bfloat16(const Copy* copies, long count, long turn, long threads) {
-    return have_changed<Pairs>(copies, count, turn, threads);
+extern "C" bool changed_bfloat16(const Copy* copies, long count, long turn) {
+    return have_changed<Pairs>(copies, count, turn);
+}
+
+struct Memory {
+    const char* bytes;
+    long size;
+};
+
+// The digests of some memory, [count][LANES], which must be zero at first.
+extern "C" void digest_uint8(const Memory* all, long count, uint64_t* digests, long threads) {
+    constexpr long PART = 1 << 18;  // bytes that a thread takes at a time
+    long parts = 0;
+    for (long i = 0; i < count; i++) parts += (all[i].size + PART - 1) / PART;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long part = 0; part < parts; part++) {
+        long which = 0, before = part;
+        for (long its; before >= (its = (all[which].size + PART - 1) / PART); which++) before -= its;
+        const long begin = before * PART, end = std::min(all[which].size, begin + PART);
+        digest::add(digest::of(all[which].bytes, begin, end), digests + which * digest::LANES);
+    }
 }

@@ -22,28 +22,26 @@ _of_bytes = cache(partial(native.kernels, "find_bytes", (torch.float32,), _ARGUM
 _of_codes = cache(partial(native.kernels, "find_codes", (torch.float32,), _ARGUMENTS))
 _of_int4 = cache(partial(native.kernels, "pack", native.FLOATS, _ARGUMENTS))
 _of_bfloat16 = cache(partial(native.kernels, "index", native.FLOATS, _ARGUMENTS))
-_CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 3]
+_CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 2]
 _changed = cache(partial(native.kernels, "changed", native.FLOATS, _CHANGED, ctypes.c_bool))
+_DIGEST = [ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_long]
+_digest = cache(partial(native.kernels, "digest", (torch.uint8,), _DIGEST))
 TOGETHER = 16 if native.HAS_TILES else 1  # Indexed::TOGETHER in weights.h, and Indexed::BLOCK:
 INDEXED = 64 if native.CAPABILITY.startswith("AVX512") else 32
-ALL = -1  # a turn in which a `comparison` looks at everything
+LANES = 8  # of a digest: digest::LANES
 
 
 def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, indexes: bool = True) -> Linear:
     """The same layer with the fewest bits that make the same products exactly; the layer itself if it has them.
 
     dtype: of the layer's input. known: what was found before, which is returned if it still is what this layer holds.
-    It is never written to, for calls in other threads may read it. indexes: whether bf16 numbers may be indexed.
+    It is never written to, for calls in other threads may read it. The same digest says that. indexes: whether bf16
+    numbers may be indexed.
     Float32 becomes codes of 4 bits where it was unpacked from GGUF's Q4_0, Q4_1 or Q4_K, and int8 where it was unpacked
     from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups becomes codes where it is int4. bf16 becomes
     12 bits, and so does float32 where all weights are bf16 numbers.
     """
     weight, scales = linear.weight, linear.scales
-    if known is not None and _may_hold(known, linear, dtype, indexes):
-        same = _made_of(linear, *known[:2], known.offsets)
-        copies = copies_of([same])
-        if not comparison(copies, dtype)(ALL, torch.get_num_threads()):
-            return same
     ways: list[Callable[[], Linear | None]] = []
     if scales is None and weight.dtype == torch.float32 and _of_codes():
         ways = [partial(_find, _of_codes()[dtype], linear, GROUP, GROUP, True)]
@@ -53,7 +51,12 @@ def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, in
     if scales is None and indexes and can_index(dtype):
         was_indexed = known is not None and known.scales is None  # then it very likely is so still
         ways.insert(0 if was_indexed else len(ways), partial(_index, _of_bfloat16()[dtype], linear))
-    return next((found for way in ways if (found := way())), linear)
+    if not ways:
+        return linear
+    digest = digest_of(linear)  # before it is read, so that what changes meanwhile is seen later
+    if known is not None and known.digest == digest and _may_hold(known, linear, dtype, indexes):
+        return _made_of(linear, *known[:2], known.offsets)._replace(digest=digest)
+    return next((found._replace(digest=digest) for way in ways if (found := way())), linear)
 
 
 def can_index(dtype: torch.dtype) -> bool:
@@ -69,12 +72,30 @@ def copies_of(linears: Iterable[Linear]) -> np.ndarray:
     return np.array([_copy(linear) for linear in linears if linear.origin is not None], np.int64).reshape(-1, 8)
 
 
-def comparison(copies: np.ndarray, dtype: torch.dtype) -> Callable[[int, int], bool]:
-    """Return a function of a turn and the number of threads: whether copies no longer hold what they were made of.
+def comparison(copies: np.ndarray, dtype: torch.dtype) -> Callable[[int], bool]:
+    """Return a function of a turn: whether copies no longer hold what they were made of.
 
-    It looks at one block of each, another in each turn, or at ALL. The array must outlive the function.
+    It looks at one block of each, another in each turn. The array must outlive the function.
     """
     return partial(_changed()[dtype], copies.ctypes.data, len(copies))
+
+
+def digest_of(linear: Linear) -> bytes:
+    """The digests of a layer's weight and scales (`digest.h`): others, if any number has changed."""
+    return digests(memory_of([linear])).tobytes()
+
+
+def memory_of(linears: Iterable[Linear]) -> np.ndarray:
+    """Where weights and scales lie: addresses and bytes, int64 [tensors, 2]. The layers must outlive it."""
+    tensors = [tensor for linear in linears for tensor in (linear.weight, linear.scales) if tensor is not None]
+    return np.array([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors], np.int64).reshape(-1, 2)
+
+
+def digests(memory: np.ndarray) -> np.ndarray:
+    """The digests of what `memory_of` has found: uint64 [tensors, LANES]."""
+    found = np.zeros((len(memory), LANES), np.uint64)
+    _digest()[torch.uint8](memory.ctypes.data, len(memory), found.ctypes.data, torch.get_num_threads())
+    return found
 
 
 def _copy(found: Linear) -> tuple[int, ...]:

@@ -11,6 +11,7 @@
 
 #include <atomic>
 
+#include "digest.h"
 #include "peaks.h"
 #include "products.h"
 #include "threads.h"
@@ -128,7 +129,8 @@ struct Operation {
 template <class T>
 struct Product {
     Matrix<T> matrix;
-    long out;  // the buffer that it writes, which takes the place of the matrix's own
+    long out;          // the buffer that it writes, which takes the place of the matrix's own
+    uint64_t* digest;  // what the digest of its weights is added to, or null; these are of type T
 };
 template <class T>
 struct Cached {
@@ -487,11 +489,19 @@ struct Thread {
         return input;
     }
 
-    // Outputs begin..end-1 of all rows. next: the weights that this thread wants then.
-    void multiply(const Input<By>& x, const Matrix<T>& matrix, long begin, long end, const void* next) {
-        const long size = Input<By>::form_for(matrix, x.inputs) ? end - begin : BLOCK;
-        for (long first = begin; first < end; first += size)
-            products::multiply(x, matrix, first, std::min(end, first + size), next);
+    // Outputs begin..end-1 of all rows. next: the weights that this thread wants then. digest: as for `Product`. Weights
+    // that are multiplied right after they were digested are still in a cache.
+    void multiply(const Input<By>& x, const Matrix<T>& matrix, long begin, long end, const void* next,
+                  uint64_t* digest = nullptr) {
+        const long size = Input<By>::form_for(matrix, x.inputs) && !digest ? end - begin : BLOCK;
+        const long bytes = x.inputs * sizeof(T);
+        digest::Sums sums = {};
+        for (long first = begin; first < end; first += size) {
+            const long last = std::min(end, first + size);
+            if (digest) sums += digest::of((const char*)matrix.weights, first * bytes, last * bytes);
+            products::multiply(x, matrix, first, last, next);
+        }
+        if (digest) digest::add(sums, digest);
     }
 
     // This thread's share of n outputs, in whole groups.
@@ -528,11 +538,12 @@ struct Thread {
     void multiply_shares(const Operation<T>& of) {
         struct Share {
             Matrix<T> matrix;
+            uint64_t* digest;
             long begin, end;
         } shares[MOST_PRODUCTS];
         long count = 0;
         for_shares(of, [&](const Product<T>& product, long begin, long end) {
-            shares[count] = {product.matrix, begin, end};
+            shares[count] = {product.matrix, product.digest, begin, end};
             shares[count++].matrix.out = buffer(product.out);
         });
         if (!count) return;
@@ -540,7 +551,7 @@ struct Thread {
         for (long i = 0; i < count; i++) {
             const bool is_last = i + 1 == count;
             const void* next = is_last ? first_of(of.next) : shares[i + 1].matrix.at(shares[i + 1].begin, of.width);
-            multiply(x, shares[i].matrix, shares[i].begin, shares[i].end, next);
+            multiply(x, shares[i].matrix, shares[i].begin, shares[i].end, next, shares[i].digest);
         }
     }
 
@@ -677,7 +688,7 @@ struct Thread {
         const long size = pass.said ? LOOKED_AT : end - begin;
         for (long first = begin; first < end; first += size) {
             const long last = std::min(end, first + size);
-            multiply(taken, head, first, last, nullptr);
+            multiply(taken, head, first, last, nullptr, product->digest);
             for (long row = 0; row < pass.said; row++)
                 own[row].add(head.out + row * head.outputs + first, last - first, first);
         }

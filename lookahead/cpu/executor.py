@@ -6,7 +6,7 @@ copied, except what `blocks` makes smaller.
 """
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate, count
 from typing import Any, NamedTuple
@@ -104,9 +104,9 @@ def smallest(program: Program, known: dict[int, Linear], indexes: bool) -> Progr
         found = blocks.smallest(linear, dtype, before := known.get(place), indexes)
         if found is not linear:
             if before is None or found.weight is not before.weight:
-                weight, scales, bias, offsets, whole, origin = found
-                found = Linear(memory.copy(weight), copied(scales), bias, copied(offsets), whole, origin)
-            known[place] = Linear(found.weight, found.scales, None, found.offsets)
+                weight, scales, _, offsets, *_ = found
+                found = found._replace(weight=memory.copy(weight), scales=copied(scales), offsets=copied(offsets))
+            known[place] = found._replace(bias=None, whole=None, origin=None)  # none of the model's tensors
         else:
             known.pop(place, None)
         return found
@@ -123,6 +123,11 @@ def indexed_bytes(program: Program) -> int:
     """Bytes, about, of a copy in which `smallest` has indexed all weights; 0 if it cannot."""
     numbers = sum(linear.weight.numel() for linear in program.linears if linear.scales is None)
     return numbers * 3 // 2 if blocks.can_index(program.dtype) else 0
+
+
+def can_digest(linear: Linear, dtype: torch.dtype) -> bool:
+    """Whether a pass can find the digest of this layer's weight: whether it is of floats, in rows of whole vectors."""
+    return linear.scales is None and linear.weight.shape[1] * dtype.itemsize % (8 * blocks.LANES) == 0
 
 
 Part = tuple[str, int] | None
@@ -271,12 +276,17 @@ class _Layout(NamedTuple):
 class Executor:
     """The passes of one program. It refers to tensors by their addresses, and holds the memory that they lie in."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, digested: Container[int] = ()):
+        """digested: numbers of the linear layers whose digests a pass finds; `can_digest` says which may be."""
+        self.digests = np.zeros((len(program.linears), blocks.LANES), np.uint64)
+        """Of the weights of those, as the last pass has read them."""
         self._tensors = [tensor.detach() for tensor in program.tensors]
         self._copies, self._turn = blocks.copies_of(program.linears), 0
         self._differ = blocks.comparison(self._copies, program.dtype) if len(self._copies) else None
         # What `smallest` has made stays while the model's tensors are let go.
         copied = [linear for linear in program.linears if linear.origin is not None]
+        self._origins = blocks.memory_of(linear.origin for linear in copied if linear.origin is not None)
+        self._digests = [linear.digest for linear in copied]
         self._made = [(linear.weight, linear.scales, linear.offsets) for linear in copied]
         self.caches, self.rotaries, self.positions = program.caches, program.rotaries, program.positions
         self._least = min([size for _, size in self.caches], default=0)  # numbers of a head
@@ -293,7 +303,8 @@ class Executor:
         self._widths = {kind: [one.width for one in buffers.all if one.is_private == kind] for kind in (True, False)}
         self._attends = [one for one in program.operations if isinstance(one, op.Attend)]
         self._operations = np.zeros(len(program.operations), described.operation)
-        self._products = self._lay_out(program, buffers)
+        addresses = self.digests.ctypes.data + self.digests.strides[0] * np.arange(len(self.digests))
+        self._products = self._lay_out(program, buffers, [int(a) * (i in digested) for i, a in enumerate(addresses)])
         self._cached = np.zeros((0, len(self.caches)), described.cached)  # by sequence and layer
         self._places: list[Sequence[tuple[int, int, int]]] = []  # the `Rows.caches` that stand in `_cached`
         self._rotary_tables = np.zeros(len(self.rotaries), described.rotary_table)
@@ -311,13 +322,14 @@ class Executor:
             widest=max(inputs),
         )
 
-    def _lay_out(self, program: Program, buffers: _Buffers) -> list[np.ndarray]:
-        """Fill in the operations of C++. Return the products that they refer to."""
+    def _lay_out(self, program: Program, buffers: _Buffers, digests: list[int]) -> list[np.ndarray]:
+        """Fill in the operations of C++. Return the products that they refer to. digests: addresses, or 0."""
         kinds, activations, kept = _described().kinds, _described().activations, list[np.ndarray]()
         numbers = {buffer: i for i, buffer in enumerate(buffers.all)}
         table, multiplying = self._operations, -1
         for i in reversed(range(len(table))):
             now, operation = table[i], program.operations[i]
+            of_digests = [digests.pop() for _ in operation.linears][::-1]
             now["meets"], now["next"], now["y"], now["out"] = buffers.meets[i], multiplying, -1, -1
             settings: dict[str, Any] = {}
             kind = type(operation).__name__.upper()
@@ -344,7 +356,7 @@ class Executor:
                     settings = {"width": x.width, "index": index}
                 case op.Experts(x, out, _, top_k, activation, adds_to_one, rounds_weights):
                     temporary = [numbers[buffer] for buffer in buffers.temporary[out]]
-                    matrices = [(*linear.matrix(), -1) for linear in operation.linears]
+                    matrices = [(*linear.matrix(), -1, 0) for linear in operation.linears]
                     kept += [np.array(matrices, np.int64), np.array(temporary, np.int64)]
                     settings = {"width": x.width, "products": kept[-2].ctypes.data, "count": len(matrices)}
                     settings |= {"temporary": kept[-1].ctypes.data, "top_k": top_k, "adds_to_one": adds_to_one}
@@ -353,7 +365,9 @@ class Executor:
                 case op.Products(x) | op.Logits(x):
                     outs = [numbers[buffers.of[out]] for out in operation.written()] or [-1]
                     matrices = [linear.matrix() for linear in operation.linears]
-                    kept.append(np.array([(*m, out) for m, out in zip(matrices, outs, strict=True)], np.int64))
+                    kept.append(
+                        np.array([(*m, *to) for m, *to in zip(matrices, outs, of_digests, strict=True)], np.int64)
+                    )
                     settings = {"width": x.width, "products": kept[-1].ctypes.data, "count": len(matrices)}
                     settings["is_each_shared"] = buffers.is_each_shared(operation)
                     multiplying = i
@@ -428,6 +442,7 @@ class Executor:
         now.room_bytes, now.private_bytes, now.rows, now.shown = layout.for_each, layout.private, rows, shown
         now.said, now.likeliest = said, count
         now.threads, now.temperature = threads, temperature
+        self.digests[:] = 0
         has_nan = _kernels()[like.dtype](ctypes.byref(now))
         if self._divisor != 1:
             logits = logits / self._divisor
@@ -496,14 +511,17 @@ class Executor:
         """Hold the model's tensors again, which are where they were."""
         self._tensors = tensors
 
-    def is_stale(self, turn: int | None = None) -> bool:
+    def is_stale(self) -> bool:
         """Whether a copy that `smallest` has made differs from the weights, in one block of each matrix.
 
         Each time, another block is looked at. So a change of most weights is seen at once, others are seen by chance.
-        turn: `blocks.ALL` looks at all of them.
         """
         self._turn += 1
-        return self._differ is not None and self._differ(turn or self._turn, torch.get_num_threads())
+        return self._differ is not None and self._differ(self._turn)
+
+    def has_changed(self) -> bool:
+        """Whether any number has changed that a copy was made of. This takes as long as to read all of them."""
+        return blocks.digests(self._origins).tobytes() != b"".join(digest or b"" for digest in self._digests)
 
     def can_turn_by(self, rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Whether `run` takes these tables."""

@@ -47,6 +47,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     offsets: None, or float32 [outputs, groups], what is added before that. The weight is then in codes of 4 bits, uint8
     [outputs, inputs / 2], as `blocks` makes them. whole: None, or the weight [outputs, inputs] that `blocks` has made
     this one of, rows of `Indexed` in weights.h, uint8. origin: None, or the layer that `blocks` has made this one of.
+    digest: None, or that of the origin (`blocks.digest_of`) when this one was made.
     """
 
     weight: torch.Tensor
@@ -55,6 +56,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     offsets: torch.Tensor | None = None
     whole: torch.Tensor | None = None
     origin: "Linear | None" = None
+    digest: bytes | None = None
 
     @classmethod
     def of(cls, layer: nn.Linear) -> "Linear":
@@ -80,7 +82,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
 
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
         """The fields of a Matrix in products.h."""
-        weight, scales, bias, offsets, whole, _ = self
+        weight, scales, bias, offsets, whole, *_ = self
         outputs, inputs = self.outputs, self.inputs
         of_outputs, of_groups = pointer(scales), 0
         if scales is not None and scales.ndim == 2:

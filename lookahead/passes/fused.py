@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.compat import VERSION, int8_weight, tensors_of
-from lookahead.cpu import blocks, native
-from lookahead.cpu.executor import Executor, Rows, indexed_bytes, serves, smallest, weight_bytes
+from lookahead.cpu import native
+from lookahead.cpu.executor import Executor, Rows, can_digest, indexed_bytes, serves, smallest, weight_bytes
+from lookahead.cpu.operations import Experts
 from lookahead.cpu.products import Linear, is_plain_of
 from lookahead.cpu.program import Program
 from lookahead.models.adapter import ModelAdapter, context_length
@@ -96,8 +97,9 @@ class FusedRunner(EagerRunner):
     """Runs the steps of all sequences, and shorter prompts, in one call each. Everything else runs eagerly.
 
     Weights are read where they are, or in a copy that holds them in fewer bits (`smallest`). What was made of
-    the model is kept for the next call, which uses it if nothing has changed. If weights change during a call, they are
-    read where they are from then on; if they then have no form that can be read, passes run eagerly. Raises
+    the model is kept for the next call, which uses it if nothing has changed. The first pass of that call reads the
+    weights themselves, and tells by their digests whether the copy still holds them. If weights change during a call,
+    they are read where they are from then on; if they then have no form that can be read, passes run eagerly. Raises
     UnknownModelError if the model cannot be run so.
     """
 
@@ -121,16 +123,20 @@ class FusedRunner(EagerRunner):
         self._page = page_of(model)
         # Only this call has it: a pass writes into it.
         ready = _ready.pop(model, None)
-        if ready is None or not ready.resume(model, adapter, packs):
-            ready = self._read(packs)
-        self._ready, self._watch = ready, ready.watch
-        self._executor: Executor | None = ready.executor
-        self.most_read = ready.most_read
-        self.weight_bytes, self.declined_bytes = ready.weight_bytes, ready.declined_bytes
+        is_as_it_was = ready is not None and ready.resume(model, adapter, packs)
+        self._take(ready if ready is not None and is_as_it_was else self._read(packs), is_compared=not is_as_it_was)
         self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
         self._buffers: list[_Buffers | None] = []  # of each sequence
+
+    def _take(self, ready: "_Ready", is_compared: bool = True) -> None:
+        """Serve from now on with this program. is_compared: whether its copies are known to hold the weights."""
+        self._ready, self._watch = ready, ready.watch
+        self._executor: Executor | None = ready.executor
+        self._first = None if is_compared else ready.original  # runs the next pass, which compares them
+        self.most_read = ready.most_read
+        self.weight_bytes, self.declined_bytes = ready.weight_bytes, ready.declined_bytes
 
     def end(self) -> None:
         ready, executor, self._executor = self._ready, self._executor, None
@@ -152,12 +158,21 @@ class FusedRunner(EagerRunner):
             declined = 0 if packs is True or is_small else copied
             found = smallest(found, _known.setdefault(model, {}), indexes=not declined)
         in_tiles = all(linear.is_in_tiles(found.dtype) for linear in found.linears)
+        pairs = list(zip(original.linears, found.linears, strict=True))
+        of_copies = {i: copy.digest for i, (_, copy) in enumerate(pairs) if copy.origin is not None}
+        is_read = not any(isinstance(operation, Experts) for operation in found.operations) and all(
+            can_digest(pairs[i][0], found.dtype)
+            and pairs[i][0].is_in_tiles(found.dtype) == pairs[i][1].is_in_tiles(found.dtype)
+            for i in of_copies
+        )
         return _Ready(
             state=state_of(model),
             layers=adapter.layers,
             packs=packs,
             watch=self._watch,
             executor=Executor(found),
+            original=Executor(original, of_copies) if of_copies and is_read else None,
+            digests=of_copies,
             can_wait=self._watch.is_plain and _lies_in(original, self._watch.tensors),
             most_read=MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ,
             weight_bytes=weight_bytes(found),
@@ -212,8 +227,9 @@ class FusedRunner(EagerRunner):
         """Whether a pass can compute these tokens. Otherwise, the model's own code does, or raises an error."""
         if torch.is_autocast_enabled("cpu"):
             return False
-        if self._executor is not None and (self._watch.has_changed() or self._executor.is_stale()):
-            self._executor, self._buffers, self._serves = None, [], range(0)
+        is_stale = self._executor is not None and self._first is None and self._executor.is_stale()
+        if self._executor is not None and (is_stale or self._watch.has_changed()):
+            self._executor, self._first, self._buffers, self._serves = None, None, [], range(0)
             with suppress(UnknownModelError):
                 self._executor = Executor(self._look())
         executor = self._executor
@@ -254,7 +270,7 @@ class FusedRunner(EagerRunner):
 
         Raises UnknownModelError, before it changes a cache, if the rotary embedding has become another one.
         """
-        executor = self._executor
+        executor = self._first or self._executor
         assert executor is not None
         laid_out = [
             pad([step], cache.lengths, last and last[b : b + 1])
@@ -276,10 +292,20 @@ class FusedRunner(EagerRunner):
         logits, outputs, has_nan, found = executor.run(
             rows, rotary, self._requested, shown, (said, *likeliest), is_prompt
         )
+        if executor is self._first:
+            self._compare(executor)
         argmax = None
         if found is not None:  # in C++, nothing is likely in a row with a NaN
             argmax = np.where(found[1][:, 0] > 0, found[0][:, 0], -1).tolist()
         return Output(logits, outputs, first, has_nan, found, argmax)
+
+    def _compare(self, original: Executor) -> None:
+        """Go on with the copies if they hold the weights that the first pass has read, or with new copies."""
+        self._first = None
+        if not self._ready.holds(original):
+            self._executor = None
+            with suppress(UnknownModelError):
+                self._take(self._read(self._ready.packs))
 
     def _rotary_of(self, position: int, executor: Executor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
@@ -337,6 +363,12 @@ class _Ready:
     packs: bool | Literal["auto"]
     watch: Watch
     executor: Executor
+    original: Executor | None
+    """Reads the weights that copies were made of, and finds their digests; None if no pass reads all of them, or if it
+    would round otherwise.
+    """
+    digests: dict[int, bytes | None]
+    """Those of the weights that have copies, by their number in the program."""
     can_wait: bool
     """Whether it may serve the next call: nothing of it was computed from the tensors, unless it is compared with them.
     """
@@ -349,15 +381,28 @@ class _Ready:
     def let_go(self) -> None:
         """Wait for the next call."""
         self.watch.let_go()
-        self.executor.let_go()
+        for executor in self._executors:
+            executor.let_go()
 
     def resume(self, model: PreTrainedModel, adapter: ModelAdapter, packs: bool | Literal["auto"]) -> bool:
-        """Serve a call. Returns whether that is possible: whether all is as it was, also copies of weights."""
+        """Serve a call. Returns whether that is possible: whether all is as it was, but for numbers in weights that
+        have copies: those `original` compares.
+        """
         is_same = self.state is state_of(model) and self.layers == adapter.layers and self.packs == packs
         if not (is_same and self.watch.resume()):
             return False
-        self.executor.resume(list(map(torch.Tensor.detach, self.watch.tensors)))
-        return not self.executor.is_stale(blocks.ALL)
+        tensors = list(map(torch.Tensor.detach, self.watch.tensors))
+        for executor in self._executors:
+            executor.resume(tensors)
+        return self.original is not None or not self.executor.has_changed()
+
+    def holds(self, original: Executor) -> bool:
+        """Whether the copies hold the weights, whose digests a pass has found."""
+        return all(original.digests[i].tobytes() == digest for i, digest in self.digests.items())
+
+    @property
+    def _executors(self) -> list[Executor]:
+        return [self.executor] if self.original is None else [self.executor, self.original]
 
 
 def _lies_in(found: Program, tensors: list[torch.Tensor]) -> bool:
@@ -393,7 +438,7 @@ def _fits(executor: Executor, layer: Any) -> bool:
 def copied_bytes(model: PreTrainedModel) -> int:
     """Bytes of what is kept for the next call."""
     copies = _known.get(model, {}).values()
-    return sum([tensor.nbytes for linear in copies for tensor in linear if tensor is not None])
+    return sum([tensor.nbytes for linear in copies for tensor in linear.tensors()])
 
 
 def forget(model: PreTrainedModel) -> None:
