@@ -51,7 +51,7 @@ def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
 FAMILIES = [
     "llama", "mistral", "ministral", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2",
     "olmo3", "exaone4", "gemma", "gemma3_text", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
-    "nemotron", "phi", "stablelm", "starcoder2", "opt", "mixtral", "qwen3_moe", "olmoe", "granitemoe",
+    "nemotron", "phi", "stablelm", "starcoder2", "opt", "gpt2", "mixtral", "qwen3_moe", "olmoe", "granitemoe",
 ]  # fmt: skip
 
 MIXTURES = {
@@ -60,13 +60,16 @@ MIXTURES = {
     "olmoe",
     "granitemoe",
 }  # torch multiplies with their experts, in an order of its own
-AS_WIDE_AS_HEADS = {"helium", "opt", "phi", "stablelm", "olmoe", "granitemoe"}  # these know no other width
+TRANSPOSED = {"gpt2"}  # a copy of their weights must be made, for which torch multiplies with the original
+AS_WIDE_AS_HEADS = {"gpt2", "helium", "opt", "phi", "stablelm", "olmoe", "granitemoe"}  # these know no other width
 
 
 def sizes(family, width, intermediate, size, heads=4):
     """Settings of a model of this width, with this size of heads if the family lets it choose."""
     if family == "opt":
         return {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": intermediate}
+    if family == "gpt2":
+        return {"n_embd": width, "hidden_size": width, "n_inner": intermediate}
     size = width // heads if family in AS_WIDE_AS_HEADS else size
     return {"hidden_size": width, "intermediate_size": intermediate, "head_dim": size}
 
@@ -103,13 +106,15 @@ def test_it_computes_what_the_model_computes(
     if in_int8:
         groups = Int8WeightOnlyConfig(granularity=PerGroup(32))
         kinds = {"in groups": groups, "int4 in groups": IntxWeightOnlyConfig(torch.int4, PerGroup(32))}
-        quantize_(model.model if in_int8 == "all but the head" else model, kinds.get(in_int8, Int8WeightOnlyConfig()))
+        quantize_(
+            model.base_model if in_int8 == "all but the head" else model, kinds.get(in_int8, Int8WeightOnlyConfig())
+        )
     adapter = capabilities.find_adapter(model)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         layers = (0, 1, 2)
-        runners = EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers)
+        runners = EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers, family in TRANSPOSED)
         caches = [adapter.make_cache() for _ in runners]
         rng = np.random.default_rng(seed)
         prompt = torch.from_numpy(rng.integers(3, 97, (1, held)))
@@ -213,7 +218,8 @@ def test_it_reads_prompts_as_the_model_does(family, counts, keep, dtype, packs, 
         in_blocks(model, 1)
     model = model.to(dtype)
     adapter, layers = capabilities.find_adapter(model), (0, 2)
-    eager, fused = EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers, packs)
+    eager = EagerRunner(model, adapter, layers)
+    fused = FusedRunner(model, adapter, layers, packs or family in TRANSPOSED)
     caches = [adapter.make_cache() for _ in range(2)]
     rng = np.random.default_rng(seed)
     allowed = 1e-4 if dtype == torch.float32 else 8e-2
@@ -277,7 +283,7 @@ def of_both(runners, held, rows):
         return [runner.run([step], cache) for runner, cache in zip(runners, caches, strict=True)]
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MIXTURES])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MIXTURES | TRANSPOSED])
 def test_it_rounds_where_the_model_rounds(family, monkeypatch):
     """If the model's own code uses our products and attention, too, nearly all numbers are the same to the last bit."""
     monkeypatch.setattr(products, "MIN_WEIGHTS", 0)
@@ -468,6 +474,52 @@ def test_the_next_call_sees_each_weight_that_was_written_behind_its_back(most):
         programs.assert_called_once()
     assert len(set(map(str, texts))) > 1
     assert texts[-1] == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist()
+
+
+def one_number(model):
+    model.transformer.h[1].attn.c_attn.weight.data[7, 130] *= -1000
+
+
+@pytest.mark.parametrize("change", [trained, given_other_memory, written_behind_its_back, one_number])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_changes_of_transposed_weights_take_effect(change, dtype):
+    model = tiny_model("gpt2", **sizes("gpt2", 64, 64, 16)).to(dtype)
+    lookahead.wrap(model)
+    with mock.patch.object(fused, "Executor", side_effect=executor.Executor) as programs:
+        before = [model.generate(IDS, **GREEDY).tolist() for _ in range(2)]
+        assert before[0] == before[1]
+        programs.assert_called_once()  # both calls have the same
+        change(model)
+        text = model.generate(IDS, **GREEDY).tolist()
+        assert programs.call_count == 2
+    (read,) = programs.call_args.args
+    for linear in read.linears:
+        if linear.origin is not None and linear.whole is None:
+            assert torch.equal(linear.weight, linear.origin.weight)
+    assert "passes: fused" in model.lookahead.report()
+    if dtype == torch.float32:
+        assert text == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist()
+
+
+def test_transposed_weights_that_change_within_a_call_are_no_longer_read_from_the_copy():
+    model = tiny_model("gpt2", **sizes("gpt2", 64, 64, 16))
+    adapter = capabilities.find_adapter(model)
+    runners = EagerRunner(model, adapter), FusedRunner(model, adapter, packs=True)
+    before, _ = of_both(runners, held=20, rows=6)
+    assert runners[1]._executor is not None
+    written_behind_its_back(model)
+    eager, fused = of_both(runners, held=20, rows=6)
+    assert runners[1]._executor is None
+    assert torch.equal(fused.logits, eager.logits) and not torch.equal(eager.logits, before.logits)
+
+
+def test_transposed_weights_without_a_copy_are_left_to_the_model():
+    model = tiny_model("gpt2", **sizes("gpt2", 64, 64, 16))
+    expected = model.generate(IDS, **GREEDY).tolist()
+    lookahead.wrap(model, LookaheadConfig(pack_weights=False))
+    assert model.generate(IDS, **GREEDY).tolist() == expected
+    assert "given up: fused passes: its weights lie transposed" in model.lookahead.report()
+    assert model.lookahead.copied_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

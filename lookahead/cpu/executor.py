@@ -117,10 +117,11 @@ def weight_bytes(program: Program) -> int:
     return sum(linear.weight.nbytes for linear in program.linears)
 
 
-def indexed_bytes(program: Program) -> int:
-    """Bytes, about, of a copy in which `smallest` has indexed all weights; 0 if it cannot."""
-    numbers = sum(linear.weight.numel() for linear in program.linears if linear.scales is None)
-    return numbers * 3 // 2 if blocks.can_index(program.dtype) else 0
+def bytes_to_copy(program: Program) -> int:
+    """Bytes, about, of a copy in which `smallest` has indexed all weights that it can, and laid out transposed ones."""
+    of_number = 1.5 if blocks.can_index(dtype := program.dtype) else 0
+    found = [linear for linear in program.linears if linear.scales is None]
+    return int(sum(one.weight.nbytes if one.is_transposed(dtype) else of_number * one.weight.numel() for one in found))
 
 
 Part = tuple[str, int] | None

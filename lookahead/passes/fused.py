@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lookahead.compat import VERSION, int8_weight, tensors_of
 from lookahead.cpu import blocks, native
-from lookahead.cpu.executor import Executor, indexed_bytes, serves, smallest, weight_bytes
+from lookahead.cpu.executor import Executor, bytes_to_copy, serves, smallest, weight_bytes
 from lookahead.cpu.products import Linear, is_plain_of
 from lookahead.cpu.program import Program
 from lookahead.models.adapter import ModelAdapter, context_length
@@ -146,7 +146,7 @@ class FusedRunner(EagerRunner):
             raise UnknownModelError("its cache keeps other positions than its masks show")
         declined = 0
         if packs:
-            copied = indexed_bytes(found)
+            copied = bytes_to_copy(found)
             is_small = copied <= MOST_COPIED or 2 * copied <= weight_bytes(found)
             declined = 0 if packs is True or is_small else copied
             found = smallest(found, _known.setdefault(model, {}), indexes=not declined)
@@ -156,7 +156,7 @@ class FusedRunner(EagerRunner):
             layers=adapter.layers,
             packs=packs,
             watch=self._watch,
-            executor=Executor(found),
+            executor=_executor_of(found),
             can_wait=self._watch.is_plain and _lies_in(original, self._watch.tensors),
             most_read=MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ,
             weight_bytes=weight_bytes(found),
@@ -207,7 +207,7 @@ class FusedRunner(EagerRunner):
         if self._executor is not None and (self._watch.has_changed() or self._executor.is_stale()):
             self._executor, self._buffers, self._serves = None, None, range(0)
             with suppress(UnknownModelError):
-                self._executor = Executor(self._look())
+                self._executor = _executor_of(self._look())
         tokens, layers = ids.tolist(), cast(list[Any], cache.layers)
         return (
             self._executor is not None
@@ -349,6 +349,12 @@ class _Ready:
             return False
         self.executor.resume(list(map(torch.Tensor.detach, self.watch.tensors)))
         return not self.executor.is_stale(blocks.ALL)
+
+
+def _executor_of(found: Program) -> Executor:
+    if found.is_transposed:
+        raise UnknownModelError("its weights lie transposed, and a copy of them is not asked for (pack_weights)")
+    return Executor(found)
 
 
 def _lies_in(found: Program, tensors: list[torch.Tensor]) -> bool:

@@ -94,8 +94,10 @@ def guarded() -> Iterator[Guarded]:
             memory.free()
 
 
-def random_linear(rng: random.Random, memory: Guarded, outputs: int, inputs: int, dtype: torch.dtype) -> Linear:
-    """A layer of any format that a pass takes."""
+def random_linear(
+    rng: random.Random, memory: Guarded, outputs: int, inputs: int, dtype: torch.dtype, transposes: bool = False
+) -> Linear:
+    """A layer of any format that a pass takes. transposes: also one that must be copied."""
     bias = memory.copy(torch.randn(outputs).to(dtype)) if rng.random() < 0.3 else None
     weight = torch.randn(outputs, inputs) * inputs**-0.5
     kind = rng.choice(["plain", "bf16", "bytes", "grouped", "int4", "q8", "q4", "odd"])
@@ -118,6 +120,11 @@ def random_linear(rng: random.Random, memory: Guarded, outputs: int, inputs: int
         weight = weight.bfloat16().float()
     elif kind == "odd":
         weight = (weight * 2.0 ** torch.randint(-9, 2, weight.shape)).bfloat16().float()
+    if transposes and outputs > 1 and rng.random() < 0.1:
+        beside = rng.randint(0, 9)
+        return Linear(
+            memory.copy(torch.randn(inputs, outputs + beside).to(dtype) * inputs**-0.5).T[beside:], None, bias
+        )
     return Linear(memory.copy(weight.to(dtype)), None, bias)
 
 
@@ -135,7 +142,7 @@ class RandomProgram:
         self.is_interleaved = rng.random() < 0.3
 
     def linear(self, outputs: int, inputs: int) -> Linear:
-        return random_linear(self.rng, self.memory, outputs, inputs, self.dtype)
+        return random_linear(self.rng, self.memory, outputs, inputs, self.dtype, transposes=True)
 
     def numbers(self, *shape: int, mean: float = 0.0) -> torch.Tensor:
         return self.memory.copy((torch.randn(shape) * 0.3 + mean).to(self.dtype))
@@ -264,7 +271,8 @@ def run_program(seed: int) -> str:
         writer = RandomProgram(rng, memory, dtype, size, heads, key_heads)
         program = writer.write(vocabulary, width, intermediate, layers, positions_of_all)
         assert executor.serves(program), "it must be served"
-        ready = Executor(executor.smallest(program, {}, indexes=True) if rng.random() < 0.7 else program)
+        packs = program.is_transposed or rng.random() < 0.7
+        ready = Executor(executor.smallest(program, {}, indexes=True) if packs else program)
         rotary_dim = rng.choice([size, max(size // 4 * 2, 2)])
         angles = (torch.arange(positions_of_all)[:, None] * torch.rand(rotary_dim // 2)).repeat(1, 2)
         rotary = {name: (memory.copy(angles.cos()), memory.copy(angles.sin())) for name in ("", "other")}

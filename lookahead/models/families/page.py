@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lookahead.compat import global_hooks, has_own_call, registered_experts
 from lookahead.cpu import operations as op
@@ -40,6 +41,14 @@ class UnknownModelError(Exception):
 class Page:
     """What a family computes. A page says it in `write`, by the methods here, each of which adds an operation."""
 
+    suffix = "ForCausalLM"
+    """Of the model's class, behind the family's name."""
+    layer_class = "DecoderLayer"
+    """Of the layers, without the family's name."""
+    layers_at = "layers"
+    """Their name in the model within."""
+    attention_at = "self_attn"
+    """The name of attention in a layer."""
     slides: Slides = "never"
     """Which layers have a sliding window, if the configuration names its length."""
     turns_part = False
@@ -99,21 +108,23 @@ class Page:
 
     def own(self, module: Any, suffix: str) -> Any:
         """Return a module, which must be of the family's class of this name."""
-        cls, wanted = type(module), self._own.__name__.removesuffix("ForCausalLM") + suffix
+        cls, wanted = type(module), self._own.__name__.removesuffix(self.suffix) + suffix
         if (cls.__module__, cls.__qualname__) != (self._own.__module__, wanted):
             raise UnknownModelError(f"a {cls.__name__} of {cls.__module__} stands where {wanted} is expected")
         return self._check(module)
 
     def layers(self, inner: Any) -> Iterator[Any]:
         """Yield the layers that the model computes, each at the place of the cache that it fills."""
-        layers = inner.layers[: inner.config.num_hidden_layers]
-        if [layer.self_attn.layer_idx for layer in layers] != list(range(len(layers))):
+        layers = getattr(inner, self.layers_at)[: inner.config.num_hidden_layers]
+        if [getattr(layer, self.attention_at).layer_idx for layer in layers] != list(range(len(layers))):
             raise UnknownModelError("its layers are not in the order of their layer_idx, by which they find the cache")
         for layer in layers:
-            yield self.own(layer, "DecoderLayer")
+            yield self.own(layer, self.layer_class)
 
     def linear(self, module: Any) -> Linear:
         """Return the tensors of a linear layer."""
+        if type(module) is Conv1D:
+            return Linear(self._check(module).weight.detach().T, None, module.bias)
         return Linear.of(self._plain(module, nn.Linear, DecodingLinear))
 
     def parts(self, module: Any, *widths: int) -> list[Linear]:
@@ -139,14 +150,14 @@ class Page:
     # -- operations --
 
     def embed(self, module: Any, factor: float = 1.0, suffix: str = "", positions: Any = None) -> Value:
-        """suffix: of the family's own class, if it has one. positions: an embedding of these, with the ``offset`` that
-        is added to them.
+        """suffix: of the family's own class, if it has one. positions: an embedding of these, which may have an
+        ``offset`` that is added to them.
         """
         embedding = self.own(module, suffix) if suffix else self._plain(module, nn.Embedding)
         for one in (embedding, positions):
             if one is not None and one.max_norm is not None:
                 raise UnknownModelError("its embedding changes when it is read (max_norm)")
-        table, offset = (None, 0) if positions is None else (positions.weight, positions.offset)
+        table, offset = (None, 0) if positions is None else (positions.weight, getattr(positions, "offset", 0))
         return self._add(op.Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor, table, offset))
 
     def norm(self, x: Value, module: Any) -> Value:
@@ -180,10 +191,11 @@ class Page:
         return self._add(op.Rotary(x, Value(x.width), size, name, self.rotary_rounds_once, self.rotary_is_interleaved))
 
     def attend(self, q: Value, k: Value, v: Value, attention: Any, dropout: str = "attention_dropout") -> Value:
-        """Append keys and values to the cache, and attend to it. dropout: the name of attention's setting of it."""
+        """Append keys and values to the cache, and attend to it. dropout: the name of attention's setting or module of it."""
         if not attention.is_causal:
             raise UnknownModelError("its attention is not causal")
-        if attention.training and getattr(attention, dropout):
+        rate = getattr(attention, dropout)
+        if attention.training and getattr(rate, "p", rate):
             raise UnknownModelError("its attention is in training mode, and drops weights")
         layer, size = attention.layer_idx, attention.head_dim
         self._operations.append(op.Append(k, v, layer, size))
