@@ -211,19 +211,22 @@ def test_transposed_weights_are_laid_out_in_rows(dtype, outputs, inputs, beside,
     linear = Linear(weight, None, torch.randn(outputs).to(dtype) if seed % 2 else None)
     if weight.is_contiguous():  # of one output
         return
-    assert linear.is_transposed(dtype) and not linear.is_served(dtype)
+    assert (linear.is_transposed(dtype), linear.is_served(dtype)) == (True, False)
     assert blocks.smallest(linear, dtype, indexes=False) is linear
     found = blocks.smallest(linear, dtype)
-    assert found.is_served(dtype) and torch.equal(found.weight, weight)
+    assert found.is_served(dtype)
+    assert torch.equal(found.weight, weight)
     known = Linear(found.weight)
     assert blocks.smallest(linear, dtype, known).weight is found.weight
     copies = blocks.copies_of([found])
     differ = blocks.comparison(copies, dtype)
-    assert not differ(blocks.ALL, 2) and not any(differ(turn, 2) for turn in range(1, 50))
+    assert not any(differ(turn, 2) for turn in (blocks.ALL, *range(1, 50)))
     weight[torch.randint(outputs, ()), torch.randint(inputs, ())] += 1
-    assert differ(blocks.ALL, 2) and any(differ(turn, 2) for turn in range(1, 500))
+    assert differ(blocks.ALL, 2)
+    assert any(differ(turn, 2) for turn in range(1, 500))
     again = blocks.smallest(linear, dtype, known)
-    assert torch.equal(again.weight, weight) and again.weight is not found.weight
+    assert torch.equal(again.weight, weight)
+    assert again.weight is not found.weight
 
 
 @pytest.mark.parametrize(

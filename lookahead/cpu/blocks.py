@@ -34,9 +34,10 @@ def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, in
 
     dtype: of the layer's input. known: what was found before, which is returned if it still is what this layer holds.
     It is never written to, for calls in other threads may read it. indexes: whether bf16 numbers may be indexed, and
-    transposed ones copied. Float32 becomes codes of 4 bits where it was unpacked from GGUF's Q4_0, Q4_1 or Q4_K, and int8 where it was unpacked
-    from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups becomes codes where it is int4. bf16 becomes
-    12 bits, and so does float32 where all weights are bf16 numbers. Weights that lie transposed are laid out in rows.
+    transposed ones copied. Float32 becomes codes of 4 bits where it was unpacked from GGUF's Q4_0, Q4_1 or Q4_K, and
+    int8 where it was unpacked from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups becomes codes
+    where it is int4. bf16 becomes 12 bits, and so does float32 where all weights are bf16 numbers. Weights that lie
+    transposed are laid out in rows.
     """
     weight, scales = linear.weight, linear.scales
     is_transposed = linear.is_transposed(dtype)

@@ -75,7 +75,13 @@ class Program:
             and appended == list(range(len(appended)))
             and all(operation.fits() for operation in self.operations)
             and all(linear.is_served(dtype) or linear.is_transposed(dtype) for linear in self.linears)
-            and all(is_plain_of(tensor, dtype) for operation in self.operations for tensor in operation.tensors())
+            and all(map(self._can_read, self.operations))
+        )
+
+    def _can_read(self, operation: Operation) -> bool:
+        wide = set(map(id, operation.wide()))
+        return all(
+            is_plain_of(tensor, torch.float32 if id(tensor) in wide else self.dtype) for tensor in operation.tensors()
         )
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "Program":

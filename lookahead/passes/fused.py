@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.compat import VERSION, int8_weight, tensors_of
+from lookahead.compat import VERSION, attention_implementation, int8_weight, registered_attention, tensors_of
 from lookahead.cpu import blocks, native
 from lookahead.cpu.executor import Executor, bytes_to_copy, serves, smallest, weight_bytes
 from lookahead.cpu.products import Linear, is_plain_of
@@ -111,13 +111,17 @@ class FusedRunner(EagerRunner):
     ):
         """packs: `LookaheadConfig.pack_weights`."""
         super().__init__(model, adapter, hidden_states)
-        if not (adapter.splits_attention and adapter.uses_kernels and adapter.takes_position_ids):
-            raise UnknownModelError("it does not take our attention or our kernels")
         if adapter.foreign:
             raise UnknownModelError(adapter.foreign[0])
+        self._page = page_of(model)
+        by = self._page.attends_by
+        attends = adapter.splits_attention if by == "split" else attention_implementation(model.config) == by
+        if by == "eager" and registered_attention(by) is not None:  # something stands in place of the model's own
+            attends = False
+        if not (attends and adapter.can_branch and adapter.uses_kernels and adapter.takes_position_ids):
+            raise UnknownModelError("it does not take our attention or our kernels")
         if not packs:
             _known.pop(model, None)
-        self._page = page_of(model)
         # Only this call has it: a pass writes into it.
         ready = _ready.pop(model, None)
         if ready is None or not ready.resume(model, adapter, packs):

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, layer norms, an MLP without a gate, and weights that lie transposed."""
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms, an MLP without a gate. Its weights lie transposed."""
 
 from typing import Any
 
