@@ -116,9 +116,9 @@ def looks_up_attention(model: PreTrainedModel) -> bool:
     return model._supports_attention_backend
 
 
-def registered_attention(name: str) -> Callable:
-    """The attention function that transformers has registered under a name."""
-    return ALL_ATTENTION_FUNCTIONS[name]
+def registered_attention(name: str) -> Callable | None:
+    """The attention function that transformers has registered under a name; None if there is none."""
+    return ALL_ATTENTION_FUNCTIONS.get(name)
 
 
 def register_attention(function: Callable) -> None:

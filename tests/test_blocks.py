@@ -205,6 +205,41 @@ def test_what_is_not_worth_it_is_not_indexed(dtype):
         assert blocks.smallest(Linear(weight), dtype).whole is None, "one of its numbers is not of bf16"
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    outputs=st.integers(1, 50),
+    inputs=st.sampled_from([32, 64, 96, 160]),
+    beside=st.integers(0, 9),
+    seed=st.integers(0, 99),
+)
+def test_transposed_weights_are_laid_out_in_rows(dtype, outputs, inputs, beside, seed):
+    """beside: other outputs in the same matrix."""
+    note(f"{dtype=} {outputs=} {inputs=} {beside=} {seed=}")
+    torch.manual_seed(seed)
+    matrix = torch.randn(inputs, outputs + beside).to(dtype)
+    weight = matrix.T[beside // 2 :][:outputs]
+    linear = Linear(weight, None, torch.randn(outputs).to(dtype) if seed % 2 else None)
+    if weight.is_contiguous():  # of one output
+        return
+    assert (linear.is_transposed(dtype), linear.is_served(dtype)) == (True, False)
+    assert blocks.smallest(linear, dtype, indexes=False) is linear
+    found = blocks.smallest(linear, dtype)
+    assert found.is_served(dtype)
+    assert torch.equal(found.weight, weight)
+    known = Linear(found.weight)
+    assert blocks.smallest(linear, dtype, known).weight is found.weight
+    copies = blocks.copies_of([found])
+    differ = blocks.comparison(copies, dtype)
+    assert not any(differ(turn, 2) for turn in (blocks.ALL, *range(1, 50)))
+    weight[torch.randint(outputs, ()), torch.randint(inputs, ())] += 1
+    assert differ(blocks.ALL, 2)
+    assert any(differ(turn, 2) for turn in range(1, 500))
+    again = blocks.smallest(linear, dtype, known)
+    assert torch.equal(again.weight, weight)
+    assert again.weight is not found.weight
+
+
 @pytest.mark.parametrize(
     "linear",
     [

@@ -158,6 +158,7 @@ def test_registered_attention():
     code = "from lookahead.compat import registered_attention; print(registered_attention('sdpa').__name__)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.stdout.strip() == "sdpa_attention_forward", moved("ALL_ATTENTION_FUNCTIONS", "transformers")
+    assert compat.registered_attention("eager") is None
 
 
 def test_attention_is_registered_in_place_of_transformers_own():

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_fused import FAMILIES
+from test_fused import FAMILIES, VARIANTS
 from torch import nn
 from zoo import tiny_model
 
@@ -24,9 +24,9 @@ from lookahead.passes.rounding import relative_error
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_page_says_what_the_model_computes(family):
-    model = tiny_model(family)
+@pytest.mark.parametrize(("family", "settings"), [*((family, {}) for family in FAMILIES), *VARIANTS])
+def test_a_page_says_what_the_model_computes(family, settings):
+    model = tiny_model(family, **settings)
     for parameter in model.parameters():  # norms and biases, too
         parameter.data += 0.1 * torch.randn_like(parameter)
     page, ids = page_of(model), torch.arange(3, 12)

@@ -85,6 +85,7 @@ ALIKE = {
     "nemotron": HEAD,
     "phi": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 WITH_STATE = {"lfm2", "qwen3_next", "falcon_h1", "mamba2"}

@@ -159,6 +159,14 @@ static inline void multiply(Floats* c, const typename By::Factor* a, long row, l
     for (; i < m; i++) multiply_tile<By, W, 1>(c + i * W, a + i * row, row, column, b, k);
 }
 
+// Scores that are capped: cap * tanh(score / cap).
+template <int L, class Floats>
+static inline Floats capped(Floats score, float cap) {
+    const Floats power = exponential<L>((score < 0 ? score : -score) * (2 / cap));
+    const Floats size = cap * (1.0f - power) / (1.0f + power);
+    return score < 0 ? -size : size;
+}
+
 // The queries of some lanes over some of the keys: unnormalised sums, to be joined with those over the other keys.
 struct Part {
     float* largest;  // [queries]
@@ -203,6 +211,8 @@ struct Attention {
     float scaling;
     long start = 0;              // position of the first key
     const long* near = nullptr;  // [rows]: the first of a row's near keys. Without it, all keys are far
+    float cap = 0;               // of scores, or 0
+    const T* sinks = nullptr;    // [heads]: the score of a key without a value, of which `join` knows; or null
 
     long queries() const { return heads / key_heads * rows; }  // of a key head
     bool is_causal() const { return !mask && !hidden; }
@@ -232,15 +242,17 @@ struct Attention {
 
     // Join `count` parts of a query of a key head. Those of all its queries lie behind those of the part before.
     void join(long head, long query, const Part& parts, long count) const {
-        const long n = queries();
-        float largest = HIDDEN, total = 0, sums[MAX_SIZE] = {};
+        const long n = queries(), of = head * (heads / key_heads) + query / rows;
+        const float sink = sinks ? number(sinks[of]) : HIDDEN;
+        float largest = sink, total = 0, sums[MAX_SIZE] = {};
         for (long i = 0; i < count; i++) largest = std::max(largest, parts.largest[i * n + query]);
         for (long i = 0; i < count; i++) {
             const float share = exponential<8>(Lanes<8>::Floats{} + parts.largest[i * n + query] - largest)[0];
             total += share * parts.total[i * n + query];
             for (long d = 0; d < size; d++) sums[d] += share * parts.sums[(i * n + query) * size + d];
         }
-        T* to = out + (query % rows * heads + head * (heads / key_heads) + query / rows) * size;
+        if (sinks) total += exponential<8>(Lanes<8>::Floats{} + sink - largest)[0];
+        T* to = out + (query % rows * heads + of) * size;
         for (long d = 0; d < size; d++) store(sums[d] / total, to + d);
     }
 
@@ -310,6 +322,8 @@ struct Attention {
                                 m, size / TOGETHER, values_here + (begin + j) * size, m * size * sizeof(T));
             }
             for (long j = 0; j < n * W; j++) p[j] *= scaling;
+            if (cap)
+                for (long j = 0; j < n * W; j++) p[j] = capped<L>(p[j], cap);
             const auto hide = [&](long j, long last) {
                 for (; j < last; j++)
                     for (int lane = 0; lane < lanes; lane++)

@@ -13,6 +13,7 @@ using namespace products;
 
 constexpr float WHOLE = 3 << 22;  // numbers of this size have no fraction, so adding it rounds
 constexpr int GROUP = 32;         // weights with one scale and one offset
+constexpr int SIDE_BY_SIDE = 16;  // rows and inputs of a transposed matrix that are compared together
 
 // Whether two vectors are equal but for the sign of a zero. NaN equals nothing.
 template <class Vector>
@@ -345,15 +346,28 @@ struct Copy {
     const void* packed;          // indexed, if it has no scales
     const float *scales, *offsets;  // of the copy, [outputs][inputs / group], or null
     long outputs, inputs, group;
+    long stride;  // if it is not 0, the weights are [inputs][stride], and the copy is of the same numbers
 
-    long together() const { return scales ? 1 : Indexed::TOGETHER; }  // rows
-    long block() const { return scales ? GROUP : Indexed::BLOCK; }    // inputs
+    long together() const { return stride ? SIDE_BY_SIDE : scales ? 1 : Indexed::TOGETHER; }   // rows
+    long block() const { return stride ? SIDE_BY_SIDE : scales ? GROUP : Indexed::BLOCK; }  // inputs
 };
+
+// Whether the same is true of a transposed copy. Numbers are compared by their bits.
+template <class Bits>
+static bool are_transposed(const Copy& copy, long first, long last, long begin, long end) {
+    Bits differ = 0;
+    for (long i = begin; i < end; i++)
+        for (long row = first; row < last; row++)
+            differ |= ((const Bits*)copy.weights)[i * copy.stride + row] ^ ((const Bits*)copy.packed)[row * copy.inputs + i];
+    return !differ;
+}
 
 // Whether a copy holds inputs begin..end-1 of rows first..last-1, which lie together. The range is of whole blocks.
 template <class By>
 static bool holds(const Copy& copy, long first, long last, long begin, long end) {
     typedef typename By::Number T;
+    if (copy.stride)
+        return are_transposed<std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>(copy, first, last, begin, end);
 #ifdef __AVX2__
     if (!copy.scales)
         return are_indexed((const T*)copy.weights, first, last, {(const uint8_t*)copy.packed, first, copy.inputs}, begin,

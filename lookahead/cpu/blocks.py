@@ -2,7 +2,7 @@
 
 A pass takes as long as its weights are large. transformers unpacks a GGUF file to floats, and torchao holds int4 in
 int8: their 8 or 4 bits are found again. bf16 numbers, also in a model that was loaded in float32, are indexed in 12
-bits.
+bits. Weights that lie transposed are copied, without becoming fewer bits.
 """
 
 import ctypes
@@ -36,19 +36,22 @@ def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, in
 
     dtype: of the layer's input. known: what was found before, which is returned if it still is what this layer holds.
     It is never written to, for calls in other threads may read it. The same digest says that. indexes: whether bf16
-    numbers may be indexed.
+    numbers may be indexed, and transposed ones copied.
     Float32 becomes codes of 4 bits where it was unpacked from GGUF's Q4_0, Q4_1 or Q4_K, and int8 where it was unpacked
     from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups becomes codes where it is int4. bf16 becomes
-    12 bits, and so does float32 where all weights are bf16 numbers.
+    12 bits, and so does float32 where all weights are bf16 numbers. Weights that lie transposed are laid out in rows.
     """
     weight, scales = linear.weight, linear.scales
+    is_transposed = linear.is_transposed(dtype)
     ways: list[Callable[[], Linear | None]] = []
-    if scales is None and weight.dtype == torch.float32 and _of_codes():
+    if is_transposed:
+        ways = [lambda: _made_of(linear, weight.contiguous(), None, None)] if indexes else []
+    elif scales is None and weight.dtype == torch.float32 and _of_codes():
         ways = [partial(_find, _of_codes()[dtype], linear, GROUP, GROUP, True)]
         ways += [partial(_find, _of_bytes()[dtype], linear, size, size, False) for size in SIZES_OF_BYTES]
     elif scales is not None and scales.ndim == 2 and _of_int4():
         ways = [partial(_find, _of_int4()[dtype], linear, GROUP, weight.shape[1] // scales.shape[1], True)]
-    if scales is None and indexes and can_index(dtype):
+    if not is_transposed and scales is None and indexes and can_index(dtype):
         was_indexed = known is not None and known.scales is None  # then it very likely is so still
         ways.insert(0 if was_indexed else len(ways), partial(_index, _of_bfloat16()[dtype], linear))
     if not ways:
@@ -65,11 +68,11 @@ def can_index(dtype: torch.dtype) -> bool:
 
 
 def copies_of(linears: Iterable[Linear]) -> np.ndarray:
-    """Return those of these layers that `smallest` has made, as a `comparison` takes them: int64 [copies, 8].
+    """Return those of these layers that `smallest` has made, as a `comparison` takes them: int64 [copies, 9].
 
     It holds their addresses: the layers, with their `origin`, must outlive it.
     """
-    return np.array([_copy(linear) for linear in linears if linear.origin is not None], np.int64).reshape(-1, 8)
+    return np.array([_copy(linear) for linear in linears if linear.origin is not None], np.int64).reshape(-1, 9)
 
 
 def comparison(copies: np.ndarray, dtype: torch.dtype) -> Callable[[int], bool]:
@@ -88,7 +91,13 @@ def digest_of(linear: Linear) -> bytes:
 def memory_of(linears: Iterable[Linear]) -> np.ndarray:
     """Where weights and scales lie: addresses and bytes, int64 [tensors, 2]. The layers must outlive it."""
     tensors = [tensor for linear in linears for tensor in (linear.weight, linear.scales) if tensor is not None]
-    return np.array([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors], np.int64).reshape(-1, 2)
+    return np.array([(tensor.data_ptr(), _span(tensor)) for tensor in tensors], np.int64).reshape(-1, 2)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first number to its last, with what lies between its rows if it is a part of another."""
+    last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+    return (last + 1) * tensor.element_size()
 
 
 def digests(memory: np.ndarray) -> np.ndarray:
@@ -106,17 +115,21 @@ def _copy(found: Linear) -> tuple[int, ...]:
     return (
         origin.weight.data_ptr(), pointer(origin.scales), weight.data_ptr(), pointer(scales), pointer(found.offsets),
         outputs, inputs, inputs if scales is None else inputs // scales.shape[1],
+        0 if origin.weight.is_contiguous() else origin.weight.stride(1),
     )  # fmt: skip
 
 
 def _made_of(linear: Linear, weight: torch.Tensor, scales: torch.Tensor | None, offsets: torch.Tensor | None) -> Linear:
     """A layer with the bias of this one, and with what was found of its weight."""
-    return Linear(weight, scales, linear.bias, offsets, linear.weight if scales is None else None, linear)
+    is_indexed = scales is None and weight.dtype != linear.weight.dtype
+    return Linear(weight, scales, linear.bias, offsets, linear.weight if is_indexed else None, linear)
 
 
 def _may_hold(known: Linear, linear: Linear, dtype: torch.dtype, indexes: bool) -> bool:
     """Whether what was found before has the form that could be found of this layer."""
     outputs, inputs = linear.weight.shape
+    if linear.is_transposed(dtype):
+        return indexes and known.weight.dtype == dtype and known.weight.shape == linear.weight.shape
     if known.scales is None:
         may_index = linear.scales is None and indexes and can_index(dtype) and inputs % INDEXED == 0
         return may_index and known.weight.shape == _shape_of_indexed(outputs, inputs)

@@ -29,8 +29,8 @@ constexpr int SPINS = 4096;
 // together, and bytes of a `Choice`.
 #define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8)
 #define KINDS(DO)                                                                                                 \
-    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE) DO(EXPERTS) DO(ADD) \
-    DO(KEEP) DO(LOGITS)
+    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(SELECT) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE)       \
+    DO(EXPERTS) DO(WEIGH) DO(ADD) DO(KEEP) DO(LOGITS)
 #define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED)
 
 #define OPERATION(FIELD, T)                                                                             \
@@ -41,7 +41,7 @@ constexpr int SPINS = 4096;
     FIELD(long, out)         /* and the one that it writes */                                           \
     FIELD(long, width)       /* numbers of a row of x */                                                \
     FIELD(long, size)        /* of these, those of a head, or those that are normed together */         \
-    FIELD(const T*, weight)  /* of a norm, or of an embedding */                                        \
+    FIELD(const T*, weight)  /* of a norm, of an embedding, or sinks of attention */                    \
     FIELD(const T*, bias)    /* of a norm, or an embedding of positions; or null */                     \
     FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then two of each */   \
     FIELD(long, count)                                                                                  \
@@ -51,12 +51,21 @@ constexpr int SPINS = 4096;
     FIELD(long, top_k)       /* experts of a row */                                                     \
     FIELD(long, adds_to_one) /* the weights of a row's experts are divided by their sum, */             \
     FIELD(long, rounds_weights)  /* and rounded */                                                      \
+    FIELD(long, is_sigmoid)  /* they are sigmoids, and no softmax */                                    \
+    FIELD(long, groups)      /* of experts, */                                                          \
+    FIELD(long, top_groups)  /* and those of which a row chooses */                                     \
+    FIELD(const float*, correction) /* [experts], added where they are chosen; or null */               \
+    FIELD(const float*, router) /* [experts][width]; null if it is the first product */                 \
+    FIELD(long, taken)       /* heads of each `count` that are selected, from `index` on, */            \
+    FIELD(long, repeats)     /* each so many times */                                                   \
+    FIELD(long, heads)       /* of these, in all */                                                     \
     FIELD(long, index)       /* of a layer of the cache, a rotary embedding or an output; an offset */  \
     FIELD(long, rounds_once) /* not before a norm multiplies, or rotary products are added up */        \
     FIELD(long, is_centered) /* a norm takes the mean away */                                           \
     FIELD(long, is_interleaved) /* neighbouring numbers turn together */                                \
     FIELD(long, activation)                                                                             \
-    FIELD(double, factor)    /* of what is embedded, added or attended with */                          \
+    FIELD(double, factor)    /* of what is embedded, added, attended with, or of experts */             \
+    FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
     FIELD(double, epsilon)   /* of a norm */                                                            \
     FIELD(double, offset)    /* added to the weights of a norm */
 
@@ -367,6 +376,16 @@ struct Thread {
         });
     }
 
+    void select(const Operation<T>& of) {
+        const T* const x = buffer(of.x);
+        T* const out = buffer(of.out);
+        const long each = of.taken * of.repeats;  // of a group
+        for_heads(of.heads, [&](long head, long row) {
+            const long from = head / each * of.count + of.index + head % each / of.repeats;
+            std::copy_n(x + row * of.width + from * of.size, of.size, out + (row * of.heads + head) * of.size);
+        });
+    }
+
     void rotary(const Operation<T>& turn) {
         const RotaryTable<T>& table = ((const RotaryTable<T>*)pass.rotaries)[turn.index];
         const auto rotated = turn.is_interleaved ? turn.rounds_once ? rotate<float, true, T> : rotate<T, true, T>
@@ -407,6 +426,7 @@ struct Thread {
         long far_parts, parts;
         long ends[MOST_PARTS + 1];  // where each part of the far keys begins, and where the last one ends
 
+        bool is_joined() const { return parts > 1 || all.sinks; }
         long queries() const { return all.queries() * all.key_heads; }
         long near_blocks() const { return (all.queries() + attention::LANES - 1) / attention::LANES; }
         long far_items() const { return far_parts * all.key_heads * all.blocks(); }
@@ -427,7 +447,7 @@ struct Thread {
         const attention::Attention<T> all = {
             buffer(attend.x) + first, cache.keys, cache.values, nullptr, cache.hidden, buffer(attend.out) + first,
             attend.width / attend.size, attend.count, rows, keys, cache.masked, attend.size, attend.size, attend.width,
-            cache.stride, float(attend.factor), start, pass.has_near ? near_of : nullptr};
+            cache.stride, float(attend.factor), start, pass.has_near ? near_of : nullptr, float(attend.cap), attend.weight};
         Attended found = {all, 0, pass.has_near, {}};
         for (long end = 0; end < far; found.parts++) {
             end = std::min(far, attention::end_of_part(start + end) - start);
@@ -444,7 +464,7 @@ struct Thread {
     // Threads take parts of the keys of all heads as they come to it, the larger ones of a sequence first.
     void attend(const Operation<T>& attend) {
         long item = barrier.take(), first = 0, before = 0;
-        bool has_parts = false;
+        bool is_joined = false;
         for_sequences(attend, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
             const Attended some = attended(attend, sequence, cache);
             const long heads = some.all.key_heads, blocks = some.all.blocks();
@@ -454,16 +474,16 @@ struct Thread {
                 const long head = of_kind % heads, block = of_kind / heads;
                 const long part = is_near ? some.far_parts : some.far_parts - 1 - block / blocks;
                 const attention::Part place = part_at(attend, before + (head * some.parts + part) * some.all.queries());
-                const attention::Part* const to = some.parts > 1 ? &place : nullptr;
+                const attention::Part* const to = some.is_joined() ? &place : nullptr;
                 if (is_near)
                     some.all.near_block(head, block * attention::LANES, to, of_attention);
                 else
                     some.all.block(head, block % blocks * some.all.lanes(), some.ends[part], some.ends[part + 1], to,
                                    of_attention);
             }
-            first += some.items(), before += some.queries() * some.parts, has_parts |= some.parts > 1;
+            first += some.items(), before += some.queries() * some.parts, is_joined |= some.is_joined();
         });
-        if (has_parts) join(attend);
+        if (is_joined) join(attend);
     }
 
     void join(const Operation<T>& attend) {
@@ -472,7 +492,7 @@ struct Thread {
         for_sequences(attend, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
             const Attended some = attended(attend, sequence, cache);
             const long queries = some.all.queries(), parts = some.parts;
-            for (long item = 0; item < some.queries() && parts > 1; item++)
+            for (long item = 0; item < some.queries() && some.is_joined(); item++)
                 if ((first + item) % pass.threads == index)
                     some.all.join(item / queries, item % queries,
                                   part_at(attend, before + item / queries * parts * queries), parts);
@@ -580,30 +600,67 @@ struct Thread {
     };
     static_assert(sizeof(Choice) == CHOICE_BYTES);
 
-    // Each row's experts: choices in the order of experts, then of rows, and where those of each expert begin.
+    // Products with a router in float32. Each sum is in the same order, whatever other rows there are.
+    void route(const Operation<T>& of, const T* x, long experts, float* scores) const {
+        for (long row = 0; row < pass.rows; row++, x += of.width)
+            for (long e = 0; e < experts; e++) {
+                const float* const weights = of.router + e * of.width;
+                float partial[16] = {}, sum = 0;
+                for (long i = 0; i < of.width; i += 16)
+                    for (int l = 0; l < 16; l++) partial[l] += number(x[i + l]) * weights[i + l];
+                for (int l = 0; l < 16; l++) sum += partial[l];
+                *scores++ = sum;
+            }
+    }
+
+    // Leave only the experts of the groups whose two best ones add up to the most.
+    static void leave_groups(const Operation<T>& of, long experts, float* ranks) {
+        const long size = experts / of.groups;
+        float best[MOST_EXPERTS];
+        for (long group = 0; group < of.groups; group++) {
+            const auto is_better = [](float a, float b) { return a > b; };
+            float two[2];
+            std::partial_sort_copy(ranks + group * size, ranks + (group + 1) * size, two, two + 2, is_better);
+            best[group] = two[0] + two[1];
+        }
+        for (long left = of.groups; left > of.top_groups; left--) {
+            const long worst = std::min_element(best, best + of.groups) - best;
+            best[worst] = std::numeric_limits<float>::infinity();
+            std::fill_n(ranks + worst * size, size, attention::HIDDEN);
+        }
+    }
+
+    // Each row's experts: choices in the order of experts, then of rows, and where those of each expert begin. scores: of
+    // type T, or those of `route`.
     void choose(const Operation<T>& of, const T* scores, long experts, Choice* choices, long* begins) const {
         const long rows = pass.rows;
-        float chances[MOST_EXPERTS];
+        float chances[MOST_EXPERTS], ranks[MOST_EXPERTS];
         Choice* const by_row = choices + rows * of.top_k;  // [rows][top_k], of which `row` is an expert
         std::fill(begins, begins + experts + 1, 0);
         for (long row = 0; row < rows; row++) {
-            const T* const x = scores + row * experts;
-            float most = number(x[0]), sum = 0, chosen = 0;
-            for (long e = 1; e < experts; e++) most = std::max(most, number(x[e]));
+            const auto score = [&](long e) {
+                return of.router ? ((const float*)scores)[row * experts + e] : number(scores[row * experts + e]);
+            };
+            float most = of.is_sigmoid ? 0 : score(0), sum = 0, chosen = 0;
+            for (long e = 1; e < experts && !of.is_sigmoid; e++) most = std::max(most, score(e));
+            for (long e = 0; e < experts; e++) sum += chances[e] = std::exp(score(e) - most);
             for (long e = 0; e < experts; e++) {
-                const float chance = std::exp(number(x[e]) - most);
-                sum += chance, chances[e] = chance >= 0 ? chance : 0;  // so that no expert is chosen twice, NaN or not
+                chances[e] = of.is_sigmoid ? 1 / (1 + std::exp(-score(e))) : chances[e] / sum;
+                const float rank = chances[e] + (of.correction ? of.correction[e] : 0);
+                ranks[e] = rank >= attention::HIDDEN ? rank : attention::HIDDEN;  // so that none is chosen twice, NaN or not
             }
+            if (of.groups > 1) leave_groups(of, experts, ranks);
             for (long k = 0; k < of.top_k; k++) {
-                const long e = std::max_element(chances, chances + experts) - chances;
-                by_row[row * of.top_k + k] = {(int32_t)e, chances[e] / sum};
-                chosen += chances[e] / sum;
-                chances[e] = -1;
+                const long e = std::max_element(ranks, ranks + experts) - ranks;
+                by_row[row * of.top_k + k] = {(int32_t)e, chances[e]};
+                chosen += chances[e];
+                ranks[e] = -std::numeric_limits<float>::infinity();
                 begins[e + 1]++;
             }
             for (long k = 0; k < of.top_k; k++) {
                 float& weight = by_row[row * of.top_k + k].weight;
-                if (of.adds_to_one) weight /= chosen;
+                if (of.adds_to_one) weight /= chosen + 1e-20f;
+                weight *= float(of.factor);
                 if (of.rounds_weights) weight = rounded_to<T>(weight);
             }
         }
@@ -626,9 +683,13 @@ struct Thread {
         Choice* const choices = (Choice*)buffer(of.temporary[3]);
         T *const gated = buffer(of.temporary[4]), *const products = buffer(of.temporary[5]);  // shared; a row each choice
         long begins[MOST_EXPERTS + 1];
-        Matrix<T> routing = router->matrix;
-        routing.out = scores;
-        multiply(prepare(x, pass.rows, width, router, 1), routing, 0, experts, nullptr);
+        if (of.router) {
+            route(of, x, experts, (float*)scores);
+        } else {
+            Matrix<T> routing = router->matrix;
+            routing.out = scores;
+            multiply(prepare(x, pass.rows, width, router, 1), routing, 0, experts, nullptr);
+        }
         choose(of, scores, experts, choices, begins);
         const long begin = share(inner, index), n = share(inner, index + 1) - begin;
         for (long e = 0; e < experts && n; e++) {
@@ -659,6 +720,15 @@ struct Thread {
             T* const to = out + choices[i].row * width;
             for (long j = 0; j < width; j++)
                 store(number(to[j]) + rounded_to<T>(choices[i].weight * number(products[i * width + j])), to + j);
+        }
+    }
+
+    void weigh(const Operation<T>& weigh) {
+        const T *const x = buffer(weigh.x), *const by = buffer(weigh.y);
+        T* const out = buffer(weigh.out);
+        for (long row = 0; row < pass.rows; row++) {
+            const float weight = rounded_to<T>(1 / (1 + std::exp(-number(by[row]))));
+            for (long i = row * weigh.width; i < (row + 1) * weigh.width; i++) store(weight * number(x[i]), out + i);
         }
     }
 
@@ -712,11 +782,13 @@ struct Thread {
                 case NORM: norm(now); break;
                 case NORM_HEADS: norm_heads(now); break;
                 case PRODUCTS: multiply_shares(now); break;
+                case SELECT: select(now); break;
                 case ROTARY: rotary(now); break;
                 case APPEND: append(now); break;
                 case ATTEND: attend(now); break;
                 case GATE:
                 case EXPERTS: activate_by_kind(now); break;
+                case WEIGH: weigh(now); break;
                 case ADD: add(now); break;
                 case KEEP: keep(now); break;
                 case LOGITS: has_nan = logits(now); break;

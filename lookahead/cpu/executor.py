@@ -82,8 +82,8 @@ def _keeps_limits(operation: op.Operation) -> bool:
     match operation:
         case op.Products(of=of):
             return len(of) <= limits["MOST_PRODUCTS"]
-        case op.Experts(of=(router, *_), inner=inner):  # whose halves are parts of a layer
-            return router.outputs <= limits["MOST_EXPERTS"] and inner % limits["OUTPUTS_TOGETHER"] == 0
+        case op.Experts(count=count, inner=inner):  # whose halves are parts of a layer
+            return count <= limits["MOST_EXPERTS"] and inner % limits["OUTPUTS_TOGETHER"] == 0
     return True
 
 
@@ -119,15 +119,17 @@ def weight_bytes(program: Program) -> int:
     return sum(linear.weight.nbytes for linear in program.linears)
 
 
-def indexed_bytes(program: Program) -> int:
-    """Bytes, about, of a copy in which `smallest` has indexed all weights; 0 if it cannot."""
-    numbers = sum(linear.weight.numel() for linear in program.linears if linear.scales is None)
-    return numbers * 3 // 2 if blocks.can_index(program.dtype) else 0
+def bytes_to_copy(program: Program) -> int:
+    """Bytes, about, of a copy in which `smallest` has indexed all weights that it can, and laid out transposed ones."""
+    of_number = 1.5 if blocks.can_index(dtype := program.dtype) else 0
+    found = [linear for linear in program.linears if linear.scales is None]
+    return int(sum(one.weight.nbytes if one.is_transposed(dtype) else of_number * one.weight.numel() for one in found))
 
 
 def can_digest(linear: Linear, dtype: torch.dtype) -> bool:
     """Whether a pass can find the digest of this layer's weight: whether it is of floats, in rows of whole vectors."""
-    return linear.scales is None and linear.weight.shape[1] * dtype.itemsize % (8 * blocks.LANES) == 0
+    weight, scales = linear.weight, linear.scales
+    return scales is None and weight.is_contiguous() and weight.shape[1] * dtype.itemsize % (8 * blocks.LANES) == 0
 
 
 Part = tuple[str, int] | None
@@ -176,7 +178,7 @@ class _Buffers:
     def _place(self, i: int, operation: op.Operation) -> None:
         """Find the buffers of what an operation makes, and whether threads must meet before it."""
         of_rows = isinstance(operation, op.Norm) and not operation.of_heads
-        is_private = of_rows or isinstance(operation, (op.Embed, op.Add, op.Experts))
+        is_private = of_rows or isinstance(operation, (op.Embed, op.Add, op.Weigh, op.Experts))
         part, reads = self._part(operation), [self.of[value] for value in operation.read()]
         dying = [self.of[value] for value in dict.fromkeys(operation.read()) if self._last[value] == i]
         outs = []
@@ -215,7 +217,8 @@ class _Buffers:
         """Find the buffers that experts need beside their result: `temporary` in C++."""
         chosen, width, inner = experts.top_k, experts.x.width, experts.inner
         of_choices = 2 * chosen * _described().limits["CHOICE_BYTES"] // self._itemsize  # in their order, and by row
-        private = [self._taken(True, n) for n in (experts.of[0].outputs, width, 2 * inner, of_choices)]
+        of_scores = experts.count if experts.router is None else 4 * experts.count // self._itemsize
+        private = [self._taken(True, n) for n in (of_scores, width, 2 * inner, of_choices)]
         shared = [self._taken(False, chosen * n) for n in (inner, width)]
         for buffer in shared:
             buffer.used.append((None, True))
@@ -228,7 +231,12 @@ class _Buffers:
                 return "outputs", outs[0].width
             case op.Gate(x=x):
                 return "outputs", x.width
-            case op.Norm(x=x, size=size, of_heads=True) | op.Rotary(x=x, size=size) | op.Append(keys=x, size=size):
+            case (
+                op.Norm(x=x, size=size, of_heads=True)
+                | op.Rotary(x=x, size=size)
+                | op.Append(keys=x, size=size)
+                | op.Select(out=x, size=size)
+            ):
                 return "heads", x.width // size
         return None
 
@@ -295,7 +303,7 @@ class Executor:
         logits = program.operations[-1]
         assert isinstance(logits, op.Logits)
         self.hidden, self._logits = logits.x.width, logits.of.outputs
-        self._divisor, self._factor = logits.divisor, logits.factor
+        self._divisor, self._factor, self._cap = logits.divisor, logits.factor, logits.cap
         self._room = np.empty(0, np.uint8)
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the arguments of `_layout`
         described = _described()
@@ -346,21 +354,30 @@ class Executor:
                     settings |= {"rounds_once": rounds_once, "is_interleaved": is_interleaved}
                 case op.Append(keys, values, layer, size):
                     settings = {"width": keys.width, "size": size, "index": layer, "x": keys, "y": values}
-                case op.Attend(x, _, layer, size, key_heads, scaling):
+                case op.Select(x, out, size, group, first, taken, repeats):
+                    settings = {"width": x.width, "size": size, "count": group, "index": first}
+                    settings |= {"taken": taken, "repeats": repeats, "heads": out.width // size}
+                case op.Attend(x, _, layer, size, key_heads, scaling, cap, sinks):
                     settings = {"width": x.width, "size": size, "index": layer, "count": key_heads, "factor": scaling}
+                    settings |= {"cap": cap, "weight": sinks}
+                case op.Weigh(x, _, by):
+                    settings = {"width": x.width, "y": by}
                 case op.Gate(x, _, activation, by):
                     settings = {"width": x.width, "activation": activations[activation.upper()], "y": by}
                 case op.Add(x, _, more, factor):
                     settings = {"width": x.width, "y": more, "factor": factor}
                 case op.Keep(x, index):
                     settings = {"width": x.width, "index": index}
-                case op.Experts(x, out, _, top_k, activation, adds_to_one, rounds_weights):
+                case op.Experts(x, out, activation=activation):
                     temporary = [numbers[buffer] for buffer in buffers.temporary[out]]
                     matrices = [(*linear.matrix(), -1, 0) for linear in operation.linears]
+                    if operation.router is not None:  # it is none of them, but has its place
+                        matrices.insert(0, (0,) * len(matrices[0]))
                     kept += [np.array(matrices, np.int64), np.array(temporary, np.int64)]
                     settings = {"width": x.width, "products": kept[-2].ctypes.data, "count": len(matrices)}
-                    settings |= {"temporary": kept[-1].ctypes.data, "top_k": top_k, "adds_to_one": adds_to_one}
-                    settings |= {"rounds_weights": rounds_weights, "activation": activations[activation.upper()]}
+                    settings |= {"temporary": kept[-1].ctypes.data, "activation": activations[activation.upper()]}
+                    names = "top_k", "adds_to_one", "rounds_weights", "is_sigmoid", "factor", "groups", "top_groups"
+                    settings |= {name: getattr(operation, name) for name in (*names, "correction", "router")}
                     multiplying = -1  # which weights come first, only the pass itself finds
                 case op.Products(x) | op.Logits(x):
                     outs = [numbers[buffers.of[out]] for out in operation.written()] or [-1]
@@ -422,7 +439,7 @@ class Executor:
         kept = {i: like.new_empty(rows, self.hidden) for i in outputs}
         said, count, temperature = likeliest
         count = min(count, self._logits)
-        if not 0 < count <= MAX_COUNT or self._divisor != 1 or self._factor != 1:
+        if not 0 < count <= MAX_COUNT or self._divisor != 1 or self._factor != 1 or self._cap:
             said = count = 0
         tokens, probabilities = np.empty((said, count), np.int64), np.empty((said, count), np.float32)
         if rotary is not self._rotary:
@@ -448,6 +465,8 @@ class Executor:
             logits = logits / self._divisor
         if self._factor != 1:
             logits = logits * self._factor
+        if self._cap:
+            logits = (logits / self._cap).tanh() * self._cap
         return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
 
     def _attend_to(self, sequences: Sequence[Rows]) -> int:

@@ -1,7 +1,7 @@
 """The operations that a pass is made of. Each makes values of others; a value is [rows, width].
 
 An operation carries the settings and the weights of its own module, as they are at this moment. All tensors but
-quantized weights have one dtype, and every operation rounds its result to it.
+quantized weights and `wide` ones have one dtype, and every operation rounds its result to it.
 """
 
 from dataclasses import dataclass, fields
@@ -40,6 +40,10 @@ class Operation:
         """All tensors but those of linear layers."""
         found = [getattr(self, field.name) for field in fields(self)]
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+    def wide(self) -> list[torch.Tensor]:
+        """Those of them that are in float32, whatever the program's dtype is."""
+        return []
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -114,6 +118,27 @@ class Products(Operation):
 
 
 @dataclass(frozen=True, eq=False)
+class Select(Operation):
+    """Some of the heads of x, which are of `size` and stand in groups: of each group, `taken` from `first` on.
+
+    They keep their order. Each is repeated so many times.
+    """
+
+    x: Value
+    out: Value
+    size: int
+    group: int
+    first: int
+    taken: int = 1
+    repeats: int = 1
+
+    def fits(self) -> bool:
+        groups, rest = divmod(self.x.width, self.group * self.size)
+        is_within = 0 <= self.first < self.first + self.taken <= self.group
+        return not rest and is_within and self.out.width == groups * self.taken * self.repeats * self.size
+
+
+@dataclass(frozen=True, eq=False)
 class Rotary(Operation):
     """The first numbers of each head of `size` turn by the row's position (Su et al. 2021, arXiv 2104.09864).
 
@@ -149,7 +174,9 @@ class Append(Operation):
 class Attend(Operation):
     """Each head of queries attends to keys and values of a layer of the cache, the pass's own among them.
 
-    out = softmax(scaling * queries @ keys, where not hidden) @ values. Neighbouring heads share a key head.
+    out = softmax(scaling * queries @ keys, where not hidden) @ values. Neighbouring heads share a key head. cap: scores
+    s become cap * tanh(s / cap), unless it is 0 (Gemma 2, arXiv 2408.00118). sinks: [heads], of each the score of a key
+    without a value (Xiao et al. 2023, arXiv 2309.17453).
     """
 
     x: Value
@@ -158,9 +185,12 @@ class Attend(Operation):
     size: int
     key_heads: int
     scaling: float
+    cap: float = 0.0
+    sinks: torch.Tensor | None = None
 
     def fits(self) -> bool:
-        return self.x.width % self.size == 0 and self.x.width // self.size % self.key_heads == 0
+        heads, rest = divmod(self.x.width, self.size)
+        return not rest and heads % self.key_heads == 0 and (self.sinks is None or self.sinks.shape == (heads,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,8 +211,12 @@ class Experts(Operation):
     """A gated MLP of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
 
     of: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The weights
-    are the router's softmax. They are divided by their sum if they add to one, and may be rounded. Results are rounded
-    when they have been weighed, and added in the order of experts.
+    are the router's softmax, or sigmoid, of each expert. They are divided by their sum if they add to one, then
+    multiplied by a factor, and may be rounded. Results are rounded when they have been weighed, and added in the order
+    of experts. correction: float32 [experts], added to the weights by which experts are chosen (Wang et al. 2024, arXiv
+    2408.15664). groups: experts are divided into so many; of these, `top_groups` are left whose two best experts add up
+    to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in float32,
+    [experts, width], whose products are not rounded; then there is none in `of`.
     """
 
     x: Value
@@ -192,26 +226,61 @@ class Experts(Operation):
     activation: Activation
     adds_to_one: bool
     rounds_weights: bool
+    is_sigmoid: bool = False
+    factor: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    correction: torch.Tensor | None = None
+    router: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.of
 
+    def wide(self) -> list[torch.Tensor]:
+        return self.tensors()
+
+    @property
+    def experts(self) -> tuple[Linear, ...]:
+        """The layers of the experts."""
+        return self.of[self.router is None :]
+
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return len(self.experts) // 2
+
     @property
     def inner(self) -> int:
         """Numbers of a row within an expert."""
-        return self.of[2].inputs
+        return self.experts[1].inputs
 
     def fits(self) -> bool:
-        (router, *experts), width = self.of, self.x.width
-        shapes = {(linear.outputs, linear.inputs) for linear in experts[::2]}
-        back = {(linear.outputs, linear.inputs) for linear in experts[1::2]}
+        count, width = self.count, self.x.width
+        routing = Linear(self.router) if self.router is not None else self.of[0]
+        shapes = {(linear.outputs, linear.inputs) for linear in self.experts[::2]}
+        back = {(linear.outputs, linear.inputs) for linear in self.experts[1::2]}
         return (
-            0 < self.top_k <= router.outputs == len(experts) // 2
-            and router.inputs == width
+            0 < self.top_k <= count
+            and (routing.outputs, routing.inputs) == (count, width)
             and shapes == {(2 * self.inner, width)}
             and back == {(width, self.inner)}
+            and (self.correction is None or self.correction.shape == (count,))
+            and 0 < self.top_groups <= self.groups
+            and (self.groups == 1 or (count % self.groups == 0 and count // self.groups > 1))
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Weigh(Operation):
+    """out = sigmoid(by), rounded, * x. by: one number for each row."""
+
+    x: Value
+    out: Value
+    by: Value
+
+    def fits(self) -> bool:
+        return self.by.width == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,12 +306,16 @@ class Keep(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Logits(Operation):
-    """The last operation: lm_head(x) / divisor * factor of the rows that are shown, and their likeliest tokens."""
+    """The last operation: lm_head(x) / divisor * factor of the rows that are shown, and their likeliest tokens.
+
+    cap: unless it is 0, logits y become cap * tanh(y / cap) then (Gemma 2, arXiv 2408.00118).
+    """
 
     x: Value
     of: Linear
     divisor: float = 1.0
     factor: float = 1.0
+    cap: float = 0.0
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -94,13 +94,29 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
 
     def is_served(self, dtype: torch.dtype) -> bool:
         """Whether our kernel takes this layer, if its input has this dtype."""
-        weight, scales, bias, *_ = self
+        weight, scales, *_ = self
         return (
             type(weight) in _PLAIN
             and weight.dtype == (dtype if scales is None else torch.int8)
             and can_multiply(weight, dtype)
             and (scales is None or _are_scales(scales, weight.shape[0], weight.shape[1], dtype))
-            and (bias is None or (bias.shape == weight.shape[:1] and is_plain_of(bias, dtype)))
+            and self._has_bias_of(dtype)
+        )
+
+    def _has_bias_of(self, dtype: torch.dtype) -> bool:
+        return self.bias is None or (self.bias.shape == self.weight.shape[:1] and is_plain_of(self.bias, dtype))
+
+    def is_transposed(self, dtype: torch.dtype) -> bool:
+        """Whether the weight lies in memory as [inputs, outputs]: then `blocks.smallest` lays it out in rows."""
+        weight, scales = self.weight, self.scales
+        return (
+            scales is None
+            and weight.ndim == 2
+            and not weight.is_contiguous()
+            and dtype in STRIDE
+            and weight.shape[1] % STRIDE[dtype] == 0
+            and is_plain_of(weight[:, 0], dtype)
+            and self._has_bias_of(dtype)
         )
 
     def is_in_tiles(self, dtype: torch.dtype) -> bool:

@@ -50,6 +50,11 @@ class Program:
         return [linear for operation in self.operations for linear in operation.linears]
 
     @property
+    def is_transposed(self) -> bool:
+        """Whether weights lie transposed. Then they must be copied before they are read."""
+        return any(linear.is_transposed(self.dtype) for linear in self.linears)
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, also those that the weights of linear layers were made of."""
         parts = [tensor for linear in self.linears for tensor in linear.tensors()]
@@ -69,8 +74,14 @@ class Program:
             len(set(self.caches)) == 1
             and appended == list(range(len(appended)))
             and all(operation.fits() for operation in self.operations)
-            and all(linear.is_served(dtype) for linear in self.linears)
-            and all(is_plain_of(tensor, dtype) for operation in self.operations for tensor in operation.tensors())
+            and all(linear.is_served(dtype) or linear.is_transposed(dtype) for linear in self.linears)
+            and all(map(self._can_read, self.operations))
+        )
+
+    def _can_read(self, operation: Operation) -> bool:
+        wide = set(map(id, operation.wide()))
+        return all(
+            is_plain_of(tensor, torch.float32 if id(tensor) in wide else self.dtype) for tensor in operation.tensors()
         )
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "Program":

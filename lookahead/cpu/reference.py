@@ -105,6 +105,12 @@ class Reference:
             self.values[out] = self.product(linear, self.values[products.x])
 
     @computed.register
+    def _(self, select: op.Select) -> torch.Tensor:
+        groups = self.heads(select.x, select.size).unflatten(1, (-1, select.group))
+        taken = groups[:, :, select.first : select.first + select.taken]
+        return taken.repeat_interleave(select.repeats, dim=2).flatten(1)
+
+    @computed.register
     def _(self, rotary: op.Rotary) -> torch.Tensor:
         x, (cos, sin) = self.heads(rotary.x, rotary.size), self.rotary[rotary.name]
         cos, sin = (table[self.positions].to(self.wide)[:, None] for table in (cos, sin))
@@ -130,8 +136,14 @@ class Reference:
         groups = len(queries) // attend.key_heads
         keys, values = (states.repeat_interleave(groups, dim=0) for states in self.caches[attend.layer])
         scores = queries @ keys.mT * attend.scaling
+        if attend.cap:
+            scores = (scores / attend.cap).tanh() * attend.cap
         scores[..., scores.shape[-1] - hidden.shape[1] :].masked_fill_(hidden, -math.inf)
-        return self.rounded((scores.softmax(-1) @ values).transpose(0, 1).flatten(1))
+        if attend.sinks is not None:
+            sinks = attend.sinks.to(self.wide)[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., : keys.shape[1]]
+        return self.rounded((weights @ values).transpose(0, 1).flatten(1))
 
     @computed.register
     def _(self, gate: op.Gate) -> torch.Tensor:
@@ -140,9 +152,19 @@ class Reference:
 
     @computed.register
     def _(self, experts: op.Experts) -> torch.Tensor:
-        x, (router, *of) = self.values[experts.x], experts.of
-        weights, chosen = self.product(router, x).softmax(-1).topk(experts.top_k)
-        weights = weights / weights.sum(-1, keepdim=True) if experts.adds_to_one else weights
+        x, of = self.values[experts.x], experts.experts
+        scores = self.product(experts.of[0], x) if experts.router is None else x @ experts.router.to(self.wide).T
+        weights = scores.sigmoid() if experts.is_sigmoid else scores.softmax(-1)
+        ranks = weights if experts.correction is None else weights + experts.correction.to(self.wide)
+        if experts.groups > 1:
+            groups = ranks.unflatten(1, (experts.groups, -1))
+            best = groups.topk(2).values.sum(-1).topk(experts.top_groups).indices
+            is_left = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, best, True)
+            ranks = groups.masked_fill(~is_left[..., None], -math.inf).flatten(1)
+        chosen = ranks.topk(experts.top_k).indices
+        weights = weights.gather(1, chosen)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if experts.adds_to_one else weights
+        weights = weights * experts.factor
         weights = self.rounded(weights) if experts.rounds_weights else weights
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
@@ -152,6 +174,10 @@ class Reference:
             weighed = self.product(of[2 * expert + 1], inner) * weights[row, place, None]
             out[row] = self.rounded(out[row] + self.rounded(weighed))
         return out
+
+    @computed.register
+    def _(self, weigh: op.Weigh) -> torch.Tensor:
+        return self.rounded(self.rounded(self.values[weigh.by].sigmoid()) * self.values[weigh.x])
 
     @computed.register
     def _(self, add: op.Add) -> torch.Tensor:
@@ -165,3 +191,5 @@ class Reference:
     def _(self, logits: op.Logits) -> None:
         divided = self.rounded(self.product(logits.of, self.values[logits.x]) / logits.divisor)
         self.logits = self.rounded(divided * logits.factor)
+        if logits.cap:
+            self.logits = self.rounded(self.rounded(self.rounded(self.logits / logits.cap).tanh()) * logits.cap)

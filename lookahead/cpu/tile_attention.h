@@ -91,6 +91,8 @@ struct TileBlock {
         const long seen = is_causal ? *std::min_element(rows, rows + lanes(group)) + 1 : 0;  // masked keys, by all rows
         Floats now = largest[group], *const own = scores + lead;
         for (long j = 0; j < n; j++) own[j] *= all.scaling;
+        if (all.cap)
+            for (long j = 0; j < n; j++) own[j] = capped<SIDE>(own[j], all.cap);
         for (long j = std::max(0L, free + seen - begin); j < n; j += SIDE) mask(group, begin + j - free, own + j, n - j);
         if (all.near)
             for (int lane = 0; lane < lanes(group); lane++)

@@ -146,7 +146,7 @@ class Lookahead:
             *self.stats.by_source(),
         ]
         if self.copied_bytes:
-            lines.append(f"weights: read from a copy of {self.copied_bytes / 1e6:.1f} MB in fewer bits")
+            lines.append(f"weights: read from a copy of {self.copied_bytes / 1e6:.1f} MB")
         reasons = list(adapter.given_up)
         reasons += [f"{what}: {reason}" for what, reason in self._why_not_faster.items()]
         if missing is not None:

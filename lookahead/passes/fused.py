@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.compat import VERSION, int8_weight, tensors_of
+from lookahead.compat import VERSION, attention_implementation, int8_weight, registered_attention, tensors_of
 from lookahead.cpu import native
-from lookahead.cpu.executor import Executor, Rows, can_digest, indexed_bytes, serves, smallest, weight_bytes
+from lookahead.cpu.executor import Executor, Rows, bytes_to_copy, can_digest, serves, smallest, weight_bytes
 from lookahead.cpu.operations import Experts
 from lookahead.cpu.products import Linear, is_plain_of
 from lookahead.cpu.program import Program
@@ -114,13 +114,17 @@ class FusedRunner(EagerRunner):
     ):
         """packs: `LookaheadConfig.pack_weights`."""
         super().__init__(model, adapter, hidden_states)
-        if not (adapter.splits_attention and adapter.uses_kernels and adapter.takes_position_ids):
-            raise UnknownModelError("it does not take our attention or our kernels")
         if adapter.foreign:
             raise UnknownModelError(adapter.foreign[0])
+        self._page = page_of(model)
+        by = self._page.attends_by
+        attends = adapter.splits_attention if by == "split" else attention_implementation(model.config) == by
+        if by == "eager" and registered_attention(by) is not None:  # something stands in place of the model's own
+            attends = False
+        if not (attends and adapter.can_branch and adapter.uses_kernels and adapter.takes_position_ids):
+            raise UnknownModelError("it does not take our attention or our kernels")
         if not packs:
             _known.pop(model, None)
-        self._page = page_of(model)
         # Only this call has it: a pass writes into it.
         ready = _ready.pop(model, None)
         is_as_it_was = ready is not None and ready.resume(model, adapter, packs)
@@ -153,7 +157,7 @@ class FusedRunner(EagerRunner):
             raise UnknownModelError("its cache keeps other positions than its masks show")
         declined = 0
         if packs:
-            copied = indexed_bytes(found)
+            copied = bytes_to_copy(found)
             is_small = copied <= MOST_COPIED or 2 * copied <= weight_bytes(found)
             declined = 0 if packs is True or is_small else copied
             found = smallest(found, _known.setdefault(model, {}), indexes=not declined)
@@ -170,7 +174,7 @@ class FusedRunner(EagerRunner):
             layers=adapter.layers,
             packs=packs,
             watch=self._watch,
-            executor=Executor(found),
+            executor=_executor_of(found),
             original=Executor(original, of_copies) if of_copies and is_read else None,
             digests=of_copies,
             can_wait=self._watch.is_plain and _lies_in(original, self._watch.tensors),
@@ -231,7 +235,7 @@ class FusedRunner(EagerRunner):
         if self._executor is not None and (is_stale or self._watch.has_changed()):
             self._executor, self._first, self._buffers, self._serves = None, None, [], range(0)
             with suppress(UnknownModelError):
-                self._executor = Executor(self._look())
+                self._executor = _executor_of(self._look())
         executor = self._executor
         if executor is None:
             return False
@@ -403,6 +407,12 @@ class _Ready:
     @property
     def _executors(self) -> list[Executor]:
         return [self.executor] if self.original is None else [self.executor, self.original]
+
+
+def _executor_of(found: Program) -> Executor:
+    if found.is_transposed:
+        raise UnknownModelError("its weights lie transposed, and a copy of them is not asked for (pack_weights)")
+    return Executor(found)
 
 
 def _lies_in(found: Program, tensors: list[torch.Tensor]) -> bool:

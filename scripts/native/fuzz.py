@@ -94,8 +94,10 @@ def guarded() -> Iterator[Guarded]:
             memory.free()
 
 
-def random_linear(rng: random.Random, memory: Guarded, outputs: int, inputs: int, dtype: torch.dtype) -> Linear:
-    """A layer of any format that a pass takes."""
+def random_linear(
+    rng: random.Random, memory: Guarded, outputs: int, inputs: int, dtype: torch.dtype, transposes: bool = False
+) -> Linear:
+    """A layer of any format that a pass takes. transposes: also one that must be copied."""
     bias = memory.copy(torch.randn(outputs).to(dtype)) if rng.random() < 0.3 else None
     weight = torch.randn(outputs, inputs) * inputs**-0.5
     kind = rng.choice(["plain", "bf16", "bytes", "grouped", "int4", "q8", "q4", "odd"])
@@ -118,6 +120,11 @@ def random_linear(rng: random.Random, memory: Guarded, outputs: int, inputs: int
         weight = weight.bfloat16().float()
     elif kind == "odd":
         weight = (weight * 2.0 ** torch.randint(-9, 2, weight.shape)).bfloat16().float()
+    if transposes and outputs > 1 and rng.random() < 0.1:
+        beside = rng.randint(0, 9)
+        return Linear(
+            memory.copy(torch.randn(inputs, outputs + beside).to(dtype) * inputs**-0.5).T[beside:], None, bias
+        )
     return Linear(memory.copy(weight.to(dtype)), None, bias)
 
 
@@ -135,7 +142,7 @@ class RandomProgram:
         self.is_interleaved = rng.random() < 0.3
 
     def linear(self, outputs: int, inputs: int) -> Linear:
-        return random_linear(self.rng, self.memory, outputs, inputs, self.dtype)
+        return random_linear(self.rng, self.memory, outputs, inputs, self.dtype, transposes=True)
 
     def numbers(self, *shape: int, mean: float = 0.0) -> torch.Tensor:
         return self.memory.copy((torch.randn(shape) * 0.3 + mean).to(self.dtype))
@@ -167,7 +174,20 @@ class RandomProgram:
 
     def attention(self, x: Value, layer: int, norms: str) -> Value:
         size, widths = self.size, (self.heads * self.size, self.key_heads * self.size)
-        q, k, v = self.products(x, *widths, widths[1])
+        kind = self.rng.choice(["", "", "joined", "repeated"])
+        if kind == "joined":  # heads of a group stand together
+            group = self.heads // self.key_heads + 2
+            (joined,) = self.products(x, self.key_heads * group * size)
+            places = (0, group - 2), (group - 2, 1), (group - 1, 1)
+            q, k, v = (
+                self.add(op.Select(joined, Value(taken * self.key_heads * size), size, group, first, taken))
+                for first, taken in places
+            )
+        elif kind == "repeated" and self.key_heads > 1:
+            q, k, v = self.products(x, widths[0], size, size)
+            k, v = (self.add(op.Select(part, Value(widths[1]), size, 1, 0, 1, self.key_heads)) for part in (k, v))
+        else:
+            q, k, v = self.products(x, *widths, widths[1])
         if norms:
             q, k = (self.norm(part, size if norms == "heads" else part.width) for part in (q, k))
         name = self.rng.choice(["", "other", None])
@@ -178,25 +198,45 @@ class RandomProgram:
             )
         self.operations.append(op.Append(k, v, layer, size))
         scaling = self.rng.choice([size**-0.5, 0.1])
-        attended = self.add(op.Attend(q, Value(q.width), layer, size, self.key_heads, scaling))
+        cap, sinks = self.rng.choice([0.0, 0.0, 2.0, 30.0]), self.numbers(self.heads, mean=1.0)
+        sinks = self.rng.choice([None, None, sinks])
+        attended = self.add(op.Attend(q, Value(q.width), layer, size, self.key_heads, scaling, cap, sinks))
         return self.products(attended, x.width)[0]
 
     def experts(self, x: Value, width: int) -> Value:
-        count = self.rng.choice([1, 2, 5, 20])
+        count, settings = self.rng.choice([1, 2, 5, 20]), dict[str, Any]()
         of = [self.linear(count, x.width)]
         if self.dtype == torch.bfloat16:  # which rounds scores to ties: the bias decides instead
             bias = 100.0 * torch.randperm(count)
             of[0] = of[0]._replace(bias=self.memory.copy(bias.to(self.dtype)))
+        if self.rng.random() < 0.5:
+            settings = {"is_sigmoid": self.rng.random() < 0.5, "factor": self.rng.choice([1.0, 2.5])}
+            if count == 20:
+                settings |= {
+                    "groups": (groups := self.rng.choice([1, 2, 10])),
+                    "top_groups": self.rng.randint(1, groups),
+                }
+            if self.rng.random() < 0.5:
+                settings["router"] = self.memory.copy(torch.randn(count, x.width) * x.width**-0.5)
+                of = []
+            if self.dtype == torch.bfloat16:  # then the correction decides, also among sums of two
+                settings["correction"] = self.memory.copy(8.0 ** torch.randperm(count))
+            elif self.rng.random() < 0.5:
+                settings["correction"] = self.memory.copy(torch.randn(count))
         for _ in range(count):
             of += [self.linear(2 * width, x.width), self.linear(x.width, width)]
         flags = [self.rng.random() < 0.5 for _ in range(2)]
-        return self.add(
-            op.Experts(x, Value(x.width), tuple(of), self.rng.randint(1, min(count, 4)), self.activation, *flags)
-        )
+        most = min(count // settings.get("groups", 1) * settings.get("top_groups", 1), 4)
+        top_k = self.rng.randint(1, most)
+        return self.add(op.Experts(x, Value(x.width), tuple(of), top_k, self.activation, *flags, **settings))
 
     def mlp(self, x: Value, width: int) -> Value:
         if self.rng.random() < 0.25:
-            return self.experts(x, width)
+            mixed = self.experts(x, width)
+            if self.rng.random() < 0.5:
+                return mixed
+            (by,) = self.products(x, 1)
+            return self.add(op.Weigh(mixed, Value(x.width), by))
         if self.rng.random() < 0.7:
             gate, up = self.products(x, width, width)
             gated = self.add(op.Gate(gate, Value(width), self.activation, up))
@@ -261,7 +301,8 @@ def run_program(seed: int) -> str:
         writer = RandomProgram(rng, memory, dtype, size, heads, key_heads)
         program = writer.write(vocabulary, width, intermediate, layers, positions_of_all)
         assert executor.serves(program), "it must be served"
-        ready = Executor(executor.smallest(program, {}, indexes=True) if rng.random() < 0.7 else program)
+        packs = program.is_transposed or rng.random() < 0.7
+        ready = Executor(executor.smallest(program, {}, indexes=True) if packs else program)
         rotary_dim = rng.choice([size, max(size // 4 * 2, 2)])
         angles = (torch.arange(positions_of_all)[:, None] * torch.rand(rotary_dim // 2)).repeat(1, 2)
         rotary = {name: (memory.copy(angles.cos()), memory.copy(angles.sin())) for name in ("", "other")}

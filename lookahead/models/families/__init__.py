@@ -2,11 +2,14 @@
 
 from lookahead.models.families.cohere import Cohere, Cohere2
 from lookahead.models.families.exaone import Exaone4
-from lookahead.models.families.gemma import Gemma, Gemma3
+from lookahead.models.families.falcon import Falcon
+from lookahead.models.families.gemma import Gemma, Gemma2, Gemma3
 from lookahead.models.families.glm import Ernie4_5, Glm, Glm4, Helium
+from lookahead.models.families.gpt2 import GPT2
+from lookahead.models.families.gpt_neox import GPTNeoX
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Cwm, Llama, Ministral, Mistral, SeedOss, SmolLM3
-from lookahead.models.families.mixtral import GraniteMoe, Mixtral, Olmoe, Qwen3Moe
+from lookahead.models.families.mixtral import GraniteMoe, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe
 from lookahead.models.families.nemotron import Arcee, Nemotron
 from lookahead.models.families.olmo import Olmo2, Olmo3
 from lookahead.models.families.opt import OPT
@@ -16,11 +19,12 @@ from lookahead.models.families.phi3 import Phi3
 from lookahead.models.families.qwen import Qwen2, Qwen3
 
 PAGES: dict[str, type[Page]] = {
-    f"{page.__name__}ForCausalLM": page
+    page.__name__ + page.suffix: page
     for page in (
         Llama, Mistral, Ministral, Cwm, SeedOss, SmolLM3, Qwen2, Qwen3, Phi3, Granite, Olmo2, Olmo3, Exaone4, Gemma,
-        Gemma3, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2, Arcee, Nemotron, Phi, StableLm, Starcoder2, OPT,
-        Mixtral, Qwen3Moe, Olmoe, GraniteMoe,
+        Gemma2, Gemma3, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2, Arcee, Nemotron, Phi, StableLm, Starcoder2, OPT,
+        GPT2, GPTNeoX,
+        Falcon, Mixtral, Qwen2Moe, Qwen3Moe, Olmoe, GraniteMoe,
     )
 }  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""Gemma and Gemma 3: the embedding is scaled, norms add 1 to their weights; Gemma 3 norms before and behind."""
+"""Gemma: the embedding is scaled, and norms add 1 to their weights. Gemma 2 and 3 norm before and behind."""
 
 from typing import Any
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
-from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.page import AttendsBy
 
 
 class Gemma(Llama):
@@ -17,8 +17,8 @@ class Gemma(Llama):
         return self.embed(module, factor, "TextScaledWordEmbedding")
 
 
-class Gemma3(Gemma):
-    model_class = "TextModel"
+class Gemma2(Gemma):
+    attends_by: AttendsBy = "eager"
     slides = "by type"
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
@@ -27,10 +27,19 @@ class Gemma3(Gemma):
         more = self.mlp(self.norm(x, layer.pre_feedforward_layernorm), layer.mlp)
         return self.add(x, self.norm(more, layer.post_feedforward_layernorm))
 
+    def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
+        return self.attend(q, k, v, attention, cap=attention.attn_logit_softcapping)
+
+    def head(self, x: Value) -> None:
+        self.logits(x, self.model.lm_head, cap=self.model.config.final_logit_softcapping)
+
+
+class Gemma3(Gemma2):
+    attends_by = "split"
+    model_class = "TextModel"
+
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return super().turned(*self.normed(q, k, attention), attention, name)
 
-    def head(self, x: Value) -> None:
-        if self.model.config.final_logit_softcapping is not None:
-            raise UnknownModelError("its logits are capped")
-        super().head(x)
+    def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
+        return self.attend(q, k, v, attention)

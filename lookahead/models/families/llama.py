@@ -10,6 +10,8 @@ from lookahead.models.families.page import Page
 class Llama(Page):
     model_class = "Model"
     """The class of the model within, without the family's name."""
+    embedding_at = "embed_tokens"
+    """The name of the embedding in the model within."""
     last_norm = "norm"
     """Its name in the model within."""
     output_projection = "o_proj"
@@ -25,7 +27,7 @@ class Llama(Page):
         self.head(self.output(self.norm(x, getattr(inner, self.last_norm))))
 
     def embedding(self, inner: Any) -> Value:
-        return self.embed(inner.embed_tokens)
+        return self.embed(getattr(inner, self.embedding_at))
 
     def head(self, x: Value) -> None:
         self.logits(x, self.model.lm_head)
@@ -38,7 +40,10 @@ class Llama(Page):
         self.own(attention, "Attention")
         q, k, v = self.products(x, *self.projections(attention))
         q, k = self.turned(q, k, attention, name)
-        return self.product(self.attend(q, k, v, attention), getattr(attention, self.output_projection))
+        return self.product(self.attended(q, k, v, attention), getattr(attention, self.output_projection))
+
+    def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
+        return self.attend(q, k, v, attention)
 
     def projections(self, attention: Any) -> list[Linear]:
         return [self.linear(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen3-MoE, OLMoE and Granite-MoE."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and Granite-MoE."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from lookahead.cpu.operations import Value
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Llama, Mistral
 from lookahead.models.families.page import UnknownModelError
-from lookahead.models.families.qwen import Qwen3
+from lookahead.models.families.qwen import Qwen2, Qwen3
 
 
 class Mixtral(Mistral):
@@ -25,6 +25,15 @@ class Qwen3Moe(Qwen3):
             return super().mlp(x, mlp)
         self.own(mlp, "SparseMoeBlock")
         return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
+
+
+class Qwen2Moe(Qwen2):
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        if not hasattr(mlp, "experts"):  # some layers have a usual MLP
+            return super().mlp(x, mlp)
+        self.own(mlp, "SparseMoeBlock")
+        shared = self.weigh(super().mlp(x, mlp.shared_expert), self.product(x, mlp.shared_expert_gate))
+        return self.add(self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob), shared)
 
 
 class Olmoe(Llama):

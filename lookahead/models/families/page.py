@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lookahead.compat import global_hooks, has_own_call, registered_experts
 from lookahead.cpu import operations as op
@@ -31,6 +32,7 @@ ACTIVATIONS: dict[str, op.Activation] = {
 
 
 Slides = Literal["never", "always", "by type"]
+AttendsBy = Literal["split", "sdpa", "eager"]
 
 
 class UnknownModelError(Exception):
@@ -40,6 +42,17 @@ class UnknownModelError(Exception):
 class Page:
     """What a family computes. A page says it in `write`, by the methods here, each of which adds an operation."""
 
+    attends_by: AttendsBy = "split"
+    """By which `attn_implementation` the model computes what `attend` says; split: by "sdpa", which it looks up with
+    transformers."""
+    suffix = "ForCausalLM"
+    """Of the model's class, behind the family's name."""
+    layer_class = "DecoderLayer"
+    """Of the layers, without the family's name."""
+    layers_at = "layers"
+    """Their name in the model within."""
+    attention_at = "self_attn"
+    """The name of attention in a layer."""
     slides: Slides = "never"
     """Which layers have a sliding window, if the configuration names its length."""
     turns_part = False
@@ -99,21 +112,23 @@ class Page:
 
     def own(self, module: Any, suffix: str) -> Any:
         """Return a module, which must be of the family's class of this name."""
-        cls, wanted = type(module), self._own.__name__.removesuffix("ForCausalLM") + suffix
+        cls, wanted = type(module), self._own.__name__.removesuffix(self.suffix) + suffix
         if (cls.__module__, cls.__qualname__) != (self._own.__module__, wanted):
             raise UnknownModelError(f"a {cls.__name__} of {cls.__module__} stands where {wanted} is expected")
         return self._check(module)
 
     def layers(self, inner: Any) -> Iterator[Any]:
         """Yield the layers that the model computes, each at the place of the cache that it fills."""
-        layers = inner.layers[: inner.config.num_hidden_layers]
-        if [layer.self_attn.layer_idx for layer in layers] != list(range(len(layers))):
+        layers = getattr(inner, self.layers_at)[: inner.config.num_hidden_layers]
+        if [getattr(layer, self.attention_at).layer_idx for layer in layers] != list(range(len(layers))):
             raise UnknownModelError("its layers are not in the order of their layer_idx, by which they find the cache")
         for layer in layers:
-            yield self.own(layer, "DecoderLayer")
+            yield self.own(layer, self.layer_class)
 
     def linear(self, module: Any) -> Linear:
         """Return the tensors of a linear layer."""
+        if type(module) is Conv1D:
+            return Linear(self._check(module).weight.detach().T, None, module.bias)
         return Linear.of(self._plain(module, nn.Linear, DecodingLinear))
 
     def parts(self, module: Any, *widths: int) -> list[Linear]:
@@ -139,14 +154,14 @@ class Page:
     # -- operations --
 
     def embed(self, module: Any, factor: float = 1.0, suffix: str = "", positions: Any = None) -> Value:
-        """suffix: of the family's own class, if it has one. positions: an embedding of these, with the ``offset`` that
-        is added to them.
+        """suffix: of the family's own class, if it has one. positions: an embedding of these, which may have an
+        ``offset`` that is added to them.
         """
         embedding = self.own(module, suffix) if suffix else self._plain(module, nn.Embedding)
         for one in (embedding, positions):
             if one is not None and one.max_norm is not None:
                 raise UnknownModelError("its embedding changes when it is read (max_norm)")
-        table, offset = (None, 0) if positions is None else (positions.weight, positions.offset)
+        table, offset = (None, 0) if positions is None else (positions.weight, getattr(positions, "offset", 0))
         return self._add(op.Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor, table, offset))
 
     def norm(self, x: Value, module: Any) -> Value:
@@ -179,15 +194,38 @@ class Page:
     def rotary(self, x: Value, size: int, name: str = "") -> Value:
         return self._add(op.Rotary(x, Value(x.width), size, name, self.rotary_rounds_once, self.rotary_is_interleaved))
 
-    def attend(self, q: Value, k: Value, v: Value, attention: Any, dropout: str = "attention_dropout") -> Value:
-        """Append keys and values to the cache, and attend to it. dropout: the name of attention's setting of it."""
+    def select(self, x: Value, size: int, group: int, first: int, taken: int = 1, repeats: int = 1) -> Value:
+        width = x.width // group * taken * repeats
+        return self._add(op.Select(x, Value(width), size, group, first, taken, repeats))
+
+    def attend(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        attention: Any,
+        size: int = 0,
+        scaling: float | None = None,
+        dropout: str = "attention_dropout",
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> Value:
+        """Append keys and values to the cache, and attend to it.
+
+        size, scaling: if attention does not name them as usual. dropout: the name of attention's setting or module of
+        it. cap: None: scores are not capped.
+        """
         if not attention.is_causal:
             raise UnknownModelError("its attention is not causal")
-        if attention.training and getattr(attention, dropout):
+        rate = getattr(attention, dropout)
+        if attention.training and getattr(rate, "p", rate):
             raise UnknownModelError("its attention is in training mode, and drops weights")
-        layer, size = attention.layer_idx, attention.head_dim
+        layer, size = attention.layer_idx, size or attention.head_dim
+        scaling = float(attention.scaling if scaling is None else scaling)
+        if cap == 0:
+            raise UnknownModelError("the cap of its scores is 0")
         self._operations.append(op.Append(k, v, layer, size))
-        return self._add(op.Attend(q, Value(q.width), layer, size, k.width // size, float(attention.scaling)))
+        return self._add(op.Attend(q, Value(q.width), layer, size, k.width // size, scaling, cap or 0.0, sinks))
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))
@@ -202,6 +240,9 @@ class Page:
         activation = self._activation(experts.act_fn)
         return self._add(op.Experts(x, Value(x.width), tuple(of), router.top_k, activation, adds_to_one, rounds))
 
+    def weigh(self, x: Value, by: Value) -> Value:
+        return self._add(op.Weigh(x, Value(x.width), by))
+
     def add(self, x: Value, more: Value, factor: float = 1.0) -> Value:
         return self._add(op.Add(x, Value(x.width), more, factor))
 
@@ -211,8 +252,12 @@ class Page:
         self._operations.append(op.Keep(x, kept))
         return x
 
-    def logits(self, x: Value, module: Any, divisor: float = 1.0, factor: float = 1.0) -> None:
-        self._operations.append(op.Logits(x, self.linear(module), divisor, factor))
+    def logits(
+        self, x: Value, module: Any, divisor: float = 1.0, factor: float = 1.0, cap: float | None = None
+    ) -> None:
+        if cap == 0:
+            raise UnknownModelError("the cap of its logits is 0")
+        self._operations.append(op.Logits(x, self.linear(module), divisor, factor, cap or 0.0))
 
     def _add(self, operation: Any) -> Value:
         self._operations.append(operation)
@@ -251,7 +296,11 @@ class Page:
         for name, rope_type in by_name.items():
             if "dynamic" in rope_type or (rope_type == "longrope" and name):
                 raise UnknownModelError(f"its rotary embedding is {rope_type}, which changes with the length")
-        return self.inner.config.layer_types if isinstance(types, dict) else [""] * len(self.inner.layers)
+        return (
+            self.inner.config.layer_types
+            if isinstance(types, dict)
+            else [""] * len(getattr(self.inner, self.layers_at))
+        )
 
     def windows(self) -> list[int | None]:
         """Return how many positions each layer sees, by its masks in a prompt; None: all of them."""

@@ -1,0 +1,43 @@
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms, an MLP without a gate. Its weights lie transposed."""
+
+from typing import Any
+
+from torch import nn
+
+from lookahead.cpu.operations import Value
+from lookahead.models.families.page import Page, UnknownModelError
+
+
+class GPT2(Page):
+    suffix = "LMHeadModel"
+    layer_class = "Block"
+    layers_at = "h"
+    attention_at = "attn"
+    norm_class = nn.LayerNorm
+    norms_are_centered = True
+    dropouts = "attn_pdrop", "resid_pdrop", "embd_pdrop"
+
+    @property
+    def inner(self) -> Any:
+        return self.model.transformer
+
+    def write(self) -> None:
+        inner = self.own(self.inner, "Model")
+        if inner.config.add_cross_attention:
+            raise UnknownModelError("its layers attend to an encoder, too")
+        x = self.output(self.embed(inner.wte, positions=self._plain(inner.wpe, nn.Embedding)))
+        for i, layer in enumerate(self.layers(inner)):
+            if i:
+                self.output(x)
+            x = self.add(x, self.attention(self.norm(x, layer.ln_1), layer.attn))
+            x = self.add(x, self.mlp(self.norm(x, layer.ln_2), layer.mlp))
+        self.logits(self.output(self.norm(x, inner.ln_f)), self.model.lm_head)
+
+    def attention(self, x: Value, attention: Any) -> Value:
+        self.own(attention, "Attention")
+        q, k, v = self.products(x, *self.parts(attention.c_attn, x.width, x.width))
+        return self.product(self.attend(q, k, v, attention, dropout="attn_dropout"), attention.c_proj)
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "MLP")
+        return self.product(self.gate(self.product(x, mlp.c_fc), mlp.act), mlp.c_proj)

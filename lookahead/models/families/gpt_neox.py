@@ -1,0 +1,42 @@
+"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745): a head's query, key and value stand side by side."""
+
+from typing import Any
+
+from torch import nn
+
+from lookahead.cpu.operations import Value
+from lookahead.models.families.llama import Llama
+
+
+class GPTNeoX(Llama):
+    layer_class = "Layer"
+    attention_at = "attention"
+    embedding_at = "embed_in"
+    last_norm = "final_layer_norm"
+    norm_class = nn.LayerNorm
+    norms_are_centered = True
+    turns_part = True
+    dropouts = ("hidden_dropout",)
+
+    @property
+    def inner(self) -> Any:
+        return self.model.gpt_neox
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        attended = self.heads(self.norm(x, layer.input_layernorm), layer.attention, name)
+        if layer.use_parallel_residual:
+            more = self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp)
+            return self.add(self.add(more, attended), x)
+        x = self.add(attended, x)
+        return self.add(self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp), x)
+
+    def heads(self, x: Value, attention: Any, name: str) -> Value:
+        size = self.own(attention, "Attention").head_size
+        joined = self.product(x, attention.query_key_value)
+        q, k, v = (self.select(joined, size, group=3, first=i) for i in range(3))
+        q, k = self.rotary(q, size, name), self.rotary(k, size, name)
+        return self.product(self.attend(q, k, v, attention, size), attention.dense)
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "MLP")
+        return self.product(self.gate(self.product(x, mlp.dense_h_to_4h), mlp.act), mlp.dense_4h_to_h)
