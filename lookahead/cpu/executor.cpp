@@ -81,7 +81,8 @@ constexpr int SPINS = 4096;
     FIELD(long, begin)         /* its first row in the pass */                                          \
     FIELD(long, rows)                                                                                   \
     FIELD(long, length)        /* positions before its step */                                          \
-    FIELD(long, keys_of_step)  /* keys of the step that its caches hold after this pass */
+    FIELD(long, keys_of_step)  /* keys of the step that its caches hold after this pass */              \
+    FIELD(double, temperature) /* of the probabilities of the likeliest tokens */
 
 #define ROTARY_TABLE(FIELD, T)                                                                          \
     FIELD(const float*, cos) /* [positions][width] */                                                   \
@@ -120,8 +121,7 @@ constexpr int SPINS = 4096;
     FIELD(long, most_keys)         /* the most `keys_of_step` of a sequence */                          \
     FIELD(long, has_near)          /* whether near keys are summed apart, as those of steps must be */  \
     FIELD(long, widest)            /* numbers of a row of the widest input of a product */              \
-    FIELD(long, threads)                                                                                \
-    FIELD(double, temperature)     /* of the probabilities */
+    FIELD(long, threads)
 
 #define DECLARE(TYPE, NAME) TYPE NAME;
 #define NAMED(TYPE, NAME) #TYPE "|" #NAME ","
@@ -754,7 +754,11 @@ struct Thread {
         const Input<By> taken = prepare(shown, pass.shown, of.width, product, 1);
         const long begin = share(head.outputs, index), end = share(head.outputs, index + 1);
         peaks::Peaks* const own = seen + index * pass.said;
-        for (long row = 0; row < pass.said; row++) new (own + row) peaks::Peaks(pass.likeliest, pass.temperature);
+        const auto* sequence = (const Sequence<T>*)pass.sequences;
+        for (long row = 0; row < pass.said; row++) {
+            while (pass.rows - pass.shown + row >= sequence->begin + sequence->rows) sequence++;
+            new (own + row) peaks::Peaks(pass.likeliest, sequence->temperature);
+        }
         const long size = pass.said ? LOOKED_AT : end - begin;
         for (long first = begin; first < end; first += size) {
             const long last = std::min(end, first + size);

@@ -264,6 +264,8 @@ class Rows(NamedTuple):
     """Positions before the step."""
     computed: int = 0
     """Rows of the same step, right before these, that other passes have computed."""
+    temperature: float = 1.0
+    """Of the probabilities of the likeliest tokens."""
 
 
 class _Layout(NamedTuple):
@@ -408,7 +410,7 @@ class Executor:
         rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         outputs: tuple[int, ...] = (),
         shown: int | None = None,
-        likeliest: tuple[int, int, float] = (0, 0, 1.0),
+        likeliest: tuple[int, int] = (0, 0),
         is_prompt: bool = False,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], bool, tuple[np.ndarray, np.ndarray] | None]:
         """Compute the rows of all sequences, and append their keys and values to the caches.
@@ -420,9 +422,9 @@ class Executor:
         these have changed.
         outputs: numbers of the outputs (`operations.Keep`) that are returned too, [rows, hidden] each.
         shown: rows whose logits are computed, the last ones; default: all.
-        likeliest: of how many of the rows that are shown the likeliest tokens are returned, from the first on; how
-        many tokens; and the temperature. They are as `likeliest.likeliest` returns them: tokens and probabilities,
-        [rows, tokens]; None for a program that scales its logits, and for more than MAX_COUNT tokens.
+        likeliest: of how many of the rows that are shown the likeliest tokens are returned, from the first on, and how
+        many tokens. They are as `likeliest.likeliest` returns them: tokens and probabilities, [rows, tokens]; None for
+        a program that scales its logits, and for more than MAX_COUNT tokens.
         is_prompt: whether bits may depend on how many rows are computed together, which takes less time for many.
         Raises ValueError for an output that there is not, and for tables of rotary embeddings that do not fit.
         """
@@ -437,7 +439,7 @@ class Executor:
         shown = rows if shown is None else shown
         logits = like.new_empty(shown, self._logits)
         kept = {i: like.new_empty(rows, self.hidden) for i in outputs}
-        said, count, temperature = likeliest
+        said, count = likeliest
         count = min(count, self._logits)
         if not 0 < count <= MAX_COUNT or self._divisor != 1 or self._factor != 1 or self._cap:
             said = count = 0
@@ -457,8 +459,7 @@ class Executor:
         now.logits, now.tokens, now.probabilities = logits.data_ptr(), tokens.ctypes.data, probabilities.ctypes.data
         now.longest, now.most_keys, now.has_near = longest, most_keys, not is_prompt
         now.room_bytes, now.private_bytes, now.rows, now.shown = layout.for_each, layout.private, rows, shown
-        now.said, now.likeliest = said, count
-        now.threads, now.temperature = threads, temperature
+        now.said, now.likeliest, now.threads = said, count, threads
         self.digests[:] = 0
         has_nan = _kernels()[like.dtype](ctypes.byref(now))
         if self._divisor != 1:
@@ -477,7 +478,7 @@ class Executor:
         found = []
         for b, one in enumerate(sequences):
             table, rows = self._cached[b], len(one.ids)
-            found.append((begin, rows, one.length, rows + one.computed))
+            found.append((begin, rows, one.length, rows + one.computed, one.temperature))
             begin += rows
             if one.caches != self._places[b]:
                 table["keys"], table["values"], table["stride"] = zip(*one.caches, strict=True)

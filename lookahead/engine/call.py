@@ -24,7 +24,7 @@ from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.models.state import state_of
 from lookahead.passes.costs import synchronize
-from lookahead.passes.runner import Output
+from lookahead.passes.runner import Company, Output
 from lookahead.stats import DECILES, STAGES, Stats
 from lookahead.step import MAX_DEPTH, Step, lay_out
 from ngram_pool import GuessTree, Source
@@ -83,6 +83,8 @@ class Call:
         self._batch = Batch(self._texts, temperature, vocabulary_of(model), engine.pool, pace is not None)
         self._asked: Combined | PoolAlone = self._source  # in the step under way
         self._rests = self._is_spoiled = self._is_changed = False
+        self._company: Company | None = None  # of the last pass
+        self._own_rows = 0  # in it
 
     def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:
         """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded.
@@ -200,14 +202,16 @@ class Call:
         """Return a step for each sequence, and its guesses: those that pay."""
         windows = self._asked.look_ahead(limits)
         window_rows = max([sum(map(len, rows)) for rows in windows])
-        chosen = self._budget.choose(guessed, average_length(texts), window_rows)
+        others = self._company.rows - self._own_rows if self._company else 0  # as in the last pass
+        chosen = self._budget.choose(guessed, average_length(texts), window_rows, others)
         planned = zip(texts, chosen, windows, strict=True)
         return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], chosen
 
     def _run(self, steps: list[Step], last: list[int]) -> Output:
         """Compute the logits of the steps. A step that a guess has spoiled is to be repeated (`_is_spoiled`)."""
         output = self._runner.run(steps, self._cache, last, self._likeliest)
-        logits = output.logits
+        logits, self._company = output.logits, output.company
+        self._own_rows = len(logits)
         # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
         can_be_spoiled = not self._is_spoiled and len(logits) > len(steps)
         has_nan = output.has_nan
@@ -222,7 +226,7 @@ class Call:
         """Show the outcome to the sources, and count the tokens that the step has earned."""
         self._asked.observe(outcome)
         paid, length = self._asked.paid_seconds, average_length(outcome.texts)
-        self._budget.count(guessed, chosen, outcome, length, paid, self._rests)
+        self._budget.count(guessed, chosen, outcome, length, paid, self._rests, self._company)
         if self._trials and self._budget.pace:
             is_open = self._trials.level > 0
             self._trials.count(*(self._window_earned(outcome, chosen, length) if is_open else (0, 0.0)))
@@ -249,7 +253,10 @@ class Call:
         if self._budget.pace and not (self._rests or self._is_changed):
             length, in_pass, sequences = average_length(outcome.texts), times[2] - times[1], len(outcome.steps)
             overhead = time.perf_counter() - times[0] - in_pass - self._asked.paid_seconds
-            self._budget.time(len(outcome.logits), length, in_pass, max(overhead, 0.0), sequences)
+            if (company := self._company) is not None:  # what other threads do meanwhile is no overhead of this call
+                self._budget.time(company.rows, length, company.seconds, None, company.sequences)
+            else:
+                self._budget.time(len(outcome.logits), length, in_pass, max(overhead, 0.0), sequences)
 
     def _add_times(self, times: list[float]) -> None:
         """Add the times of the stages of a step. times: when each began, and when the last one ended."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from lookahead.guessing.source import Outcome
 from lookahead.passes.costs import RUNGS, Prices, StepCosts
+from lookahead.passes.runner import Company
 from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
 from ngram_pool.forks import Lock
@@ -78,11 +79,14 @@ class Pace:
         """Whether the next step looks for no guesses, for none has come true for long. Now and then, one does."""
         return self._fruitless >= FRUITLESS and self._fruitless % WAKING > 0
 
-    def choose(self, trees: list[GuessTree], length: int, window_rows: int, is_ragged: bool = False) -> list[int]:
+    def choose(
+        self, trees: list[GuessTree], length: int, window_rows: int, is_ragged: bool = False, others: int = 0
+    ) -> list[int]:
         """Return the number of guesses to verify of each sequence.
 
         length: committed positions of a sequence, on average. window_rows: rows of each sequence's window. is_ragged:
-        whether a pass has just the rows of each step. If not, all steps have as many as the longest.
+        whether a pass has just the rows of each step. If not, all steps have as many as the longest. others: rows of
+        other calls in the same pass.
         """
         batch, trust, rate = len(trees), self._accepted / self._claimed, self._tokens / self._seconds
         gains = [sorted(tree.probabilities.tolist(), reverse=True) for tree in trees]
@@ -92,7 +96,7 @@ class Pace:
             gained, at_once = sorted(chain.from_iterable(gains), reverse=True), 1
         else:
             gained, at_once = [sum(column) for column in zip_longest(*gains, fillvalue=0.0)], batch
-        first = batch * (1 + window_rows)
+        first = batch * (1 + window_rows) + others
         prices = self._prices(first + at_once * len(gained))
         seconds, per_row = prices.passes, length * prices.per_position_and_row + prices.overhead_per_row
         best, most, tokens = 0, -rate * seconds[first], 0.0
@@ -133,14 +137,16 @@ class Pace:
             return 0.0
         return self.rate() * (self._of_step(rows, length, sequences) - self._of_step(fewer, length, sequences))
 
-    def count(self, tokens: int, rows: int, length: int, seconds: float = 0.0, sequences: int = 1) -> None:
-        """Add a step to the rate: the tokens that it wrote and the rows that it had, over all sequences.
+    def count(
+        self, tokens: int, rows: int, length: int, seconds: float = 0.0, sequences: int = 1, share: float = 1.0
+    ) -> None:
+        """Add a step to the rate: the tokens that it wrote, and what it took.
 
-        seconds: what sources of guesses took.
+        rows, sequences: of its pass. seconds: what sources of guesses took. share: of the pass, which is its own.
         """
         with self._lock:
             self._tokens = FADE * self._tokens + tokens
-            self._seconds = FADE * self._seconds + self._of_step(rows, length, sequences) + seconds
+            self._seconds = FADE * self._seconds + share * self._of_step(rows, length, sequences) + seconds
 
     def count_guesses(self, chosen: list[GuessTree], paths: list[list[int]]) -> None:
         """Let `reach`, `trust` and `rests` follow the guesses that a step verified, and the rows that it accepted."""
@@ -198,7 +204,7 @@ class Budget:
         self._chooser = pace if guesses is None else None
         self._stats = stats
         self._waiting: list[Verified] = []  # steps whose regret is not counted yet
-        self._timed: list[tuple[int, int, float, float, int]] = []  # steps that have not corrected the costs yet
+        self._timed: list[tuple[int, int, float, float | None, int]] = []  # steps that have not corrected the costs yet
 
     def limit(self, sequences: int) -> int:
         """Return the number of guesses to look for, for each sequence of a batch."""
@@ -213,10 +219,10 @@ class Budget:
         """Whether the next step looks for no guesses."""
         return self._chooser is not None and self._chooser.rests
 
-    def choose(self, trees: list[GuessTree], length: int, window_rows: int) -> list[GuessTree]:
+    def choose(self, trees: list[GuessTree], length: int, window_rows: int, others: int = 0) -> list[GuessTree]:
         """Return the part of each tree that is verified. Arguments as for `Pace.choose`."""
         if self._chooser:
-            counts = self._chooser.choose(trees, length, window_rows, self._is_ragged)
+            counts = self._chooser.choose(trees, length, window_rows, self._is_ragged, others)
         else:
             counts = [self.limit(len(trees))] * len(trees)
         return [tree.likeliest(count) for tree, count in zip(trees, counts, strict=True)]
@@ -234,10 +240,12 @@ class Budget:
         length: int,
         seconds: float,
         rested: bool,
+        company: Company | None,
     ) -> None:
         """Count what a step has yielded. trees: all guesses. chosen: the guesses that were verified.
 
         seconds: what sources of guesses took, except those that are free. rested: whether none were looked for.
+        company: `Output.company`.
         """
         if self.pace is None:
             return
@@ -246,10 +254,12 @@ class Budget:
             if rested:
                 return
             self._waiting += map(Verified, trees, chosen, outcome.paths, [length] * len(trees))
-        tokens, sequences = sum(map(len, outcome.paths)), len(outcome.steps)
-        self.pace.count(tokens, len(outcome.logits), length, seconds, sequences)
+        tokens, sequences, rows, share = sum(map(len, outcome.paths)), len(outcome.steps), len(outcome.logits), 1.0
+        if company is not None:
+            share, rows, sequences = rows / company.rows, company.rows, company.sequences
+        self.pace.count(tokens, rows, length, seconds, sequences, share)
 
-    def time(self, rows: int, length: int, seconds: float, overhead: float, sequences: int) -> None:
+    def time(self, rows: int, length: int, seconds: float, overhead: float | None, sequences: int) -> None:
         """Let the costs follow a step. Arguments as for `StepCosts.follow`."""
         self._timed.append((rows, length, seconds, overhead, sequences))
         if len(self._timed) >= WAITING:

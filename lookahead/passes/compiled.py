@@ -28,7 +28,7 @@ from lookahead.models import attention
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, LookaheadCache
 from lookahead.passes import probe
-from lookahead.passes.runner import EagerRunner, Output
+from lookahead.passes.runner import EagerRunner, Likeliest, Output
 from lookahead.step import Step, pad, to_device
 from ngram_pool.waiting import told_if_long
 
@@ -167,7 +167,7 @@ class CompiledRunner(EagerRunner):
         steps: list[Step],
         cache: AnyCache,
         last: list[int] | None = None,
-        likeliest: tuple[int, float] = (0, 1.0),
+        likeliest: Likeliest = (0, 1.0),
     ) -> Output:
         device = device_of(self.model)
         serves = len(steps) == 1 and len(steps[0]) <= MAX_ROWS and not torch.is_autocast_enabled(device.type)

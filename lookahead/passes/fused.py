@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -25,7 +25,8 @@ from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds
 from lookahead.models.state import State, state_of
-from lookahead.passes.runner import EagerRunner, Output
+from lookahead.passes.runner import EagerRunner, Likeliest, Output
+from lookahead.passes.sharing import SharedPasses, Wanted
 from lookahead.step import MAX_DEPTH, Step, Visibility, grow, pad
 
 # Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit by dtype, and without it.
@@ -111,9 +112,12 @@ class FusedRunner(EagerRunner):
         adapter: ModelAdapter,
         hidden_states: tuple[int, ...] = (),
         packs: bool | Literal["auto"] = False,
+        passes: SharedPasses | None = None,
     ):
-        """packs: `LookaheadConfig.pack_weights`."""
+        """packs: `LookaheadConfig.pack_weights`. passes: where calls meet that share passes; None: this one does not."""
         super().__init__(model, adapter, hidden_states)
+        self._passes, self.number = passes, -1
+        self.wants: object = (hidden_states, adapter)
         if adapter.foreign:
             raise UnknownModelError(adapter.foreign[0])
         self._page = page_of(model)
@@ -142,7 +146,15 @@ class FusedRunner(EagerRunner):
         self.most_read = ready.most_read
         self.weight_bytes, self.declined_bytes = ready.weight_bytes, ready.declined_bytes
 
+    def begin(self, cache: AnyCache) -> AnyCache:
+        if self._passes is not None:
+            self.number = self._passes.enter()
+        return cache
+
     def end(self) -> None:
+        if self._passes is not None and self.number >= 0:
+            self._passes.leave()
+            self.number = -1
         ready, executor, self._executor = self._ready, self._executor, None
         if executor is ready.executor and ready.can_wait:
             ready.let_go()
@@ -204,8 +216,24 @@ class FusedRunner(EagerRunner):
         steps: list[Step],
         cache: AnyCache,
         last: list[int] | None = None,
-        likeliest: tuple[int, float] = (0, 1.0),
+        likeliest: Likeliest = (0, 1.0),
     ) -> Output:
+        passes = self._passes
+        if passes is not None and self.number >= 0 and last is not None and isinstance(likeliest[1], float):
+            has_company = len(passes.threads) > 1 or passes.is_busy
+            if has_company and (isinstance(cache, SeparateCaches) or len(steps) == 1):
+                each = cache.each if isinstance(cache, SeparateCaches) else [cache]
+                return passes.run(Wanted(self, steps, each, last, (likeliest[0], likeliest[1])))
+        return self.run_now(steps, cache, last, likeliest)
+
+    def run_now(
+        self,
+        steps: list[Step],
+        cache: AnyCache,
+        last: list[int] | None = None,
+        likeliest: Likeliest = (0, 1.0),
+    ) -> Output:
+        """`run`, without company."""
         each = cache.each if isinstance(cache, SeparateCaches) else [cache]
         if len(each) < len(steps) or not self._takes([step.ids for step in steps], each):
             return super().run(steps, cache, last, likeliest)
@@ -215,15 +243,24 @@ class FusedRunner(EagerRunner):
             return super().run(steps, cache, last, likeliest)
 
     def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
+        outputs = []
+        for part in new.split(chunk_size or new.shape[1], dim=1):
+            with nullcontext() if self._passes is None else self._passes.turn(reads=True):
+                outputs.append(self._read_part(part, cache, keep))
+        hidden = {i: torch.cat([output.hidden_states[i] for output in outputs]) for i in self.requested}
+        return Output(outputs[-1].logits, hidden)
+
+    def _read_part(self, new: torch.Tensor, cache: LookaheadCache, keep: int) -> Output:
+        """`read`, in one pass."""
         count = new.shape[1]
-        fits = count <= min(self.most_read, chunk_size or count, context_length(self.model) - cache.lengths[0])
+        fits = count <= min(self.most_read, context_length(self.model) - cache.lengths[0])
         if new.ndim > 2 or not fits or not self._takes([ids := new[0].cpu().numpy()], [cache]):
-            return super().read(new, cache, chunk_size, keep)
+            return super().read(new, cache, None, keep)
         step = grow(ids.tolist(), range(-1, count - 1), computed=0)
         try:
             output = self._compute([step], [cache], shown=min(keep, count), is_prompt=count > MAX_DEPTH)
         except UnknownModelError:
-            return super().read(new, cache, chunk_size, keep)
+            return super().read(new, cache, None, keep)
         cache.commit([step], [list(range(count))])
         return output
 
@@ -265,7 +302,7 @@ class FusedRunner(EagerRunner):
         steps: list[Step],
         caches: list[LookaheadCache],
         last: list[int] | None = None,
-        likeliest: tuple[int, float] = (0, 1.0),
+        likeliest: Likeliest = (0, 1.0),
         shown: int | None = None,
         is_prompt: bool = False,
     ) -> Output:
@@ -284,18 +321,18 @@ class FusedRunner(EagerRunner):
         if executor.positions is not None and most >= executor.positions:
             raise UnknownModelError("its table of positions ends")
         rotary, kinds, rows, first = self._rotary_of(most, executor), self.adapter.kinds, [], [0]
+        count, temperatures = likeliest
         for b, (step, cache, (ids, positions, ancestors)) in enumerate(zip(steps, caches, laid_out, strict=True)):
-            cache.begin(count := ids.shape[1], step.computed)
+            cache.begin(new := ids.shape[1], step.computed)
             hidden = cache.hidden(ancestors, positions, kinds, of_step=True)
             unseen = [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in kinds.items()]
-            extended = self._extend(executor, b, cache, count)
-            rows.append(Rows(ids[0], positions[0], *extended, unseen, cache.lengths[0], step.computed))
-            first.append(first[-1] + count)
+            extended = self._extend(executor, b, cache, new)
+            at = temperatures if isinstance(temperatures, float) else temperatures[b]
+            rows.append(Rows(ids[0], positions[0], *extended, unseen, cache.lengths[0], step.computed, at))
+            first.append(first[-1] + new)
         end = first.pop()
         said = 0 if shown else end if len(steps) > 1 else 1 + steps[0].guesses - steps[0].computed
-        logits, outputs, has_nan, found = executor.run(
-            rows, rotary, self._requested, shown, (said, *likeliest), is_prompt
-        )
+        logits, outputs, has_nan, found = executor.run(rows, rotary, self.requested, shown, (said, count), is_prompt)
         if executor is self._first:
             self._compare(executor)
         argmax = None

@@ -35,7 +35,7 @@ from lookahead import compat
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import relative_error, tolerance
-from lookahead.passes.runner import EagerRunner, Output
+from lookahead.passes.runner import EagerRunner, Likeliest, Output
 from lookahead.step import Step, Visibility, lay_out, pad
 from ngram_pool import GuessTree
 
@@ -339,7 +339,7 @@ class GraphRunner(EagerRunner):
         steps: list[Step],
         cache: AnyCache,
         last: list[int] | None = None,
-        likeliest: tuple[int, float] = (0, 1.0),
+        likeliest: Likeliest = (0, 1.0),
     ) -> Output:
         if isinstance(cache, StaticCache):
             return Output(self._graphs.forward(steps[0], cache, last)[0])

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,17 @@ from lookahead.models.adapter import ModelAdapter, context_length, device_of
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.step import Step, lay_out, pad, to_device
 from ngram_pool import GuessTree
+
+Likeliest = tuple[int, float | Sequence[float]]
+"""How many of the likeliest tokens are wanted, and the temperature of their probabilities, or that of each sequence."""
+
+
+class Company(NamedTuple):
+    """A pass that several calls have shared."""
+
+    rows: int
+    sequences: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,8 @@ class Output:
     argmax: list[int] | None = None
     """With `likeliest`, the token with the largest logit in each of these rows, the first of equals; -1 where the row
     holds a NaN or an infinity."""
+    company: Company | None = None
+    """The whole pass, if other calls have shared it."""
 
 
 def joined(outputs: Sequence[Output]) -> Output:
@@ -72,7 +86,7 @@ class EagerRunner:
         """hidden_states: layers whose output is requested. 0 is the embedding, 1 the first layer."""
         self.model = model
         self.adapter = adapter
-        self._requested = hidden_states
+        self.requested = hidden_states
         self._extras = {"output_hidden_states": True} if hidden_states else {}
 
     def join(self, caches: list[LookaheadCache], expected_length: int = 0) -> AnyCache:
@@ -91,7 +105,7 @@ class EagerRunner:
 
         The model makes all masks itself. This one runs no more steps.
         """
-        runner = EagerRunner(self.model, self.adapter, self._requested)
+        runner = EagerRunner(self.model, self.adapter, self.requested)
         return runner, cache if len(cache.lengths) == 1 else self.adapter.padded(cache)
 
     def run(
@@ -99,19 +113,19 @@ class EagerRunner:
         steps: list[Step],
         cache: AnyCache,
         last: list[int] | None = None,
-        likeliest: tuple[int, float] = (0, 1.0),
+        likeliest: Likeliest = (0, 1.0),
     ) -> Output:
         """Run one pass over a step of each sequence.
 
         T is the number of rows of the longest step that are not computed yet (`Step.computed`, the same in all steps).
         Rows that pad the shorter steps hold nothing useful.
         last: for each sequence, the last position for window tokens (`Step.positions`).
-        likeliest: how many of the likeliest tokens after the root and each guess are wanted, and at which temperature.
-        Passes that have no cheap way to find them do not.
+        likeliest: of the likeliest tokens after the root and each guess. Passes that have no cheap way to find them do
+        not.
         """
         if isinstance(cache, SeparateCaches):
             each = enumerate(zip(steps, cache.each, strict=True))
-            return joined([self.run([step], one, last and last[b : b + 1]) for b, (step, one) in each])
+            return joined([EagerRunner.run(self, [step], one, last and last[b : b + 1]) for b, (step, one) in each])
         adapter, device = self.adapter, device_of(self.model)
         ids, positions, ancestors = pad(steps, cache.lengths, last)
         again = len(cache.replay)
@@ -132,7 +146,7 @@ class EagerRunner:
             inputs["attention_mask"] = adapter.masks(ancestors, positions, cache, self.model.dtype, device)
         with self._in_pass(), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
             output = self.model(input_ids=tokens[0], **inputs, **self._extras)
-            hidden = {i: output.hidden_states[i][:, again:].flatten(0, 1) for i in self._requested}
+            hidden = {i: output.hidden_states[i][:, again:].flatten(0, 1) for i in self.requested}
             count, rows = len(steps), tokens.shape[2] - again
             return Output(output.logits[:, again:].flatten(0, 1), hidden, range(0, count * rows, rows))
 
@@ -151,7 +165,7 @@ class EagerRunner:
         takes_limit = "logits_to_keep" in forward_arguments(model)
         limits = {"logits_to_keep": keep} if takes_limit else {}
         positions = torch.arange(held, length, device=device_of(model))[None]
-        hidden: dict[int, list[torch.Tensor]] = {i: [] for i in self._requested}
+        hidden: dict[int, list[torch.Tensor]] = {i: [] for i in self.requested}
         chunk_size = chunk_size or new.shape[1]
         for begin in range(0, new.shape[1], chunk_size):
             chunk = slice(begin, begin + chunk_size)

@@ -315,7 +315,7 @@ def run_program(seed: int) -> str:
             for turn in range(rng.randint(1, 3)):
                 assert not ready.is_stale(), f"a copy differs in turn {turn}"
             logits, kept, has_nan, found = ready.run(
-                [one.rows for one in drawn], rotary, outputs, shown, (said, count, 0.8), is_prompt=rng.random() < 0.2
+                [one.rows for one in drawn], rotary, outputs, shown, (said, count), is_prompt=rng.random() < 0.2
             )
             plain = [one.computed_plainly(program, rotary) for one in drawn]
             allowed = 1e-3 if dtype == torch.float32 else 0.25
@@ -379,7 +379,7 @@ class RandomRows:
         places = [(cache[0].data_ptr(), cache[1].data_ptr(), cache.stride(1)) for cache in self.caches]
         self.rows = Rows(
             self.ids.numpy(), self.positions.numpy(), places, [held] * len(layers),
-            [(memory.copy(self.hidden).numpy(), list(layers))], dropped + held - computed, computed,
+            [(memory.copy(self.hidden).numpy(), list(layers))], dropped + held - computed, computed, 0.8,
         )  # fmt: skip
 
     def computed_plainly(self, program: Program, rotary: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Reference:
