@@ -10,7 +10,7 @@ import click
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import is_gguf_available
+from transformers.utils import is_accelerate_available, is_gguf_available
 
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
@@ -146,10 +146,10 @@ def _loading(name: str | None, what: str) -> Iterator[tuple[str, dict[str, str]]
             raise ValueError("the name is empty")
         if path.suffix != ".gguf":
             yield place, {}
-        elif is_gguf_available():
+        elif is_gguf_available() and is_accelerate_available():
             yield str(path.parent), {"gguf_file": path.name}
         else:
-            raise ImportError("transformers reads GGUF files by the package gguf: pip install gguf")
+            raise ImportError("transformers reads GGUF files by gguf and accelerate: pip install gguf accelerate")
     except Exception as error:  # its class depends on the hub's client, the format and the device
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise click.ClickException(
