@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 import click
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -168,7 +169,19 @@ font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace" font-size="11
 def main(name: str | None, dtype: str, prompt: str, max_new_tokens: int, out: Path) -> None:
     model, tokenizer = load(name, dtype, "cpu")
     given = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    plain, by_lookahead = run_both(model, tokenizer, given, {"max_new_tokens": max_new_tokens, "do_sample": False})
+    where, path = environment(model), Path(model.config.name_or_path)
+    about = f"{path.name.removesuffix('.gguf')}, {dtype}, {where['threads']} threads, {where['processor']}"
+    picture = draw(prompt, about, plain, by_lookahead)
+    out.write_text(picture, encoding="utf-8")
+    for run in (plain, by_lookahead):
+        click.echo(f"{run.sentence}, {run.times[-1]:.2f} s")
+
+
+def run_both(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: str | list[dict], options: dict
+) -> tuple[Run, Run]:
+    """Return one text as plain decoding and lookahead write it. Raises ClickException if that cannot be compared."""
     model.generate(**inputs_of(tokenizer, given, model.device), max_new_tokens=8)  # the first pass takes longer
     record, span = Recorder(), watch(model.device)
     model.generate(**inputs_of(tokenizer, given, model.device), **options, streamer=record)
@@ -182,13 +195,7 @@ def main(name: str | None, dtype: str, prompt: str, max_new_tokens: int, out: Pa
         raise click.ClickException(f"the picture would show a ratio. {why}; try again when it is quiet")
     if trace.record.tokens != record.tokens:
         raise click.ClickException("the two texts part at a near tie; take another prompt, or float32")
-    plain = Run(trace.pieces, record.times, list(range(len(record.tokens))))
-    where = environment(model)
-    about = f"{trace.about['model'].removesuffix('.gguf')}, {dtype}, {where['threads']} threads, {where['processor']}"
-    picture = draw(prompt, about, plain, ours(trace))
-    out.write_text(picture, encoding="utf-8")
-    seconds = f"{plain.times[-1]:.2f} and {ours(trace).times[-1]:.2f} s"
-    click.echo(f"plain and lookahead: {seconds}; {ours(trace).sentence}; {len(picture) / 1000:.0f} kB")
+    return Run(trace.pieces, record.times, list(range(len(record.tokens)))), ours(trace)
 
 
 if __name__ == "__main__":
