@@ -23,11 +23,13 @@ METHODS = {
     "auto": "lookahead",
 }
 TITLE = "SmolLM2-135M-Instruct in bf16, two cores: tokens a second, the prompt included"
-WIDTH, LEFT, BAR, GAP, MOST = 720, 172, 16, 5, 460  # pixels; MOST: of the longest bar
+WIDTH, EDGE, LEFT, BAR, GAP, MOST = 720, 20, 188, 16, 5, 440  # pixels; MOST: of the longest bar
 STYLE = """
-svg { --ink: #1f2328; --soft: #59636e; --plain: #b6bec7; --peer: #7d8590; --half: #9fd3ae; --ours: #1a7f37 }
-@media (prefers-color-scheme: dark) { svg { --ink: #f0f6fc; --soft: #9198a1; --plain: #4b535d; --peer: #79828e;
---half: #2b6a3d; --ours: #4ac26b } }
+svg { --paper: #fff; --line: #d0d7de; --ink: #1f2328; --soft: #59636e; --plain: #b6bec7; --peer: #7d8590;
+--half: #9fd3ae; --ours: #1a7f37 }
+@media (prefers-color-scheme: dark) { svg { --paper: #161b22; --line: #3d444d; --ink: #f0f6fc; --soft: #9198a1;
+--plain: #4b535d; --peer: #79828e; --half: #2b6a3d; --ours: #4ac26b } }
+.paper { fill: var(--paper); stroke: var(--line) }
 .ink { fill: var(--ink) } .soft { fill: var(--soft) } .plain { fill: var(--plain) } .llama-plain { fill: var(--peer) }
 .steps-of-one { fill: var(--half) } .auto { fill: var(--ours) }
 """
@@ -45,10 +47,10 @@ def draw() -> str:
     """Return the SVG."""
     found = {machine: rates(name) for name, machine in MACHINES.items()}
     scale = MOST / max(speeds["auto"] for speeds in found.values())
-    y, parts = 24, [f'<text x="0" y="14" class="ink" font-weight="600">{TITLE}</text>']
+    y, parts = 40, [f'<text x="{EDGE}" y="32" class="ink" font-weight="600">{TITLE}</text>']
     for machine, speeds in found.items():
         y += 26
-        parts.append(f'<text x="0" y="{y}" class="soft">{machine}</text>')
+        parts.append(f'<text x="{EDGE}" y="{y}" class="soft">{machine}</text>')
         y += 10
         for method, words in METHODS.items():
             weight = ' font-weight="700"' if method == "auto" else ""
@@ -63,10 +65,11 @@ def draw() -> str:
         f"{machine}: " + ", ".join(f"{words} {speeds[method]:.0f}" for method, words in METHODS.items())
         for machine, speeds in found.items()
     )
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 8}" role="img"
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 12}" role="img"
 font-family="system-ui,-apple-system,Segoe UI,Roboto,Helvetica,Arial,sans-serif" font-size="14">
 <title>{TITLE}. {spoken}</title>
 <style>{STYLE}</style>
+<rect x=".5" y=".5" width="{WIDTH - 1}" height="{y + 11}" rx="8" class="paper"/>
 {chr(10).join(parts)}
 </svg>
 """

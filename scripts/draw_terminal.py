@@ -96,7 +96,7 @@ def written(run: Run, x: int, colours: tuple[str, ...]) -> list[str]:
     for line, column, words, token in chunks(run):
         style = f'textLength="{CELL * len(words)}" class="{colours[run.steps[token] % len(colours)]}"'
         parts.append(
-            text_at(x + CELL * column, TOP + LINE * line, words, style, until(run.times[token], "opacity", ".16"))
+            text_at(x + CELL * column, TOP + LINE * line, words, style, until(run.times[token], "opacity", ".2"))
         )
     return parts
 
@@ -144,16 +144,16 @@ def draw(prompt: str, about: str, plain: Run, by_lookahead: Run) -> str:
         *clock(by_lookahead, middle, "good"),
         *written(plain, LEFT, (PLAIN_COLOUR,)),
         *written(by_lookahead, middle, STEP_COLOURS),
-        text_at(LEFT, bottom + 26, f"{about}. Tokens of one pass share a colour.", 'class="soft" font-size="10.5"'),
-        text_at(width - LEFT, bottom + 26, ratio, 'text-anchor="end" class="good" font-weight="700" font-size="14"',
+        text_at(LEFT, bottom + 50, f"{about}. Tokens of one pass share a colour.", 'class="soft" font-size="10.5"'),
+        text_at(width - LEFT, bottom + 26, ratio, 'text-anchor="end" class="good" font-weight="700" font-size="16"',
                 until(end, "visibility", "hidden")),
     ]  # fmt: skip
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 44}" xml:space="preserve"
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 66}" xml:space="preserve"
 font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace" font-size="11.6" role="img">
 <title>{escape(about)}: plainly {plain.sentence}, {end:.1f} s; by lookahead {by_lookahead.sentence}, \
 {by_lookahead.times[-1]:.1f} s; {ratio}</title>
 <style>{STYLE}</style>
-<rect x=".5" y=".5" width="{width - 1}" height="{bottom + 43}" rx="8" class="paper">
+<rect x=".5" y=".5" width="{width - 1}" height="{bottom + 65}" rx="8" class="paper">
 <animate id="r" attributeName="rx" values="8;8" dur="{pause:.2f}s" repeatCount="1" begin="0s;r.end"/></rect>
 {chr(10).join(parts)}
 </svg>
