@@ -115,6 +115,11 @@ def test_the_api_lists_all_names():
     assert sorted(listed) == sorted(lookahead.__all__)
 
 
+def test_the_changelog_begins_with_the_version():
+    first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert first[1] == lookahead.__version__
+
+
 def test_the_table_of_extras():
     extras = re.search(
         r"^\[project.optional-dependencies\]\n(.*?)^\[", (ROOT / "pyproject.toml").read_text(), re.S | re.M
