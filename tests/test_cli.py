@@ -54,6 +54,7 @@ def as_gguf(path):
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(sorted(words["vocab"], key=words["vocab"].get))
     writer.add_token_merges([" ".join(pair) for pair in words["merges"]])
+    writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
