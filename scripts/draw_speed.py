@@ -36,10 +36,9 @@ svg { --paper: #fff; --line: #d0d7de; --ink: #1f2328; --soft: #59636e; --plain: 
 
 
 def rates(name: str) -> dict[str, float]:
-    """Return the tokens a second of each method, greedily, and check that the result is what the picture says."""
+    """Return the tokens a second of each method in a result, greedily."""
     result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     (cell,) = [cell for cell in result["cells"] if cell["temperature"] == 0]
-    assert (cell["model"], cell["dtype"], result["environment"]["threads"]) == ("SmolLM2-135M-Instruct", "bfloat16", 2)
     return {row["method"]: row["tokens_per_second"] for row in cell["table"]}
 
 

@@ -17,6 +17,7 @@ from doc_blocks import CLIENTS, blocks
 from doc_blocks import main as run_page
 from draw_design import budget, pool, rooms, step
 from draw_speed import draw as draw_speed
+from draw_speed import rates
 from draw_terminal import COLUMNS, Run, chunks, draw
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,6 +48,21 @@ def test_drawings_are_those_of_the_code(draw):
 def test_the_chart_is_that_of_the_results():
     drawn = (DOCS / "speed.svg").read_text(encoding="utf-8")
     assert drawn == draw_speed(), "it has changed: python scripts/draw_speed.py --out docs/speed.svg"
+
+
+def test_the_first_numbers_are_those_of_the_results():
+    readme, home = PAGES["README.md"].read_text(encoding="utf-8"), PAGES["docs/index.md"].read_text(encoding="utf-8")
+    found = {method: f"{speed:.0f}" for method, speed in rates("smollm2-amx").items()}
+    said = "**{auto} tokens a second, where llama.cpp writes {llama-plain} and `model.generate` {plain}:**"
+    assert said.format(**found) in readme
+    assert said.format(**found) in home
+    rows = re.findall(r"^\| .*cpu-2-cores/(smollm2\S*)\.md\).* \| ([\d.]+) \| ([\d.]+) \|$", readme, re.M)
+    assert len(rows) == 5
+    for name, ours, theirs in rows:
+        speeds = rates(name)
+        peer = speeds.get("llama-plain") or speeds.get("llama-q8_0") or speeds["llama-q4_0"]
+        digits = len(ours.partition(".")[2])
+        assert (ours, theirs) == (f"{speeds['auto']:.{digits}f}", f"{peer:.{digits}f}"), name
 
 
 def test_the_moving_picture():
