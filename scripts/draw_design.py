@@ -231,9 +231,26 @@ def text(x: int, y: int, words: str, size: int, anchor: str = "start") -> str:
     return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
+# In the dark, each colour of the drawings has another.
+DARK = {
+    "white": "#161b22", "#eef3f8": "#1d2733", "#f7f7f7": "#21262d", "#d9d9d9": "#484f58", "#e5e5e5": "#30363d",
+    "#f4c95d": "#755b12", "#9ccc9c": "#2f6038", "#a9c4e4": "#2d4c74",
+}  # fmt: skip
+STYLE = "\n".join(
+    [
+        "text { fill: #1f2328 } @media (prefers-color-scheme: dark) { text { fill: #e6edf3 }",
+        *(f'[fill="{light}"] {{ fill: {dark} }}' for light, dark in DARK.items()),
+        "}",
+    ]
+)
+
+
 def picture(width: int, height: int, parts: list[str]) -> str:
     """Return an SVG file."""
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">
+<style>
+{STYLE}
+</style>
 <rect width="100%" height="100%" fill="white"/>
 <defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">
 <path d="M0 0 L8 4 L0 8 z" fill="#7f8c8d"/></marker></defs>

@@ -7,13 +7,14 @@ import time
 from contextlib import suppress
 
 import click
+import gguf
 import pytest
 import torch
 from click.testing import CliRunner
 from zoo import tiny_model
 
 from lookahead import DEMO_MODEL
-from lookahead.tools import commands
+from lookahead.tools import commands, loading
 from lookahead.tools.cli import main
 from lookahead.tools.files import read_text
 from lookahead.tools.loading import load
@@ -36,6 +37,48 @@ def test_generate_prints_the_models_own_text():
     expected = tokenizer.decode(model.generate(ids, max_new_tokens=40)[0, ids.shape[1] :], skip_special_tokens=True)
     assert result.stdout == expected + "\n"
     assert run(PROMPT, "--max-new-tokens", "40", "--no-stream").stdout == result.stdout
+
+
+def as_gguf(path):
+    """Write the packaged model to a GGUF file, as llama.cpp keeps a Llama: in its names, heads' halves interleaved."""
+    model, words = load(None)[0], json.loads((DEMO_MODEL / "tokenizer.json").read_text())["model"]
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(words["vocab"], key=words["vocab"].get))
+    writer.add_token_merges([" ".join(pair) for pair in words["merges"]])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight = weight.view(-1, 2, config.head_dim // 2, config.hidden_size).transpose(1, 2).flatten(0, 2)
+        if name != "lm_head.weight":  # it is the embedding
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file(tmp_path, monkeypatch):
+    file = tmp_path / "tiny.gguf"
+    as_gguf(file)
+    command = (PROMPT, "--max-new-tokens", "40")
+    result = run(*command, "--model", str(file))
+    assert result.exit_code == 0, result.output
+    assert result.stdout == run(*command).stdout
+    assert load(str(file))[0].config.name_or_path == "tiny.gguf"
+    assert "cannot load the model on cpu" in run(PROMPT, "--model", str(tmp_path / "other.gguf")).stderr
+    monkeypatch.setattr(loading, "is_gguf_available", lambda: False)
+    assert "pip install gguf" in run(PROMPT, "--model", str(file)).stderr
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.7, False), (42.1, True)])

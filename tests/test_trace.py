@@ -391,6 +391,8 @@ def test_the_page_in_a_browser(traced, hostile, tmp_path):
         seen = browse(trace.html(), tmp_path)
         assert seen["problems"] == []
         assert seen["unnamed"] == 0
+        assert seen["unexplained"] == []
+        assert "reads and writes" in seen["term"]
         assert seen["width"][0] <= seen["width"][1]
         steps = trace.steps
         assert seen["opened"]["slider"] == 1 + int(np.argmax([len(step.emitted) for step in steps]))

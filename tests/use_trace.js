@@ -22,6 +22,10 @@ addEventListener("load", () => {
   seen.beside = find("plain").textContent;
   seen.width = [document.documentElement.scrollWidth, innerWidth];
   seen.unnamed = all("button, input, select, svg[role=img]").filter((each) => !each.getAttribute("aria-label")).length;
+  seen.unexplained = all("abbr").map((each) => `${each.textContent}: ${each.getAttribute("aria-description")}`)
+    .filter((words) => /: (null|undefined)$/.test(words));
+  find("figures").querySelector("abbr").focus();
+  seen.term = find("tip").textContent;
   press("Home");
   seen.home = look();
   for (let k = 0; k < Number(find("slider").max); k++) {

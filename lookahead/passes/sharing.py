@@ -33,7 +33,7 @@ class Runner(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Wanted:
     """Steps of a call that are to be run, and what has become of them. Fields as for `EagerRunner.run`."""
 
@@ -100,15 +100,11 @@ class SharedPasses:
         with self._changed:
             self._waiting.append(wanted)
             self._changed.notify_all()
-            since = time.perf_counter()
-            while not wanted.is_done:
-                if self.is_busy:
-                    self._changed.wait()
-                    continue
-                left = max(since, self._free_since) + PATIENCE * self._took - time.perf_counter()
-                if left <= 0 or len(self._waiting) >= len(self.threads):
-                    break
-                self._changed.wait(left)
+            try:
+                self._wait(wanted)
+            except BaseException:  # an interrupt
+                self._waiting = [one for one in self._waiting if one is not wanted]
+                raise
             if not wanted.is_done:
                 together = [one for one in self._waiting if _fit(one, wanted)]
                 self._waiting = [one for one in self._waiting if one not in together]
@@ -128,6 +124,18 @@ class SharedPasses:
             raise RuntimeError("a pass that this call has shared with others failed") from wanted.error
         assert wanted.output is not None
         return wanted.output
+
+    def _wait(self, wanted: Wanted) -> None:
+        """Wait until somebody has run these steps, or until it is time to do so."""
+        since = time.perf_counter()
+        while not wanted.is_done:
+            if self.is_busy:
+                self._changed.wait()
+                continue
+            left = max(since, self._free_since) + PATIENCE * self._took - time.perf_counter()
+            if left <= 0 or len(self._waiting) >= len(self.threads):
+                return
+            self._changed.wait(left)
 
     def _free(self, has_read: bool = False) -> None:
         with self._changed:

@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_accelerate_available, is_gguf_available
 
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
@@ -27,7 +29,7 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, in eval mode, and its tokenizer.
 
-    name: folder or hub name; None: the packaged model.
+    name: folder, GGUF file or hub name; None: the packaged model.
     dtype: name of a torch dtype; auto: float32 on the CPU, the checkpoint's dtype elsewhere.
     device: name of a torch device; auto: a GPU if there is one.
     Raises ClickException if they cannot be loaded.
@@ -36,19 +38,21 @@ def load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if name is None:  # the packaged model loads at once: a progress bar would only flicker
         transformers.utils.logging.disable_progress_bar()
-    with told_if_long("loading the model"), _loading(name, f"model on {device}") as place:
+    with told_if_long("loading the model"), _loading(name, f"model on {device}") as (place, file):
         if dtype == "auto" and torch.device(device).type == "cpu":
             dtype = "float32"
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(place, **file)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **file)
+        if file:  # the name in the file is often that of a checkpoint in training
+            model.config.name_or_path = file["gguf_file"]
         model = model.to(device).eval()  # type: ignore[arg-type]  # a decorator hides that it is a method
     return model, tokenizer
 
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer; None: the packaged model's. Raises ClickException if it cannot be loaded."""
-    with told_if_long("loading the tokenizer"), _loading(name, "tokenizer") as place:
-        return AutoTokenizer.from_pretrained(place)
+    with told_if_long("loading the tokenizer"), _loading(name, "tokenizer") as (place, file):
+        return AutoTokenizer.from_pretrained(place, **file)
 
 
 def load_pool(path: str, vocabulary: str | None = None) -> NgramPool:
@@ -130,16 +134,25 @@ def decoding() -> Iterator[None]:
 
 
 @contextmanager
-def _loading(name: str | None, what: str) -> Iterator[str]:
-    """Yield the folder or hub name of a model. Raises ClickException, naming it, for any error in the block."""
+def _loading(name: str | None, what: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the folder or hub name of a model, and the arguments that name its file in there, if it is a GGUF file.
+
+    Raises ClickException, naming the model, for any error in the block.
+    """
     place = str(DEMO_MODEL) if name is None else name
+    path = Path(place)
     try:
         if not place:
             raise ValueError("the name is empty")
-        yield place
+        if path.suffix != ".gguf":
+            yield place, {}
+        elif is_gguf_available() and is_accelerate_available():
+            yield str(path.parent), {"gguf_file": path.name}
+        else:
+            raise ImportError("transformers reads GGUF files by gguf and accelerate: pip install gguf accelerate")
     except Exception as error:  # its class depends on the hub's client, the format and the device
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise click.ClickException(
-            f"cannot load the {what} of {place!r}: {reason}. Give --model a folder in Hugging Face format or the name "
-            "of a causal LM on the hub, and --device a device of this machine."
+            f"cannot load the {what} of {place!r}: {reason}. Give --model a folder in Hugging Face format, a GGUF file "
+            "or the name of a causal LM on the hub, and --device a device of this machine."
         ) from error
