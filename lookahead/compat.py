@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -365,3 +367,19 @@ def guarded_hooks() -> Iterator[None]:
         yield
     finally:
         config.skip_nnmodule_hook_guards = before
+
+
+# -- blocks of GGUF ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def gguf_class(name: str) -> Any:
+    """A class of modules that keep the blocks of a GGUF file, from transformers 5.24 on; None before."""
+    with suppress(ImportError):
+        return getattr(import_module("transformers.integrations.gguf.utils"), name)
+    return None
+
+
+def gguf_name(ggml_type: int) -> str:
+    """The name of a form of blocks."""
+    return import_module("transformers.integrations.gguf.dequant").GGML_NAME.get(ggml_type, str(ggml_type))

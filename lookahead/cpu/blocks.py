@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lookahead.cpu import native
-from lookahead.cpu.products import Linear, pointer
+from lookahead.cpu.products import Format, Linear, pointer
 
 GROUP = 32  # GROUP in blocks.cpp
 SIZES_OF_BYTES = GROUP, GROUP // 2  # weights with one scale, where they are bytes
@@ -51,7 +51,7 @@ def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, in
         ways += [partial(_find, _of_bytes()[dtype], linear, size, size, False) for size in SIZES_OF_BYTES]
     elif scales is not None and scales.ndim == 2 and _of_int4():
         ways = [partial(_find, _of_int4()[dtype], linear, GROUP, weight.shape[1] // scales.shape[1], True)]
-    if not is_transposed and scales is None and indexes and can_index(dtype):
+    if not is_transposed and linear.format == Format.FLOATS and indexes and can_index(dtype):
         was_indexed = known is not None and known.scales is None  # then it very likely is so still
         ways.insert(0 if was_indexed else len(ways), partial(_index, _of_bfloat16()[dtype], linear))
     if not ways:

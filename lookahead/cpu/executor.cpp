@@ -42,6 +42,7 @@ constexpr int SPINS = 4096;
     FIELD(long, width)       /* numbers of a row of x */                                                \
     FIELD(long, size)        /* of these, those of a head, or those that are normed together */         \
     FIELD(const T*, weight)  /* of a norm, of an embedding, or sinks of attention */                    \
+    FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
     FIELD(const T*, bias)    /* of a norm, or an embedding of positions; or null */                     \
     FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then two of each */   \
     FIELD(long, count)                                                                                  \
@@ -341,7 +342,16 @@ struct Thread {
         const float factor = embed.factor;
         T* to = buffer(embed.out);
         for (long row = 0; row < pass.rows; row++, to += embed.width) {
-            const T* const from = embed.weight + pass.ids[row] * embed.width;
+            const T* from = embed.weight + pass.ids[row] * embed.width;
+            if constexpr (sizeof(T) == 4)
+                by_weight<T>(Format(embed.format), [&](auto weight) {
+                    typedef decltype(weight) Weight;
+                    if constexpr (gguf::IS_BLOCK<Weight>) {
+                        const long bytes = bytes_of_row<Weight>(embed.width);
+                        gguf::unpack<Weight>((const uint8_t*)embed.weight + pass.ids[row] * bytes, embed.width, to);
+                        from = to;
+                    }
+                });
             const T* const place = embed.bias ? embed.bias + (pass.positions[row] + embed.index) * embed.width : nullptr;
             for (long i = 0; i < embed.width; i++) store(factor * number(from[i]), to + i);
             for (long i = 0; i < embed.width && place; i++) store(number(to[i]) + number(place[i]), to + i);

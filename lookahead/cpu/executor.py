@@ -18,7 +18,7 @@ from lookahead.cpu import blocks, native, products
 from lookahead.cpu import operations as op
 from lookahead.cpu.likeliest import MAX_COUNT
 from lookahead.cpu.pages import HugePages
-from lookahead.cpu.products import Linear, pointer
+from lookahead.cpu.products import Format, Linear, pointer
 from lookahead.cpu.program import Program
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
@@ -122,14 +122,14 @@ def weight_bytes(program: Program) -> int:
 def bytes_to_copy(program: Program) -> int:
     """Bytes, about, of a copy in which `smallest` has indexed all weights that it can, and laid out transposed ones."""
     of_number = 1.5 if blocks.can_index(dtype := program.dtype) else 0
-    found = [linear for linear in program.linears if linear.scales is None]
+    found = [linear for linear in program.linears if linear.format == Format.FLOATS]
     return int(sum(one.weight.nbytes if one.is_transposed(dtype) else of_number * one.weight.numel() for one in found))
 
 
 def can_digest(linear: Linear, dtype: torch.dtype) -> bool:
     """Whether a pass can find the digest of this layer's weight: whether it is of floats, in rows of whole vectors."""
-    weight, scales = linear.weight, linear.scales
-    return scales is None and weight.is_contiguous() and weight.shape[1] * dtype.itemsize % (8 * blocks.LANES) == 0
+    is_read = linear.format == Format.FLOATS and linear.weight.is_contiguous()
+    return is_read and linear.weight.shape[1] * dtype.itemsize % (8 * blocks.LANES) == 0
 
 
 Part = tuple[str, int] | None
@@ -344,9 +344,9 @@ class Executor:
             settings: dict[str, Any] = {}
             kind = type(operation).__name__.upper()
             match operation:
-                case op.Embed(out, weight, factor, of_positions, offset):
+                case op.Embed(out, weight, factor, of_positions, offset, form):
                     settings = {"width": out.width, "weight": weight, "factor": factor}
-                    settings |= {"bias": of_positions, "index": offset}
+                    settings |= {"bias": of_positions, "index": offset, "format": form}
                 case op.Norm(x):
                     names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered"
                     settings = {name: getattr(operation, name) for name in names} | {"width": x.width}

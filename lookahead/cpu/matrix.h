@@ -5,9 +5,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "weights.h"
+#include "gguf.h"
 
 namespace products {
+
+// The forms of weights, in the order of `Format` in products.py.
+enum Format : long { FLOATS, BYTES, GROUPED, CODES, INDEXED, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
 // Whether weights have a scale for each group of inputs.
 template <class Weight>
@@ -18,12 +21,32 @@ constexpr bool IS_INDEXED = std::is_same_v<Weight, Indexed>;
 template <class Weight>
 static INLINE long bytes_of_row(long inputs) {
     if (IS_INDEXED<Weight>) return Indexed::bytes(inputs);
+    if constexpr (gguf::IS_BLOCK<Weight>) return inputs * Weight::BYTES / Weight::SIZE;
     return std::is_same_v<Weight, Codes> ? inputs / 2 : inputs * sizeof(Weight);
+}
+
+// Return f of an object of the type in which weights of this form are read.
+template <class T, class F>
+static INLINE auto by_weight(Format format, F f) {
+    switch (format) {
+        case BYTES: return f(int8_t());
+        case GROUPED: return f(Grouped());
+        case CODES: return f(Codes());
+        case INDEXED: return f(Indexed());
+        case Q4_0: return f(gguf::Q4_0());
+        case Q4_1: return f(gguf::Q4_1());
+        case Q8_0: return f(gguf::Q8_0());
+        case Q4_K: return f(gguf::Q4_K());
+        case Q5_K: return f(gguf::Q5_K());
+        case Q6_K: return f(gguf::Q6_K());
+        case FLOATS: break;
+    }
+    return f(T());
 }
 
 template <class T>
 struct Matrix {
-    const void* weights;         // [outputs] rows of type T, int8_t if there are scales, Codes if there are offsets
+    const void* weights;         // [outputs] rows of the format
     const T* scales;             // [outputs], or null: what the sum of each output is multiplied by
     const float* group_scales;   // [outputs][inputs / group], or null: what each weight is multiplied by
     const float* group_offsets;  // the same, or null: what is then added to each weight
@@ -31,7 +54,8 @@ struct Matrix {
     T* out;                      // [rows][outputs]
     long outputs;
     long group;      // inputs with one scale: all, if there are no group_scales
-    const T* whole;  // [outputs][inputs], or null: what the weights were made of; then their type is Indexed
+    const T* whole;  // [outputs][inputs]: what the weights were made of if they are indexed, else null
+    Format format;
 
     template <class Weight>
     const Weight* row(long output, long inputs) const {
@@ -40,17 +64,14 @@ struct Matrix {
 
     // The weights of an output, of any type.
     const void* at(long output, long inputs) const {
-        if (whole) return row<Indexed>(output, inputs);
-        if (group_offsets) return row<Codes>(output, inputs);
-        if (scales || group_scales) return row<int8_t>(output, inputs);
-        return row<T>(output, inputs);
+        return by_weight<T>(format, [=](auto weight) -> const void* { return row<decltype(weight)>(output, inputs); });
     }
 
     // Outputs first..first+count-1 alone, which go elsewhere.
     Matrix part(long first, long count, long inputs, T* to) const {
         return {at(first, inputs), scales ? scales + first : nullptr, of_groups(group_scales, first, inputs),
                 of_groups(group_offsets, first, inputs), bias ? bias + first : nullptr, to, count, group,
-                whole ? whole + first * inputs : nullptr};
+                whole ? whole + first * inputs : nullptr, format};
     }
 
     // The scales or offsets from an output on.
@@ -62,7 +83,7 @@ struct Matrix {
     template <int M, int O>
     INLINE void put(float* sums, long row, long first) const {
         T numbers[32];
-        if (bias && !scales)
+        if (bias && format != BYTES)
             UNROLL for (int i = 0; i < M * O; i++) sums[i] += number(bias[first + i % O]);
         UNROLL for (int i = 0; i < M * O; i += 16) store(*(const Unaligned<Lanes<16>::Floats>*)(sums + i), numbers + i);
         UNROLL for (int m = 0; m < M; m++) memcpy(out + (row + m) * outputs + first, numbers + m * O, O * sizeof(T));

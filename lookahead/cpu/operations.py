@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from lookahead.cpu.products import Linear
+from lookahead.cpu.products import Format, Linear, is_plain_of
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared"]
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula."""
@@ -54,12 +54,17 @@ class Operation:
         """Whether the shapes of what it reads fit together. torch would repeat what is too short."""
         return True
 
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether C++ can read its `tensors` where they are, in a program of this dtype."""
+        wide = set(map(id, self.wide()))
+        return all(is_plain_of(tensor, torch.float32 if id(tensor) in wide else dtype) for tensor in self.tensors())
+
 
 @dataclass(frozen=True, eq=False)
 class Embed(Operation):
     """out = factor * weight[ids], rounded, and + of_positions[offset + positions] if there are any.
 
-    weight: [vocabulary, width]. of_positions: [positions, width].
+    weight: [vocabulary, width], or blocks of such rows, if the format says so. of_positions: [positions, width].
     """
 
     out: Value
@@ -67,9 +72,21 @@ class Embed(Operation):
     factor: float = 1.0
     of_positions: torch.Tensor | None = None
     offset: int = 0
+    format: Format = Format.FLOATS
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers that it makes."""
+        return self.weight.dtype if self.format == Format.FLOATS else torch.float32
 
     def fits(self) -> bool:
-        return all(tensor.ndim == 2 and tensor.shape[1] == self.out.width for tensor in self.tensors())
+        table, places = Linear(self.weight, blocks=self.format or None), self.of_positions
+        return table.inputs == self.out.width and (places is None or places.shape[1:] == (self.out.width,))
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        if self.format == Format.FLOATS:
+            return super().is_plain(dtype)
+        return Linear(self.weight, blocks=self.format).is_served(dtype) and self.of_positions is None
 
 
 @dataclass(frozen=True, eq=False)

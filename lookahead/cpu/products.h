@@ -69,9 +69,9 @@ static INLINE void prefetch(const char* row, long inputs, long i) {
 // Add to partial[m][o] the products of row m of x with the weights of output first + o, from input `begin` to `end`.
 // Rows of x are `inputs` numbers apart. If the weights are grouped, begin and end are multiples of `group`.
 template <class By, int M, int O, class Weight>
-static INLINE void add_products(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long first,
-                                long inputs, long begin, long end, Next next, Floats* partial) {
-    const Weight* const rows = matrix.template row<Weight>(first, inputs);
+static INLINE void add_numbers(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix,
+                               const Weight* rows, long first, long inputs, long begin, long end, Next next,
+                               Floats* partial) {
     const long bytes = bytes_of_row<Weight>(inputs), group = matrix.group, groups = inputs / group;
     const float* const scales = matrix.of_groups(matrix.group_scales, first, inputs);
     const float* const offsets = matrix.of_groups(matrix.group_offsets, first, inputs);
@@ -102,11 +102,46 @@ static INLINE void add_products(const typename By::Prepared* x, const Matrix<typ
         }
 }
 
+// The same for blocks of GGUF, of which begin and end are multiples.
+template <class By, int M, int O, class Block>
+static INLINE void add_blocks(const float* x, const uint8_t* rows, long inputs, long begin, long end, Next next,
+                              Floats* partial) {
+    constexpr long LINE = 64;
+    const long bytes = bytes_of_row<Block>(inputs);
+    for (; begin < end; begin += Block::SIZE) {
+        const uint8_t* const at = rows + bytes_of_row<Block>(begin);
+        typename Block::Scales scales[O];
+        UNROLL for (int o = 0; o < O; o++) {
+            scales[o] = Block::read(at + o * bytes);
+            const uint8_t* const then = at + (o + next.outputs) * bytes + bytes_of_row<Block>(next.inputs);
+            for (long i = 0; i < Block::BYTES; i += LINE) __builtin_prefetch(then + i, 0, 1);
+        }
+        for (long i = 0; i < Block::SIZE; i += L) {
+            Floats w[O][1];
+            UNROLL for (int o = 0; o < O; o++) w[o][0] = Block::weights(at + o * bytes, i, scales[o]);
+            UNROLL for (int m = 0; m < M; m++)
+                By::template add<O>(partial + m * O, x + m * inputs + begin + i, w, 0);
+        }
+    }
+}
+
+// One of both.
+template <class By, int M, int O, class Weight>
+static INLINE void add_products(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long first,
+                                long inputs, long begin, long end, Next next, Floats* partial) {
+    const Weight* const rows = matrix.template row<Weight>(first, inputs);
+    if constexpr (gguf::IS_BLOCK<Weight>)
+        add_blocks<By, M, O, Weight>(x, (const uint8_t*)rows, inputs, begin, end, next, partial);
+    else
+        add_numbers<By, M, O>(x, matrix, rows, first, inputs, begin, end, next, partial);
+}
+
 // Inputs in each part of the way along `inputs`, for tiles of M rows: whole groups or blocks.
 template <class By, class Weight, int M>
 static INLINE long inputs_of_part(long inputs, long group) {
     const long parts = (M * inputs * (long)sizeof(typename By::Prepared) + NEAR - 1) / NEAR;
-    const long unit = IS_GROUPED<Weight> ? group : IS_INDEXED<Weight> ? Indexed::BLOCK : By::STRIDE;
+    long unit = IS_GROUPED<Weight> ? group : IS_INDEXED<Weight> ? Indexed::BLOCK : By::STRIDE;
+    if constexpr (gguf::IS_BLOCK<Weight>) unit = Weight::SIZE;
     return ((inputs + parts - 1) / parts + unit - 1) / unit * unit;
 }
 
@@ -178,7 +213,7 @@ struct Input {
     const Lines<T> shape{rows};  // of lines
     static long bytes(long rows, long inputs) { return bytes_of_tiles<T>(rows, inputs) + Lines<T>(rows).bytes(inputs); }
     static Forms form_for(const Matrix<T>& matrix, long inputs) {
-        return !takes_tiles(matrix, inputs) ? AS_IT_IS : matrix.whole ? IN_LINES : IN_COLUMNS;
+        return !takes_tiles(matrix, inputs) ? AS_IT_IS : matrix.format == INDEXED ? IN_LINES : IN_COLUMNS;
     }
     Ints* columns() const { return (Ints*)room; }
     Ints* lines() const { return (Ints*)((char*)room + (forms & IN_COLUMNS ? bytes_of_tiles<T>(rows, inputs) : 0)); }
@@ -206,13 +241,15 @@ struct Input {
 template <class By>
 static void multiply_vectors(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end) {
     const long tiles = (x.rows + TILE - 1) / TILE, rows_of_tile = (x.rows + tiles - 1) / tiles;
-    const auto some = matrix.group_offsets  ? multiply_some<By, Codes>
-                      : matrix.group_scales ? multiply_some<By, Grouped>
-                      : matrix.scales       ? multiply_some<By, int8_t>
+    const auto some = by_weight<typename By::Number>(matrix.format, [](auto weight) {
+        typedef decltype(weight) Weight;
 #if defined(__AVX2__) && !defined(HAS_TILES)
-                      : matrix.whole ? multiply_some<By, Indexed>
+        constexpr bool IS_SERVED = !gguf::IS_BLOCK<Weight> || sizeof(typename By::Number) == 4;
+#else
+        constexpr bool IS_SERVED = !IS_INDEXED<Weight> && (!gguf::IS_BLOCK<Weight> || sizeof(typename By::Number) == 4);
 #endif
-                                     : multiply_some<By, typename By::Number>;
+        return multiply_some<By, std::conditional_t<IS_SERVED, Weight, typename By::Number>>;
+    });
     for (long row = 0; row < x.rows; row += rows_of_tile)
         some(std::min(rows_of_tile, x.rows - row), x.row(row), matrix, row, x.inputs, begin, end);
 }
@@ -231,7 +268,7 @@ void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, lon
 #else
     multiply_vectors<By>(x, matrix, begin, end);
 #endif
-    if (matrix.scales) matrix.scale(0, x.rows, begin, end);
+    if (matrix.format == BYTES) matrix.scale(0, x.rows, begin, end);
 }
 
 // products.cpp has these; no other source compiles them once more.

@@ -11,6 +11,7 @@ import ctypes
 import math
 import platform
 from collections.abc import Iterable
+from enum import IntEnum
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -32,10 +33,40 @@ STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads
 _PLAIN = nn.Parameter, torch.Tensor
 # Names of layers in a module that usually have the same input. If they do not, only time is lost.
 SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-FIELDS, OUT = 9, 5  # of a Matrix in products.h: how many there are, and the place of its output
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 kernels = cache(partial(native.kernels, "multiply", native.FLOATS, _ARGUMENTS))
 _rooms = cache(partial(native.kernels, "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
+
+
+class Format(IntEnum):
+    """The forms of weights, as matrix.h numbers them. The last ones are blocks of GGUF files, by their names there."""
+
+    FLOATS = 0
+    BYTES = 1
+    """int8, with a scale for each output,"""
+    GROUPED = 2
+    """or for each group of inputs."""
+    CODES = 3
+    """4 bits, with a scale and an offset for each group."""
+    INDEXED = 4
+    """bf16 numbers in 12 bits."""
+    Q4_0 = 5
+    Q4_1 = 6
+    Q8_0 = 7
+    Q4_K = 8
+    Q5_K = 9
+    Q6_K = 10
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Weights and bytes of a block; of other forms than GGUF's, 1 and 0."""
+        return _BLOCKS.get(self, (1, 0))
+
+
+_BLOCKS = {
+    Format.Q4_0: (32, 18), Format.Q4_1: (32, 20), Format.Q8_0: (32, 34),
+    Format.Q4_K: (256, 144), Format.Q5_K: (256, 176), Format.Q6_K: (256, 210),
+}  # fmt: skip
 
 
 class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
@@ -47,7 +78,8 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     offsets: None, or float32 [outputs, groups], what is added before that. The weight is then in codes of 4 bits, uint8
     [outputs, inputs / 2], as `blocks` makes them. whole: None, or the weight [outputs, inputs] that `blocks` has made
     this one of, rows of `Indexed` in weights.h, uint8. origin: None, or the layer that `blocks` has made this one of.
-    digest: None, or that of the origin (`blocks.digest_of`) when this one was made.
+    digest: None, or that of the origin (`blocks.digest_of`) when this one was made. blocks: None, or the form of GGUF
+    that the weight has, uint8 [outputs, bytes]; the input must then be in float32.
     """
 
     weight: torch.Tensor
@@ -57,6 +89,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     whole: torch.Tensor | None = None
     origin: "Linear | None" = None
     digest: bytes | None = None
+    blocks: Format | None = None
 
     @classmethod
     def of(cls, layer: nn.Linear) -> "Linear":
@@ -78,7 +111,22 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
 
     @property
     def inputs(self) -> int:
-        return (self.weight if self.whole is None else self.whole).shape[1] * (1 if self.offsets is None else 2)
+        weight, (weights, size) = self.weight if self.whole is None else self.whole, self.format.block
+        return weight.shape[1] * (2 if self.offsets is not None else 1) * weights // (size or weights)
+
+    @property
+    def format(self) -> Format:
+        if self.blocks is not None:
+            return self.blocks
+        if self.whole is not None:
+            return Format.INDEXED
+        if self.scales is None:
+            return Format.FLOATS
+        return Format.BYTES if self.scales.ndim == 1 else Format.GROUPED if self.offsets is None else Format.CODES
+
+    def part(self, begin: int, end: int) -> "Linear":
+        """Outputs begin..end-1 alone, of a layer as it is in the model."""
+        return Linear(*(field[begin:end] if isinstance(field, torch.Tensor) else field for field in self))  # type: ignore[arg-type]
 
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
         """The fields of a Matrix in products.h."""
@@ -89,12 +137,16 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
             of_outputs, of_groups, inputs = 0, of_outputs, inputs // scales.shape[1]
         return (
             weight.data_ptr(), of_outputs, of_groups, pointer(offsets), pointer(bias), pointer(out), outputs, inputs,
-            pointer(whole),
+            pointer(whole), self.format,
         )  # fmt: skip
 
     def is_served(self, dtype: torch.dtype) -> bool:
         """Whether our kernel takes this layer, if its input has this dtype."""
         weight, scales, *_ = self
+        if self.blocks is not None:
+            is_weight = is_plain_of(weight, torch.uint8) and weight.ndim == 2 and weight.shape[1] > 0
+            is_read = is_weight and weight.shape[1] % self.blocks.block[1] == 0 and dtype in kernels()
+            return is_read and self._has_bias_of(dtype) and dtype == torch.float32
         return (
             type(weight) in _PLAIN
             and weight.dtype == (dtype if scales is None else torch.int8)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lookahead.cpu.operations import Append, Embed, Experts, Logits, Operation, Products, Rotary
-from lookahead.cpu.products import Linear, is_plain_of
+from lookahead.cpu.products import Linear
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Program:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """[vocabulary, hidden]."""
+        """[vocabulary, hidden], or blocks of such rows."""
         return self._embed.weight
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        return self._embed.dtype
 
     @property
     def positions(self) -> int | None:
@@ -75,13 +75,7 @@ class Program:
             and appended == list(range(len(appended)))
             and all(operation.fits() for operation in self.operations)
             and all(linear.is_served(dtype) or linear.is_transposed(dtype) for linear in self.linears)
-            and all(map(self._can_read, self.operations))
-        )
-
-    def _can_read(self, operation: Operation) -> bool:
-        wide = set(map(id, operation.wide()))
-        return all(
-            is_plain_of(tensor, torch.float32 if id(tensor) in wide else self.dtype) for tensor in operation.tensors()
+            and all(operation.is_plain(dtype) for operation in self.operations)
         )
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "Program":

@@ -81,7 +81,7 @@ static void fill_tiles(const T* x, long rows, long inputs, long step, Ints* tile
 // Whether the unit multiplies with this matrix.
 template <class T>
 static INLINE bool takes_tiles(const Matrix<T>& matrix, long inputs) {
-    return inputs % DEPTH == 0 && (sizeof(T) == 2 || matrix.whole || matrix.scales);
+    return inputs % DEPTH == 0 && (sizeof(T) == 2 || matrix.format == INDEXED || matrix.format == BYTES);
 }
 
 // DEPTH weights of a row, from input i on, as pairs of bf16 numbers.
@@ -106,7 +106,7 @@ static INLINE Ints pairs_of(const Weight* row, const Matrix<typename By::Number>
 template <class T>
 static INLINE void put_row(const Matrix<T>& matrix, Floats sums, long row, long first, long count) {
     T* const to = matrix.out + row * matrix.outputs + first;
-    const bool is_biased = matrix.bias && !matrix.scales;
+    const bool is_biased = matrix.bias && matrix.format != BYTES;
     if (count == SIDE) {
         if (is_biased) {
             T bias[SIDE];
@@ -290,11 +290,11 @@ static void multiply_in_columns(long rows, const Ints* x, const Matrix<typename 
                                 long begin, long end) {
     auto some = multiply_tiles<By, int8_t>;
     if constexpr (sizeof(typename By::Number) == 2) {
-        if (matrix.group_offsets)
+        if (matrix.format == CODES)
             some = multiply_tiles<By, Codes>;
-        else if (matrix.group_scales)
+        else if (matrix.format == GROUPED)
             some = multiply_tiles<By, Grouped>;
-        else if (!matrix.scales)
+        else if (matrix.format == FLOATS)
             some = multiply_tiles<By, typename By::Number>;
     }
     some(rows, x, matrix, inputs, begin, end);

@@ -114,7 +114,7 @@ class FusedRunner(EagerRunner):
         packs: bool | Literal["auto"] = False,
         passes: SharedPasses | None = None,
     ):
-        """packs: `LookaheadConfig.pack_weights`. passes: where calls meet that share passes; None: this one does not."""
+        """packs: `LookaheadConfig.pack_weights`. passes: where calls meet that share passes, if any."""
         super().__init__(model, adapter, hidden_states)
         self._passes, self.number = passes, -1
         self.wants: object = (hidden_states, adapter)

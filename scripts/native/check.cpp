@@ -58,7 +58,7 @@ static void check_products(Multiply multiply, long (*room_for)(long, long), long
     const auto bias = random_numbers<T>(outputs);
     std::vector<T> out(rows * outputs);
     std::vector<char> room(room_for(rows, inputs) + 64);
-    const Matrix<T> matrix = {weights.data(), nullptr, nullptr, nullptr, bias.data(), out.data(), outputs, inputs, nullptr};
+    const Matrix<T> matrix = {weights.data(), nullptr, nullptr, nullptr, bias.data(), out.data(), outputs, inputs, nullptr, FLOATS};
     multiply(x.data(), &matrix, 1, rows, inputs, aligned(room), 1);
     for (long row = 0; row < rows; row++)
         for (long o = 0; o < outputs; o++) {

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lookahead.compat import global_hooks, has_own_call, registered_experts
+from lookahead.compat import gguf_class, gguf_name, global_hooks, has_own_call, registered_experts
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
-from lookahead.cpu.products import DecodingLinear, Linear
+from lookahead.cpu.products import DecodingLinear, Format, Linear
 from lookahead.cpu.program import Program
 from lookahead.models.origin import is_defined, is_own
 
@@ -129,17 +129,25 @@ class Page:
         """Return the tensors of a linear layer."""
         if type(module) is Conv1D:
             return Linear(self._check(module).weight.detach().T, None, module.bias)
+        if type(module) is gguf_class("GgufLinear"):
+            if module.input_permutation is not None:
+                raise UnknownModelError("the inputs of a layer in blocks of GGUF are permuted")
+            return Linear(self._check(module).weight, None, module.bias, blocks=self._blocks(module.ggml_type))
         return Linear.of(self._plain(module, nn.Linear, DecodingLinear))
+
+    def _blocks(self, ggml_type: int) -> Format:
+        """The form of blocks of GGUF of this type."""
+        name = gguf_name(ggml_type)
+        if name not in Format.__members__:
+            raise UnknownModelError(f"its weights are in {name}, a form of GGUF that our kernels do not read")
+        return Format[name]
 
     def parts(self, module: Any, *widths: int) -> list[Linear]:
         """Return the outputs of a linear layer in parts of these widths, and what is left, as layers of their own."""
         joined, ends = self.linear(module), [0]
         for width in widths:
             ends.append(ends[-1] + width)
-        return [
-            Linear(*(None if field is None else field[begin:end] for field in joined))  # type: ignore[arg-type]
-            for begin, end in pairwise([*ends, joined.outputs])
-        ]
+        return [joined.part(begin, end) for begin, end in pairwise([*ends, joined.outputs])]
 
     def _plain(self, module: Any, *classes: type) -> Any:
         if type(module) not in classes:
@@ -157,6 +165,9 @@ class Page:
         """suffix: of the family's own class, if it has one. positions: an embedding of these, which may have an
         ``offset`` that is added to them.
         """
+        if type(module) is gguf_class("GgufEmbedding") and not suffix and positions is None:
+            width, form = self._check(module).embedding_dim, self._blocks(module.ggml_type)
+            return self._add(op.Embed(Value(width), module.weight, factor, format=form))
         embedding = self.own(module, suffix) if suffix else self._plain(module, nn.Embedding)
         for one in (embedding, positions):
             if one is not None and one.max_norm is not None:
@@ -232,11 +243,16 @@ class Page:
 
     def experts(self, x: Value, router: Any, experts: Any, adds_to_one: bool, rounds: bool = True) -> Value:
         """rounds: whether weights of experts are rounded."""
-        self.own(router, "TopKRouter"), self.own(experts, "Experts")
+        self.own(router, "TopKRouter")
+        forms: list[Format | None] = [None, None]
+        if type(experts) is gguf_class("GgufExperts"):
+            forms = [self._blocks(kind) for kind in (self._check(experts).gate_up_type, experts.down_type)]
+        else:
+            self.own(experts, "Experts")
         both, back = experts.gate_up_proj.detach(), experts.down_proj.detach()
         of = [Linear(router.weight)]
         for pair in zip(both, back, strict=True):
-            of += map(Linear, pair)
+            of += [Linear(weight, blocks=form) for weight, form in zip(pair, forms, strict=True)]
         activation = self._activation(experts.act_fn)
         return self._add(op.Experts(x, Value(x.width), tuple(of), router.top_k, activation, adds_to_one, rounds))
 

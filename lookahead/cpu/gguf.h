@@ -1,0 +1,137 @@
+// The blocks of GGUF files, which the kernels read as they are. A weight is a small whole number times the scale of its
+// group, plus an offset in some formats. Scales have few digits, so the products are exact: a weight is rounded as if it
+// had been unpacked before.
+
+#pragma once
+
+#include "weights.h"
+
+namespace gguf {
+using namespace products;
+
+// The number that two bytes hold in IEEE's half precision.
+static INLINE float half(const uint8_t* x) {
+    uint16_t bits;
+    memcpy(&bits, x, sizeof bits);
+    const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits & 0x7c00, others = (bits & 0x7fffu) << 13;
+    const bool is_small = exponent == 0;  // below the smallest power of two that an exponent can say
+    uint32_t wide = others + ((exponent == 0x7c00 ? 255 - 31 : 127 - 15 + is_small) << 23) ;
+    float y;
+    memcpy(&y, &wide, sizeof y);
+    if (is_small) y -= 0x1p-14f;
+    memcpy(&wide, &y, sizeof y);
+    wide |= sign;
+    memcpy(&y, &wide, sizeof y);
+    return y;
+}
+
+// L bytes without a sign, as integers.
+static INLINE Ints widened(const uint8_t* x) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)x));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)x));
+#else
+    return products::widened((const int8_t*)x) & 255;
+#endif
+}
+
+// What all formats have: so many weights in so many bytes, and scales of so many weights each.
+template <long WEIGHTS, long BYTES_, long GROUP_>
+struct Shape {
+    static constexpr long SIZE = WEIGHTS, BYTES = BYTES_, GROUP = GROUP_;
+    struct Scales {
+        float scale[SIZE / GROUP], offset[SIZE / GROUP];
+        INLINE Floats weights(Ints numbers, long i) const {
+            const Floats exact = __builtin_convertvector(numbers, Floats);
+            return exact * scale[i / GROUP] + offset[i / GROUP];
+        }
+    };
+};
+
+// Of each format: `read` finds the scales of a block, `weights` L weights of it, from weight i on.
+struct Q4_0 : Shape<32, 18, 32> {
+    static INLINE Scales read(const uint8_t* block) {
+        const float scale = half(block);
+        return {{scale}, {-8 * scale}};
+    }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        return scales.weights(widened(block + 2 + i % 16) >> int(i / 16 * 4) & 15, i);
+    }
+};
+
+struct Q4_1 : Shape<32, 20, 32> {
+    static INLINE Scales read(const uint8_t* block) { return {{half(block)}, {half(block + 2)}}; }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        return scales.weights(widened(block + 4 + i % 16) >> int(i / 16 * 4) & 15, i);
+    }
+};
+
+struct Q8_0 : Shape<32, 34, 32> {
+    static INLINE Scales read(const uint8_t* block) { return {{half(block)}, {0}}; }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        return __builtin_convertvector(products::widened((const int8_t*)block + 2 + i), Floats) * scales.scale[0];
+    }
+};
+
+// The scales and offsets of Q4_K and Q5_K: of each group a number of 6 bits, times one of the block.
+template <class Scales>
+static INLINE Scales scales_of_k(const uint8_t* block) {
+    uint32_t first[3], numbers[4];
+    memcpy(first, block + 4, sizeof first);
+    numbers[0] = first[0] & 0x3f3f3f3f, numbers[2] = first[1] & 0x3f3f3f3f;
+    numbers[1] = (first[2] & 0x0f0f0f0f) | (first[0] >> 2 & 0x30303030);
+    numbers[3] = (first[2] >> 4 & 0x0f0f0f0f) | (first[1] >> 2 & 0x30303030);
+    uint8_t bytes[16];
+    memcpy(bytes, numbers, sizeof bytes);
+    const float scale = half(block), offset = -half(block + 2);
+    Scales found;
+    UNROLL for (int j = 0; j < 8; j++) found.scale[j] = scale * bytes[j], found.offset[j] = offset * bytes[8 + j];
+    return found;
+}
+
+struct Q4_K : Shape<256, 144, 32> {
+    static INLINE Scales read(const uint8_t* block) { return scales_of_k<Scales>(block); }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        return scales.weights(widened(block + 16 + i / 64 * 32 + i % 32) >> int(i % 64 / 32 * 4) & 15, i);
+    }
+};
+
+struct Q5_K : Shape<256, 176, 32> {
+    static INLINE Scales read(const uint8_t* block) { return scales_of_k<Scales>(block); }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        const Ints lower = widened(block + 48 + i / 64 * 32 + i % 32) >> int(i % 64 / 32 * 4) & 15;
+        const Ints upper = widened(block + 16 + i % 32) >> int(i / 32) & 1;
+        return scales.weights(lower | upper << 4, i);
+    }
+};
+
+struct Q6_K : Shape<256, 210, 16> {
+    static INLINE Scales read(const uint8_t* block) {
+        const float scale = half(block + 208);
+        Scales found;
+        UNROLL for (int j = 0; j < 16; j++)
+            found.scale[j] = scale * ((const int8_t*)block)[192 + j], found.offset[j] = 0;
+        return found;
+    }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        const Ints lower = widened(block + i / 128 * 64 + i % 64) >> int(i % 128 / 64 * 4) & 15;
+        const Ints upper = widened(block + 128 + i / 128 * 32 + i % 32) >> int(i % 128 / 32 * 2) & 3;
+        return __builtin_convertvector((lower | upper << 4) - 32, Floats) * scales.scale[i / 16];
+    }
+};
+
+template <class Weight>
+constexpr bool IS_BLOCK = std::is_same_v<Weight, Q4_0> || std::is_same_v<Weight, Q4_1> || std::is_same_v<Weight, Q8_0> ||
+                          std::is_same_v<Weight, Q4_K> || std::is_same_v<Weight, Q5_K> || std::is_same_v<Weight, Q6_K>;
+
+// Unpack n weights of a row.
+template <class Block>
+static void unpack(const uint8_t* row, long n, float* to) {
+    for (; n > 0; n -= Block::SIZE, row += Block::BYTES) {
+        const auto scales = Block::read(row);
+        for (long i = 0; i < Block::SIZE; i += L, to += L) *(Unaligned<Floats>*)to = Block::weights(row, i, scales);
+    }
+}
+
+}  // namespace gguf
