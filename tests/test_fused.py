@@ -50,16 +50,19 @@ def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
 
 
 FAMILIES = [
-    "llama", "mistral", "ministral", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2",
-    "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2",
-    "arcee", "nemotron", "phi", "stablelm", "starcoder2", "opt", "gpt2", "gpt_neox", "falcon", "mixtral", "qwen2_moe",
-    "qwen3_moe", "olmoe", "granitemoe",
+    "llama", "mistral", "ministral", "ministral3", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite",
+    "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "vaultgemma", "glm",
+    "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee", "nemotron", "jais2", "hunyuan_v1_dense", "phi",
+    "stablelm", "starcoder2", "opt", "gpt2", "gpt_neox", "falcon", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
+    "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe",
+    "hy_v3", "minimax_m2", "ernie4_5_moe",
 ]  # fmt: skip
 
 # torch multiplies with their experts, in an order of its own
-MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"}
+MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
 TRANSPOSED = {"gpt2"}  # a copy of their weights must be made, for which torch multiplies with the original
-OTHERWISE = {"gemma2", "falcon"}  # their own code does not use our attention, nor, in Falcon, our products
+# The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart.
+OTHERWISE = {"gemma2", "vaultgemma", "falcon", "ministral3"}
 # these know no other width
 AS_WIDE_AS_HEADS = {
     "gpt2", "gpt_neox", "falcon", "qwen2_moe", "helium", "opt", "phi", "stablelm", "olmoe", "granitemoe",
@@ -74,6 +77,10 @@ VARIANTS = [
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     ("gemma3_text", {"final_logit_softcapping": 2.0}),
     ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True}),
+    ("hyperclovax", {"use_post_norm": False}),
+    ("glm4_moe", {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
+    ("granitemoeshared", {"shared_intermediate_size": 0}),
 ]
 """Of families whose settings change what is computed."""
 

@@ -230,15 +230,32 @@ class Page:
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))
 
-    def experts(self, x: Value, router: Any, experts: Any, adds_to_one: bool, rounds: bool = True) -> Value:
-        """rounds: whether weights of experts are rounded."""
-        self.own(router, "TopKRouter"), self.own(experts, "Experts")
+    def experts(
+        self,
+        x: Value,
+        router: Any,
+        experts: Any,
+        adds_to_one: bool,
+        rounds: bool = True,
+        suffix: str = "TopKRouter",
+        in_float32: bool = False,
+        weight: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
+        **settings: Any,
+    ) -> Value:
+        """rounds: whether weights of experts are rounded. suffix: of the router's class. in_float32: whether it
+        computes in float32. weight: the router's, if that is not its own. settings: further ones of `Experts`.
+        """
+        self.own(router, suffix), self.own(experts, "Experts")
+        weight = router.weight if weight is None else weight
         both, back = experts.gate_up_proj.detach(), experts.down_proj.detach()
-        of = [Linear(router.weight)]
+        of = [] if in_float32 else [Linear(weight)]
         for pair in zip(both, back, strict=True):
             of += map(Linear, pair)
-        activation = self._activation(experts.act_fn)
-        return self._add(op.Experts(x, Value(x.width), tuple(of), router.top_k, activation, adds_to_one, rounds))
+        settings |= {"router": weight.float() if in_float32 else None}
+        settings |= {"correction": None if correction is None else correction.float().flatten()}
+        fields = tuple(of), router.top_k, self._activation(experts.act_fn), adds_to_one, rounds
+        return self._add(op.Experts(x, Value(x.width), *fields, **settings))
 
     def weigh(self, x: Value, by: Value) -> Value:
         return self._add(op.Weigh(x, Value(x.width), by))
