@@ -55,12 +55,12 @@ FAMILIES = [
     "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee", "nemotron", "jais2", "hunyuan_v1_dense", "phi",
     "stablelm", "starcoder2", "opt", "gpt2", "gpt_neox", "falcon", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
     "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe",
-    "hy_v3", "minimax_m2", "ernie4_5_moe",
+    "hy_v3", "minimax_m2", "ernie4_5_moe", "gpt_oss",
 ]  # fmt: skip
 
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
-TRANSPOSED = {"gpt2"}  # a copy of their weights must be made, for which torch multiplies with the original
+TRANSPOSED = {"gpt2", "gpt_oss"}  # a copy of their weights must be made, for which torch multiplies with the original
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart.
 OTHERWISE = {"gemma2", "vaultgemma", "falcon", "ministral3"}
 # these know no other width
@@ -81,6 +81,7 @@ VARIANTS = [
     ("glm4_moe", {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
     ("granitemoeshared", {"shared_intermediate_size": 0}),
+    ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
 ]
 """Of families whose settings change what is computed."""
 
@@ -182,7 +183,7 @@ def sharp_model(family, heads, window, dtype):
 
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
-    family=st.sampled_from(["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3"]),
+    family=st.sampled_from(["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_oss"]),
     heads=st.sampled_from([(4, 4, 16), (6, 3, 32), (3, 3, 64)]),
     window=st.sampled_from([20, 100, 300]),
     held=st.integers(1, 700) | st.sampled_from([60, 64, 127, 128, 192, 255, 256, 320, 4100]),
@@ -198,7 +199,7 @@ def test_guesses_do_not_change_a_bit(family, heads, window, held, rows, breadth,
     """The logits of a row of a tree are those that passes over one token give along its path."""
     note(f"{family=} {heads=} {window=} {held=} {rows=} {breadth=} {window_rows=} {threads=} {dtype=} {seed=}")
     model, adapter = sharp_model(family, heads, window, dtype)
-    runner, rng = FusedRunner(model, adapter), np.random.default_rng(seed)
+    runner, rng = FusedRunner(model, adapter, packs=family in TRANSPOSED), np.random.default_rng(seed)
     prompt = torch.from_numpy(rng.integers(3, 97, (1, held)))
     parents = [int(rng.integers(max(-1, row - breadth), row)) for row in range(rows)]
     tree = GuessTree.of(rng.permutation(np.arange(1000))[:rows].tolist(), parents, Source.TEXT)

@@ -47,7 +47,10 @@ SETTINGS = {
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {**HEAD, **EXPERTS, "decoder_sparse_step": 1},
-    "gpt_oss": {**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        **{**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "attn_implementation": "eager",
+    },
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "bloom": {"n_layer": 2, "n_head": 4},
     "mpt": {

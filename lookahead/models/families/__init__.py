@@ -16,6 +16,7 @@ from lookahead.models.families.gemma import Gemma, Gemma2, Gemma3, VaultGemma
 from lookahead.models.families.glm import Ernie4_5, Glm, Glm4, Helium
 from lookahead.models.families.gpt2 import GPT2
 from lookahead.models.families.gpt_neox import GPTNeoX
+from lookahead.models.families.gpt_oss import GptOss
 from lookahead.models.families.granite import Granite, HyperCLOVAX
 from lookahead.models.families.hunyuan import HunYuanDenseV1, HunYuanMoEV1
 from lookahead.models.families.llama import Cwm, Llama, Ministral, Ministral3, Mistral, SeedOss, SmolLM3
@@ -35,7 +36,7 @@ PAGES: dict[str, type[Page]] = {
         Olmo2, Olmo3, Exaone4, Gemma, Gemma2, Gemma3, VaultGemma, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2, Arcee,
         Nemotron, Jais2, HunYuanDenseV1, Phi, StableLm, Starcoder2, OPT, GPT2, GPTNeoX, Falcon, Mixtral, Qwen2Moe,
         Qwen3Moe, Olmoe, FlexOlmo, GraniteMoe, GraniteMoeShared, HunYuanMoEV1, Glm4Moe, SolarOpen, Dots1, ExaoneMoe,
-        HYV3, MiniMaxM2, Ernie4_5_Moe,
+        HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss,
     )
 }  # fmt: skip
 

@@ -248,14 +248,21 @@ class Page:
         """
         self.own(router, suffix), self.own(experts, "Experts")
         weight = router.weight if weight is None else weight
-        both, back = experts.gate_up_proj.detach(), experts.down_proj.detach()
-        of = [] if in_float32 else [Linear(weight)]
-        for pair in zip(both, back, strict=True):
-            of += map(Linear, pair)
+        of = [] if in_float32 else [Linear(weight, None, getattr(router, "bias", None))]
+        for both, back in zip(self._of_each(experts, "gate_up_proj"), self._of_each(experts, "down_proj"), strict=True):
+            of += both, back
         settings |= {"router": weight.float() if in_float32 else None}
         settings |= {"correction": None if correction is None else correction.float().flatten()}
-        fields = tuple(of), router.top_k, self._activation(experts.act_fn), adds_to_one, rounds
+        activation: op.Activation = "silu" if "limit" in settings else self._activation(experts.act_fn)
+        fields = tuple(of), router.top_k, activation, adds_to_one, rounds
         return self._add(op.Experts(x, Value(x.width), *fields, **settings))
+
+    def _of_each(self, experts: Any, name: str) -> list[Linear]:
+        """A linear layer of each expert. Where they have biases, their weights lie transposed."""
+        weights, biases = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
+        if biases is None:
+            return list(map(Linear, weights))
+        return [Linear(weight.T, None, bias) for weight, bias in zip(weights, biases.detach(), strict=True)]
 
     def weigh(self, x: Value, by: Value) -> Value:
         return self._add(op.Weigh(x, Value(x.width), by))
