@@ -53,9 +53,9 @@ FAMILIES = [
     "llama", "mistral", "ministral", "ministral3", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite",
     "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "vaultgemma", "glm",
     "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee", "nemotron", "jais2", "hunyuan_v1_dense", "phi",
-    "stablelm", "starcoder2", "opt", "gpt2", "gpt_neox", "falcon", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
-    "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe",
-    "hy_v3", "minimax_m2", "ernie4_5_moe", "gpt_oss",
+    "stablelm", "starcoder2", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "mixtral", "mellum",
+    "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe",
+    "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "gpt_oss",
 ]  # fmt: skip
 
 # torch multiplies with their experts, in an order of its own
@@ -65,7 +65,8 @@ TRANSPOSED = {"gpt2", "gpt_oss"}  # a copy of their weights must be made, for wh
 OTHERWISE = {"gemma2", "vaultgemma", "falcon", "ministral3"}
 # these know no other width
 AS_WIDE_AS_HEADS = {
-    "gpt2", "gpt_neox", "falcon", "qwen2_moe", "helium", "opt", "phi", "stablelm", "olmoe", "granitemoe",
+    "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium", "opt", "phi", "stablelm", "olmoe",
+    "granitemoe",
 }  # fmt: skip
 VARIANTS = [
     ("falcon", {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
@@ -78,6 +79,8 @@ VARIANTS = [
     ("gemma3_text", {"final_logit_softcapping": 2.0}),
     ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True}),
     ("hyperclovax", {"use_post_norm": False}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("persimmon", {"qk_layernorm": False}),
     ("glm4_moe", {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
     ("granitemoeshared", {"shared_intermediate_size": 0}),
@@ -92,7 +95,7 @@ def sizes(family, width, intermediate, size, heads=4):
         return {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": intermediate}
     if family == "falcon":
         return {"hidden_size": width, "ffn_hidden_size": intermediate}
-    if family == "gpt2":
+    if family in ("gpt2", "gpt_bigcode"):
         return {"n_embd": width, "hidden_size": width, "n_inner": intermediate}
     size = width // heads if family in AS_WIDE_AS_HEADS else size
     return {"hidden_size": width, "intermediate_size": intermediate, "head_dim": size}

@@ -96,6 +96,8 @@ ALIKE = {
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
     "olmo": {},
+    "persimmon": {},
+    "mellum": {**HEAD, **MIXED, **EXPERTS, "mlp_layer_types": ["dense", "sparse"]},
     "ministral3": {
         **HEAD,
         "sliding_window": WINDOW,

@@ -14,13 +14,22 @@ from lookahead.models.families.exaone import Exaone4
 from lookahead.models.families.falcon import Falcon
 from lookahead.models.families.gemma import Gemma, Gemma2, Gemma3, VaultGemma
 from lookahead.models.families.glm import Ernie4_5, Glm, Glm4, Helium
-from lookahead.models.families.gpt2 import GPT2
-from lookahead.models.families.gpt_neox import GPTNeoX
+from lookahead.models.families.gpt2 import GPT2, GPTBigCode
+from lookahead.models.families.gpt_neox import GPTNeoX, Persimmon
 from lookahead.models.families.gpt_oss import GptOss
 from lookahead.models.families.granite import Granite, HyperCLOVAX
 from lookahead.models.families.hunyuan import HunYuanDenseV1, HunYuanMoEV1
 from lookahead.models.families.llama import Cwm, Llama, Ministral, Ministral3, Mistral, SeedOss, SmolLM3
-from lookahead.models.families.mixtral import FlexOlmo, GraniteMoe, GraniteMoeShared, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe
+from lookahead.models.families.mixtral import (
+    FlexOlmo,
+    GraniteMoe,
+    GraniteMoeShared,
+    Mellum,
+    Mixtral,
+    Olmoe,
+    Qwen2Moe,
+    Qwen3Moe,
+)
 from lookahead.models.families.nemotron import Arcee, Jais2, Nemotron
 from lookahead.models.families.olmo import Olmo, Olmo2, Olmo3
 from lookahead.models.families.opt import OPT
@@ -34,7 +43,8 @@ PAGES: dict[str, type[Page]] = {
     for page in (
         Llama, Mistral, Ministral, Ministral3, Cwm, SeedOss, SmolLM3, Qwen2, Qwen3, Phi3, Granite, HyperCLOVAX, Olmo,
         Olmo2, Olmo3, Exaone4, Gemma, Gemma2, Gemma3, VaultGemma, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2, Arcee,
-        Nemotron, Jais2, HunYuanDenseV1, Phi, StableLm, Starcoder2, OPT, GPT2, GPTNeoX, Falcon, Mixtral, Qwen2Moe,
+        Nemotron, Jais2, HunYuanDenseV1, Phi, StableLm, Starcoder2, OPT, GPT2, GPTBigCode, GPTNeoX, Persimmon,
+        Falcon, Mixtral, Mellum, Qwen2Moe,
         Qwen3Moe, Olmoe, FlexOlmo, GraniteMoe, GraniteMoeShared, HunYuanMoEV1, Glm4Moe, SolarOpen, Dots1, ExaoneMoe,
         HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss,
     )

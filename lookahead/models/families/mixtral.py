@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, FlexOlmo and Granite-MoE."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum, OLMoE, FlexOlmo and Granite-MoE."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from lookahead.cpu.operations import Value
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Llama, Mistral
 from lookahead.models.families.olmo import Olmo2
-from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.page import Slides, UnknownModelError
 from lookahead.models.families.qwen import Qwen2, Qwen3
 
 
@@ -19,13 +19,17 @@ class Mixtral(Mistral):
 
 
 class Qwen3Moe(Qwen3):
-    slides = "always"
+    slides: Slides = "always"
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         if not hasattr(mlp, "experts"):  # some layers have a usual MLP
             return super().mlp(x, mlp)
         self.own(mlp, "SparseMoeBlock")
         return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
+
+
+class Mellum(Qwen3Moe):
+    slides = "by type"
 
 
 class Qwen2Moe(Qwen2):
