@@ -21,6 +21,11 @@ COMMON = {
 }
 HEAD = {"head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GROUPED = {
+    **{"n_routed_experts": 8, "num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4},
+    **{"topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    "routed_scaling_factor": 2.5,
+}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48, "vocab_size": VOCABULARY}
 
@@ -30,7 +35,7 @@ SETTINGS = {
     "qwen2": {},
     "qwen3": HEAD,
     "gemma": HEAD,
-    "gemma2": {**HEAD, **MIXED, "query_pre_attn_scalar": 8},
+    "gemma2": {**HEAD, **MIXED, "query_pre_attn_scalar": 8, "attn_implementation": "eager"},
     "gemma3_text": {**HEAD, **MIXED, "query_pre_attn_scalar": 8},
     "gpt2": GPT,
     "gpt_neox": {"rotary_pct": 0.5},
@@ -42,7 +47,10 @@ SETTINGS = {
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {**HEAD, **EXPERTS, "decoder_sparse_step": 1},
-    "gpt_oss": {**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        **{**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "attn_implementation": "eager",
+    },
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "bloom": {"n_layer": 2, "n_head": 4},
     "mpt": {
@@ -85,6 +93,34 @@ ALIKE = {
     "nemotron": HEAD,
     "phi": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    "olmo": {},
+    "persimmon": {},
+    "mellum": {**HEAD, **MIXED, **EXPERTS, "mlp_layer_types": ["dense", "sparse"]},
+    "ministral3": {
+        **HEAD,
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.3},
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "hyperclovax": {**HEAD, "use_post_norm": True, "logits_scaling": 0.6, "residual_multiplier": 0.7},
+    "vaultgemma": {**HEAD, **MIXED, "query_pre_attn_scalar": 8, "attn_implementation": "eager"},
+    "jais2": HEAD,
+    "hunyuan_v1_dense": HEAD,
+    "hunyuan_v1_moe": {**HEAD, "num_experts": 4, "moe_topk": 2},
+    "glm4_moe": {**HEAD, **GROUPED, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    "solar_open": {**HEAD, **GROUPED},
+    "dots1": {**HEAD, **MIXED, **GROUPED},
+    "exaone_moe": {**HEAD, **MIXED, **GROUPED, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
+    "hy_v3": {**HEAD, **GROUPED, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
+    "minimax_m2": {**HEAD, **GROUPED},
+    "ernie4_5_moe": {
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
+        **{"moe_layer_start_index": 1, "moe_layer_end_index": 1},
+    },
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
@@ -101,5 +137,8 @@ def tiny_model(model_type: str, seed: int = 0, **settings):
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4)  # with the usual 0.02, all contexts look alike
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):  # it is zero at first
+                tensor.normal_(std=0.2)
     model.generation_config.pad_token_id = 2
     return model

@@ -67,6 +67,8 @@ constexpr int SPINS = 4096;
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, added, attended with, or of experts */             \
     FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
+    FIELD(double, limit)     /* of gates of experts, which then stand beside their numbers; or 0 */     \
+    FIELD(double, alpha)     /* of these */                                                             \
     FIELD(double, epsilon)   /* of a norm */                                                            \
     FIELD(double, offset)    /* added to the weights of a norm */
 
@@ -306,6 +308,17 @@ static void activate(const T* gate, const T* up, T* out, long n) {
     if (up) std::copy_n(up + i, n - i, last_up);
     activate<ACTIVATION>(last_gate, up ? last_up : nullptr, last);
     std::copy_n(last, n - i, out + i);
+}
+
+// n gates, each of which stands beside its number: all are bounded, and it rounds at each step, as gpt-oss does.
+template <class T>
+static void activate_bounded(const T* both, float alpha, float limit, T* out, long n) {
+    for (long i = 0; i < n; i++) {
+        const float gate = std::min(number(both[2 * i]), limit);
+        const float up = std::max(std::min(number(both[2 * i + 1]), limit), -limit);
+        const float share = rounded_to<T>(1 / (1 + std::exp(-rounded_to<T>(gate * alpha))));
+        store(rounded_to<T>(up + 1) * rounded_to<T>(gate * share), out + i);
+    }
 }
 
 // Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near; and where it
@@ -708,6 +721,12 @@ struct Thread {
             for (long i = 0; i < rows; i++) std::copy_n(x + choices[first + i].row * width, width, gathered + i * width);
             const Matrix<T>& both = router[1 + 2 * e].matrix;  // gates, then what they are multiplied with
             const Input<By> input = prepare(gathered, rows, width, router + 1 + 2 * e, 1);
+            if (of.limit) {
+                multiply(input, both.part(2 * begin, 2 * n, width, halves), 0, 2 * n, nullptr);
+                for (long i = 0; i < rows; i++)
+                    activate_bounded(halves + i * 2 * n, of.alpha, of.limit, gated + (first + i) * inner + begin, n);
+                continue;
+            }
             T* const ups = halves + rows * n;
             multiply(input, both.part(begin, n, width, halves), 0, n, both.at(inner + begin, width));
             multiply(input, both.part(inner + begin, n, width, ups), 0, n, nullptr);

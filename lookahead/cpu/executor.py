@@ -378,8 +378,11 @@ class Executor:
                     kept += [np.array(matrices, np.int64), np.array(temporary, np.int64)]
                     settings = {"width": x.width, "products": kept[-2].ctypes.data, "count": len(matrices)}
                     settings |= {"temporary": kept[-1].ctypes.data, "activation": activations[activation.upper()]}
-                    names = "top_k", "adds_to_one", "rounds_weights", "is_sigmoid", "factor", "groups", "top_groups"
-                    settings |= {name: getattr(operation, name) for name in (*names, "correction", "router")}
+                    copied = (
+                        *("top_k", "adds_to_one", "rounds_weights", "is_sigmoid", "factor", "groups", "top_groups"),
+                        *("limit", "alpha", "correction", "router"),
+                    )
+                    settings |= {name: getattr(operation, name) for name in copied}
                     multiplying = -1  # which weights come first, only the pass itself finds
                 case op.Products(x) | op.Logits(x):
                     outs = [numbers[buffers.of[out]] for out in operation.written()] or [-1]

@@ -233,7 +233,9 @@ class Experts(Operation):
     of experts. correction: float32 [experts], added to the weights by which experts are chosen (Wang et al. 2024, arXiv
     2408.15664). groups: experts are divided into so many; of these, `top_groups` are left whose two best experts add up
     to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in float32,
-    [experts, width], whose products are not rounded; then there is none in `of`.
+    [experts, width], whose products are not rounded; then there is none in `of`. limit: unless it is 0, a gate stands
+    beside its number, and the two become (number + 1) * gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv
+    2508.10925).
     """
 
     x: Value
@@ -247,6 +249,8 @@ class Experts(Operation):
     factor: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    limit: float = 0.0
+    alpha: float = 1.0
     correction: torch.Tensor | None = None
     router: torch.Tensor | None = None
 

@@ -77,6 +77,11 @@ class Reference:
         z = rounded(math.sqrt(2 / math.pi) * rounded(x + rounded(0.044715 * rounded(rounded(x * x) * x))))
         return rounded(0.5 * x) * rounded(1 + rounded(z.tanh()))
 
+    def clipped(self, both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        rounded = self.rounded
+        gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+        return rounded(rounded(up + 1) * rounded(gate * rounded(rounded(gate * alpha).sigmoid())))
+
     @singledispatchmethod
     def computed(self, operation: op.Operation) -> torch.Tensor | None:
         raise NotImplementedError(type(operation).__name__)
@@ -169,8 +174,12 @@ class Reference:
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             row, place = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = self.product(of[2 * expert], x[row]).chunk(2, dim=-1)
-            inner = self.rounded(self.activated(gate, experts.activation) * up)
+            both = self.product(of[2 * expert], x[row])
+            if experts.limit:
+                inner = self.clipped(both, experts.alpha, experts.limit)
+            else:
+                gate, up = both.chunk(2, dim=-1)
+                inner = self.rounded(self.activated(gate, experts.activation) * up)
             weighed = self.product(of[2 * expert + 1], inner) * weights[row, place, None]
             out[row] = self.rounded(out[row] + self.rounded(weighed))
         return out

@@ -216,6 +216,8 @@ class RandomProgram:
                     "groups": (groups := self.rng.choice([1, 2, 10])),
                     "top_groups": self.rng.randint(1, groups),
                 }
+            if self.rng.random() < 0.3:
+                settings |= {"limit": self.rng.choice([0.2, 7.0]), "alpha": 1.7}
             if self.rng.random() < 0.5:
                 settings["router"] = self.memory.copy(torch.randn(count, x.width) * x.width**-0.5)
                 of = []

@@ -1,17 +1,37 @@
 """The families of models whose passes are programs: a page for each, which reads like transformers' forward of it."""
 
 from lookahead.models.families.cohere import Cohere, Cohere2
+from lookahead.models.families.corrected import (
+    HYV3,
+    Dots1,
+    Ernie4_5_Moe,
+    ExaoneMoe,
+    Glm4Moe,
+    MiniMaxM2,
+    SolarOpen,
+)
 from lookahead.models.families.exaone import Exaone4
 from lookahead.models.families.falcon import Falcon
-from lookahead.models.families.gemma import Gemma, Gemma2, Gemma3
+from lookahead.models.families.gemma import Gemma, Gemma2, Gemma3, VaultGemma
 from lookahead.models.families.glm import Ernie4_5, Glm, Glm4, Helium
-from lookahead.models.families.gpt2 import GPT2
-from lookahead.models.families.gpt_neox import GPTNeoX
-from lookahead.models.families.granite import Granite
-from lookahead.models.families.llama import Cwm, Llama, Ministral, Mistral, SeedOss, SmolLM3
-from lookahead.models.families.mixtral import GraniteMoe, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe
-from lookahead.models.families.nemotron import Arcee, Nemotron
-from lookahead.models.families.olmo import Olmo2, Olmo3
+from lookahead.models.families.gpt2 import GPT2, GPTBigCode
+from lookahead.models.families.gpt_neox import GPTNeoX, Persimmon
+from lookahead.models.families.gpt_oss import GptOss
+from lookahead.models.families.granite import Granite, HyperCLOVAX
+from lookahead.models.families.hunyuan import HunYuanDenseV1, HunYuanMoEV1
+from lookahead.models.families.llama import Cwm, Llama, Ministral, Ministral3, Mistral, SeedOss, SmolLM3
+from lookahead.models.families.mixtral import (
+    FlexOlmo,
+    GraniteMoe,
+    GraniteMoeShared,
+    Mellum,
+    Mixtral,
+    Olmoe,
+    Qwen2Moe,
+    Qwen3Moe,
+)
+from lookahead.models.families.nemotron import Arcee, Jais2, Nemotron
+from lookahead.models.families.olmo import Olmo, Olmo2, Olmo3
 from lookahead.models.families.opt import OPT
 from lookahead.models.families.page import Page, UnknownModelError
 from lookahead.models.families.phi import Phi, StableLm, Starcoder2
@@ -21,10 +41,12 @@ from lookahead.models.families.qwen import Qwen2, Qwen3
 PAGES: dict[str, type[Page]] = {
     page.__name__ + page.suffix: page
     for page in (
-        Llama, Mistral, Ministral, Cwm, SeedOss, SmolLM3, Qwen2, Qwen3, Phi3, Granite, Olmo2, Olmo3, Exaone4, Gemma,
-        Gemma2, Gemma3, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2, Arcee, Nemotron, Phi, StableLm, Starcoder2, OPT,
-        GPT2, GPTNeoX,
-        Falcon, Mixtral, Qwen2Moe, Qwen3Moe, Olmoe, GraniteMoe,
+        Llama, Mistral, Ministral, Ministral3, Cwm, SeedOss, SmolLM3, Qwen2, Qwen3, Phi3, Granite, HyperCLOVAX, Olmo,
+        Olmo2, Olmo3, Exaone4, Gemma, Gemma2, Gemma3, VaultGemma, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2, Arcee,
+        Nemotron, Jais2, HunYuanDenseV1, Phi, StableLm, Starcoder2, OPT, GPT2, GPTBigCode, GPTNeoX, Persimmon,
+        Falcon, Mixtral, Mellum, Qwen2Moe,
+        Qwen3Moe, Olmoe, FlexOlmo, GraniteMoe, GraniteMoeShared, HunYuanMoEV1, Glm4Moe, SolarOpen, Dots1, ExaoneMoe,
+        HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss,
     )
 }  # fmt: skip
 

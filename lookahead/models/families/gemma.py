@@ -43,3 +43,9 @@ class Gemma3(Gemma2):
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
         return self.attend(q, k, v, attention)
+
+
+class VaultGemma(Gemma2):
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        x = self.add(x, self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name))
+        return self.add(x, self.mlp(self.norm(x, layer.pre_feedforward_layernorm), layer.mlp))

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, layer norms, an MLP without a gate. Its weights lie transposed."""
+"""GPT-2 (Radford et al. 2019), whose weights lie transposed, and GPT-BigCode, which has usual ones."""
 
 from typing import Any
 
@@ -41,3 +41,16 @@ class GPT2(Page):
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")
         return self.product(self.gate(self.product(x, mlp.c_fc), mlp.act), mlp.c_proj)
+
+
+class GPTBigCode(GPT2):
+    suffix = "ForCausalLM"
+
+    def attention(self, x: Value, attention: Any) -> Value:
+        size = self.own(attention, "Attention").head_dim
+        if attention.multi_query:
+            q, k, v = self.products(x, *self.parts(attention.c_attn, attention.embed_dim, size))
+        else:
+            joined = self.product(x, attention.c_attn)
+            q, k, v = (self.select(joined, size, group=3, first=i) for i in range(3))
+        return self.product(self.attend(q, k, v, attention, dropout="attn_dropout"), attention.c_proj)

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745): a head's query, key and value stand side by side."""
+"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745) and Persimmon: a head's query, key and value stand side by side."""
 
 from typing import Any
 
@@ -13,6 +13,8 @@ class GPTNeoX(Llama):
     attention_at = "attention"
     embedding_at = "embed_in"
     last_norm = "final_layer_norm"
+    head_size = "head_size"
+    """Its name in attention."""
     norm_class = nn.LayerNorm
     norms_are_centered = True
     turns_part = True
@@ -23,20 +25,44 @@ class GPTNeoX(Llama):
         return self.model.gpt_neox
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
-        attended = self.heads(self.norm(x, layer.input_layernorm), layer.attention, name)
+        attended = self.attention(self.norm(x, layer.input_layernorm), layer.attention, name)
         if layer.use_parallel_residual:
             more = self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp)
             return self.add(self.add(more, attended), x)
         x = self.add(attended, x)
         return self.add(self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp), x)
 
-    def heads(self, x: Value, attention: Any, name: str) -> Value:
-        size = self.own(attention, "Attention").head_size
+    def attention(self, x: Value, attention: Any, name: str) -> Value:
+        size = getattr(self.own(attention, "Attention"), self.head_size)
         joined = self.product(x, attention.query_key_value)
         q, k, v = (self.select(joined, size, group=3, first=i) for i in range(3))
-        q, k = self.rotary(q, size, name), self.rotary(k, size, name)
+        q, k = self.turned(q, k, attention, name)
         return self.product(self.attend(q, k, v, attention, size), attention.dense)
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return self.rotary(q, attention.head_size, name), self.rotary(k, attention.head_size, name)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")
         return self.product(self.gate(self.product(x, mlp.dense_h_to_4h), mlp.act), mlp.dense_4h_to_h)
+
+
+class Persimmon(GPTNeoX):
+    layer_class = "DecoderLayer"
+    attention_at = "self_attn"
+    embedding_at = "embed_tokens"
+    last_norm = "final_layernorm"
+    head_size = "head_dim"
+
+    @property
+    def inner(self) -> Any:
+        return self.model.model
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        return Llama.layer(self, x, layer, name)
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        if attention.qk_layernorm:
+            q = self.norm_heads(q, attention.q_layernorm, attention.head_dim)
+            k = self.norm_heads(k, attention.k_layernorm, attention.head_dim)
+        return Llama.turned(self, q, k, attention, name)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
 from lookahead.models.families.page import Page
@@ -83,6 +85,24 @@ class Mistral(Llama):
 
 class Ministral(Llama):
     slides = "by type"
+
+
+class Ministral3(Llama):
+    """Queries grow with their position, so that attention stays sharp in long texts: a factor of their tables."""
+
+    slides = "always"
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return self.rotary(q, attention.head_dim, "queries"), self.rotary(k, attention.head_dim, name)
+
+    def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
+        tables = super().rotary_tables(like, positions, "")
+        if name != "queries":
+            return tables
+        rope = self.inner.config.rope_parameters
+        steps = torch.floor(positions[0] / rope["original_max_position_embeddings"])
+        factors = (1 + rope["llama_4_scaling_beta"] * torch.log(1 + steps)).to(like.dtype)
+        return [table.float() * factors[:, None] for table in tables]
 
 
 class Cwm(Llama):

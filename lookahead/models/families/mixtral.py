@@ -1,11 +1,12 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and Granite-MoE."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum, OLMoE, FlexOlmo and Granite-MoE."""
 
 from typing import Any
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Llama, Mistral
-from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.olmo import Olmo2
+from lookahead.models.families.page import Slides, UnknownModelError
 from lookahead.models.families.qwen import Qwen2, Qwen3
 
 
@@ -18,13 +19,17 @@ class Mixtral(Mistral):
 
 
 class Qwen3Moe(Qwen3):
-    slides = "always"
+    slides: Slides = "always"
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         if not hasattr(mlp, "experts"):  # some layers have a usual MLP
             return super().mlp(x, mlp)
         self.own(mlp, "SparseMoeBlock")
         return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
+
+
+class Mellum(Qwen3Moe):
+    slides = "by type"
 
 
 class Qwen2Moe(Qwen2):
@@ -51,3 +56,19 @@ class GraniteMoe(Granite):
     def feed_forward(self, x: Value, layer: Any) -> Value:
         moe = self.own(layer.block_sparse_moe, "MoE")
         return self.experts(x, moe.router, moe.experts, adds_to_one=True)
+
+
+class GraniteMoeShared(GraniteMoe):
+    def feed_forward(self, x: Value, layer: Any) -> Value:
+        mixed = super().feed_forward(x, layer)
+        if layer.shared_mlp is None:
+            return mixed
+        mlp = self.own(layer.shared_mlp, "MLP")
+        gate, up = self.products(x, *self.parts(mlp.input_linear, mlp.input_linear.out_features // 2))
+        return self.add(mixed, self.product(self.gate(gate, mlp.activation, up), mlp.output_linear))
+
+
+class FlexOlmo(Olmo2):
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "SparseMoeBlock")
+        return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)

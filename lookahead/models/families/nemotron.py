@@ -1,6 +1,8 @@
-"""Nemotron and Arcee: an MLP without a gate. Nemotron's layer norms add 1 to their weights."""
+"""Nemotron, Arcee and Jais 2: an MLP without a gate. Nemotron's layer norms add 1 to their weights."""
 
 from typing import Any
+
+from torch import nn
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
@@ -17,3 +19,8 @@ class Nemotron(Arcee):
     norms_are_centered = True
     norm_offset = 1.0
     turns_part = True
+
+
+class Jais2(Arcee):
+    norm_class = nn.LayerNorm
+    norms_are_centered = True

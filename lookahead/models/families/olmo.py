@@ -1,9 +1,25 @@
-"""OLMo 2 and 3: norms stand behind attention and MLP, and queries and keys are normed, all heads together."""
+"""OLMo has norms without weights. In OLMo 2 and 3 they stand behind attention and MLP, and norm queries and keys."""
 
 from typing import Any
 
+from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
+from lookahead.models.families.page import UnknownModelError
+
+
+class Olmo(Llama):
+    rotary_rounds_once = True
+
+    def norm(self, x: Value, module: Any) -> Value:
+        if self.own(module, "LayerNorm").normalized_shape != (x.width,):
+            raise UnknownModelError("its norms have another width than what they norm")
+        return self._add(op.Norm(x, Value(x.width), None, 1e-5, is_centered=True, size=x.width))
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        if attention.config.clip_qkv is not None:
+            raise UnknownModelError("its queries and keys are clipped")
+        return super().turned(q, k, attention, name)
 
 
 class Olmo2(Llama):

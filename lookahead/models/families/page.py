@@ -241,20 +241,44 @@ class Page:
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))
 
-    def experts(self, x: Value, router: Any, experts: Any, adds_to_one: bool, rounds: bool = True) -> Value:
-        """rounds: whether weights of experts are rounded."""
-        self.own(router, "TopKRouter")
-        forms: list[Format | None] = [None, None]
-        if type(experts) is gguf_class("GgufExperts"):
-            forms = [self._blocks(kind) for kind in (self._check(experts).gate_up_type, experts.down_type)]
-        else:
+    def experts(
+        self,
+        x: Value,
+        router: Any,
+        experts: Any,
+        adds_to_one: bool,
+        rounds: bool = True,
+        suffix: str = "TopKRouter",
+        in_float32: bool = False,
+        weight: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
+        **settings: Any,
+    ) -> Value:
+        """rounds: whether weights of experts are rounded. suffix: of the router's class. in_float32: whether it
+        computes in float32. weight: the router's, if that is not its own. settings: further ones of `Experts`.
+        """
+        self.own(router, suffix)
+        if type(experts) is not gguf_class("GgufExperts"):
             self.own(experts, "Experts")
-        both, back = experts.gate_up_proj.detach(), experts.down_proj.detach()
-        of = [Linear(router.weight)]
-        for pair in zip(both, back, strict=True):
-            of += [Linear(weight, blocks=form) for weight, form in zip(pair, forms, strict=True)]
-        activation = self._activation(experts.act_fn)
-        return self._add(op.Experts(x, Value(x.width), tuple(of), router.top_k, activation, adds_to_one, rounds))
+        weight = router.weight if weight is None else weight
+        of = [] if in_float32 else [Linear(weight, None, getattr(router, "bias", None))]
+        for both, back in zip(self._of_each(experts, "gate_up_proj"), self._of_each(experts, "down_proj"), strict=True):
+            of += both, back
+        settings |= {"router": weight.float() if in_float32 else None}
+        settings |= {"correction": None if correction is None else correction.float().flatten()}
+        activation: op.Activation = "silu" if "limit" in settings else self._activation(experts.act_fn)
+        fields = tuple(of), router.top_k, activation, adds_to_one, rounds
+        return self._add(op.Experts(x, Value(x.width), *fields, **settings))
+
+    def _of_each(self, experts: Any, name: str) -> list[Linear]:
+        """A linear layer of each expert. Where they have biases, their weights lie transposed."""
+        weights, biases = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
+        if type(experts) is gguf_class("GgufExperts"):
+            form = self._blocks(getattr(self._check(experts), name.replace("_proj", "_type")))
+            return [Linear(weight, blocks=form) for weight in weights]
+        if biases is None:
+            return list(map(Linear, weights))
+        return [Linear(weight.T, None, bias) for weight, bias in zip(weights, biases.detach(), strict=True)]
 
     def weigh(self, x: Value, by: Value) -> Value:
         return self._add(op.Weigh(x, Value(x.width), by))

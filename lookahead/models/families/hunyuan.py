@@ -1,0 +1,24 @@
+"""Hunyuan: queries and keys are normed when they have turned. The mixture has a shared expert beside the others."""
+
+from typing import Any
+
+import torch
+
+from lookahead.cpu.operations import Value
+from lookahead.models.families.llama import Llama
+
+
+class HunYuanDenseV1(Llama):
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        q, k = super().turned(q, k, attention, name)
+        q = self.norm_heads(q, attention.query_layernorm, attention.head_dim)
+        return q, self.norm_heads(k, attention.key_layernorm, attention.head_dim)
+
+
+class HunYuanMoEV1(HunYuanDenseV1):
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        gate = self.own(mlp, "Moe").gate
+        router = self.linear(gate.wg).weight
+        in_float32 = router.dtype == torch.float32
+        mixed = self.experts(x, gate, mlp.experts, True, not in_float32, "Gate", in_float32, weight=router)
+        return self.add(mixed, super().mlp(x, mlp.shared_mlp))
