@@ -78,7 +78,7 @@ def run(
 
     draft_model: one more source of guesses.
     seeds: a seed for each sequence. It is then sampled as it would be alone after ``torch.manual_seed(seed)``, whatever
-        else is in the batch. No effect if the sequences go in step, or ``plain`` decodes.
+        else is in the batch. No effect if several sequences go in step, or ``plain`` decodes.
     """
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token_id")
@@ -162,7 +162,8 @@ def _rules(
     pad_token = compat.pad_token(generation) if pads else None
     settings = Settings(generation.do_sample, pad_token, *keeps, streamer)
     if not at_own_pace:
-        return [NextTokenRule(ids, processors, criteria, settings)], None
+        own_draws = torch.Generator(ids.device).manual_seed(seeds[0]) if seeds is not None and len(ids) == 1 else None
+        return [NextTokenRule(ids, processors, criteria, settings, own_draws)], None
     own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
     # Each sequence has draws of its own, so that they do not depend on how far the others get in a step.
     draws: Sequence[torch.Generator | RaceInBatch | None] = [None] * len(ids)

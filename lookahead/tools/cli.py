@@ -234,6 +234,8 @@ def chat(**options: Any) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
 @click.option("--cache-mb", type=click.IntRange(min=0), default=1024, show_default=True,
               help="Memory for earlier conversations, which are then not read again; 0: none.")  # fmt: skip
+@click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True,
+              help="Most requests that are decoded at once. They share passes.")  # fmt: skip
 def serve(host: str, port: int, **options: Any) -> None:
     """Serve a model to OpenAI's clients: transformers' server, with one pool for all requests.
 

@@ -13,8 +13,12 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any, TextIO
 
 import click
@@ -40,14 +44,17 @@ except ImportError as error:
     ) from error
 
 from lookahead.compat import CACHE
+from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
 from lookahead.models.adapter import context_length, vocabulary_of
+from lookahead.passes.fused import FusedRunner
 from lookahead.streaming import CONTEXT, PieceStreamer, StopWhenAsked, without_half_character
 from lookahead.tools.chat import PLAIN_TEMPLATE
 from lookahead.tools.files import read_text
 from lookahead.tools.loading import decoding, load_wrapped
 from lookahead.tools.openai_fields import CHAT, COMPLETION, RESPONSE, RefusedError, Wishes, read_request
 from lookahead.tools.prefixes import Prefixes
+from lookahead.wrapping import own_loop
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +63,8 @@ SERVED = {*ENDPOINTS, "/v1/models", "/health"}  # of transformers' routes: the o
 BYTES_A_TOKEN = 16  # of a request: enough for any language, also where JSON escapes every character
 LEAST_BODY, LARGEST_BODY = 2**20, 2**23
 GRACE = 5  # seconds that requests have to end once the server is told to stop
+MOST_WAITING = 64  # requests that wait for others to end; further ones are refused
+PORTION = 512  # tokens of a prompt that are read between two steps of other requests
 
 
 def serve(
@@ -65,9 +74,10 @@ def serve(
     model_name: str | None,
     template_file: TextIO | None,
     cache_mb: int,
+    parallel: int,
     **shared: Any,
 ) -> None:
-    """Serve until a signal. sockets: listening, all at one port of the host. cache_mb: as for `make_app`."""
+    """Serve until a signal. sockets: listening, all at one port of the host. cache_mb, parallel: as for `make_app`."""
     model, tokenizer, engine, options = load_wrapped(model_name, **shared)
     if template_file is not None:
         tokenizer.chat_template = read_text(template_file)
@@ -79,7 +89,7 @@ def serve(
         if engine:
             engine.prepare(model)  # so that the first request does not wait for it
     torch.manual_seed(seed)
-    app = make_app(model, tokenizer, model_name or "demo_model", assistant, cache_mb)
+    app = make_app(model, tokenizer, model_name or "demo_model", assistant, cache_mb, parallel)
     server = uvicorn.Server(uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=GRACE))
     place = f"[{host}]" if ":" in host else host
     click.echo(f"running on http://{place}:{sockets[0].getsockname()[1]} (Ctrl-C to quit)", err=True)
@@ -93,6 +103,7 @@ def make_app(
     name: str,
     assistant: PreTrainedModel | None = None,
     cache_mb: int = 1024,
+    parallel: int = 8,
 ) -> "FastAPI":
     """Return the server of one model as an ASGI application, for uvicorn or another server.
 
@@ -100,10 +111,14 @@ def make_app(
     name: what requests call the model.
     assistant: draft model for all requests.
     cache_mb: MB (of 2**20 bytes) of what earlier requests have left for those that go on from them (`Prefixes`).
+    parallel: most requests that are decoded at once. They share passes, so only where these are fused, and without an
+        assistant; other models decode one request after the other.
     """
     engine: Lookahead | None = getattr(model, "lookahead", None)  # type: ignore[assignment]  # no module
     prefixes = Prefixes(model, cache_mb * 2**20)
-    manager, state = OneModel(model, tokenizer, name), OneThread(assistant, prefixes)
+    if assistant is not None or not _shares_passes(model, engine):
+        parallel = 1
+    manager, state = OneModel(model, tokenizer, name), Decoding(Generations(assistant, prefixes, engine, parallel))
     app = build_server(
         manager,
         ReadingChat(manager, state),
@@ -126,7 +141,7 @@ def make_app(
 
     @app.exception_handler(AnyHTTPException)
     def refused(request: Request, error: AnyHTTPException) -> JSONResponse:
-        return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code)
+        return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code, error.headers)
 
     @app.exception_handler(RequestValidationError)
     def unreadable(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -146,7 +161,16 @@ def error_body(message: str, status: int) -> dict:
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-# -- one model, one thread --------------------------------------------------------------------------------------------
+def _shares_passes(model: PreTrainedModel, engine: Lookahead | None) -> bool:
+    """Whether calls in several threads share their passes."""
+    if engine is None or engine.adapter is None:
+        return False
+    runner = engine.find_runner(model)
+    runner.end()
+    return isinstance(runner, FusedRunner)
+
+
+# -- one model, several threads ---------------------------------------------------------------------------------------
 
 
 class OneModel(ModelManager):
@@ -179,15 +203,15 @@ class OneModel(ModelManager):
 _wishes: ContextVar[Wishes] = ContextVar("wishes")  # of the request that the current task serves
 
 
-class OneThread(GenerationState):
-    """Decodes all requests on one thread, in the order of their arrival: sampling uses torch's one generator.
+class Decoding(GenerationState):
+    """Decodes all requests, which begin in the order of their arrival.
 
     Another thread reads their prompts, one at a time, so that templates and tokenizers hold up no client.
     """
 
-    def __init__(self, assistant: PreTrainedModel | None, prefixes: Prefixes):
+    def __init__(self, manager: "Generations"):
         super().__init__()
-        self._manager = Generations({} if assistant is None else {"assistant_model": assistant}, prefixes)
+        self._manager = manager
         self._reader = GenerateManager()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> "Generations":
@@ -202,16 +226,67 @@ class OneThread(GenerationState):
         """End with the call of generate that has been cancelled: a thread must not decode while Python ends."""
         yield
         with suppress(asyncio.TimeoutError):  # a long prompt is being computed
-            await asyncio.wait_for(asyncio.shield(self._manager.async_submit(lambda: None)), GRACE)
+            await asyncio.wait_for(self._manager.ended(), GRACE)
+
+
+class Workers:
+    """Threads that make calls, in their order. None of them keeps Python from ending."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.open = 0
+        """Calls that have not ended."""
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future]] = SimpleQueue()
+        self._lock = Lock()
+        for _ in range(count):
+            Thread(target=self._work, daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future:
+        future: Future = Future()
+        with self._lock:
+            self.open += 1
+        self._calls.put((call, future))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            try:
+                result = call()
+            except BaseException as error:  # whoever waits is told
+                self._end()
+                future.set_exception(error)
+            else:
+                self._end()
+                future.set_result(result)
+            del call, future
+
+    def _end(self) -> None:
+        with self._lock:
+            self.open -= 1
 
 
 class Generations(GenerateManager):
-    """Calls ``model.generate`` with a request's own wishes, and ends the call when the client has gone."""
+    """Calls ``model.generate`` with a request's own wishes, and ends the call when the client has gone.
 
-    def __init__(self, options: dict, prefixes: Prefixes):
-        super().__init__()
-        self._options = options
-        self._prefixes = prefixes
+    Calls that run at the same time share their passes. Each has a random generator of its own.
+    """
+
+    def __init__(self, assistant: PreTrainedModel | None, prefixes: Prefixes, engine: Lookahead | None, parallel: int):
+        self._assistant, self._prefixes, self._engine = assistant, prefixes, engine
+        self._workers = Workers(parallel)
+        self._lock = Lock()  # of what calls share
+
+    def submit(self, fn: Callable, *args: Any, **kwargs: Any) -> Future:
+        return self._workers.submit(partial(fn, *args, **kwargs))
+
+    def async_submit(self, fn: Callable, *args: Any, **kwargs: Any) -> asyncio.Future:
+        return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
+
+    async def ended(self) -> None:
+        """Wait until all calls have ended."""
+        while self._workers.open:
+            await asyncio.sleep(0.02)
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
@@ -251,6 +326,9 @@ class Generations(GenerateManager):
         Raises HTTPException if the prompt does not fit.
         """
         wishes = _wishes.get()
+        if self._workers.open >= self._workers.count + MOST_WAITING:
+            message = f"{self._workers.open} requests are being served: try again later"
+            raise HTTPException(429, message, {"Retry-After": "1"})
         generation.update(**wishes.settings)
         length, context = inputs["input_ids"].shape[-1], context_length(model)
         if not 0 < length < context:
@@ -258,23 +336,50 @@ class Generations(GenerateManager):
         generation.max_new_tokens = min(generation.max_new_tokens or context, context - length)
         stop = Stop(tokenizer, length, wishes.stops, generation)
         _stop.set(stop)
-        options = {**inputs, **self._options, "generation_config": generation}
+        options = {**inputs, "generation_config": generation, "stopping_criteria": StoppingCriteriaList([stop])}
+        decode = partial(self._decode, model, self._seed(wishes.seed))
 
         def call(streamer: DirectStreamer | None = None) -> torch.Tensor:
             if stop.asked:  # the client has gone while it waited
                 return inputs["input_ids"]
             ids = inputs["input_ids"][0].tolist()
-            cache, stop.cached = self._prefixes.take(ids)
+            with self._lock:
+                cache, stop.cached = self._prefixes.take(ids)
             known = {} if cache is None else {CACHE: cache, "return_dict_in_generate": True}
-            with seeded(wishes.seed, model.device):
-                criteria = StoppingCriteriaList([stop])
-                output = model.generate(**options, **known, stopping_criteria=criteria, streamer=streamer)
+            output = decode(streamer, {**options, **known})
             if cache is None:
                 return output
-            self._prefixes.keep(output.sequences[0].tolist(), cache)
+            with self._lock:
+                self._prefixes.keep(output.sequences[0].tolist(), cache)
             return output.sequences
 
         return call, stop
+
+    def _seed(self, wished: int | None) -> int | None:
+        """The seed of a request. Where requests are decoded at once, each has one."""
+        return int(torch.randint(2**62, ())) if wished is None and self._workers.count > 1 else wished
+
+    def _decode(
+        self, model: PreTrainedModel, seed: int | None, streamer: DirectStreamer | None, options: dict[str, Any]
+    ) -> Any:
+        """Call ``model.generate``."""
+        engine = self._engine
+        if self._workers.count == 1 or engine is None or seed is None:
+            more = {} if self._assistant is None else {"assistant_model": self._assistant}
+            with seeded(seed, model.device):
+                return model.generate(**options, **more, streamer=streamer)  # type: ignore[operator]  # a method
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            with self._lock, seeded(seed, model.device):
+                return own_loop(model)(*args, **kwargs)
+
+        def decode(model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            if streamer is not None:  # as generate() does it for loops of its own
+                streamer.put(input_ids)
+            return loop.run(engine, plain, model, input_ids, **kwargs, seeds=[seed], streamer=streamer)  # type: ignore
+
+        options["generation_config"].prefill_chunk_size = PORTION
+        return model.generate(**options, custom_generate=decode)  # type: ignore[operator]  # a method
 
 
 @contextmanager
