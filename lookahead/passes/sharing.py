@@ -17,7 +17,7 @@ from lookahead.models.cache import LookaheadCache, SeparateCaches
 from lookahead.passes.runner import Company, Likeliest, Output
 from lookahead.step import Step
 
-PATIENCE = 0.5  # of a pass, that a call waits for others
+PATIENCE, LEAST = 0.5, 1e-3  # how long a call waits for others: a part of a pass, and seconds beside it
 
 
 class Runner(Protocol):
@@ -132,7 +132,7 @@ class SharedPasses:
             if self.is_busy:
                 self._changed.wait()
                 continue
-            left = max(since, self._free_since) + PATIENCE * self._took - time.perf_counter()
+            left = max(since, self._free_since) + PATIENCE * self._took + LEAST - time.perf_counter()
             if left <= 0 or len(self._waiting) >= len(self.threads):
                 return
             self._changed.wait(left)
