@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
-from test_fused import FAMILIES
+from test_fused import FAMILIES, SIZES, sharp_model
 from test_lossless import random_cases, random_prompt
 from transformers import LogitsProcessor, LogitsProcessorList
 from zoo import tiny_model
@@ -63,7 +63,8 @@ def written(model, ids, seed, **options):
 def test_each_text_is_the_one_that_it_is_alone(family, dtype, calls, budget):
     """In bfloat16, too: what a row says does not depend on its company."""
     note(f"{family=} {dtype=} {calls=} {budget=}")
-    model = lookahead.wrap(tiny_model(family).to(dtype), LookaheadConfig(budget=budget))
+    model, _ = sharp_model(family, (4, 4, 16), 20, dtype)
+    lookahead.wrap(model, LookaheadConfig(budget=budget))
 
     def call(seed, length, temperature):
         sampling = {"do_sample": temperature is not None} | ({"temperature": temperature} if temperature else {})
@@ -75,7 +76,7 @@ def test_each_text_is_the_one_that_it_is_alone(family, dtype, calls, budget):
 
 
 def test_passes_are_shared(companies):
-    model = lookahead.wrap(tiny_model("llama"), LookaheadConfig(budget=2))
+    model = lookahead.wrap(tiny_model("llama", **SIZES), LookaheadConfig(budget=2))
     prompts = [random_prompt(random.Random(seed)) for seed in range(4)]
     options = {"max_new_tokens": 200, "min_new_tokens": 200, "do_sample": False}
     model.generate(prompts[0], **options)
@@ -86,7 +87,9 @@ def test_passes_are_shared(companies):
 
 
 def test_batches_and_single_texts_share_passes(companies):
-    model = lookahead.wrap(tiny_model("qwen3").bfloat16(), LookaheadConfig(budget=4))
+    model = lookahead.wrap(
+        tiny_model("qwen3", **SIZES, max_position_embeddings=512).bfloat16(), LookaheadConfig(budget=4)
+    )
     ids = torch.cat([random_prompt(random.Random(3))] * 3)
     options = {"max_new_tokens": 300, "min_new_tokens": 300}
     calls = [partial(written, model, ids[:1], 5, do_sample=True, **options)]
@@ -114,7 +117,7 @@ class Wants(GuessSource):
 
 def test_calls_that_want_other_things_run_passes_of_their_own(monkeypatch):
     """As one call whose source wants hidden states beside one that has none: neither waits for the other for ever."""
-    model = lookahead.wrap(tiny_model("llama"), source=[PoolSource(), Wants()])
+    model = lookahead.wrap(tiny_model("llama", **SIZES), source=[PoolSource(), Wants()])
     ids, options = random_prompt(random.Random(1)), {"max_new_tokens": 60, "do_sample": False}
     expected = model.generate(ids, **options).tolist()
     init, numbers = FusedRunner.__init__, iter(range(99))
@@ -130,7 +133,7 @@ def test_calls_that_want_other_things_run_passes_of_their_own(monkeypatch):
 
 
 def test_a_pass_that_fails_ends_its_calls_and_no_others(monkeypatch):
-    model = lookahead.wrap(tiny_model("llama"))
+    model = lookahead.wrap(tiny_model("llama", **SIZES))
     ids, options = random_prompt(random.Random(1)), {"max_new_tokens": 80, "min_new_tokens": 80, "do_sample": False}
     expected = model.generate(ids, **options).tolist()
     together, failed = sharing._run_together, threading.Event()
@@ -170,7 +173,7 @@ class CallsAgain(LogitsProcessor):
 
 
 def test_a_call_within_a_call_does_not_wait_for_the_outer_one(companies):
-    model = lookahead.wrap(tiny_model("llama"))
+    model = lookahead.wrap(tiny_model("llama", **SIZES))
     ids, options = random_prompt(random.Random(1)), {"max_new_tokens": 40, "do_sample": False}
     expected, inner = model.generate(ids, **options).tolist(), model.generate(ids, max_new_tokens=5, do_sample=False)
     calls = CallsAgain(model, ids)
@@ -188,7 +191,7 @@ class Sleeps(LogitsProcessor):
 
 def test_a_slow_call_does_not_hold_up_others():
     """The others wait for a part of a pass at most."""
-    model = lookahead.wrap(tiny_model("llama"))
+    model = lookahead.wrap(tiny_model("llama", **SIZES))
     ids, ended = random_prompt(random.Random(1)), []
     slow = {"max_new_tokens": 12, "min_new_tokens": 12, "logits_processor": LogitsProcessorList([Sleeps()])}
     calls = [lambda: (model.generate(ids, do_sample=False, **slow), ended.append("slow"))]
@@ -200,9 +203,7 @@ def test_a_slow_call_does_not_hold_up_others():
 @pytest.mark.parametrize("change", ["data", "optimizer"])
 def test_a_call_that_begins_after_a_change_does_not_take_what_others_have_read_before(change):
     """A call shares passes with one that began when the weights were others."""
-    model = lookahead.wrap(
-        tiny_model("llama", hidden_size=64, intermediate_size=64), LookaheadConfig(pack_weights=True)
-    )
+    model = lookahead.wrap(tiny_model("llama", **SIZES), LookaheadConfig(pack_weights=True))
     ids = random_prompt(random.Random(1))
     model.generate(ids, max_new_tokens=3)
     begun, changed = threading.Event(), threading.Event()
