@@ -306,6 +306,7 @@ class Executor:
         assert isinstance(logits, op.Logits)
         self.hidden, self._logits = logits.x.width, logits.of.outputs
         self._divisor, self._factor, self._cap = logits.divisor, logits.factor, logits.cap
+        self._scales = (logits.divisor, logits.factor, logits.cap) != (1, 1, 0)
         self._room = np.empty(0, np.uint8)
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the arguments of `_layout`
         described = _described()
@@ -444,7 +445,7 @@ class Executor:
         kept = {i: like.new_empty(rows, self.hidden) for i in outputs}
         said, count = likeliest
         count = min(count, self._logits)
-        if not 0 < count <= MAX_COUNT or self._divisor != 1 or self._factor != 1 or self._cap:
+        if not 0 < count <= MAX_COUNT or self._scales:
             said = count = 0
         tokens, probabilities = np.empty((said, count), np.int64), np.empty((said, count), np.float32)
         if rotary is not self._rotary:
@@ -465,13 +466,17 @@ class Executor:
         now.said, now.likeliest, now.threads = said, count, threads
         self.digests[:] = 0
         has_nan = _kernels()[like.dtype](ctypes.byref(now))
+        if self._scales:
+            logits = self._scaled(logits)
+        return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """`operations.Logits`, but for the product."""
         if self._divisor != 1:
             logits = logits / self._divisor
         if self._factor != 1:
             logits = logits * self._factor
-        if self._cap:
-            logits = (logits / self._cap).tanh() * self._cap
-        return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
+        return (logits / self._cap).tanh() * self._cap if self._cap else logits
 
     def _attend_to(self, sequences: Sequence[Rows]) -> int:
         """Write down where the rows of each sequence are, and which keys they see. Return the number of all rows."""
