@@ -11,6 +11,7 @@ from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import UnsupportedModelError, context_length
+from lookahead.models.families import has_page
 from lookahead.models.layers import ropes_of
 from lookahead.models.state import state_of
 from lookahead.passes.capabilities import can_batch, find_adapter, same_without_cache
@@ -59,7 +60,7 @@ def why_plain(
     if synced_gpus:
         return "with synced_gpus"
     state = state_of(model)
-    if state.is_training:  # dropout draws anew in every pass
+    if state.is_random or (state.is_training and not has_page(model)):  # it is not known what others do then
         return "in training mode (model.eval() ends it)"
     if "prepare_inputs_for_generation" in vars(model):  # as in a prompt-tuned PEFT model
         return "with a prepare_inputs_for_generation that replaces the model's"

@@ -95,7 +95,9 @@ class State:
         self._flags = _flags(self._code_of_users)
         self.is_known = not (self.foreign or hooks) and all(map(is_defined, self._classes))
         """Whether torch and transformers define all that passes run."""
-        self.is_training = model.training or any(module.training and _drops(module) for module in modules)
+        self.is_training = model.training
+        self.is_random = any(module.training and _is_random(module) for module in modules)
+        """Whether passes draw at random, or keep no keys and values, because modules are in training mode."""
         self.is_compiled = any(map(compat.is_compiled, modules))
         """Whether the user has compiled the model or a part of it. Compiled code cannot tell that a pass is ours."""
         self._hooks_take_keywords = bool(self._global_hooks) or any(map(compat.hooks_take_keywords, modules))
@@ -315,11 +317,13 @@ def _arguments(forward: Callable) -> Collection[str]:
     return inspect.signature(forward).parameters
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether a module draws at random in training mode."""
+def _is_random(module: nn.Module) -> bool:
+    """Whether a module draws at random in training mode, or keeps no keys and values, to compute them again."""
     own = vars(module)
-    return any("drop" in name and isinstance(value, float) and value for name, value in own.items()) or (
-        "Dropout" in type(module).__name__ and bool(own.get("p"))
+    return (
+        any(("drop" in name or "jitter" in name) and isinstance(x, float) and x for name, x in own.items())
+        or ("Dropout" in type(module).__name__ and bool(own.get("p")))
+        or bool(own.get("gradient_checkpointing"))
     )
 
 

@@ -60,3 +60,12 @@ def page_of(model: object) -> Page:
         if cls.__name__ in PAGES and cls.__module__.startswith("transformers.models."):
             return PAGES[cls.__name__](model, cls)
     raise UnknownModelError(f"{type(model).__name__} is none of {', '.join(PAGES)}")
+
+
+def has_page(model: object) -> bool:
+    """Whether a page says what this model computes."""
+    try:
+        page_of(model)
+    except UnknownModelError:
+        return False
+    return True
