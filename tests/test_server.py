@@ -372,6 +372,40 @@ def test_an_error_in_the_middle_leaves_the_server_usable():
         assert ask(address, "/v1/completions", **body | {"max_tokens": 2})[0] == 200
 
 
+BUSY = f"""if True:
+    import time, uvicorn
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
+    from lookahead.tools import server
+
+    class Slow(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            time.sleep(0.1)
+            return scores
+
+    model = AutoModelForCausalLM.from_pretrained({str(DEMO_MODEL)!r}).eval()
+    generate = model.generate
+    model.generate = lambda **options: generate(**options, logits_processor=LogitsProcessorList([Slow()]))
+    server.MOST_WAITING = 1
+    uvicorn.run(server.make_app(model, AutoTokenizer.from_pretrained({str(DEMO_MODEL)!r}), "busy"), port=0)
+"""
+
+
+def test_a_request_too_many_is_refused_until_others_have_ended():
+    with running("-c", BUSY) as address, ThreadPoolExecutor(2) as threads:
+        body = {"prompt": "x = 1", "max_tokens": 15}
+        two = [threads.submit(ask, address, "/v1/completions", **body) for _ in range(2)]
+        time.sleep(0.5)
+        request = urllib.request.Request(
+            f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=30)
+        assert (caught.value.code, caught.value.headers["Retry-After"]) == (429, "1")
+        assert "2 requests are being served" in json.load(caught.value)["error"]["message"]
+        assert [one.result()[0] for one in two] == [200, 200]
+        assert ask(address, "/v1/completions", **body)[0] == 200
+
+
 WRITING = f"""if True:
     import json, sys, uvicorn
     from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
