@@ -163,6 +163,19 @@ def test_several_clients_at_once(client, expected):
             assert text == expected(*one)
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_prediction_makes_guesses_and_changes_no_text(address, client, expected, parts):
+    """Its text begins otherwise than the answer, which the client cannot know, and goes on as it does."""
+    prompt, key = PROMPTS[parts], 'lookahead_source_accepted_guesses_total{source="RetrievalSource"}'
+    before = metrics(address).get(key, 0)
+    for seed in (5, 6):
+        text = "# of before\n" + expected(prompt, seed, 80)
+        content = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}] if parts else text
+        extra = {"prediction": {"type": "content", "content": content}}
+        assert complete(client, prompt, seed, most=80, extra_body=extra) == expected(prompt, seed, 80)
+    assert metrics(address)[key] - before > 20
+
+
 def test_the_seed_of_a_response_is_its_own(client):
     def respond(seed: int) -> str:
         body = {

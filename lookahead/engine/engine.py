@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -189,6 +189,15 @@ class Lookahead:
             if len(self.ledger.trials) == len(self.sources):
                 self.ledger.enter(source, trials)
         return [*self.sources, source]
+
+    def beside(self, source: GuessSource, ledger: Ledger | None = None) -> "Lookahead":
+        """Return an engine for calls that have one more source of guesses. It has statistics of its own.
+
+        ledger: of an earlier engine of this kind, whose experience this one has.
+        """
+        engine = replace(self, source=[*self.sources, source], stats=Stats(), last=Stats(), _running=0)
+        engine.ledger = ledger or engine.ledger
+        return engine
 
     @property
     def needs(self) -> Needs:

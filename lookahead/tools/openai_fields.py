@@ -29,12 +29,14 @@ class Wishes:
 
     seed: of sampling; None: that of the server.
     stops: stop strings.
+    prediction: a text that the client expects.
     settings: fields of GenerationConfig, to be set in the model's own.
     """
 
     seed: int | None = None
     stops: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
+    prediction: str = ""
 
 
 def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: Collection[str]) -> tuple[dict, Wishes]:
@@ -66,7 +68,8 @@ def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: C
         settings["sequence_bias"] = biases
     settings |= {name: float(body[name]) for name in ("temperature", "top_p") if name in body}
     stop = body.get("stop", ())
-    wishes = Wishes(body.get("seed"), (stop,) if isinstance(stop, str) else tuple(stop), _sampling(settings))
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    wishes = Wishes(body.get("seed"), stops, _sampling(settings), _predicted(body.get("prediction")))
     said = {"stream": body.get("stream", False)}
     if path == COMPLETION:
         return said | {"prompt": _given(body, "prompt")}, wishes
@@ -168,6 +171,10 @@ FIELDS_OF_PROMPTS: dict[str, Check] = {
 }
 COMMON: dict[str, Check] = {
     "model": A_TEXT,
+    "prediction": (
+        lambda value: isinstance(value, dict) and value.get("type") == "content" and _is_content(value.get("content")),
+        'an object such as {"type": "content", "content": "the text that is expected"}, or with text parts',
+    ),
     "stream": FLAG,
     "temperature": TEMPERATURE,
     "top_p": TOP_P,
@@ -255,7 +262,7 @@ FIELDS: dict[str, dict[str, Check]] = {
 # No text depends on them: they are about accounts, storage and speed, or ask for what a stream holds anyway.
 PASSED_OVER = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "prediction",
+    "prompt_cache_options",
 }  # fmt: skip
 GENERATION: dict[str, Check] = {
     "do_sample": FLAG,
@@ -348,14 +355,27 @@ ARGUMENTS = "the JSON text of an object"
 MESSAGE_PASSED_OVER = {"name", "refusal", "annotations", "reasoning", "reasoning_content", "id", "type", "status"}
 
 
+def _is_content(value: Any) -> bool:
+    """Whether this is a text, or a list of text parts."""
+    return isinstance(value, str) or (
+        isinstance(value, list)
+        and all(
+            isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str) for part in value
+        )
+    )
+
+
 def _content(value: Any, of: str) -> str | list[dict]:
     """Return a message's content as a text or text parts. Raises RefusedError for anything else."""
-    is_parts = isinstance(value, list) and all(
-        isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str) for part in value
-    )
-    if not is_parts and not isinstance(value, str):
+    if not _is_content(value):
         raise RefusedError(f"{of}'s content must be a text, or parts of type text; one is {json.dumps(value):.80}")
-    return [{"type": "text", "text": part["text"]} for part in value] if is_parts else value
+    return value if isinstance(value, str) else [{"type": "text", "text": part["text"]} for part in value]
+
+
+def _predicted(value: dict | None) -> str:
+    """Return the text that a client expects."""
+    content = "" if value is None else value["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _message(given: dict) -> dict:

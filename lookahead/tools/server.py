@@ -46,6 +46,8 @@ except ImportError as error:
 from lookahead.compat import CACHE
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
+from lookahead.guessing.combine import Ledger
+from lookahead.guessing.retrieval import LONGEST, RetrievalSource
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.passes.fused import FusedRunner
 from lookahead.streaming import CONTEXT, PieceStreamer, StopWhenAsked, without_half_character
@@ -275,6 +277,7 @@ class Generations(GenerateManager):
     def __init__(self, assistant: PreTrainedModel | None, prefixes: Prefixes, engine: Lookahead | None, parallel: int):
         self._assistant, self._prefixes, self._engine = assistant, prefixes, engine
         self._workers = Workers(parallel)
+        self._of_predictions: Ledger | None = None  # what predictions have earned so far
         self._lock = Lock()  # of what calls share
 
     def submit(self, fn: Callable, *args: Any, **kwargs: Any) -> Future:
@@ -337,7 +340,7 @@ class Generations(GenerateManager):
         stop = Stop(tokenizer, length, wishes.stops, generation)
         _stop.set(stop)
         options = {**inputs, "generation_config": generation, "stopping_criteria": StoppingCriteriaList([stop])}
-        decode = partial(self._decode, model, self._seed(wishes.seed))
+        decode, predicted = partial(self._decode, model, self._seed(wishes.seed)), _prompt.get().predicted
 
         def call(streamer: DirectStreamer | None = None) -> torch.Tensor:
             if stop.asked:  # the client has gone while it waited
@@ -346,7 +349,8 @@ class Generations(GenerateManager):
             with self._lock:
                 cache, stop.cached = self._prefixes.take(ids)
             known = {} if cache is None else {CACHE: cache, "return_dict_in_generate": True}
-            output = decode(streamer, {**options, **known})
+            with self._engine_for(ids, predicted) as engine:
+                output = decode(engine, streamer, {**options, **known})
             if cache is None:
                 return output
             with self._lock:
@@ -359,11 +363,31 @@ class Generations(GenerateManager):
         """The seed of a request. Where requests are decoded at once, each has one."""
         return int(torch.randint(2**62, ())) if wished is None and self._workers.count > 1 else wished
 
+    @contextmanager
+    def _engine_for(self, prompt: list[int], predicted: list[int]) -> Iterator[Lookahead | None]:
+        """The engine of a request. The text that its client expects is one more source of guesses."""
+        engine = self._engine
+        if engine is None or not predicted:
+            yield engine
+            return
+        source = RetrievalSource([[*prompt[-LONGEST:], *predicted]])
+        own = engine.beside(source, self._of_predictions)
+        self._of_predictions = own.ledger
+        with engine.call():
+            try:
+                yield own
+            finally:
+                engine.add(own.stats)
+
     def _decode(
-        self, model: PreTrainedModel, seed: int | None, streamer: DirectStreamer | None, options: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        seed: int | None,
+        engine: Lookahead | None,
+        streamer: DirectStreamer | None,
+        options: dict[str, Any],
     ) -> Any:
         """Call ``model.generate``."""
-        engine = self._engine
         if self._workers.count == 1 or engine is None or seed is None:
             more = {} if self._assistant is None else {"assistant_model": self._assistant}
             with seeded(seed, model.device):
@@ -592,8 +616,10 @@ class Prompt:
     and the handler once more.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prediction: str):
+        self._tokenizer, self._prediction = tokenizer, prediction
+        self.predicted: list[int] = []
+        """Tokens of the text that the client expects."""
         self._call: tuple[Callable, tuple, dict] | None = None
         self._tokens: Any = None
 
@@ -625,6 +651,8 @@ class Prompt:
         reader, arguments, options = self._call  # type: ignore[misc]  # a handler has asked
         try:
             self._tokens = reader(*arguments, **options)
+            if self._prediction:
+                self.predicted = self._tokenizer(self._prediction, add_special_tokens=False).input_ids
             knows_tools = not options.get("tools") or not torch.equal(
                 self._tokens["input_ids"], reader(*arguments, **options | {"tools": None})["input_ids"]
             )
@@ -650,7 +678,7 @@ class Reading:
                 lambda: read_request(body, self.path, manager.force_model, vocabulary, reserved_names(tokenizer))
             )
             _wishes.set(wishes)
-            _prompt.set(Prompt(tokenizer))
+            _prompt.set(Prompt(tokenizer, wishes.prediction))
             with suppress(UnreadError):
                 await super().handle_request({**body}, request_id)  # type: ignore[misc]  # the class that is mixed in
             await state.read(_prompt.get().read)
