@@ -60,14 +60,11 @@ def test_the_chosen_budget_is_the_best(trees, seconds, length, window_rows, toke
         rows = len(trees) * (1 + window_rows) + (sum(counts) if is_ragged else len(trees) * max(counts))
         return gained - pace.rate() * float(pace.costs.of_step(rows, length, len(trees)))
 
-    def sizes(least: float) -> list[int]:
-        return [sum(p >= least for p in tree) for tree in trees]
-
     chosen = pace.choose([tree_of(tree) for tree in trees], length, window_rows, is_ragged)
     every = [[n] * len(trees) for n in range(max(map(len, trees)) + 1)]
-    if is_ragged:  # the likeliest of all trees, whatever their number
-        every = [sizes(p) for p in {2.0, *(p for tree in trees for p in tree)}]
-        chosen = [min(n, len(tree)) for n, tree in zip(chosen, trees, strict=True)]
+    if is_ragged and len(trees) > 1:  # the likeliest of all trees, whatever their number
+        ranked = sorted(((-p, b) for b, tree in enumerate(trees) for p in tree))
+        every = [[sum(b == i for _, b in ranked[:n]) for i in range(len(trees))] for n in range(len(ranked) + 1)]
     assert worth(chosen) == pytest.approx(max(map(worth, every)), abs=1e-9)
     if len(trees) == 1:
         kept = [p for p in trees[0] if p > pace.least(length)]

@@ -12,7 +12,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead.compat import gguf_class
 from lookahead.cpu import operations, products
-from lookahead.cpu.executor import Executor
+from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
 from lookahead.passes.fused import copied_bytes
@@ -79,7 +79,7 @@ def test_rows_of_an_embedding_are_unpacked(name):
     ]
     head, ids = Linear(torch.eye(512)), torch.tensor([3, 29, 0, 3]).numpy()
     found, expected = (
-        Executor(Program([embed, operations.Logits(value, head)])).run(ids, ids, {}, [], [], [])[0]
+        Executor(Program([embed, operations.Logits(value, head)])).run([Rows(ids, ids, [], [], [], 0)], {})[0]
         for embed, value in zip(embeds, values, strict=True)
     )
     assert torch.equal(found, expected)

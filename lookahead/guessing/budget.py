@@ -6,7 +6,7 @@ step could have yielded tokens elsewhere (Dinkelbach 1967, "On nonlinear fractio
 """
 
 import operator
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
@@ -108,8 +108,13 @@ class Pace:
                 best, most = count, worth
         if at_once == batch or not best:
             return [best] * batch
-        least = gained[best - 1]
-        return [bisect_right(gain, -least, key=operator.neg) for gain in gains]
+        least, counts = -gained[best - 1], []
+        left = best - sum([bisect_left(gain, least, key=operator.neg) for gain in gains])  # for those that are equal
+        for gain in gains:
+            surer, all_of_it = (bisect(gain, least, key=operator.neg) for bisect in (bisect_left, bisect_right))
+            counts.append(surer + min(left, all_of_it - surer))
+            left -= counts[-1] - surer
+        return counts
 
     def least(self, length: int) -> float:
         """Return the probability below which `choose` will take no guess of a single sequence, however many there are.
