@@ -313,7 +313,7 @@ def test_in_training_mode_the_model_decodes_by_itself():
         assert model.generate(ids, max_new_tokens=20).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("changes", [{"attention_dropout": 0.5}, {}, "checkpoints", "no page"], ids=str)
+@pytest.mark.parametrize("changes", [{"attention_dropout": 0.5}, {}, "checkpoints", "no page", "noise"], ids=str)
 def test_in_training_mode_without_dropout(changes):
     """As reinforcement learning generates. What draws nothing computes what it computes in evaluation mode."""
     model = tiny_model("bloom" if changes == "no page" else "qwen3", **(changes if isinstance(changes, dict) else {}))
@@ -325,6 +325,10 @@ def test_in_training_mode_without_dropout(changes):
     ids = torch.tensor([[5, 6, 7, 8]] * 2)
     lookahead.wrap(model)
     model.train()
+    if changes == "noise":  # as NEFTune adds it
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, _, output: output + torch.rand_like(output) if module.training else None
+        )
     if changes == "checkpoints":
         model.gradient_checkpointing_enable()
     for sampling in ({"do_sample": False}, {"do_sample": True}):

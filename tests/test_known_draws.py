@@ -190,6 +190,7 @@ def test_logits_that_leave_no_choice_or_an_equal_one(values, warp, seed):
         {"renormalize_logits": True},
         {"top_k": 7},
         {"top_p": 0.8, "top_k": 0},
+        {"temperature": 1},
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -631,3 +632,13 @@ def test_the_example_keeps_its_pool(tmp_path):
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 8
     assert len(NgramPool.load(path)) > 0
+
+
+def test_a_call_that_is_cancelled_while_it_waits_leaves_the_worker_alive():
+    workers, go_on = ours.Workers(1), threading.Event()
+    first, second = workers.submit(lambda: go_on.wait(60)), workers.submit(lambda: 1)
+    assert second.cancel()
+    go_on.set()
+    assert first.result(60)
+    assert workers.submit(lambda: 2).result(60) == 2
+    assert workers.open == 0

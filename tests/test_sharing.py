@@ -1,10 +1,14 @@
 """Calls in several threads share their passes, and each writes what it writes alone."""
 
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +27,9 @@ from lookahead.guessing.source import Needs
 from lookahead.passes import sharing
 from lookahead.passes.fused import FusedRunner
 from lookahead.wrapping import own_loop
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -227,3 +234,95 @@ def test_a_call_that_begins_after_a_change_does_not_take_what_others_have_read_b
         found = model.generate(ids, max_new_tokens=20, do_sample=False).tolist()
         longer.result()
     assert found == lookahead.unwrap(model).generate(ids, max_new_tokens=20, do_sample=False).tolist()
+
+
+def test_calls_within_autocast_run_passes_of_their_own():
+    """Without guesses, for in bfloat16 these may change what the model's own code computes."""
+    model = lookahead.wrap(tiny_model("llama", **SIZES), LookaheadConfig(budget=0, window_size=0))
+    ids, options = random_prompt(random.Random(1)), {"max_new_tokens": 60, "do_sample": False}
+
+    def call(is_cast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            return model.generate(ids, **options).tolist()
+
+    casts = [True, False, True, False]
+    alone = [call(is_cast) for is_cast in casts]
+    for _ in range(3):
+        assert at_once([partial(call, is_cast) for is_cast in casts]) == alone
+
+
+def test_a_long_text_does_not_turn_the_heads_of_short_ones():
+    """By longrope, the longest position of a pass chooses the frequencies of all."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    model = tiny_model("phi3", **SIZES, max_position_embeddings=1024, rope_parameters=rope)
+    lookahead.wrap(model)
+    torch.manual_seed(0)
+    prompts = [torch.randint(3, 97, (1, length)) for length in (5, 90, 9)]
+    calls = [partial(model.generate, ids, max_new_tokens=40, do_sample=False) for ids in prompts]
+    alone = [call().tolist() for call in calls]
+    assert "passes: fused" in model.lookahead.report()
+    for _ in range(3):
+        assert [text.tolist() for text in at_once(calls)] == alone
+
+
+def test_batches_that_are_sampled_at_once_draw_other_numbers():
+    """And what another thread draws meanwhile is not drawn again."""
+    model = lookahead.wrap(tiny_model("llama", **SIZES))
+    ids = torch.cat([random_prompt(random.Random(1))] * 3)
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": True}
+    torch.manual_seed(0)
+    texts = [text.tolist() for text in at_once([partial(model.generate, ids, **options)] * 3)]
+    assert len({str(text) for text in texts}) == 3
+    torch.manual_seed(0)
+    model.generate(ids, **options)
+    left = torch.get_rng_state()
+
+    class Draws(GuessSource):
+        def propose(self, texts, limits):
+            torch.rand(1)
+            return PoolSource.propose(pool, texts, limits)
+
+        def start(self, batch):
+            pool.start(batch)
+
+    pool = PoolSource()
+    lookahead.wrap(model, source=Draws())
+    torch.manual_seed(0)
+    model.generate(ids, **options)
+    assert not torch.equal(torch.get_rng_state(), left), "what was drawn meanwhile would be drawn again"
+
+
+FORKED = """
+import os, sys, threading, random, torch
+from test_lossless import random_prompt
+from zoo import tiny_model
+import lookahead
+torch.set_num_threads(1)
+model = lookahead.wrap(tiny_model("llama", hidden_size=64, intermediate_size=64))
+ids, go_on = random_prompt(random.Random(1)), True
+expected = model.generate(ids, max_new_tokens=20, do_sample=False).tolist()
+def decode():
+    while go_on:
+        model.generate(ids, max_new_tokens=50, do_sample=False)
+threads = [threading.Thread(target=decode) for _ in range(2)]
+for thread in threads: thread.start()
+wrong = 0
+for _ in range(4):
+    if (child := os.fork()) == 0:
+        texts = []
+        again = lambda: model.generate(ids, max_new_tokens=20, do_sample=False).tolist()
+        one = threading.Thread(target=lambda: texts.append(again()))
+        one.start()
+        one.join(30)
+        os._exit(texts != [expected])
+    wrong += os.waitpid(child, 0)[1] != 0
+go_on = False
+for thread in threads: thread.join()
+print("wrong", wrong)
+"""
+
+
+def test_a_forked_process_does_not_wait_for_the_threads_of_its_parent():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    assert done.stdout.strip() == "wrong 0", done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """The random draws of sampled tokens, made as plain decoding makes them, and known before it is known what for."""
 
-from collections import deque
-
 import numpy as np
 import torch
 
@@ -10,6 +8,7 @@ from lookahead.cpu.choice import Warp
 from ngram_pool.forks import Lock
 
 KNOWN_DRAWS = 16  # how many tokens ahead draws are made
+MOST_STATES = 2048  # of 5 kB, that a batch keeps for the sequences that are behind; others are found once more
 _drawing = Lock()  # two threads that share a generator must not draw the same numbers
 
 
@@ -97,11 +96,19 @@ class BatchDraws:
     """
 
     def __init__(self, sequences: int):
-        self._frontier, self._next = torch.default_generator.get_state(), 0  # the state before the next of all draws
-        self._live = set(range(sequences))
         self._sequences, self._vocabulary = sequences, 0
-        self._states: dict[int, torch.Tensor] = {}  # before draws that nobody has asked for yet
-        self._starts: deque[torch.Tensor] = deque(maxlen=KNOWN_DRAWS + 2)  # before the last tokens of all sequences
+        self._live = set(range(sequences))
+        self._next = 0  # the place of the next of all draws
+        self._states: dict[int, torch.Tensor] = {}  # before draws that nobody has asked for yet, by place
+        self._starts: dict[int, torch.Tensor] = {}  # before all draws of a token
+        self._asked = [0] * sequences  # tokens
+        with _drawing:
+            generator = torch.default_generator
+            self._frontier = generator.get_state()  # before the next of all draws
+            self._starts[0] = _copy_of(self._frontier)
+            # Whoever draws meanwhile, in another thread, is given other numbers.
+            generator.manual_seed(int(torch.randint(2**62, ())))
+            self._left = generator.get_state()
 
     def races(self) -> list["RaceInBatch"]:
         """Return what draws the tokens of each sequence."""
@@ -109,10 +116,15 @@ class BatchDraws:
 
     def before(self, token: int, sequence: int, vocabulary: int) -> torch.Tensor:
         """Return the generator's state before a draw; each is asked for once, in the order of a sequence's tokens."""
-        self._vocabulary, place = vocabulary, token * self._sequences + sequence
+        self._vocabulary, self._asked[sequence] = vocabulary, token
+        place = token * self._sequences + sequence
         while self._next <= place:
             self._go_on()
-        return self._states.pop(place)
+        if place in self._states:
+            return self._states.pop(place)
+        state = _copy_of(self._starts[token])
+        choice.skip(state, sequence * vocabulary)
+        return state
 
     def leave(self, sequence: int) -> None:
         """Keep nothing more for a sequence, which has ended."""
@@ -122,19 +134,22 @@ class BatchDraws:
     def end(self, tokens: int) -> None:
         """Leave torch's generator as plain decoding leaves it after this many tokens of each sequence.
 
-        No sequence has drawn more than KNOWN_DRAWS beyond them.
+        No sequence has drawn more than KNOWN_DRAWS beyond them. If another thread has used it, it stays as it is.
         """
-        if self._vocabulary:
-            while self._next <= tokens * self._sequences:
-                self._go_on()
-            of_last = (self._next - 1) // self._sequences  # the token of which the last of `_starts` is
-            torch.default_generator.set_state(self._starts[tokens - of_last - 1])
+        while self._next <= tokens * self._sequences:
+            self._go_on()
+        with _drawing:
+            if torch.equal(torch.default_generator.get_state(), self._left):
+                torch.default_generator.set_state(self._starts[tokens])
 
     def _go_on(self) -> None:
-        sequence = self._next % self._sequences
+        token, sequence = divmod(self._next, self._sequences)
         if sequence == 0:
-            self._starts.append(_copy_of(self._frontier))
-        if sequence in self._live:
+            self._starts[token] = _copy_of(self._frontier)
+            least = min([token - KNOWN_DRAWS - 1, *(self._asked[b] for b in self._live)])
+            while (oldest := next(iter(self._starts))) < least:
+                del self._starts[oldest]
+        if sequence in self._live and len(self._states) < MOST_STATES:
             self._states[self._next] = _copy_of(self._frontier)
         choice.skip(self._frontier, self._vocabulary)
         self._next += 1

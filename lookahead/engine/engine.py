@@ -251,7 +251,7 @@ class Lookahead:
     @staticmethod
     def temperature(generation: GenerationConfig) -> float:
         """Temperature of the distribution that the next tokens come from, for learning from logits."""
-        return (generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
+        return float(generation.temperature or 1.0) if generation.do_sample else GREEDY_TEMPERATURE
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Find the runner and measure step costs now, as far as needed, so that no call waits for it."""

@@ -60,7 +60,8 @@ def why_plain(
     if synced_gpus:
         return "with synced_gpus"
     state = state_of(model)
-    if state.is_random or (state.is_training and not has_page(model)):  # it is not known what others do then
+    # Of others, it is not known what they do in training mode.
+    if state.is_random or (state.is_training and not (state.is_known and has_page(model))):
         return "in training mode (model.eval() ends it)"
     if "prepare_inputs_for_generation" in vars(model):  # as in a prompt-tuned PEFT model
         return "with a prepare_inputs_for_generation that replaces the model's"

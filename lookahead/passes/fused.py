@@ -1,6 +1,7 @@
 """Passes in one call, on a CPU, for models whose passes are programs (`models.families`)."""
 
 import operator
+import threading
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from lookahead.cpu.program import Program
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.models.families import UnknownModelError, page_of
-from lookahead.models.layers import rope_kinds
+from lookahead.models.layers import rope_kinds, ropes_of
 from lookahead.models.state import State, state_of
 from lookahead.passes.runner import EagerRunner, Likeliest, Output
 from lookahead.passes.sharing import SharedPasses, Wanted
@@ -116,11 +117,15 @@ class FusedRunner(EagerRunner):
     ):
         """packs: `LookaheadConfig.pack_weights`. passes: where calls meet that share passes, if any."""
         super().__init__(model, adapter, hidden_states)
-        self._passes, self.number = passes, -1
+        # An interrupt of Python's comes in the main thread alone, at any place. So calls there do not meet others.
+        self._passes = None if threading.current_thread() is threading.main_thread() else passes
+        self.number = -1
         self.wants: object = (hidden_states, adapter)
         if adapter.foreign:
             raise UnknownModelError(adapter.foreign[0])
         self._page = page_of(model)
+        if any(rope.get("rope_type") == "longrope" for rope in ropes_of(model)):
+            self._passes = None  # the longest position of a pass chooses the frequencies of all
         by = self._page.attends_by
         attends = adapter.splits_attention if by == "split" else attention_implementation(model.config) == by
         if by == "eager" and registered_attention(by) is not None:  # something stands in place of the model's own
@@ -220,7 +225,8 @@ class FusedRunner(EagerRunner):
     ) -> Output:
         passes = self._passes
         if passes is not None and self.number >= 0 and last is not None and isinstance(likeliest[1], float):
-            has_company = len(passes.threads) > 1 or passes.is_busy
+            # A thread has an autocast of its own.
+            has_company = (len(passes.threads) > 1 or passes.is_busy) and not torch.is_autocast_enabled("cpu")
             if has_company and (isinstance(cache, SeparateCaches) or len(steps) == 1):
                 each = cache.each if isinstance(cache, SeparateCaches) else [cache]
                 return passes.run(Wanted(self, steps, each, last, (likeliest[0], likeliest[1])))

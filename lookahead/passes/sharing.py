@@ -5,6 +5,7 @@ a part of a pass at most, until the others have laid out their steps, too. Then 
 each goes on with its own rows. Bits do not depend on the company (docs/numerics.md). Prompts are read between passes.
 """
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,12 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import Protocol
+from weakref import WeakSet
 
 from lookahead.models.cache import LookaheadCache, SeparateCaches
 from lookahead.passes.runner import Company, Likeliest, Output
 from lookahead.step import Step
 
 PATIENCE, LEAST = 0.5, 1e-3  # how long a call waits for others: a part of a pass, and seconds beside it
+
+
+_all: WeakSet["SharedPasses"] = WeakSet()
 
 
 class Runner(Protocol):
@@ -54,6 +59,11 @@ class SharedPasses:
     """Where the calls of one wrapped model meet. At any time, one of them runs a pass, for itself or for all."""
 
     def __init__(self) -> None:
+        _all.add(self)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin without calls, as in a forked process, which has none of the threads that they ran in."""
         self._changed = threading.Condition()
         self.threads: dict[int, int] = {}
         """Calls that decode, by the thread that they run in."""
@@ -141,6 +151,14 @@ class SharedPasses:
         with self._changed:
             self.is_busy, self._has_read, self._free_since = False, has_read, time.perf_counter()
             self._changed.notify_all()
+
+
+def _after_fork() -> None:
+    for passes in list(_all):
+        passes.reset()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _fit(one: Wanted, other: Wanted) -> bool:

@@ -253,6 +253,9 @@ class Workers:
     def _work(self) -> None:
         while True:
             call, future = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                self._end()
+                continue
             try:
                 result = call()
             except BaseException as error:  # whoever waits is told
@@ -279,6 +282,8 @@ class Generations(GenerateManager):
         self._workers = Workers(parallel)
         self._of_predictions: Ledger | None = None  # what predictions have earned so far
         self._lock = Lock()  # of what calls share
+        self._is_plain = Lock()  # held while the model's own decoding draws from torch's generator
+        self._seeds = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
     def submit(self, fn: Callable, *args: Any, **kwargs: Any) -> Future:
         return self._workers.submit(partial(fn, *args, **kwargs))
@@ -361,7 +366,9 @@ class Generations(GenerateManager):
 
     def _seed(self, wished: int | None) -> int | None:
         """The seed of a request. Where requests are decoded at once, each has one."""
-        return int(torch.randint(2**62, ())) if wished is None and self._workers.count > 1 else wished
+        if wished is None and self._workers.count > 1:
+            return int(torch.randint(2**62, (), generator=self._seeds))
+        return wished
 
     @contextmanager
     def _engine_for(self, prompt: list[int], predicted: list[int]) -> Iterator[Lookahead | None]:
@@ -394,7 +401,7 @@ class Generations(GenerateManager):
                 return model.generate(**options, **more, streamer=streamer)  # type: ignore[operator]  # a method
 
         def plain(*args: Any, **kwargs: Any) -> Any:
-            with self._lock, seeded(seed, model.device):
+            with self._is_plain, seeded(seed, model.device):
                 return own_loop(model)(*args, **kwargs)
 
         def decode(model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> Any:
