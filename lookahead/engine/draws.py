@@ -102,11 +102,13 @@ class BatchDraws:
         self._states: dict[int, torch.Tensor] = {}  # before draws that nobody has asked for yet, by place
         self._starts: dict[int, torch.Tensor] = {}  # before all draws of a token
         self._asked = [0] * sequences  # tokens
+        self._frontier = self._left = torch.empty(0)  # states: before the next of all draws, and of torch's generator
+
+    def _begin(self, vocabulary: int) -> None:
+        """Take torch's generator over. Whoever draws meanwhile, in another thread, is given other numbers."""
         with _drawing:
-            generator = torch.default_generator
-            self._frontier = generator.get_state()  # before the next of all draws
-            self._starts[0] = _copy_of(self._frontier)
-            # Whoever draws meanwhile, in another thread, is given other numbers.
+            generator, self._vocabulary = torch.default_generator, vocabulary
+            self._frontier = generator.get_state()
             generator.manual_seed(int(torch.randint(2**62, ())))
             self._left = generator.get_state()
 
@@ -116,7 +118,9 @@ class BatchDraws:
 
     def before(self, token: int, sequence: int, vocabulary: int) -> torch.Tensor:
         """Return the generator's state before a draw; each is asked for once, in the order of a sequence's tokens."""
-        self._vocabulary, self._asked[sequence] = vocabulary, token
+        if not self._vocabulary:
+            self._begin(vocabulary)
+        self._asked[sequence] = token
         place = token * self._sequences + sequence
         while self._next <= place:
             self._go_on()
@@ -136,6 +140,8 @@ class BatchDraws:
 
         No sequence has drawn more than KNOWN_DRAWS beyond them. If another thread has used it, it stays as it is.
         """
+        if not self._vocabulary:
+            return
         while self._next <= tokens * self._sequences:
             self._go_on()
         with _drawing:
