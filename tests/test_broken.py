@@ -44,6 +44,18 @@ def gaps_are_seen(monkeypatch):
     monkeypatch.setattr(cache, "hidden", hidden)
 
 
+def fused_rows_of_another_sequence(monkeypatch):
+    original = Executor.run
+
+    def run(self, sequences, *others):
+        if len(sequences) > 1:
+            first, second, *rest = sequences
+            sequences = [first._replace(hidden=second.hidden, caches=second.caches, held=second.held), second, *rest]
+        return original(self, sequences, *others)
+
+    monkeypatch.setattr(Executor, "run", run)
+
+
 def sequences_swapped(monkeypatch):
     original = LookaheadCache.hidden
 
@@ -117,9 +129,9 @@ def kernel_that_misses_the_first_key(monkeypatch):
 def fused_pass_without_its_mask(monkeypatch):
     original = Executor.run
 
-    def run(self, ids, positions, rotary, caches, held, hidden, *others):
-        seen = [(np.zeros_like(array), layers) for array, layers in hidden]
-        return original(self, ids, positions, rotary, caches, held, seen, *others)
+    def run(self, sequences, *others):
+        seen = [[(np.zeros_like(array), layers) for array, layers in one.hidden] for one in sequences]
+        return original(self, [one._replace(hidden=two) for one, two in zip(sequences, seen, strict=True)], *others)
 
     monkeypatch.setattr(Executor, "run", run)
 
@@ -127,9 +139,9 @@ def fused_pass_without_its_mask(monkeypatch):
 def fused_pass_late_by_one(monkeypatch):
     original = Executor.run
 
-    def run(self, ids, positions, *others):
-        is_first = positions[0] == 0  # if all passes were late, no distance would change
-        return original(self, ids, positions if is_first else positions + 1, *others)
+    def run(self, sequences, *others):  # if all passes were late, no distance would change
+        late = [one._replace(positions=one.positions + (one.positions[0] > 0)) for one in sequences]
+        return original(self, late, *others)
 
     monkeypatch.setattr(Executor, "run", run)
 
@@ -147,8 +159,8 @@ def fused_pass_that_names_the_least_likely(monkeypatch):
 def fused_pass_that_misses_the_first_key(monkeypatch):
     original = FusedRunner._extend
 
-    def extend(self, executor, cache, rows):
-        caches, held = original(self, executor, cache, rows)
+    def extend(self, executor, b, cache, rows):
+        caches, held = original(self, executor, b, cache, rows)
         skipped = executor.caches[0][1] * executor.like.element_size() * (held[0] > 0)
         caches = [(keys + skipped, values + skipped, stride) for keys, values, stride in caches]
         return caches, [seen - (seen > 0) for seen in held]
@@ -256,6 +268,7 @@ FUSED = {
     fused_pass_that_misses_the_first_key: "mistral",
 }
 IN_BATCHES = {gaps_are_seen: "llama", sequences_swapped: "llama", sliding_rows_off_by_one: "mistral"}
+IN_FUSED_BATCHES = {fused_rows_of_another_sequence: "llama", fused_pass_late_by_one: "qwen3"}
 OF_KERNELS = {kernel_without_its_mask, kernel_that_misses_the_first_key}  # torch's are left
 SPLIT = {half_of_the_prefix_unseen, parts_joined_evenly, *OF_KERNELS}  # the dense mask is left, or torch's kernels
 SEEN_BY_THE_PROBE = set(DEFECTS) - {
@@ -326,8 +339,18 @@ def test_probe_of_fused_passes_sees_it(plant, dtype, monkeypatch):
 def test_comparison_of_batches_sees_it(plant, monkeypatch):
     model = tiny_model(IN_BATCHES[plant])
     assert capabilities.can_batch(model, capabilities.find_adapter(model))
+    monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
+        check_batches(model)
+
+
+@pytest.mark.parametrize("plant", IN_FUSED_BATCHES, ids=name)
+def test_comparison_of_fused_batches_sees_it(plant, monkeypatch):
+    model = tiny_model(IN_FUSED_BATCHES[plant])
+    lookahead.unwrap(lookahead.wrap(model))
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
         check_batches(model)
 
 

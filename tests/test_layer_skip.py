@@ -176,7 +176,7 @@ class Recorded(LayerSkipSource):
 
 def state_of(cache):
     """All that the next pass reads of a cache, copied."""
-    batch = len(cache.lengths)
+    caches, batch = getattr(cache, "each", [cache]), len(cache.lengths)
     return [
         (
             *(states.clone() for states in layer.states()),
@@ -186,7 +186,8 @@ def state_of(cache):
             torch.tensor(np.broadcast_to(layer.starts, batch).copy()),
             torch.tensor(cache.lengths),
         )
-        for layer in cache.layers
+        for one in caches
+        for layer in one.layers
     ]
 
 

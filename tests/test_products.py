@@ -458,18 +458,19 @@ def test_what_the_kernel_does_not_take_is_torchs(multiplied):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_setting_turns_them_on_and_off(dtype, multiplied):
     model, ids = small_llama(dtype), torch.arange(9)[None]
-    in_parts = GREEDY | {"prefill_chunk_size": 5}  # so that the model's own code reads the prompt
-    expected = model.generate(ids, **in_parts)
+    # So that the model's own code reads the prompt.
+    embedded = GREEDY | {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+    expected = model.generate(**embedded)
     for setting in (True, False, True):
         lookahead.wrap(model, LookaheadConfig(cpu_kernels=setting))
         multiplied.clear()
-        got = model.generate(ids, **in_parts)
+        got = model.generate(**embedded)
         assert bool(multiplied) == setting
         assert torch.equal(got, expected) or dtype != torch.float32
         assert ("kernels: of our own" in model.lookahead.report()) == setting
     lookahead.unwrap(model)
     multiplied.clear()
-    assert torch.equal(model.generate(ids, **in_parts), expected)
+    assert torch.equal(model.generate(**embedded), expected)
     assert not multiplied
 
 
