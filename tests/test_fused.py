@@ -127,7 +127,8 @@ def test_it_computes_what_the_model_computes(
         dtype = torch.float32  # in bf16, a row may choose other experts, whose scores are nearly those of its own
     model = tiny_model(
         family, seed, num_attention_heads=many, num_key_value_heads=few, num_hidden_layers=2,
-        max_position_embeddings=1024, attention_bias=bool(seed % 2), **sizes(family, width, intermediate, size, many, few),
+        max_position_embeddings=1024, attention_bias=bool(seed % 2),
+        **sizes(family, width, intermediate, size, many, few),
     ).to(dtype)  # fmt: skip
     for parameter in model.parameters():  # norms and biases too
         if parameter.ndim == 1:
