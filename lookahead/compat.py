@@ -374,8 +374,8 @@ def guarded_hooks() -> Iterator[None]:
 
 @cache
 def gguf_class(name: str) -> Any:
-    """A class of modules that keep the blocks of a GGUF file, from transformers 5.24 on; None before."""
-    with suppress(ImportError):
+    """A class of modules that keep the blocks of a GGUF file, of transformers 5.24 and newer; None before."""
+    with suppress(ImportError, AttributeError):
         return getattr(import_module("transformers.integrations.gguf.utils"), name)
     return None
 
