@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lookahead.guessing.retrieval import RetrievalSource
     from lookahead.guessing.source import GuessSource
     from lookahead.models.adapter import UnsupportedModelError
+    from lookahead.sequences import Sequences
     from lookahead.stats import Stats
     from lookahead.streaming import stream
     from lookahead.tools.trace import Trace, trace
@@ -45,6 +46,7 @@ __all__ = [
     "PoolFileError",
     "PoolSource",
     "RetrievalSource",
+    "Sequences",
     "Source",
     "Stats",
     "Trace",
@@ -71,6 +73,7 @@ _HOMES = {
     "PoolFileError": "ngram_pool",
     "PoolSource": "lookahead.guessing.pool",
     "RetrievalSource": "lookahead.guessing.retrieval",
+    "Sequences": "lookahead.sequences",
     "Source": "ngram_pool",
     "Stats": "lookahead.stats",
     "Trace": "lookahead.tools.trace",

@@ -5,7 +5,7 @@ that Python runs of lookahead/ and ngram_pool/: functions, and each time that a 
 Compiled loops count as C++ does, not at all: numba shows profilers a frame that Python never runs. With limits, the
 command fails where one is exceeded.
 
-    python scripts/count_calls.py --step-calls 105 --step-files 10 --token-calls 800 --longest 40
+    python scripts/count_calls.py --step-calls 110 --step-files 10 --token-calls 800 --longest 40
 """
 
 import ast
@@ -33,7 +33,7 @@ from ngram_pool import kernels
 
 ROOT = Path(lookahead.__file__).parents[1]
 OURS = tuple(f"{ROOT / package}/" for package in ("lookahead", "ngram_pool"))
-STEP = "lookahead/engine/call.py", "_step"  # the function that each step begins with
+STEP = "lookahead/engine/call.py", "_guess"  # the function that each step begins with
 LAYERS, VOCABULARY, NEW_TOKENS = 30, 97, 96
 PROMPT = [5, 7, 11, 13, 17, 19, 23, 29] * 3
 COMPILED = {(kernels.__file__, name) for name, loop in vars(kernels).items() if hasattr(loop, "py_func")}

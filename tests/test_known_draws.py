@@ -92,7 +92,7 @@ def test_a_race_is_multinomial(vocabulary, seed, actions, own, warp, dtype):
                     token, known = drawn_by_torch(logits, warp, generator), None
                 assert token == expected
                 if known is not None and len(known):
-                    assert warp[1:] != (0, 1.0) or token == winner(logits / warp.temperature, known[0])
+                    assert warp[1:] != (0, 1.0) or token == winner(logits.float() / warp.temperature, known[0])
                     known = known[1:]
         else:
             known = None

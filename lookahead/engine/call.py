@@ -1,17 +1,19 @@
 """One call of generate(): guess, lay out, run, verify, commit, learn, until all texts have ended."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation import BaseStreamer
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+from transformers.utils import ModelOutput
 
 from lookahead import compat
 from lookahead.decoding_pass import decoding_pass
+from lookahead.engine.draws import BatchDraws
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
 from lookahead.engine.recording import Recorder
@@ -24,7 +26,7 @@ from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import LookaheadCache
 from lookahead.models.state import state_of
 from lookahead.passes.costs import synchronize
-from lookahead.passes.runner import Company, Output
+from lookahead.passes.runner import Company, Output, Pass
 from lookahead.stats import DECILES, STAGES, Stats
 from lookahead.step import MAX_DEPTH, Step, lay_out
 from ngram_pool import GuessTree, Source
@@ -35,6 +37,9 @@ MAX_REPLAYED = 8
 MIN_PROBABILITY = 0.002  # a less likely guess is not worth a row of the pass
 # In a model with a state, a rejection costs computing the accepted tokens again. So a chain must be accepted whole.
 MIN_PROBABILITY_WITH_STATE = 0.2
+
+Decoding = Generator[Pass | None, Output, torch.Tensor | ModelOutput]
+"""A call under way. Yields each pass of a step, to be sent its output, and None between passes over prompts."""
 
 
 class Call:
@@ -48,12 +53,18 @@ class Call:
         generation: GenerationConfig,
         draft_model: PreTrainedModel | None,
         model_kwargs: dict,
-        recorder: Recorder | None,
+        rules: list[NextTokenRule],
+        draws: BatchDraws | None,
+        streamer: BaseStreamer | None,
         callbacks: Sequence[object],
     ):
-        """callbacks: what the call's loop calls between passes."""
+        """rules: one for each sequence, or one for all. draws: what the rules draw from, if that is to be ended.
+
+        callbacks: what is called between passes.
+        """
         self.stats = Stats(calls=1, sequences=len(ids))
-        self.cache_passed_in = cache_passed_in(model_kwargs)
+        self._engine, self._rules, self._draws, self._streamer = engine, rules, draws, streamer
+        self._cache_passed_in = cache_passed_in(model_kwargs)
         self._width = ids.shape[1]
         self._new_tokens = generation.max_length - self._width
         self._generation = generation
@@ -61,9 +72,9 @@ class Call:
         self._texts = [prompt.text for prompt in self._prompts]
         sources = engine.sources_with(draft_model)
         self._names = engine.ledger.names
-        self._recorder = recorder
-        if recorder is not None:
-            recorder.begin(self._names, self.stats)
+        self._recorder = streamer if isinstance(streamer, Recorder) else None
+        if self._recorder is not None:
+            self._recorder.begin(self._names, self.stats)
         resting = engine.ledger.resting(self._new_tokens)
         needs = needs_of([source for i, source in enumerate(sources) if i not in resting])
         self._runner = engine.find_runner(model, needs)
@@ -86,20 +97,37 @@ class Call:
         self._company: Company | None = None  # of the last pass
         self._own_rows = 0  # in it
 
-    def decode(self, rules: list[NextTokenRule]) -> torch.Tensor:
-        """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded.
+    def decode(self) -> Decoding:
+        """Return what generate() returns. Yields None at once, when it counts as a call under way.
 
-        rules: one for each sequence, or one for all.
         A cache that was passed in and outlives the call ends as plain decoding leaves it: with all of the text but the
         last token. If the call fails, the cache holds what it held before.
         """
-        theirs = self.cache_passed_in
+        with self._engine.call():
+            yield None
+            self._engine.last = self.stats
+            try:
+                ids = yield from self._write()
+            finally:
+                self._runner.end()
+                self._source.end()
+                self._budget.end()
+                self._engine.add(self.stats)
+                if self._draws is not None:
+                    self._draws.end(max(rule.ids.shape[1] for rule in self._rules) - self._width)
+            if self._streamer is not None:
+                self._streamer.end()
+            return self._result(ids)
+
+    def _write(self) -> Generator[Pass | None, Output, torch.Tensor]:
+        """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded."""
+        rules, theirs = self._rules, self._cache_passed_in
         held = positions_in(theirs)
         taken_over = self._runner.adapter.take_over(theirs) if theirs is not None and held else None
         outlives = theirs if self._generation.return_dict_in_generate or compat.is_callers_own(theirs) else None
         ended: dict[int, LookaheadCache] = {}  # by sequence, for a cache that outlives the call
         try:
-            self._prefill(rules, taken_over)
+            yield from self._prefill(taken_over)
             active = list(range(len(self._texts)))  # sequences that the cache holds
             while live := [number + sequence for number, rule in enumerate(rules) for sequence in rule.live]:
                 if live != active:
@@ -109,9 +137,9 @@ class Call:
                     self._cache.select(kept)
                     self._source.keep(kept)
                     active = live
-                self._step(rules, live)
-            self._budget.end()
+                yield from self._step(live)
             if self._budget.pace:
+                self._budget.end()
                 self._budget.pace.costs.keep()
             ids = _padded([rule.ids for rule in rules], self._generation)
             if outlives is not None:
@@ -122,18 +150,25 @@ class Call:
             if taken_over is not None:
                 taken_over.rewind(held)
             raise
-        finally:
-            self._runner.end()
-            self._source.end()
-            self._budget.end()
 
-    def _prefill(self, rules: list[NextTokenRule], taken_over: LookaheadCache | None) -> None:
+    def _result(self, ids: torch.Tensor) -> torch.Tensor | ModelOutput:
+        if not self._generation.return_dict_in_generate:
+            return ids
+        scores, logits = self._rules[0].scores, self._rules[0].logits  # if they are kept, one rule has all sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,  # type: ignore[arg-type]  # its fields are annotated as LongTensor and tuples of one tensor
+            scores=scores,  # type: ignore[arg-type]
+            logits=logits,  # type: ignore[arg-type]
+            **{compat.CACHE: self._cache_passed_in},  # type: ignore[arg-type]
+        )
+
+    def _prefill(self, taken_over: LookaheadCache | None) -> Generator[None]:
         """Compute the prompts and emit the first tokens."""
         began = time.perf_counter()
         self._source.start(self._batch)
         room = min(self._new_tokens, ROOM) + self._most_rows
-        chunk_size = self._generation.prefill_chunk_size
-        cache, logits = prefill(self._runner, self._prompts, self._source, taken_over, room, chunk_size)
+        portion = self._generation.prefill_chunk_size
+        cache, logits = yield from prefill(self._runner, self._prompts, self._source, taken_over, room, portion)
         self._cache = self._runner.begin(cache)
         del cache  # its content may have been copied into buffers
         self._source.attach(self._runner.model, self._cache)
@@ -141,14 +176,14 @@ class Call:
         # The last positions that plain decoding computes.
         most = context_length(self._runner.model) - 1
         self._last = [min(begin + self._new_tokens - 2, most) for begin in self._begins]
-        rows = logits.split(len(rules[0].live))
-        first = [token for rule, row in zip(rules, rows, strict=True) for token in rule.emit(row)]
+        rows = logits.split(len(self._rules[0].live))
+        first = [token for rule, row in zip(self._rules, rows, strict=True) for token in rule.emit(row)]
         for text, token in zip(self._texts, first, strict=True):
             text.append(token)
         self.stats.tokens += len(first)
         self.stats.prefill_seconds += time.perf_counter() - began
 
-    def _step(self, rules: list[NextTokenRule], live: list[int]) -> None:
+    def _step(self, live: list[int]) -> Generator[Pass, Output]:
         """Guess, lay out, run, verify, commit, learn. live: sequences that have not ended."""
         if self._watched is not None and not self._watched.is_current(self._runner.model):
             self._leave_to_model()
@@ -156,16 +191,17 @@ class Call:
         self.stats.steps += 1
         clock = time.perf_counter
         times = [clock()]
-        limits, guessed = self._guess(rules, texts, last)
+        limits, guessed = self._guess(texts, last)
         steps, chosen = self._lay_out(texts, limits, guessed)
         times.append(clock())
-        output = self._run(steps, last)
+        output = yield Pass(self._runner, steps, self._cache, last, self._likeliest)
+        self._look_at(output, len(steps))
         times.append(clock())
         if self._is_spoiled:
             self._cache.commit(steps, [[] for _ in steps])
             self._add_times(times)
             return
-        paths, emitted = walk(steps, output, rules)
+        paths, emitted = walk(steps, output, self._rules)
         times.append(clock())
         self._cache.commit(steps, paths)
         times.append(clock())
@@ -175,9 +211,7 @@ class Call:
         times.append(clock())
         self._count(outcome, chosen, times)
 
-    def _guess(
-        self, rules: list[NextTokenRule], texts: list[list[int]], last: list[int]
-    ) -> tuple[Limits, list[GuessTree]]:
+    def _guess(self, texts: list[list[int]], last: list[int]) -> tuple[Limits, list[GuessTree]]:
         """Return all guesses for the next step, and the limits that they keep. last: as for `EagerRunner.run`."""
         budget, cache, length = self._budget, self._cache, average_length(texts)
         self._rests = budget.rests
@@ -187,7 +221,7 @@ class Call:
                 depths[b] = min(max(end - held, 0), MAX_DEPTH)
         least = max(self._least, budget.least(len(texts), length)) if self._source.stands_alone else self._least
         rate = budget.pace.rate() if budget.pace else None
-        draws = self._known_draws(rules, depths) if self._generation.do_sample else []
+        draws = self._known_draws(depths) if self._generation.do_sample else []
         limits = Limits(depths, budget.limit(len(texts)), least, self._is_chain, rate, draws)
         windows, pool, self._asked = self._source.windows, self._source.pool_alone, self._source
         if pool is not None and not (windows and (windows.size or (windows.trials and windows.trials.level))):
@@ -207,20 +241,18 @@ class Call:
         planned = zip(texts, chosen, windows, strict=True)
         return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], chosen
 
-    def _run(self, steps: list[Step], last: list[int]) -> Output:
-        """Compute the logits of the steps. A step that a guess has spoiled is to be repeated (`_is_spoiled`)."""
-        output = self._runner.run(steps, self._cache, last, self._likeliest)
+    def _look_at(self, output: Output, sequences: int) -> None:
+        """See what has shared the pass, and whether a guess has spoiled it, so that it is to be repeated."""
         logits, self._company = output.logits, output.company
         self._own_rows = len(logits)
         # A guess that overflows also spoils rows that do not see it, for 0 x NaN is NaN. Repeat without guesses.
-        can_be_spoiled = not self._is_spoiled and len(logits) > len(steps)
+        can_be_spoiled = not self._is_spoiled and len(logits) > sequences
         has_nan = output.has_nan
         if can_be_spoiled and has_nan is None:
             has_nan = bool(logits.max().isnan())
         self._is_spoiled = can_be_spoiled and bool(has_nan)
         if not logits.is_cpu:
             synchronize(logits.device)  # where the question above has not waited already
-        return output
 
     def _learn(self, outcome: Outcome, guessed: list[GuessTree], chosen: list[GuessTree]) -> None:
         """Show the outcome to the sources, and count the tokens that the step has earned."""
@@ -270,10 +302,9 @@ class Call:
         self._runner, self._cache = runner.eager(self._cache)
         runner.end()
 
-    @staticmethod
-    def _known_draws(rules: list[NextTokenRule], depths: list[int]) -> list[np.ndarray | None]:
+    def _known_draws(self, depths: list[int]) -> list[np.ndarray | None]:
         """Return the known draws of each live sequence, down to the depth of its guesses; [] if none are known."""
-        live = [rule for rule in rules if rule.live]
+        live = [rule for rule in self._rules if rule.live]
         if len(live) < len(depths):  # sequences that go in step
             return []
         return [rule.known_draws(depth) for rule, depth in zip(live, depths, strict=True)]

@@ -23,7 +23,6 @@ from lookahead.passes.capabilities import choose_runner
 from lookahead.passes.costs import step_costs
 from lookahead.passes.fused import copied_bytes
 from lookahead.passes.runner import EagerRunner
-from lookahead.passes.sharing import SharedPasses
 from lookahead.stats import Stats
 from ngram_pool import NgramPool, Source
 from ngram_pool.forks import Lock
@@ -76,7 +75,6 @@ class Lookahead:
     """Bytes of the weights' copy in fewer bits (`pack_weights`), as the last call found it."""
     lock: Lock = field(default_factory=Lock, repr=False)
     """Guards what several threads write to here."""
-    _shared_passes: SharedPasses = field(default_factory=SharedPasses, repr=False)
     _running: int = 0  # number of calls under way
     _graphs_of: tuple | None = field(default=None, repr=False)  # `State.key` of the model that `graphs` are of
     _why_not_faster: dict[str, str] = field(default_factory=dict)
@@ -190,12 +188,12 @@ class Lookahead:
                 self.ledger.enter(source, trials)
         return [*self.sources, source]
 
-    def beside(self, source: GuessSource, ledger: Ledger | None = None) -> "Lookahead":
-        """Return an engine for calls that have one more source of guesses. It has statistics of its own.
+    def beside(self, sources: Sequence[GuessSource], ledger: Ledger | None = None) -> "Lookahead":
+        """Return an engine for calls that have further sources of guesses. It has statistics of its own.
 
         ledger: of an earlier engine of this kind, whose experience this one has.
         """
-        engine = replace(self, source=[*self.sources, source], stats=Stats(), last=Stats(), _running=0)
+        engine = replace(self, source=[*self.sources, *sources], stats=Stats(), last=Stats(), _running=0)
         engine.ledger = ledger or engine.ledger
         return engine
 
@@ -210,7 +208,7 @@ class Lookahead:
         needs: what the sources of a call want to see; by default, what all sources want.
         """
         layers = (needs or self.needs).hidden_states
-        runner, self._why_not_faster = choose_runner(model, self.config, layers, self._shared_passes)
+        runner, self._why_not_faster = choose_runner(model, self.config, layers)
         if self.config.cuda_graphs and not layers:
             from lookahead.passes.graphs import GraphRunner, StepGraphs
 

@@ -1,21 +1,21 @@
 """What generate() calls in the place of its own loop: a call of lookahead (`call`), or the model's own decoding."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.generation import BaseStreamer, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import choice
-from lookahead.engine.call import Call
+from lookahead.engine.call import Call, Decoding
 from lookahead.engine.draws import BatchDraws, RaceInBatch
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
-from lookahead.engine.recording import Recorder
 from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, Settings, for_sequence
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
@@ -76,6 +76,40 @@ def run(
 ) -> torch.Tensor | ModelOutput:
     """Decode by lookahead; or by ``plain``, the model's own method of the same signature, with one warning.
 
+    Arguments as for `decoding`.
+    """
+    given = model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
+    with closing(decoding(engine, plain, *given, draft_model, seeds, **model_kwargs)) as steps:
+        try:
+            wanted = next(steps)
+            while True:
+                if wanted is None:
+                    wanted = next(steps)
+                else:
+                    output = wanted.runner.run(wanted.steps, wanted.cache, wanted.last, wanted.likeliest)
+                    wanted = steps.send(output)
+        except StopIteration as end:
+            return end.value
+
+
+def decoding(
+    engine: Lookahead,
+    plain: Callable,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    draft_model: PreTrainedModel | None = None,
+    seeds: Sequence[int] | None = None,
+    **model_kwargs: Any,
+) -> Decoding:
+    """`run`, without the passes of steps: they are yielded, and their outputs are to be sent.
+
+    Yields None between passes over prompts. What ``plain`` decodes has been decoded when this returns.
+
     draft_model: one more source of guesses.
     seeds: a seed for each sequence. It is then sampled as it would be alone after ``torch.manual_seed(seed)``, whatever
         else is in the batch. No effect if several sequences go in step, or ``plain`` decodes.
@@ -88,36 +122,29 @@ def run(
         with looked_at(model):
             reason = _why_plain(engine, model, input_ids, generation_config, synced_gpus, model_kwargs)
             if reason is None:
-                given = logits_processor, stopping_criteria, generation_config, streamer, seeds
-                rules, draws = _rules(input_ids, *given)
+                rules, draws = _rules(
+                    input_ids, logits_processor, stopping_criteria, generation_config, streamer, seeds
+                )
                 engine.fit_pool(model)
-                recorder = streamer if isinstance(streamer, Recorder) else None
                 callbacks = [*logits_processor, *stopping_criteria, *filter(None, [streamer])]
-                call = Call(engine, model, input_ids, generation_config, draft_model, model_kwargs, recorder, callbacks)
-        if reason is not None:
-            engine.decode_plainly(model, reason)
-            return plain(
-                model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
-                **model_kwargs,
-            )  # fmt: skip
-        engine.last = call.stats
-        try:
-            ids = call.decode(rules)
-        finally:
-            engine.add(call.stats)
-            if draws is not None:
-                draws.end(max(rule.ids.shape[1] for rule in rules) - input_ids.shape[1])
-        if streamer is not None:
-            streamer.end()
-        if not generation_config.return_dict_in_generate:
-            return ids
-        scores, logits = rules[0].scores, rules[0].logits  # if they are kept, one rule has all sequences
-        return GenerateDecoderOnlyOutput(
-            sequences=ids,  # type: ignore[arg-type]  # its fields are annotated as LongTensor and tuples of one tensor
-            scores=scores,  # type: ignore[arg-type]
-            logits=logits,  # type: ignore[arg-type]
-            **{compat.CACHE: call.cache_passed_in},  # type: ignore[arg-type]
-        )
+                call = Call(
+                    engine, model, input_ids, generation_config, draft_model, model_kwargs, rules, draws, streamer,
+                    callbacks,
+                )  # fmt: skip
+                steps = call.decode()
+                next(steps)
+                return steps
+        engine.decode_plainly(model, reason)
+        ended = plain(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
+            **model_kwargs,
+        )  # fmt: skip
+        return _ended(ended)
+
+
+def _ended(result: torch.Tensor | ModelOutput) -> Decoding:
+    return result
+    yield
 
 
 def _why_plain(

@@ -1,5 +1,7 @@
 """Prefill: the prompts of a call, and the cache that holds them."""
 
+import warnings
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +10,9 @@ from transformers.cache_utils import Cache
 
 from lookahead.compat import CACHE_ARGUMENTS, dropped_mask_length
 from lookahead.guessing.source import GuessSource
+from lookahead.models.adapter import context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, copy_of_cache, counts_positions
-from lookahead.passes.runner import EagerRunner
+from lookahead.passes.runner import EagerRunner, Output
 
 
 @dataclass
@@ -66,14 +69,14 @@ def prefill(
     source: GuessSource,
     cache: LookaheadCache | None,
     room: int,
-    chunk_size: int | None,
-) -> tuple[AnyCache, torch.Tensor]:
-    """Compute the prompts, and show them to the source of guesses.
+    portion: int | None,
+) -> Generator[None, None, tuple[AnyCache, torch.Tensor]]:
+    """Compute the prompts, and show them to the source of guesses. Yields between passes.
 
     Each prompt has passes of its own, without padding. Equal prompts are computed once.
     cache: holds the beginning of a single prompt, if anything does.
     room: positions beyond the prompts that the cache allocates at once.
-    chunk_size: positions of a pass; default: the whole prompt.
+    portion: positions of a pass; default: the whole prompt.
     Returns the cache of the batch, and the logits after the prompts, [batch, vocabulary].
     """
     keep, of_each = max(source.needs.prompt_logits, 1), room if runner.is_ragged or len(prompts) == 1 else 0
@@ -85,10 +88,33 @@ def prefill(
             caches.append(copy_of_cache(caches[equal]) if runner.is_ragged else caches[equal])
             last.append(last[equal])
             continue
+        if caches:
+            yield
         one = cache or runner.adapter.make_cache(prompt.new.shape[1] + of_each)
-        output = runner.read(prompt.new, one, chunk_size, keep)
+        output = yield from _read(runner, prompt.new, one, portion, keep)
         source.read(prompt.text, output.logits, output.hidden_states)
         caches.append(one)
         last.append(output.logits[-1].clone())
     longest = max(prompt.new.shape[1] for prompt in prompts)
     return runner.join(caches, longest + room), torch.stack(last)
+
+
+def _read(
+    runner: EagerRunner, new: torch.Tensor, cache: LookaheadCache, portion: int | None, keep: int
+) -> Generator[None, None, Output]:
+    """Compute the prompt of one sequence. Yields between passes. Arguments as for `EagerRunner.read` and `prefill`."""
+    length, context = cache.lengths[0] + new.shape[1], context_length(runner.model)
+    if length > context:
+        warnings.warn(f"the prompt has {length} tokens, the model was made for {context}", stacklevel=2)
+    outputs: list[Output] = []
+    for part in new.split(portion or new.shape[1], dim=1):
+        if outputs:
+            yield
+        try:
+            outputs.append(runner.read(part, cache, keep))
+        except IndexError as error:  # beyond the end of a table of learned positions
+            if length <= context:
+                raise
+            raise ValueError(f"the prompt has {length} tokens, the model's context is {context}: shorten it") from error
+    hidden = {i: torch.cat([output.hidden_states[i] for output in outputs]) for i in runner.requested}
+    return Output(outputs[-1].logits, hidden)

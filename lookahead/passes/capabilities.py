@@ -22,7 +22,6 @@ from lookahead.models.state import state_of
 from lookahead.passes import probe, verdicts
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner
-from lookahead.passes.sharing import SharedPasses
 from ngram_pool.waiting import kept_for_later
 
 logger = logging.getLogger(__name__)
@@ -97,17 +96,15 @@ def choose_runner(
     model: PreTrainedModel,
     config: LookaheadConfig,
     hidden_states: tuple[int, ...] = (),
-    passes: SharedPasses | None = None,
 ) -> tuple[EagerRunner, dict[str, str]]:
     """Return the fastest runner that the settings admit, and the reasons against faster ones, by what they are called.
 
-    hidden_states: layers whose output is requested (`EagerRunner`). Compiled passes cannot return it. passes: where
-    calls meet that share fused passes.
+    hidden_states: layers whose output is requested (`EagerRunner`). Compiled passes cannot return it.
     """
     adapter = find_adapter(model, config.cpu_kernels)
     reasons: dict[str, str] = {}
     if adapter.uses_kernels and device_of(model).type == "cpu":
-        fused = fused_runner(model, adapter, hidden_states, config.pack_weights, passes=passes)
+        fused = fused_runner(model, adapter, hidden_states, config.pack_weights)
         if isinstance(fused, FusedRunner):
             if size := fused.declined_bytes:
                 reasons["weights in fewer bits"] = (
@@ -131,14 +128,13 @@ def fused_runner(
     hidden_states: tuple[int, ...] = (),
     packs: bool | Literal["auto"] = False,
     trials: dict[tuple[bool, int], probe.Trial] | None = None,
-    passes: SharedPasses | None = None,
 ) -> FusedRunner | str:
     """Return a runner of fused passes, probed once for each way of computing; or the reason why there is none.
 
-    packs: `LookaheadConfig.pack_weights`. trials: as for `probe.compare_with_plain`. passes: as for `choose_runner`.
+    packs: `LookaheadConfig.pack_weights`. trials: as for `probe.compare_with_plain`.
     """
     try:
-        runner = FusedRunner(model, adapter, hidden_states, packs, passes)
+        runner = FusedRunner(model, adapter, hidden_states, packs)
     except UnknownModelError as error:
         return str(error)
     wrong = _once_for_all(model, "fused", True, lambda: probe.compare_with_plain(runner, trials=trials))

@@ -1,14 +1,13 @@
 """Passes in one call, on a CPU, for models whose passes are programs (`models.families`)."""
 
 import operator
-import threading
-from collections.abc import Iterable
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds, ropes_of
 from lookahead.models.state import State, state_of
 from lookahead.passes.runner import EagerRunner, Likeliest, Output
-from lookahead.passes.sharing import SharedPasses, Wanted
+from lookahead.passes.turns import turn
 from lookahead.step import MAX_DEPTH, Step, Visibility, grow, pad
 
 # Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit by dtype, and without it.
@@ -40,6 +39,7 @@ _ADDRESS, _IS_INITIALIZED = torch.Tensor.data_ptr, operator.attrgetter("is_initi
 
 _known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionary()  # for `smallest`
 _ready: WeakKeyDictionary[PreTrainedModel, "_Ready"] = WeakKeyDictionary()  # for the next call
+_in_use: WeakKeyDictionary[PreTrainedModel, "ref[_Ready]"] = WeakKeyDictionary()  # what calls under way have
 
 
 class Watch:
@@ -99,10 +99,10 @@ class FusedRunner(EagerRunner):
     """Runs the steps of all sequences, and shorter prompts, in one call each. Everything else runs eagerly.
 
     Weights are read where they are, or in a copy that holds them in fewer bits (`smallest`). What was made of
-    the model is kept for the next call, which uses it if nothing has changed. The first pass of that call reads the
-    weights themselves, and tells by their digests whether the copy still holds them. If weights change during a call,
-    they are read where they are from then on; if they then have no form that can be read, passes run eagerly. Raises
-    UnknownModelError if the model cannot be run so.
+    the model serves all calls that run at the same time, and is kept for the next one, if nothing has changed. The
+    first pass of a call reads the weights themselves, and tells by their digests whether the copy still holds them. If
+    weights change during a call, they are read where they are from then on; if they then have no form that can be read,
+    passes run eagerly. Raises UnknownModelError if the model cannot be run so.
     """
 
     name = "fused"
@@ -113,19 +113,15 @@ class FusedRunner(EagerRunner):
         adapter: ModelAdapter,
         hidden_states: tuple[int, ...] = (),
         packs: bool | Literal["auto"] = False,
-        passes: SharedPasses | None = None,
     ):
-        """packs: `LookaheadConfig.pack_weights`. passes: where calls meet that share passes, if any."""
+        """packs: `LookaheadConfig.pack_weights`."""
         super().__init__(model, adapter, hidden_states)
-        # An interrupt of Python's comes in the main thread alone, at any place. So calls there do not meet others.
-        self._passes = None if threading.current_thread() is threading.main_thread() else passes
-        self.number = -1
-        self.wants: object = (hidden_states, adapter)
+        self._turn = turn(model)
         if adapter.foreign:
             raise UnknownModelError(adapter.foreign[0])
         self._page = page_of(model)
-        if any(rope.get("rope_type") == "longrope" for rope in ropes_of(model)):
-            self._passes = None  # the longest position of a pass chooses the frequencies of all
+        # By longrope, the longest position of a pass chooses the frequencies of all.
+        self._shares = not any(rope.get("rope_type") == "longrope" for rope in ropes_of(model))
         by = self._page.attends_by
         attends = adapter.splits_attention if by == "split" else attention_implementation(model.config) == by
         if by == "eager" and registered_attention(by) is not None:  # something stands in place of the model's own
@@ -134,10 +130,12 @@ class FusedRunner(EagerRunner):
             raise UnknownModelError("it does not take our attention or our kernels")
         if not packs:
             _known.pop(model, None)
-        # Only this call has it: a pass writes into it.
-        ready = _ready.pop(model, None)
-        is_as_it_was = ready is not None and ready.resume(model, adapter, packs)
-        self._take(ready if ready is not None and is_as_it_was else self._read(packs), is_compared=not is_as_it_was)
+        with self._turn:
+            ready = _ready.pop(model, None) or (_in_use[model]() if model in _in_use else None)
+            if ready is not None and ready.serves(model, adapter, packs):
+                self._take(ready, is_compared=False)
+            else:
+                self._take(self._read(packs))
         self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
@@ -146,24 +144,20 @@ class FusedRunner(EagerRunner):
     def _take(self, ready: "_Ready", is_compared: bool = True) -> None:
         """Serve from now on with this program. is_compared: whether its copies are known to hold the weights."""
         self._ready, self._watch = ready, ready.watch
+        _in_use[self.model] = ref(ready)
+        ready.runners.add(self)
         self._executor: Executor | None = ready.executor
         self._first = None if is_compared else ready.original  # runs the next pass, which compares them
         self.most_read = ready.most_read
         self.weight_bytes, self.declined_bytes = ready.weight_bytes, ready.declined_bytes
 
-    def begin(self, cache: AnyCache) -> AnyCache:
-        if self._passes is not None:
-            self.number = self._passes.enter()
-        return cache
-
     def end(self) -> None:
-        if self._passes is not None and self.number >= 0:
-            self._passes.leave()
-            self.number = -1
-        ready, executor, self._executor = self._ready, self._executor, None
-        if executor is ready.executor and ready.can_wait:
-            ready.let_go()
-            _ready[self.model] = ready
+        with self._turn:
+            ready, executor, self._executor = self._ready, self._executor, None
+            ready.runners.discard(self)
+            if executor is ready.executor and ready.can_wait and not ready.runners:
+                ready.let_go()
+                _ready[self.model] = ready
 
     def _read(self, packs: bool | Literal["auto"]) -> "_Ready":
         """Read the model, and make its program ready to run."""
@@ -213,6 +207,12 @@ class FusedRunner(EagerRunner):
     def is_ragged(self) -> bool:  # type: ignore[override]  # it is settled when a call begins
         return not torch.is_autocast_enabled("cpu")
 
+    @property
+    def company(self) -> Hashable | None:  # type: ignore[override]  # weights may change in a call
+        if self._executor is None or not (self._shares and self.is_ragged):
+            return None
+        return id(self._executor), self.requested
+
     def join(self, caches: list[LookaheadCache], expected_length: int = 0) -> AnyCache:
         return SeparateCaches(caches) if len(caches) > 1 and self.is_ragged else super().join(caches, expected_length)
 
@@ -223,50 +223,26 @@ class FusedRunner(EagerRunner):
         last: list[int] | None = None,
         likeliest: Likeliest = (0, 1.0),
     ) -> Output:
-        passes = self._passes
-        if passes is not None and self.number >= 0 and last is not None and isinstance(likeliest[1], float):
-            # A thread has an autocast of its own.
-            has_company = (len(passes.threads) > 1 or passes.is_busy) and not torch.is_autocast_enabled("cpu")
-            if has_company and (isinstance(cache, SeparateCaches) or len(steps) == 1):
-                each = cache.each if isinstance(cache, SeparateCaches) else [cache]
-                return passes.run(Wanted(self, steps, each, last, (likeliest[0], likeliest[1])))
-        return self.run_now(steps, cache, last, likeliest)
-
-    def run_now(
-        self,
-        steps: list[Step],
-        cache: AnyCache,
-        last: list[int] | None = None,
-        likeliest: Likeliest = (0, 1.0),
-    ) -> Output:
-        """`run`, without company."""
         each = cache.each if isinstance(cache, SeparateCaches) else [cache]
-        if len(each) < len(steps) or not self._takes([step.ids for step in steps], each):
-            return super().run(steps, cache, last, likeliest)
-        try:
-            return self._compute(steps, each, last, likeliest)
-        except UnknownModelError:
-            return super().run(steps, cache, last, likeliest)
+        with self._turn:
+            if len(each) < len(steps) or not self._takes([step.ids for step in steps], each):
+                return super().run(steps, cache, last, likeliest)
+            try:
+                return self._compute(steps, each, last, likeliest)
+            except UnknownModelError:
+                return super().run(steps, cache, last, likeliest)
 
-    def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
-        outputs = []
-        for part in new.split(chunk_size or new.shape[1], dim=1):
-            with nullcontext() if self._passes is None else self._passes.turn(reads=True):
-                outputs.append(self._read_part(part, cache, keep))
-        hidden = {i: torch.cat([output.hidden_states[i] for output in outputs]) for i in self.requested}
-        return Output(outputs[-1].logits, hidden)
-
-    def _read_part(self, new: torch.Tensor, cache: LookaheadCache, keep: int) -> Output:
-        """`read`, in one pass."""
+    def read(self, new: torch.Tensor, cache: LookaheadCache, keep: int = 1) -> Output:
         count = new.shape[1]
         fits = count <= min(self.most_read, context_length(self.model) - cache.lengths[0])
-        if new.ndim > 2 or not fits or not self._takes([ids := new[0].cpu().numpy()], [cache]):
-            return super().read(new, cache, None, keep)
-        step = grow(ids.tolist(), range(-1, count - 1), computed=0)
-        try:
-            output = self._compute([step], [cache], shown=min(keep, count), is_prompt=count > MAX_DEPTH)
-        except UnknownModelError:
-            return super().read(new, cache, None, keep)
+        with self._turn:
+            if new.ndim > 2 or not fits or not self._takes([ids := new[0].cpu().numpy()], [cache]):
+                return super().read(new, cache, keep)
+            step = grow(ids.tolist(), range(-1, count - 1), computed=0)
+            try:
+                output = self._compute([step], [cache], shown=min(keep, count), is_prompt=count > MAX_DEPTH)
+            except UnknownModelError:
+                return super().read(new, cache, keep)
         cache.commit([step], [list(range(count))])
         return output
 
@@ -403,7 +379,9 @@ class FusedRunner(EagerRunner):
 
 @dataclass
 class _Ready:
-    """A program that is ready to run, and what it was made of. Between calls it holds none of the model's tensors."""
+    """A program that is ready to run, and what it was made of. While no call has it, it holds none of the model's
+    tensors.
+    """
 
     state: State
     layers: tuple[Visibility | None, ...]
@@ -424,24 +402,32 @@ class _Ready:
     weight_bytes: int
     declined_bytes: int
     """Bytes, about, of a copy of the weights that was not made because it is large."""
+    runners: "WeakSet[FusedRunner]" = field(default_factory=WeakSet)
+    """Those of calls under way."""
+    waits: bool = False
+    """Whether it holds none of the model's tensors."""
 
     def let_go(self) -> None:
         """Wait for the next call."""
+        self.waits = True
         self.watch.let_go()
         for executor in self._executors:
             executor.let_go()
 
-    def resume(self, model: PreTrainedModel, adapter: ModelAdapter, packs: bool | Literal["auto"]) -> bool:
-        """Serve a call. Returns whether that is possible: whether all is as it was, but for numbers in weights that
-        have copies: those `original` compares.
+    def serves(self, model: PreTrainedModel, adapter: ModelAdapter, packs: bool | Literal["auto"]) -> bool:
+        """Whether it can serve one more call: whether all is as it was, but for numbers in weights that have copies:
+        those `original` compares.
         """
-        is_same = self.state is state_of(model) and self.layers == adapter.layers and self.packs == packs
-        if not (is_same and self.watch.resume()):
+        if not (self.state is state_of(model) and self.layers == adapter.layers and self.packs == packs):
             return False
-        tensors = list(map(torch.Tensor.detach, self.watch.tensors))
-        for executor in self._executors:
-            executor.resume(tensors)
-        return self.original is not None or not self.executor.has_changed()
+        if not self.waits:
+            is_same = not self.watch.has_changed()
+        elif is_same := self.watch.resume():
+            self.waits = False
+            tensors = list(map(torch.Tensor.detach, self.watch.tensors))
+            for executor in self._executors:
+                executor.resume(tensors)
+        return is_same and (self.original is not None or not self.executor.has_changed())
 
     def holds(self, original: Executor) -> bool:
         """Whether the copies hold the weights, whose digests a pass has found."""
@@ -496,5 +482,5 @@ def copied_bytes(model: PreTrainedModel) -> int:
 
 def forget(model: PreTrainedModel) -> None:
     """Free what is kept for the next call."""
-    _known.pop(model, None)
-    _ready.pop(model, None)
+    for kept in (_known, _ready, _in_use):
+        kept.pop(model, None)

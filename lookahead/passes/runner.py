@@ -9,8 +9,7 @@
 some steps faster.
 """
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +24,7 @@ from transformers import PreTrainedModel
 from lookahead.compat import forward_arguments
 from lookahead.cpu import products
 from lookahead.decoding_pass import decoding_pass
-from lookahead.models.adapter import ModelAdapter, context_length, device_of
+from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.step import Step, lay_out, pad, to_device
 from ngram_pool import GuessTree
@@ -81,6 +80,8 @@ class EagerRunner:
     """Bytes of weights that a pass multiplies with; 0 if it is not known."""
     is_ragged = False
     """Whether each sequence has a cache of its own, and a pass just the rows of each step. If not, they are padded."""
+    company: Hashable | None = None
+    """What the runners of calls that share a pass have alike; None: its passes are not shared."""
 
     def __init__(self, model: PreTrainedModel, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()):
         """hidden_states: layers whose output is requested. 0 is the embedding, 1 the first layer."""
@@ -150,41 +151,25 @@ class EagerRunner:
             count, rows = len(steps), tokens.shape[2] - again
             return Output(output.logits[:, again:].flatten(0, 1), hidden, range(0, count * rows, rows))
 
-    def read(self, new: torch.Tensor, cache: LookaheadCache, chunk_size: int | None = None, keep: int = 1) -> Output:
-        """Compute the prompt of one sequence into its cache. Return the logits of its last tokens, at most ``keep``.
+    def read(self, new: torch.Tensor, cache: LookaheadCache, keep: int = 1) -> Output:
+        """Compute a prompt of one sequence, or a portion of it, in one pass into its cache.
 
-        new: token ids, int64 [1, n], or embeddings [1, n, hidden]. chunk_size: tokens in a pass, all by default.
-        Raises ValueError if the prompt is longer than the model's table of learned positions.
+        new: token ids, int64 [1, n], or embeddings [1, n, hidden]. Returns the logits of the last ``keep`` tokens, or
+        of all if there are fewer. Raises IndexError beyond the end of a table of learned positions.
         """
         model, adapter = self.model, self.adapter
-        name = "input_ids" if new.ndim == 2 else "inputs_embeds"
-        held, context = cache.lengths[0], context_length(model)
+        held = cache.lengths[0]
         length = held + new.shape[1]
-        if length > context:
-            warnings.warn(f"the prompt has {length} tokens, the model was made for {context}", stacklevel=2)
-        takes_limit = "logits_to_keep" in forward_arguments(model)
-        limits = {"logits_to_keep": keep} if takes_limit else {}
-        positions = torch.arange(held, length, device=device_of(model))[None]
-        hidden: dict[int, list[torch.Tensor]] = {i: [] for i in self.requested}
-        chunk_size = chunk_size or new.shape[1]
-        for begin in range(0, new.shape[1], chunk_size):
-            chunk = slice(begin, begin + chunk_size)
-            inputs = {name: new[:, chunk].to(positions.device), adapter.cache_argument: cache, "use_cache": True}
-            if adapter.takes_position_ids:
-                inputs["position_ids"] = positions[:, chunk]
-            try:
-                with self._in_pass():
-                    output = model(**inputs, **limits, **self._extras)
-            except IndexError as error:  # beyond the end of a table of learned positions
-                if length <= context:
-                    raise
-                raise ValueError(
-                    f"the prompt has {length} tokens, the model's context is {context}: shorten it"
-                ) from error
-            for i, states in hidden.items():
-                states.append(output.hidden_states[i][0])
+        name = "input_ids" if new.ndim == 2 else "inputs_embeds"
+        inputs: dict = {name: new.to(device_of(model)), adapter.cache_argument: cache, "use_cache": True}
+        if adapter.takes_position_ids:
+            inputs["position_ids"] = torch.arange(held, length, device=device_of(model))[None]
+        if "logits_to_keep" in forward_arguments(model):
+            inputs["logits_to_keep"] = keep
+        with self._in_pass():
+            output = model(**inputs, **self._extras)
         cache.lengths = [length]
-        return Output(output.logits[0, -keep:], {i: torch.cat(states) for i, states in hidden.items()})
+        return Output(output.logits[0, -keep:], {i: output.hidden_states[i][0] for i in self.requested})
 
     def settle(self, cache: LookaheadCache) -> None:
         """Compute the tokens in ``cache.replay``, so that the cache holds all accepted tokens."""
@@ -204,3 +189,13 @@ class EagerRunner:
         """The context of each call of the model."""
         adapter = self.adapter
         return decoding_pass(adapter.splits_attention, adapter.uses_kernels, siblings=self._siblings)
+
+
+class Pass(NamedTuple):
+    """A pass that a call wants. Fields as for `EagerRunner.run`."""
+
+    runner: EagerRunner
+    steps: list[Step]
+    cache: AnyCache
+    last: list[int]
+    likeliest: tuple[int, float]

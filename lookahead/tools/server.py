@@ -378,7 +378,7 @@ class Generations(GenerateManager):
             yield engine
             return
         source = RetrievalSource([[*prompt[-LONGEST:], *predicted]])
-        own = engine.beside(source, self._of_predictions)
+        own = engine.beside([source], self._of_predictions)
         self._of_predictions = own.ledger
         with engine.call():
             try:

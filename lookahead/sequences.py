@@ -1,0 +1,186 @@
+"""Texts that one thread decodes together: they join and leave between steps."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import BaseStreamer
+
+from lookahead.engine.call import Decoding
+from lookahead.engine.engine import Lookahead
+from lookahead.engine.loop import decoding
+from lookahead.guessing.combine import Ledger
+from lookahead.guessing.source import GuessSource
+from lookahead.passes.runner import Output, Pass
+from lookahead.passes.sharing import run_together
+from lookahead.wrapping import engine_of, own_loop
+
+
+class Sequences:
+    """Texts that a wrapped model decodes at the same time, each as `generate` writes it alone.
+
+    A pass takes little longer over several texts than over one. So each step runs one pass for all texts under way, as
+    far as passes are fused, and each text goes as far as its own guesses get it.
+
+    Any thread may submit and cancel; one at a time may step.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        """Raises TypeError if the model is not wrapped."""
+        if not isinstance(getattr(model, "lookahead", None), Lookahead):
+            raise TypeError(f"{type(model).__name__} is not wrapped: call lookahead.wrap(model) first")
+        self._model = model
+        self._submitted: deque[_Text] = deque()
+        self._texts: list[_Text] = []  # that have begun, in their order
+        self._canceled: set[Future] = set()
+        self._ledgers: dict[tuple[type, ...], Ledger] = {}  # what sources of texts have earned, by their classes
+        self._stepping = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many texts have not ended."""
+        return len(self._submitted) + len(self._texts)
+
+    def submit(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        seed: int | None = None,
+        source: GuessSource | Sequence[GuessSource] = (),
+        streamer: BaseStreamer | None = None,
+        **options: Any,
+    ) -> Future:
+        """Have a text decoded in the coming steps. Returns a future of what `generate` returns, or raises.
+
+        input_ids: int64 [1, n]; or [texts, n], of texts that begin together.
+        seed: a text is sampled as after ``torch.manual_seed(seed)``, the next one as after seed + 1; default: a number
+            that torch draws now. What is left to the model's own decoding draws from torch's generator.
+        source: further sources of guesses, for this text alone.
+        options: other arguments of `generate`. With ``prefill_chunk_size``, a step reads so many tokens of a prompt, so
+            that a long one does not hold up the other texts; by default, it reads all of one prompt.
+
+        Raises ValueError for ``custom_generate`` and ``assistant_model``. A text that is left to the model's own
+        decoding (`Lookahead.report`) is written in one step.
+        """
+        for name in ("custom_generate", "assistant_model"):
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"a text that is submitted takes no {name}: give a source of guesses, or call generate()"
+                )
+        seed = int(torch.randint(2**62, ())) if seed is None else seed
+        sources = [source] if isinstance(source, GuessSource) else list(source)
+        begin = partial(self._begin, input_ids, seed, sources, streamer, options)
+        self._submitted.append(text := _Text(begin))
+        return text.future
+
+    def cancel(self, future: Future) -> None:
+        """Let a text end at the next step, with a CancelledError. No effect once it has ended."""
+        if not future.cancel():
+            self._canceled.add(future)
+
+    def step(self) -> bool:
+        """Begin a text that was submitted, or read a portion of its prompt; then take a step of all others.
+
+        Returns whether there are texts that have not ended. Raises RuntimeError if another thread steps.
+        """
+        if not self._stepping.acquire(blocking=False):
+            raise RuntimeError("another thread takes a step: one at a time may call step()")
+        try:
+            while self._submitted:
+                text = self._submitted.popleft()
+                if text.future.set_running_or_notify_cancel():
+                    self._texts.append(text)
+            canceled, self._canceled = self._canceled, set()
+            for text in self._texts:
+                if text.future in canceled:
+                    text.end(CancelledError())
+            with torch.no_grad():  # as generate() decodes
+                if reading := next((text for text in self._texts if text.is_reading), None):
+                    reading.go_on()
+                live = [text for text in self._texts if text.is_live]
+                wanted = [text.wanted for text in live if text.wanted is not None]
+                for text, output in zip(live, run_together(wanted), strict=True):
+                    text.go_on(output)
+        finally:
+            self._texts = [text for text in self._texts if not text.future.done()]
+            self._stepping.release()
+        return len(self) > 0
+
+    def close(self) -> None:
+        """Cancel all texts."""
+        for text in [*self._submitted, *self._texts]:
+            self.cancel(text.future)
+        self.step()
+
+    def _begin(
+        self,
+        input_ids: torch.Tensor,
+        seed: int,
+        sources: list[GuessSource],
+        streamer: BaseStreamer | None,
+        options: dict,
+    ) -> Decoding:
+        """Return the call that generate() has prepared."""
+        engine, model = engine_of(self._model), self._model
+        kind = tuple(map(type, sources))
+        own = engine.beside(sources, self._ledgers.get(kind)) if sources else engine
+        self._ledgers[kind] = own.ledger
+
+        def prepared(_: PreTrainedModel, ids: torch.Tensor, **given: Any) -> list[Decoding]:
+            if (beams := given["generation_config"].num_beams) > 1:
+                raise ValueError(f"num_beams={beams}: a text that is submitted is not searched for by beams")
+            seeds = range(seed, seed + len(ids))
+            return [decoding(own, own_loop(model), model, ids, streamer=streamer, seeds=seeds, **given)]
+
+        call: Decoding = model.generate(input_ids, streamer=streamer, custom_generate=prepared, **options)[0]  # type: ignore[operator]  # a method
+        return call if own is engine else _counted(engine, own, call)
+
+
+def _counted(engine: Lookahead, own: Lookahead, call: Decoding) -> Decoding:
+    """Have the call of an engine that has further sources count as one of ``engine``."""
+    with engine.call():
+        try:
+            return (yield from call)
+        finally:
+            engine.add(own.stats)
+
+
+class _Text:
+    """What was submitted, step by step."""
+
+    def __init__(self, begin: Callable[[], Decoding]):
+        self.future: Future = Future()
+        self.wanted: Pass | None = None
+        """The pass that comes next; None until the prompt is read."""
+        self._begin = begin
+        self._call: Decoding | None = None
+
+    @property
+    def is_reading(self) -> bool:
+        return self.wanted is None and not self.future.done()
+
+    @property
+    def is_live(self) -> bool:
+        return self.wanted is not None and not self.future.done()
+
+    def go_on(self, output: Output | BaseException | None = None) -> None:
+        """Go on until a pass is wanted, or until a portion of the prompt is read. output: of the last pass."""
+        if isinstance(output, BaseException):
+            return self.end(output)
+        try:
+            self._call = self._call or self._begin()
+            self.wanted = next(self._call) if output is None else self._call.send(output)
+        except StopIteration as end:
+            self.future.set_result(end.value)
+        except BaseException as error:
+            self.end(error)
+
+    def end(self, error: BaseException) -> None:
+        """Fail with this error, and leave everything as it was."""
+        if self._call is not None:
+            self._call.close()
+        self.future.set_exception(error)
