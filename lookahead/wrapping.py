@@ -17,7 +17,7 @@ from lookahead.engine.fallback import ASSISTED_ARGUMENTS, why_no_draft_model
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
 from lookahead.models.state import forget, state_of
-from lookahead.passes import fused
+from lookahead.passes import packed
 from lookahead.passes.capabilities import find_adapter, fused_runner
 from ngram_pool import NgramPool
 
@@ -180,7 +180,7 @@ def _use_kernels(model: PreTrainedModel, uses_them: bool) -> None:
         products.install(model)
     else:
         products.remove(model.modules())
-        fused.forget(model)
+        packed.forget(model)
 
 
 def unwrap(model: PreTrainedModel) -> PreTrainedModel:

@@ -28,6 +28,7 @@ from lookahead.models.cache import SeparateCaches, copy_of_cache
 from lookahead.models.families import UnknownModelError, page_of
 from lookahead.passes import capabilities, fused
 from lookahead.passes.fused import FusedRunner
+from lookahead.passes.packed import packed_of
 from lookahead.passes.rounding import relative_error
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import MAX_DEPTH, lay_out
@@ -769,7 +770,7 @@ def test_weights_are_packed_if_the_copy_is_small_or_asked_for(dtype, monkeypatch
     )
     assert copied(pack_weights=True) == (text, size)
     lookahead.unwrap(model)
-    assert fused.copied_bytes(model) == 0
+    assert packed_of(model).copied_bytes == 0
 
 
 def test_the_copy_does_not_keep_the_weights_alive():

@@ -15,7 +15,7 @@ from lookahead.cpu import operations, products
 from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
-from lookahead.passes.fused import copied_bytes
+from lookahead.passes.packed import packed_of
 
 if gguf_class("GgufLinear") is None:
     pytest.skip("blocks are kept from transformers 5.24 on", allow_module_level=True)
@@ -158,7 +158,7 @@ def test_texts_are_those_of_the_model_itself(family, forms):
             lookahead.wrap(model)
         assert found == expected
         assert "passes: fused" in model.lookahead.report()
-        assert copied_bytes(model) == 0, "blocks are read where they are"
+        assert packed_of(model).copied_bytes == 0, "blocks are read where they are"
 
 
 def test_a_block_that_was_written_to_is_seen_by_the_next_pass():

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,7 +20,8 @@ from lookahead.cpu import choice, native, products
 from lookahead.guessing import layer_skip
 from lookahead.guessing.budget import TRIAL_STEPS, WindowTrials
 from lookahead.models.state import state_of
-from lookahead.passes import fused, probe
+from lookahead.passes import probe
+from lookahead.passes.packed import packed_of
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -294,9 +296,9 @@ def test_the_probe_moves_the_embeddings_of_its_own_thread_alone():
 
 def test_unwrapping_frees_copies():
     model = lookahead.wrap(small_llama())
-    fused._known[model] = {0: products.Linear(torch.zeros(2, 2))}
+    packed = weakref.ref(packed_of(model))
     layer_skip._copies[state_of(model)] = {}
     lookahead.unwrap(model)
-    assert model not in fused._known
     gc.collect()
+    assert packed() is None
     assert not layer_skip._copies

@@ -60,6 +60,11 @@ class Program:
         parts = [tensor for linear in self.linears for tensor in linear.tensors()]
         return parts + [tensor for operation in self.operations for tensor in operation.tensors()]
 
+    def lies_in(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether its tensors are all in the memory of these, so that no number of it was computed from them."""
+        memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return all(tensor.untyped_storage().data_ptr() in memory for tensor in self.tensors)
+
     @property
     def _embed(self) -> Embed:
         first = self.operations[0]

@@ -21,7 +21,7 @@ from lookahead.models.adapter import ModelAdapter, vocabulary_of
 from lookahead.models.state import state_of
 from lookahead.passes.capabilities import choose_runner
 from lookahead.passes.costs import step_costs
-from lookahead.passes.fused import copied_bytes
+from lookahead.passes.packed import packed_of
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
 from ngram_pool import NgramPool, Source
@@ -218,7 +218,7 @@ class Lookahead:
                     self.graphs, self._graphs_of = StepGraphs(model), now
             runner = GraphRunner(self.graphs, runner)
         # The runner itself is not kept: it holds the model, which holds this.
-        self.adapter, self.passes, self.copied_bytes = runner.adapter, runner.name, copied_bytes(model)
+        self.adapter, self.passes, self.copied_bytes = runner.adapter, runner.name, packed_of(model).copied_bytes
         return runner
 
     @property

@@ -3,11 +3,9 @@
 import operator
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, cast
-from weakref import WeakKeyDictionary, WeakSet, ref
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,18 +14,18 @@ from transformers import PreTrainedModel
 
 from lookahead.compat import VERSION, attention_implementation, int8_weight, registered_attention, tensors_of
 from lookahead.cpu import native
-from lookahead.cpu.executor import Executor, Rows, bytes_to_copy, can_digest, serves, smallest, weight_bytes
+from lookahead.cpu.executor import Executor, Rows, bytes_to_copy, can_digest, serves, weight_bytes
 from lookahead.cpu.operations import Experts
-from lookahead.cpu.products import Linear, is_plain_of
+from lookahead.cpu.products import is_plain_of
 from lookahead.cpu.program import Program
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds, ropes_of
-from lookahead.models.state import State, state_of
+from lookahead.models.state import state_of
+from lookahead.passes.packed import Packs, ReadyProgram, packed_of
 from lookahead.passes.runner import EagerRunner, Likeliest, Output
-from lookahead.passes.turns import turn
-from lookahead.step import MAX_DEPTH, Step, Visibility, grow, pad
+from lookahead.step import MAX_DEPTH, Step, grow, pad
 
 # Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit by dtype, and without it.
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
@@ -36,10 +34,6 @@ FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the weights, unless it is asked for
 
 _ADDRESS, _IS_INITIALIZED = torch.Tensor.data_ptr, operator.attrgetter("is_initialized")
-
-_known: WeakKeyDictionary[PreTrainedModel, dict[int, Linear]] = WeakKeyDictionary()  # for `smallest`
-_ready: WeakKeyDictionary[PreTrainedModel, "_Ready"] = WeakKeyDictionary()  # for the next call
-_in_use: WeakKeyDictionary[PreTrainedModel, "ref[_Ready]"] = WeakKeyDictionary()  # what calls under way have
 
 
 class Watch:
@@ -112,11 +106,11 @@ class FusedRunner(EagerRunner):
         model: PreTrainedModel,
         adapter: ModelAdapter,
         hidden_states: tuple[int, ...] = (),
-        packs: bool | Literal["auto"] = False,
+        packs: Packs = False,
     ):
         """packs: `LookaheadConfig.pack_weights`."""
         super().__init__(model, adapter, hidden_states)
-        self._turn = turn(model)
+        self._packed = packed_of(model)
         if adapter.foreign:
             raise UnknownModelError(adapter.foreign[0])
         self._page = page_of(model)
@@ -128,11 +122,10 @@ class FusedRunner(EagerRunner):
             attends = False
         if not (attends and adapter.can_branch and adapter.uses_kernels and adapter.takes_position_ids):
             raise UnknownModelError("it does not take our attention or our kernels")
-        if not packs:
-            _known.pop(model, None)
-        with self._turn:
-            ready = _ready.pop(model, None) or (_in_use[model]() if model in _in_use else None)
-            if ready is not None and ready.serves(model, adapter, packs):
+        with self._packed.turn:
+            if not packs:
+                self._packed.drop_copies()
+            if ready := self._packed.find(model, adapter, packs):
                 self._take(ready, is_compared=False)
             else:
                 self._take(self._read(packs))
@@ -141,25 +134,21 @@ class FusedRunner(EagerRunner):
         self._serves = range(0)  # the largest position of a pass that takes these
         self._buffers: list[_Buffers | None] = []  # of each sequence
 
-    def _take(self, ready: "_Ready", is_compared: bool = True) -> None:
+    def _take(self, ready: ReadyProgram, is_compared: bool = True) -> None:
         """Serve from now on with this program. is_compared: whether its copies are known to hold the weights."""
         self._ready, self._watch = ready, ready.watch
-        _in_use[self.model] = ref(ready)
-        ready.runners.add(self)
+        self._packed.take(ready, self)
         self._executor: Executor | None = ready.executor
         self._first = None if is_compared else ready.original  # runs the next pass, which compares them
         self.most_read = ready.most_read
         self.weight_bytes, self.declined_bytes = ready.weight_bytes, ready.declined_bytes
 
     def end(self) -> None:
-        with self._turn:
-            ready, executor, self._executor = self._ready, self._executor, None
-            ready.runners.discard(self)
-            if executor is ready.executor and ready.can_wait and not ready.runners:
-                ready.let_go()
-                _ready[self.model] = ready
+        with self._packed.turn:
+            self._packed.leave(self._ready, self, is_current=self._executor is self._ready.executor)
+            self._executor = None
 
-    def _read(self, packs: bool | Literal["auto"]) -> "_Ready":
+    def _read(self, packs: Packs) -> ReadyProgram:
         """Read the model, and make its program ready to run."""
         model, adapter = self.model, self.adapter
         found = original = self._look()
@@ -171,7 +160,7 @@ class FusedRunner(EagerRunner):
             copied = bytes_to_copy(found)
             is_small = copied <= MOST_COPIED or 2 * copied <= weight_bytes(found)
             declined = 0 if packs is True or is_small else copied
-            found = smallest(found, _known.setdefault(model, {}), indexes=not declined)
+            found = self._packed.smallest(found, indexes=not declined)
         in_tiles = all(linear.is_in_tiles(found.dtype) for linear in found.linears)
         pairs = list(zip(original.linears, found.linears, strict=True))
         of_copies = {i: copy.digest for i, (_, copy) in enumerate(pairs) if copy.origin is not None}
@@ -180,7 +169,7 @@ class FusedRunner(EagerRunner):
             and pairs[i][0].is_in_tiles(found.dtype) == pairs[i][1].is_in_tiles(found.dtype)
             for i in of_copies
         )
-        return _Ready(
+        return ReadyProgram(
             state=state_of(model),
             layers=adapter.layers,
             packs=packs,
@@ -188,7 +177,7 @@ class FusedRunner(EagerRunner):
             executor=_executor_of(found),
             original=Executor(original, of_copies) if of_copies and is_read else None,
             digests=of_copies,
-            can_wait=self._watch.is_plain and _lies_in(original, self._watch.tensors),
+            can_wait=self._watch.is_plain and original.lies_in(self._watch.tensors),
             most_read=MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ,
             weight_bytes=weight_bytes(found),
             declined_bytes=declined,
@@ -224,7 +213,7 @@ class FusedRunner(EagerRunner):
         likeliest: Likeliest = (0, 1.0),
     ) -> Output:
         each = cache.each if isinstance(cache, SeparateCaches) else [cache]
-        with self._turn:
+        with self._packed.turn:
             if len(each) < len(steps) or not self._takes([step.ids for step in steps], each):
                 return super().run(steps, cache, last, likeliest)
             try:
@@ -235,7 +224,7 @@ class FusedRunner(EagerRunner):
     def read(self, new: torch.Tensor, cache: LookaheadCache, keep: int = 1) -> Output:
         count = new.shape[1]
         fits = count <= min(self.most_read, context_length(self.model) - cache.lengths[0])
-        with self._turn:
+        with self._packed.turn:
             if new.ndim > 2 or not fits or not self._takes([ids := new[0].cpu().numpy()], [cache]):
                 return super().read(new, cache, keep)
             step = grow(ids.tolist(), range(-1, count - 1), computed=0)
@@ -377,77 +366,10 @@ class FusedRunner(EagerRunner):
         return caches, held
 
 
-@dataclass
-class _Ready:
-    """A program that is ready to run, and what it was made of. While no call has it, it holds none of the model's
-    tensors.
-    """
-
-    state: State
-    layers: tuple[Visibility | None, ...]
-    packs: bool | Literal["auto"]
-    watch: Watch
-    executor: Executor
-    original: Executor | None
-    """Reads the weights that copies were made of, and finds their digests; None if no pass reads all of them, or if it
-    would round otherwise.
-    """
-    digests: dict[int, bytes | None]
-    """Those of the weights that have copies, by their number in the program."""
-    can_wait: bool
-    """Whether it may serve the next call: nothing of it was computed from the tensors, unless it is compared with them.
-    """
-    most_read: int
-    """Tokens of a prompt that it reads, at most."""
-    weight_bytes: int
-    declined_bytes: int
-    """Bytes, about, of a copy of the weights that was not made because it is large."""
-    runners: "WeakSet[FusedRunner]" = field(default_factory=WeakSet)
-    """Those of calls under way."""
-    waits: bool = False
-    """Whether it holds none of the model's tensors."""
-
-    def let_go(self) -> None:
-        """Wait for the next call."""
-        self.waits = True
-        self.watch.let_go()
-        for executor in self._executors:
-            executor.let_go()
-
-    def serves(self, model: PreTrainedModel, adapter: ModelAdapter, packs: bool | Literal["auto"]) -> bool:
-        """Whether it can serve one more call: whether all is as it was, but for numbers in weights that have copies:
-        those `original` compares.
-        """
-        if not (self.state is state_of(model) and self.layers == adapter.layers and self.packs == packs):
-            return False
-        if not self.waits:
-            is_same = not self.watch.has_changed()
-        elif is_same := self.watch.resume():
-            self.waits = False
-            tensors = list(map(torch.Tensor.detach, self.watch.tensors))
-            for executor in self._executors:
-                executor.resume(tensors)
-        return is_same and (self.original is not None or not self.executor.has_changed())
-
-    def holds(self, original: Executor) -> bool:
-        """Whether the copies hold the weights, whose digests a pass has found."""
-        return all(original.digests[i].tobytes() == digest for i, digest in self.digests.items())
-
-    @property
-    def _executors(self) -> list[Executor]:
-        return [self.executor] if self.original is None else [self.executor, self.original]
-
-
 def _executor_of(found: Program) -> Executor:
     if found.is_transposed:
         raise UnknownModelError("its weights lie transposed, and a copy of them is not asked for (pack_weights)")
     return Executor(found)
-
-
-def _lies_in(found: Program, tensors: list[torch.Tensor]) -> bool:
-    """Whether all that a program refers to is the memory of these tensors, and no number of it was computed of them."""
-    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    return all(tensor.untyped_storage().data_ptr() in memory for tensor in found.tensors)
 
 
 class _Buffers:
@@ -472,15 +394,3 @@ def _fits(executor: Executor, layer: Any) -> bool:
     shape = 1, key_heads, keys.shape[2], size
     are_of_shape = keys.shape == values.shape == shape and keys.shape[2] >= layer.columns
     return are_of_shape and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
-
-
-def copied_bytes(model: PreTrainedModel) -> int:
-    """Bytes of what is kept for the next call."""
-    copies = _known.get(model, {}).values()
-    return sum([tensor.nbytes for linear in copies for tensor in linear.tensors()])
-
-
-def forget(model: PreTrainedModel) -> None:
-    """Free what is kept for the next call."""
-    for kept in (_known, _ready, _in_use):
-        kept.pop(model, None)
