@@ -35,10 +35,11 @@ class Prefixes:
         self.bytes = self.prompt_tokens = self.cached_tokens = 0
         """Bytes of what is kept, tokens of all prompts, and those of them that were found here."""
 
-    def take(self, ids: list[int]) -> tuple[DynamicCache | None, int]:
+    def take(self, ids: list[int], shares: bool = False) -> tuple[DynamicCache | None, int]:
         """Return a cache for a call of generate(), and how many tokens of its prompt the cache holds.
 
-        ids: the prompt. None, 0 if nothing is to be kept: generate() then makes a cache of its own.
+        ids: the prompt. shares: whether other calls go on from it, too.
+        None, 0 if nothing is to be kept: generate() then makes a cache of its own.
         """
         found = self._longest(ids)
         self.prompt_tokens += len(ids)
@@ -47,7 +48,7 @@ class Prefixes:
         index, shared = found
         kept = self._kept.pop(index)
         cache: DynamicCache | None = kept.cache
-        if shared < len(kept.text):
+        if shares or shared < len(kept.text):
             cache = cut(kept.cache, shared - len(kept.text))
             self._kept.append(kept)
             if cache is None:
