@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import (
-    Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -29,7 +29,7 @@ from lookahead.models.adapter import context_length
 from lookahead.passes.fused import FusedRunner
 from lookahead.tools.server.answering import Penalties, Piece, Probabilities, Stop, Writer
 from lookahead.tools.server.fields import RefusedError, Wishes
-from lookahead.tools.server.prefixes import Prefixes
+from lookahead.tools.server.prefixes import Prefixes, can_be_cut
 from lookahead.tools.server.reading import Prompt, Reader, Written
 from lookahead.wrapping import own_loop
 
@@ -177,6 +177,8 @@ class Generations:
         with self._lock:
             cache, cached = self._prefixes.take(prompt.ids, shares)
         with self._engine_for(prompt) as engine:
+            if cache is not None and len(prompt.ids) - cached > 1 and not can_be_cut(cache):
+                self._read(engine, prompt.ids[:-1], cache)
             ids, cache = self._generate(engine, prompt.ids, cache, generation, seed, processors, stop, writer)
         if cache is not None:
             with self._lock:
@@ -186,6 +188,17 @@ class Generations:
             said = conversation.with_answer(writer.text, writer.calls)
             self._written.keep(said, conversation.rendered, ids)
         return writer.finish(stop.has_ended, cached)
+
+    def _read(self, engine: Lookahead | None, ids: list[int], cache: DynamicCache) -> None:
+        """Let the cache hold the beginning of a prompt, and keep a copy of it."""
+        generation = copy.deepcopy(self._model.generation_config)
+        assert isinstance(generation, GenerationConfig)
+        generation.update(max_new_tokens=1, do_sample=False, temperature=None, top_k=None, top_p=None)
+        tokenizer = self._reader.tokenizer
+        stop, unread = Stop(tokenizer, len(ids), (), generation), Writer(tokenizer, None, (), None, lambda _: None)
+        self._generate(engine, ids, cache, generation, 0, [], stop, unread)
+        with self._lock:
+            self._prefixes.keep_copy(ids, cache)
 
     @contextmanager
     def _engine_for(self, prompt: Prompt) -> Iterator[Lookahead | None]:
@@ -207,7 +220,7 @@ class Generations:
         self,
         engine: Lookahead | None,
         ids: list[int],
-        cache: Cache | None,
+        cache: DynamicCache | None,
         generation: GenerationConfig,
         seed: int | None,
         processors: list[LogitsProcessor],
