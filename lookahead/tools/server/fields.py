@@ -16,7 +16,7 @@ MESSAGE, COUNT = "/v1/messages", "/v1/messages/count_tokens"  # Anthropic's
 
 LEVELS = 64  # of nested lists and objects
 MESSAGES = 4096  # a template may look at all messages for each of them
-PROMPTS, MOST_ANSWERS, MOST_LIKELIEST = 64, 16, 20  # of a request
+MOST_PROMPTS, MOST_ANSWERS, MOST_LIKELIEST = 64, 16, 20  # of a request
 STOPS, STOP_LENGTH = 16, 256  # every piece of an answer is compared with all of them
 NAMES, ITEMS, TEXT, LARGEST = 32, 64, 1000, 1_000_000  # of the variables of a template
 
@@ -94,7 +94,13 @@ def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: C
         _check(name, value, fields[name])
     if body.get("model", model) != model:
         raise RefusedError(f"model must be {model!r}, the only one of this server; it is {body['model']!r:.80}")
-    return _asked(body, path, vocabulary, reserved), _wishes(body, path, vocabulary)
+    asked, wishes = _asked(body, path, vocabulary, reserved), _wishes(body, path, vocabulary)
+    if len(asked.prompts) * wishes.answers > MOST_PROMPTS:
+        raise RefusedError(
+            f"n must be lower, or prompt shorter: a request gets {MOST_PROMPTS} answers at most, and this one asks for "
+            f"{len(asked.prompts) * wishes.answers}"
+        )
+    return asked, wishes
 
 
 def _wishes(body: dict, path: str, vocabulary: int) -> Wishes:
@@ -249,7 +255,7 @@ OF_ALL_NEEDED: dict[str, Check] = {
     "messages": (_objects, f"a list of at least one message, and of {MESSAGES} at most, all objects"),
     "prompt": (
         lambda value: isinstance(value, str) or (isinstance(value, list) and len(value) > 0),
-        f"a string, a list of tokens, or a list of up to {PROMPTS} of these",
+        f"a string, a list of tokens, or a list of up to {MOST_PROMPTS} of these",
     ),
     "input": (
         lambda value: isinstance(value, str) or _objects(value),
@@ -619,7 +625,7 @@ def _prompts(given: Any, vocabulary: int) -> list[str | list[int]]:
         return isinstance(value, list) and all(_whole(one) and 0 <= one < vocabulary for one in value)
 
     prompts = [given] if isinstance(given, str) or is_tokens(given) else given
-    if len(prompts) > PROMPTS or not all(isinstance(one, str) or is_tokens(one) for one in prompts):
+    if len(prompts) > MOST_PROMPTS or not all(isinstance(one, str) or is_tokens(one) for one in prompts):
         raise RefusedError(
             f"prompt must be {OF_ALL_NEEDED['prompt'][1]}, with tokens below {vocabulary}; it is "
             f"{json.dumps(given):.80}"
