@@ -2,8 +2,9 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -57,8 +58,8 @@ class Sequences:
         """Have a text decoded in the coming steps. Returns a future of what `generate` returns, or raises.
 
         input_ids: int64 [1, n]; or [texts, n], of texts that begin together.
-        seed: a text is sampled as after ``torch.manual_seed(seed)``, the next one as after seed + 1; default: a number
-            that torch draws now. What is left to the model's own decoding draws from torch's generator.
+        seed: a text is sampled as after ``torch.manual_seed(seed)``, the next one of several as after seed + 1. By
+            default, torch draws a number now.
         source: further sources of guesses, for this text alone.
         options: other arguments of `generate`. With ``prefill_chunk_size``, a step reads so many tokens of a prompt, so
             that a long one does not hold up the other texts; by default, it reads all of one prompt.
@@ -130,13 +131,17 @@ class Sequences:
         own = engine.beside(sources, self._ledgers.get(kind)) if sources else engine
         self._ledgers[kind] = own.ledger
 
+        def plain(*args: Any, **given: Any) -> Any:
+            with seeded(seed, model.device):
+                return own_loop(model)(*args, **given)
+
         def prepared(_: PreTrainedModel, ids: torch.Tensor, **given: Any) -> list[Decoding]:
             if (beams := given["generation_config"].num_beams) > 1:
                 raise ValueError(f"num_beams={beams}: a text that is submitted is not searched for by beams")
-            seeds = range(seed, seed + len(ids))
-            return [decoding(own, own_loop(model), model, ids, streamer=streamer, seeds=seeds, **given)]
+            seeds = [(seed + number) % 2**64 for number in range(len(ids))]
+            return [decoding(own, plain, model, ids, streamer=streamer, seeds=seeds, **given)]
 
-        call: Decoding = model.generate(input_ids, streamer=streamer, custom_generate=prepared, **options)[0]  # type: ignore[operator]  # a method
+        call: Decoding = model.generate(input_ids=input_ids, streamer=streamer, custom_generate=prepared, **options)[0]  # type: ignore[operator]  # a method
         return call if own is engine else _counted(engine, own, call)
 
 
@@ -184,3 +189,11 @@ class _Text:
         if self._call is not None:
             self._call.close()
         self.future.set_exception(error)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators for the block. Afterwards they are as they were."""
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        torch.manual_seed(seed)
+        yield

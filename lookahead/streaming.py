@@ -127,8 +127,10 @@ class TextPieces:
     also holds words back until the next space.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, with_special: bool = False):
+        """with_special: whether special tokens are part of the text."""
         self._tokenizer = tokenizer
+        self._skips = not with_special
         self._ids: list[int] = []  # the last tokens, which are decoded together
         self._settled = 0  # index into _ids; the text before it ends with a whole character
         self._written = 0  # characters of the text of _ids that have been returned
@@ -154,7 +156,7 @@ class TextPieces:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[return-value]  # one text
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)  # type: ignore[return-value]  # one text
 
     def _certain(self, text: str) -> int:
         """Return the number of characters of ``text`` that no further token can change."""

@@ -1,6 +1,6 @@
-"""Send a server of OpenAI's API what its clients should not, and check that it goes on serving.
+"""Send a server of OpenAI's and Anthropic's APIs what clients should not, and check that it goes on serving.
 
-Each field of the three schemas, and each place in messages, tools and settings, is left out, null, of the wrong type,
+Each field of the four schemas, and each place in messages, tools and settings, is left out, null, of the wrong type,
 huge, not a number, nested deeply or no text. Each request must be answered within a minute, with no status of 500 or
 above and no error in the middle of a stream, and a good request must get the same text as before. A request that fails
 is printed.
@@ -26,6 +26,7 @@ from openai.types.completion_create_params import CompletionCreateParamsStreamin
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGE = "/v1/messages"
 GOOD = {"prompt": "def read_lines(path):\n", "max_tokens": 12, "temperature": 0.8, "seed": 3}
 TIMEOUT = 60  # seconds
 
@@ -47,7 +48,17 @@ ITEMS = [
 ]
 SETTINGS = {"do_sample": True, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
 VARIABLES = {"enable_thinking": False, "names": ["a", 1]}
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "import"}]},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "x", "signature": ""}, {"type": "text", "text": "y"},
+        {"type": "tool_use", "id": "1", "name": "look_up", "input": {"a": 1}},
+    ]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "def main():"}]},
+    {"role": "user", "content": "x = 1"},
+]  # fmt: skip
 BODIES: dict[str, dict[str, Any]] = {
+    MESSAGE: {"messages": BLOCKS, "max_tokens": 3, "system": [{"type": "text", "text": "Be brief."}]},
     CHAT: {"messages": MESSAGES, "max_tokens": 3, "chat_template_kwargs": VARIABLES, "logit_bias": {"5": 1}},
     COMPLETION: {"prompt": "import", "max_tokens": 3, "generation_config": SETTINGS, "stop": ["\n\n\n"]},
     RESPONSE: {
@@ -58,6 +69,11 @@ BODIES: dict[str, dict[str, Any]] = {
     },
 }
 SCHEMAS: dict[str, Any] = {CHAT: ChatParams, COMPLETION: CompletionParams, RESPONSE: ResponseParams}
+OF_MESSAGES = (
+    "cache_control", "container", "context_management", "inference_geo", "max_tokens", "mcp_servers", "messages",
+    "metadata", "model", "output_config", "output_format", "service_tier", "stop_sequences", "stream", "system",
+    "temperature", "thinking", "tool_choice", "tools", "top_k", "top_p",
+)  # fmt: skip
 MORE_FIELDS = (
     "seed", "generation_config", "chat_template_kwargs", "top_k", "min_p", "stop", "logit_bias", "chat_template",
     "nope", "num_beams", "reasoning_effort", "input", "prompt", "messages", "tools", "max_tokens", "functions", "",
@@ -87,6 +103,14 @@ NESTED: dict[str, list[tuple]] = {
             "cache_implementation", "nope",
             "assistant_early_exit", "sequence_bias", "bad_words_ids", "stop_strings", "guidance_scale", "penalty_alpha",
         )),
+    ],
+    MESSAGE: [
+        ("messages", 0), ("messages", 0, "role"), ("messages", 0, "content"), ("messages", 0, "content", 0),
+        ("messages", 0, "content", 0, "type"), ("messages", 0, "content", 0, "text"), ("messages", 1, "content", 0),
+        ("messages", 1, "content", 2), ("messages", 1, "content", 2, "id"), ("messages", 1, "content", 2, "name"),
+        ("messages", 1, "content", 2, "input"), ("messages", 2, "content", 0, "tool_use_id"),
+        ("messages", 2, "content", 0, "content"), ("messages", 2, "content", 0, "is_error"),
+        ("messages", 3, "content"), ("messages", 3, "nope"), ("system", 0), ("system", 0, "text"),
     ],
     RESPONSE: [
         ("input", 0), ("input", 0, "role"), ("input", 0, "content"), ("input", 0, "content", 0),
@@ -143,7 +167,10 @@ class Case:
 def cases() -> Iterator[Case]:
     """Yield all requests, in order."""
     for path, body in BODIES.items():
-        names = sorted(SCHEMAS[path].__required_keys__ | SCHEMAS[path].__optional_keys__ | {*MORE_FIELDS})
+        schema = (
+            SCHEMAS[path].__required_keys__ | SCHEMAS[path].__optional_keys__ if path in SCHEMAS else {*OF_MESSAGES}
+        )
+        names = sorted(schema | {*MORE_FIELDS})
         for place in [*((name,) for name in names), *NESTED[path]]:
             for value in VALUES:
                 changed = {"stream": place[0] != "stream" and value in (1, "x", 0.5)} | copy.deepcopy(body)
@@ -174,7 +201,7 @@ def cases() -> Iterator[Case]:
     for path in (
         "/", "/v1", "/v1/models", "/v1/models/nope", "/health", "/metrics", "/docs", "/v1/embeddings", "/load_model",
         "/reset", "/v1/audio/transcriptions", "/v1/systemone", "/v1/chat/completions/", "/v1/responses/resp_1", "/%00",
-        "/..%2f",
+        "/..%2f", "/v1/messages/count_tokens", "/v1/messages/batches",
     ):  # fmt: skip
         for method in ("GET", "POST", "DELETE"):
             yield Case("another path", path, b'{"model": 5}', method=method)

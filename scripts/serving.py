@@ -3,7 +3,7 @@
 Each server is a process of its own, begun anew for each number of clients. Each client takes the next prompt when its
 answer is whole. Answers are chats, streamed. One prompt goes ahead and is not counted: a server loads and measures.
 
-    pip install ".[serve]"
+    pip install ".[serve]" "transformers[serving]"
     python scripts/serving.py --model M --prompts FILE.jsonl --clients 1,4 --dtype bfloat16 --out OUT
 """
 

@@ -158,7 +158,7 @@ def test_each_block_is_run_or_says_why_not():
 
 # What `pip install .` brings, and the package itself.
 INSTALLED = {"torch", "transformers", "numpy", "lookahead", "ngram_pool", *sys.stdlib_module_names}
-BROUGHT_BY = {"uvicorn": "transformers[serving]", "openai": ".[serve]", "datasets": "trl"}
+BROUGHT_BY = {"uvicorn": "starlette uvicorn", "datasets": "trl"}
 ENVIRONMENTS = {"vllm"}  # the page makes an environment that has it
 
 

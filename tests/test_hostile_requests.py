@@ -153,7 +153,8 @@ def test_the_fuzz_finds_a_server_that_fails():
 
 HONOURED = {
     "model", "messages", "prompt", "input", "instructions", "stream", "temperature", "top_p", "seed", "max_tokens",
-    "max_completion_tokens", "max_output_tokens", "frequency_penalty", "logit_bias", "stop", "tools",
+    "max_completion_tokens", "max_output_tokens", "frequency_penalty", "presence_penalty", "logit_bias", "stop",
+    "tools", "n", "logprobs", "top_logprobs", "echo",
 }  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def test_a_field_is_honoured_refused_by_name_or_documented(address, path):
     [
         (CHAT, "temperature", 1e-300, "0 decodes greedily and any other is from 0.0001"),
         (CHAT, "temperature", 10**400, "temperature must be"),
-        (CHAT, "top_k", 5, 'top_k is not served: give it in generation_config, such as {"generation_config"'),
+        (CHAT, "typical_p", 5, 'typical_p is not served: give it in generation_config, such as {"generation_config"'),
         (CHAT, "max_output_tokens", 5, "give max_tokens instead"),
         (RESPONSE, "max_tokens", 5, "give max_output_tokens instead"),
         (RESPONSE, "previous_response_id", "resp_1", "send the whole conversation as input"),

@@ -11,7 +11,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.compat import CACHE
-from lookahead.tools.prefixes import LEAST_SHARED, Prefixes, size_of
+from lookahead.tools.server.prefixes import LEAST_SHARED, Prefixes, size_of
 
 CONFIG = LookaheadConfig(budget=6, window_size=2, ngram_size=3)
 GREEDY = {"do_sample": False, "return_dict_in_generate": True}

@@ -236,8 +236,23 @@ def chat(**options: Any) -> None:
               help="Memory for earlier conversations, which are then not read again; 0: none.")  # fmt: skip
 @click.option("--parallel", type=click.IntRange(1, 256), default=8, show_default=True,
               help="Most requests that are decoded at once. They share passes.")  # fmt: skip
+@click.option("--name", help="What requests call the model; by default, what stands behind --model.")
+@click.option("--api-key", metavar="KEY", envvar="LOOKAHEAD_API_KEY", show_envvar=True,
+              help="What each request must give as its key.")  # fmt: skip
+@click.option(
+    "--cors",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Origin whose pages may send requests, such as http://localhost:3000; * for all. May be repeated.",
+)
+@click.option(
+    "--max-body",
+    type=click.IntRange(min=1),
+    metavar="BYTES",
+    help="Largest body of a request; by default, 16 bytes for each token of the context, 1 to 8 MiB.",
+)
 def serve(host: str, port: int, **options: Any) -> None:
-    """Serve a model to OpenAI's clients: transformers' server, with one pool for all requests.
+    """Serve a model to clients of OpenAI's and Anthropic's APIs, with one pool for all requests.
 
     Options of sampling hold for requests that leave them open. Needs the extra `serve`.
     """

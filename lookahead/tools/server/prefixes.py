@@ -1,10 +1,12 @@
 """What earlier requests have left: caches of their texts. A prompt that begins with such a text goes on from there."""
 
 from copy import copy
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from lookahead.models.cache import copy_of, empty_cache
 from lookahead.tools.audit import first_difference
@@ -12,7 +14,8 @@ from lookahead.tools.audit import first_difference
 LEAST_SHARED = 16  # tokens: less of another text is not worth a copy
 
 
-class _Kept(NamedTuple):
+@dataclass(eq=False)
+class _Kept:
     text: list[int]
     """What the cache holds."""
     cache: DynamicCache
@@ -25,7 +28,7 @@ class Prefixes:
     Only one thread may use them. Caches are handed out: a call of generate() changes the one that it was given, and
     `keep` takes it back with the longer text. A cache of which the prompt needs a part is copied, so that the text it
     belongs to can go on, too. Where layers cannot be cut back (states, windows that have moved on), a prompt must begin
-    with all of a text.
+    with all of a text, so prompts are kept without their answers, too.
     """
 
     def __init__(self, model: PreTrainedModel, most: int):
@@ -35,52 +38,70 @@ class Prefixes:
         self.bytes = self.prompt_tokens = self.cached_tokens = 0
         """Bytes of what is kept, tokens of all prompts, and those of them that were found here."""
 
-    def take(self, ids: list[int]) -> tuple[DynamicCache | None, int]:
+    def take(self, ids: list[int], shares: bool = False) -> tuple[DynamicCache | None, int]:
         """Return a cache for a call of generate(), and how many tokens of its prompt the cache holds.
 
-        ids: the prompt. None, 0 if nothing is to be kept: generate() then makes a cache of its own.
+        ids: the prompt. shares: whether other calls go on from it, too.
+        None, 0 if nothing is to be kept: generate() then makes a cache of its own.
         """
-        found = self._longest(ids)
         self.prompt_tokens += len(ids)
-        if found is None:
-            return self._empty(), 0
-        index, shared = found
-        kept = self._kept.pop(index)
-        cache: DynamicCache | None = kept.cache
-        if shared < len(kept.text):
-            cache = cut(kept.cache, shared - len(kept.text))
-            self._kept.append(kept)
-            if cache is None:
-                return self._empty(), 0
-        else:
-            self.bytes -= kept.bytes
-        self.cached_tokens += shared
-        return cache, shared
+        for shared, kept in self._that_share(ids):
+            if shares or shared < len(kept.text):
+                cache = cut(kept.cache, shared - len(kept.text))
+                if cache is None:
+                    continue
+                self._kept.remove(kept)
+                self._kept.append(kept)
+            else:
+                cache = kept.cache
+                self._kept.remove(kept)
+                self.bytes -= kept.bytes
+            self.cached_tokens += shared
+            return cache, shared
+        return self._empty(), 0
 
     def keep(self, ids: list[int], cache: DynamicCache) -> None:
         """Keep a cache. ids: the text, of which the cache holds the beginning."""
-        self._kept.append(_Kept(ids[: cache.get_seq_length()], cache, size_of(cache)))
+        text = ids[: cache.get_seq_length()]
+        for i, kept in enumerate(self._kept):
+            if kept.text == text:  # of another answer to the same prompt
+                self.bytes -= self._kept.pop(i).bytes
+                break
+        self._kept.append(_Kept(text, cache, size_of(cache)))
         self.bytes += self._kept[-1].bytes
         while self.bytes > self._most:
             self.bytes -= self._kept.pop(0).bytes
 
-    def _longest(self, ids: list[int]) -> tuple[int, int] | None:
-        """Return the place of the text that shares most with a prompt, and the shared tokens; None if it is too few.
+    def keep_copy(self, ids: list[int], cache: DynamicCache) -> None:
+        """Keep a copy of a cache, as `keep` does."""
+        copied = copy(cache)
+        copied.layers = [copy_of(layer) for layer in cache.layers]
+        self.keep(ids, copied)
+
+    def _that_share(self, ids: list[int]) -> list[tuple[int, _Kept]]:
+        """Return the texts that share enough with a prompt, and how many tokens. The longest, and newest, is first.
 
         The last token of a prompt is always computed, because the first one of the answer follows from its logits.
         """
-        best, prompt = None, ids[:-1]
-        for index, kept in enumerate(self._kept):
+        found, prompt = [], ids[:-1]
+        for kept in reversed(self._kept):
             at = first_difference(kept.text, prompt)
             shared = len(prompt) if at is None else at
-            if shared >= LEAST_SHARED and (best is None or shared >= best[1]):
-                best = index, shared
-        return best
+            if shared >= LEAST_SHARED:
+                found.append((shared, kept))
+        return sorted(found, key=lambda one: -one[0])
 
     def _empty(self) -> DynamicCache | None:
         if not self._most or getattr(self._model.generation_config, "cache_implementation", None) is not None:
             return None  # in the latter case, generate() makes that cache, and takes no other
         return empty_cache(self._model)
+
+
+def can_be_cut(cache: DynamicCache) -> bool:
+    """Whether the layers of a cache can be cut back to any length, however long their text becomes."""
+    return all(
+        isinstance(layer, DynamicLayer) and layer.is_croppable and not layer.is_sliding for layer in cache.layers
+    )
 
 
 def cut(cache: DynamicCache, tokens: int) -> DynamicCache | None:

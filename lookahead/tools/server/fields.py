@@ -1,6 +1,8 @@
-"""The fields of OpenAI's requests: each is honoured, passed over because no text depends on it, or refused by name.
+"""The fields of OpenAI's and Anthropic's requests: each is honoured, passed over because no text depends on it, or
+refused by name.
 
-Nothing here needs a server: the bodies are parsed JSON, and what comes out are settings of ``model.generate``.
+Nothing here needs a server: the bodies are parsed JSON, and what comes out are messages as chat completions write them,
+and settings of ``model.generate``.
 """
 
 import json
@@ -10,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGE, COUNT = "/v1/messages", "/v1/messages/count_tokens"  # Anthropic's
 
 LEVELS = 64  # of nested lists and objects
 MESSAGES = 4096  # a template may look at all messages for each of them
+MOST_PROMPTS, MOST_ANSWERS, MOST_LIKELIEST = 64, 16, 20  # of a request
 STOPS, STOP_LENGTH = 16, 256  # every piece of an answer is compared with all of them
 NAMES, ITEMS, TEXT, LARGEST = 32, 64, 1000, 1_000_000  # of the variables of a template
 
@@ -31,19 +35,51 @@ class Wishes:
     stops: stop strings.
     prediction: a text that the client expects.
     settings: fields of GenerationConfig, to be set in the model's own.
+    answers: to each prompt.
+    logprobs: how many likeliest tokens to name with each token and its log probability; None: no probabilities.
+    presence, frequency: what is taken from the logit of a token that the answer has, once and for each time.
     """
 
     seed: int | None = None
     stops: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     prediction: str = ""
+    answers: int = 1
+    logprobs: int | None = None
+    presence: float = 0.0
+    frequency: float = 0.0
 
 
-def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: Collection[str]) -> tuple[dict, Wishes]:
-    """Return what a request says (``stream``, prompt, tools and variables of the template) and what it asks for.
+@dataclass(frozen=True)
+class Asked:
+    """What a request says besides its `Wishes`.
+
+    messages: of a chat, for the chat template; None: `prompts` are read as they are.
+    prompts: texts, or tokens.
+    continues: whether the last message, the model's own, goes on; otherwise the model begins a new one.
+    tools, variables: for the chat template.
+    streams: whether the answer comes as a stream.
+    usage_apart: whether the stream ends with an event of the usage alone.
+    usage_always: whether each event has the usage so far.
+    echoes: whether answers begin with their prompts.
+    """
+
+    messages: list[dict] | None = None
+    prompts: list[str | list[int]] = field(default_factory=list)
+    continues: bool = False
+    tools: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    streams: bool = False
+    usage_apart: bool = False
+    usage_always: bool = False
+    echoes: bool = False
+
+
+def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: Collection[str]) -> tuple[Asked, Wishes]:
+    """Return what a request says.
 
     body: the parsed JSON of a request; it is not changed. A field that is null counts as left out.
-    path: CHAT, COMPLETION or RESPONSE.
+    path: CHAT, COMPLETION, RESPONSE, MESSAGE or COUNT.
     model: the name of the only model; a request may leave it out.
     vocabulary: number of tokens of the model.
     reserved: names that no variable of a chat template may have.
@@ -58,29 +94,77 @@ def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: C
         _check(name, value, fields[name])
     if body.get("model", model) != model:
         raise RefusedError(f"model must be {model!r}, the only one of this server; it is {body['model']!r:.80}")
+    asked, wishes = _asked(body, path, vocabulary, reserved), _wishes(body, path, vocabulary)
+    if len(asked.prompts) * wishes.answers > MOST_PROMPTS:
+        raise RefusedError(
+            f"n must be lower, or prompt shorter: a request gets {MOST_PROMPTS} answers at most, and this one asks for "
+            f"{len(asked.prompts) * wishes.answers}"
+        )
+    return asked, wishes
+
+
+def _wishes(body: dict, path: str, vocabulary: int) -> Wishes:
     settings: dict[str, Any] = _generation_config(body.get("generation_config", {}))
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if name in body:
             settings["max_new_tokens"] = body[name]
-    if "frequency_penalty" in body:
-        settings["repetition_penalty"] = 1.0 + body["frequency_penalty"]
     if biases := _biases(body.get("logit_bias", {}), vocabulary):
         settings["sequence_bias"] = biases
-    settings |= {name: float(body[name]) for name in ("temperature", "top_p") if name in body}
-    stop = body.get("stop", ())
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    wishes = Wishes(body.get("seed"), stops, _sampling(settings), _predicted(body.get("prediction")))
-    said = {"stream": body.get("stream", False)}
+    settings |= {name: body[name] if name in NOT_FLOATS else float(body[name]) for name in OF_SAMPLING if name in body}
+    stop = body.get("stop", body.get("stop_sequences", ()))
+    logprobs = body.get("logprobs") if path == COMPLETION else body.get("top_logprobs", 0)
+    if path == CHAT and not body.get("logprobs"):
+        if logprobs:
+            raise RefusedError("top_logprobs must be left out where logprobs is not true")
+        logprobs = None
+    elif path not in (CHAT, COMPLETION):
+        logprobs = None
+    return Wishes(
+        body.get("seed"),
+        (stop,) if isinstance(stop, str) else tuple(stop),
+        _sampling(settings),
+        _predicted(body.get("prediction")),
+        body.get("n", 1),
+        logprobs,
+        float(body.get("presence_penalty", 0)),
+        float(body.get("frequency_penalty", 0)),
+    )
+
+
+def _asked(body: dict, path: str, vocabulary: int, reserved: Collection[str]) -> Asked:
+    options = body.get("stream_options", {})
+    streams = body.get("stream", False)
     if path == COMPLETION:
-        return said | {"prompt": _given(body, "prompt")}, wishes
+        if body.get("echo") and "logprobs" in body:
+            raise RefusedError("echo must be false where logprobs are asked for: the prompt has none")
+        return Asked(
+            prompts=_prompts(_given(body, "prompt"), vocabulary),
+            streams=streams,
+            usage_apart=options.get("include_usage", False),
+            usage_always=options.get("continuous_usage_stats", False),
+            echoes=body.get("echo", False),
+        )
+    tools = None
+    choice = body.get("tool_choice")
+    if body.get("tools") and choice not in ("none", {"type": "none"}):
+        tools = [_tool(one, path) for one in body["tools"]]
     if path == CHAT:
-        said["messages"] = [_message(one) for one in _given(body, "messages")]
-        said["chat_template_kwargs"] = _variables(body.get("chat_template_kwargs", {}), reserved)
+        messages = [_message(one) for one in _given(body, "messages")]
+    elif path == RESPONSE:
+        messages = _input_items(_given(body, "input"), body.get("instructions"))
     else:
-        said["input"] = _input_items(_given(body, "input"), body.get("instructions"))
-    if body.get("tools") and body.get("tool_choice") != "none":
-        said["tools"] = [_tool(one, nested=path == CHAT) for one in body["tools"]]
-    return said, wishes
+        if path == MESSAGE:
+            _given(body, "max_tokens")
+        messages = _anthropic_messages(_given(body, "messages"), body.get("system"))
+    return Asked(
+        messages=messages,
+        continues=path in (MESSAGE, COUNT) and messages[-1]["role"] == "assistant",
+        tools=tools,
+        variables=_variables(body.get("chat_template_kwargs", {}), reserved),
+        streams=streams,
+        usage_apart=path == CHAT and options.get("include_usage", False),
+        usage_always=path == CHAT and options.get("continuous_usage_stats", False),
+    )
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -96,7 +180,7 @@ def _check(name: str, value: Any, check: Check) -> None:
 
 def _given(body: dict, name: str) -> Any:
     if name not in body:
-        raise RefusedError(f"{name} is missing: it must be {FIELDS_OF_PROMPTS[name][1]}")
+        raise RefusedError(f"{name} is missing: it must be {OF_ALL_NEEDED[name][1]}")
     return body[name]
 
 
@@ -158,12 +242,21 @@ TEMPERATURE: Check = (
 )
 TOP_P: Check = (lambda value: _number(value) and 0 < value <= 1, "a number above 0, up to 1")
 NEW_TOKENS: Check = (lambda value: _whole(value) and value > 0, "a whole number above 0")
-ONE_ANSWER = _only(1, "1, because a request gets one answer")
+ANSWERS: Check = (lambda value: _whole(value) and 0 < value <= MOST_ANSWERS, f"a whole number from 1 to {MOST_ANSWERS}")
+PENALTY = _from(-2, 2)
+LIKELIEST: Check = (
+    lambda value: _whole(value) and 0 <= value <= MOST_LIKELIEST,
+    f"a whole number from 0 to {MOST_LIKELIEST}",
+)
 AUTO_OR_NONE: Check = (lambda value: value in ("auto", "none"), '"auto" or "none", because no call can be enforced')
 
-FIELDS_OF_PROMPTS: dict[str, Check] = {
+OF_ALL_NEEDED: dict[str, Check] = {
+    "max_tokens": NEW_TOKENS,
     "messages": (_objects, f"a list of at least one message, and of {MESSAGES} at most, all objects"),
-    "prompt": (lambda value: isinstance(value, str), "a string"),
+    "prompt": (
+        lambda value: isinstance(value, str) or (isinstance(value, list) and len(value) > 0),
+        f"a string, a list of tokens, or a list of up to {MOST_PROMPTS} of these",
+    ),
     "input": (
         lambda value: isinstance(value, str) or _objects(value),
         f"a text, or a list of 1 to {MESSAGES} items, all objects",
@@ -178,16 +271,18 @@ COMMON: dict[str, Check] = {
     "stream": FLAG,
     "temperature": TEMPERATURE,
     "top_p": TOP_P,
+    "top_k": _at_least(0),
+    "min_p": _from(0, 1),
+    "repetition_penalty": _from(0.01, 100),
     "seed": (lambda value: _whole(value) and -(2**63) <= value < 2**64, "a whole number of 64 bits"),
     "generation_config": (
         lambda value: isinstance(value, (str, dict)),
         "an object of transformers' settings, or its JSON text",
     ),
-    "top_logprobs": _only(0, "left out, because answers come without probabilities"),
-    "stream_options": (  # a stream ends with its usage anyway
+    "stream_options": (
         lambda value: (
             isinstance(value, dict)
-            and value.keys() <= {"include_usage", "include_obfuscation"}
+            and value.keys() <= {"include_usage", "continuous_usage_stats", "include_obfuscation"}
             and all(isinstance(flag, bool) for flag in value.values())
         ),
         'an object of flags, such as {"include_usage": true}',
@@ -195,18 +290,14 @@ COMMON: dict[str, Check] = {
 }
 OF_COMPLETIONS: dict[str, Check] = {
     "max_tokens": NEW_TOKENS,
-    "frequency_penalty": (
-        lambda value: _number(value) and -0.99 <= value <= 2,
-        "a number above -1, up to 2 (at least -0.99)",
-    ),
-    "presence_penalty": _only(0, "0, because there is none"),
+    "frequency_penalty": PENALTY,
+    "presence_penalty": PENALTY,
     "logit_bias": (lambda value: isinstance(value, dict), "an object of token ids and numbers"),
     "stop": (
         _stops,
         f"a text that is not empty, or a list of such texts; {STOPS} at most, of {STOP_LENGTH} characters at most",
     ),
-    "n": ONE_ANSWER,
-    "logprobs": _only(False, "left out, because answers come without probabilities"),
+    "n": ANSWERS,
 }
 OF_TOOLS: dict[str, Check] = {
     "tools": (lambda value: value == [] or _objects(value, 128), "a list of 128 tools at most, all objects"),
@@ -215,7 +306,9 @@ OF_TOOLS: dict[str, Check] = {
 }
 FIELDS: dict[str, dict[str, Check]] = {
     CHAT: {
-        "messages": FIELDS_OF_PROMPTS["messages"],
+        "messages": OF_ALL_NEEDED["messages"],
+        "logprobs": FLAG,
+        "top_logprobs": LIKELIEST,
         "max_completion_tokens": NEW_TOKENS,
         "chat_template_kwargs": AN_OBJECT,
         "functions": _only([], "left out: give tools instead"),
@@ -228,15 +321,18 @@ FIELDS: dict[str, dict[str, Check]] = {
     | OF_COMPLETIONS
     | OF_TOOLS,
     COMPLETION: {
-        "prompt": FIELDS_OF_PROMPTS["prompt"],
-        "best_of": ONE_ANSWER,
-        "echo": _only(False, "false, because answers leave the prompt out"),
+        "prompt": OF_ALL_NEEDED["prompt"],
+        "logprobs": LIKELIEST,
+        "best_of": _only(1, "1, because all answers are given"),
+        "echo": FLAG,
         "suffix": _only("", "left out, because nothing is inserted before it"),
     }
     | COMMON
     | OF_COMPLETIONS,
     RESPONSE: {
-        "input": FIELDS_OF_PROMPTS["input"],
+        "input": OF_ALL_NEEDED["input"],
+        "top_logprobs": _only(0, "left out, because responses come without probabilities"),
+        "chat_template_kwargs": AN_OBJECT,
         "instructions": A_TEXT,
         "max_output_tokens": NEW_TOKENS,
         "background": _only(False, "false, because an answer is given to the request for it"),
@@ -259,10 +355,39 @@ FIELDS: dict[str, dict[str, Check]] = {
     | COMMON
     | OF_TOOLS,
 }
+OF_MESSAGES: dict[str, Check] = {
+    "messages": OF_ALL_NEEDED["messages"],
+    "system": (
+        lambda value: isinstance(value, str) or (isinstance(value, list) and _is_content(value)),
+        "a text, or a list of text blocks",
+    ),
+    "tools": OF_TOOLS["tools"],
+    "tool_choice": (
+        lambda value: (
+            isinstance(value, dict)
+            and value.get("type") in ("auto", "none")
+            and not value.get("disable_parallel_tool_use")
+            and value.keys() <= {"type", "disable_parallel_tool_use"}
+        ),
+        '{"type": "auto"} or {"type": "none"}, because no call can be enforced',
+    ),
+    "thinking": (
+        lambda value: isinstance(value, dict) and value.get("type") == "disabled",
+        '{"type": "disabled"}, because the model is not told how much to think: if its chat template has a variable '
+        "for that, give it in chat_template_kwargs",
+    ),
+    "chat_template_kwargs": AN_OBJECT,
+    "stop_sequences": (
+        lambda value: isinstance(value, list) and _stops(value),
+        f"a list of texts that are not empty; {STOPS} at most, of {STOP_LENGTH} characters at most",
+    ),
+    "max_tokens": NEW_TOKENS,
+} | {name: check for name, check in COMMON.items() if name != "stream_options"}
+FIELDS[MESSAGE] = FIELDS[COUNT] = OF_MESSAGES
 # No text depends on them: they are about accounts, storage and speed, or ask for what a stream holds anyway.
 PASSED_OVER = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options",
+    "prompt_cache_options", "cache_control", "container", "inference_geo",
 }  # fmt: skip
 GENERATION: dict[str, Check] = {
     "do_sample": FLAG,
@@ -278,6 +403,7 @@ GENERATION: dict[str, Check] = {
     "max_new_tokens": NEW_TOKENS,
     "min_new_tokens": _at_least(0),
 }
+OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of their own, too
 NOT_FLOATS = {
     "do_sample",
     "top_k",
@@ -292,6 +418,10 @@ INSTEAD: dict[Any, str] = {
     (RESPONSE, "messages"): "give input instead",
     (RESPONSE, "prompt"): "prompts are not kept; give input instead",
     (COMPLETION, "messages"): f"give prompt instead, or ask {CHAT}",
+    (MESSAGE, "stop"): "give stop_sequences instead",
+    (COUNT, "stop"): "give stop_sequences instead",
+    (CHAT, "stop_sequences"): "give stop instead",
+    (CHAT, "system"): "give a message whose role is system instead",
     (CHAT, "prompt"): f"give messages instead, or ask {COMPLETION}",
     (CHAT, "reasoning_effort"): "if the model's chat template has a variable for it, give that in chat_template_kwargs",
     "max_output_tokens": "give max_tokens instead",
@@ -365,11 +495,11 @@ def _is_content(value: Any) -> bool:
     )
 
 
-def _content(value: Any, of: str) -> str | list[dict]:
-    """Return a message's content as a text or text parts. Raises RefusedError for anything else."""
+def _content(value: Any, of: str) -> str:
+    """Return a message's content, whose text parts stand below each other. Raises RefusedError for anything else."""
     if not _is_content(value):
         raise RefusedError(f"{of}'s content must be a text, or parts of type text; one is {json.dumps(value):.80}")
-    return value if isinstance(value, str) else [{"type": "text", "text": part["text"]} for part in value]
+    return value if isinstance(value, str) else "\n".join(part["text"] for part in value)
 
 
 def _predicted(value: dict | None) -> str:
@@ -412,47 +542,112 @@ def _call(identity: Any, function: Any) -> dict:
 
 
 def _input_items(given: str | list[dict], instructions: str | None) -> list[dict]:
-    """Return the input of a response as a list of items: messages, calls and what came out of them.
+    """Return the input of a response as messages of a chat.
 
     Instructions become a first message. Items of reasoning are passed over, as in chats.
     """
-    items: list[dict] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    messages: list[dict] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(given, str):
-        return [*items, {"role": "user", "content": given}]
+        return [*messages, {"role": "user", "content": given}]
     if all(item.get("type") in PARTS and "role" not in item for item in given):
-        return [*items, {"role": "user", "content": _content(given, "a message")}]
+        return [*messages, {"role": "user", "content": _content(given, "a message")}]
     for item in given:
         kind = item.get("type")
         if item.get("role") is not None and kind in (None, "message"):
             message = _message(item)
             _known(message, {"role", "content"}, "a message of input")
-            items.append(message)
-        elif kind == "function_call" and items:
-            function = _call(item.get("call_id", ""), item)["function"]
-            call = {"name": function["name"], "arguments": json.dumps(function["arguments"])}
-            items.append({"type": kind, "call_id": item.get("call_id", "")} | call)
-        elif kind == "function_call_output" and items:
+            messages.append(message)
+        elif kind == "function_call" and messages:
+            _add_calls(messages, [_call(item.get("call_id", ""), item)])
+        elif kind == "function_call_output" and messages:
             _check("the call_id of a function_call_output", item.get("call_id"), A_TEXT)
             _check("the output of a function_call_output", item.get("output"), A_TEXT)
-            items.append({"type": kind, "call_id": item["call_id"], "output": item["output"]})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
         elif kind != "reasoning":
             raise RefusedError(
                 "input must begin with a message, and hold only messages with a role and a content, function_call, "
                 f"function_call_output and reasoning; one item is {json.dumps(item):.80}"
             )
-    if not items:
+    if not messages:
         raise RefusedError("input must hold a message")
-    return items
+    return messages
 
 
-def _tool(given: dict, nested: bool) -> dict:
-    """Return a tool as it was given. nested: as chat completions write it."""
-    function = given.get("function") if nested else given
-    if given.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+def _add_calls(messages: list[dict], calls: list[dict]) -> None:
+    """Add calls to the model's message that is the last one, or begin one."""
+    if messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    messages[-1].setdefault("tool_calls", []).extend(calls)
+
+
+def _anthropic_messages(given: list[dict], system: str | list[dict] | None) -> list[dict]:
+    """Return messages of Anthropic's API as messages of a chat. Blocks of thinking are passed over, as in chats."""
+    messages: list[dict] = [] if system is None else [{"role": "system", "content": _content(system, "system")}]
+    for one in given:
+        role, content = one.get("role"), one.get("content")
+        _known(one, {"role", "content"}, "a message")
+        if role not in ("user", "assistant"):
+            raise RefusedError(f'a message\'s role must be "user" or "assistant"; one is {json.dumps(role):.80}')
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+            raise RefusedError(
+                f"a message's content must be a text, or a list of blocks; one is {json.dumps(content):.80}"
+            )
+        texts, calls = [], []
+        for block in blocks:
+            kind = block.get("type")
+            if kind == "text" and isinstance(block.get("text"), str):
+                texts.append(block["text"])
+            elif kind == "tool_use" and role == "assistant":
+                calls.append(_call(block.get("id"), {"name": block.get("name"), "arguments": block.get("input")}))
+            elif kind == "tool_result" and role == "user":
+                _check("the tool_use_id of a tool_result", block.get("tool_use_id"), A_TEXT)
+                result = _content("" if block.get("content") is None else block["content"], "a tool_result")
+                messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
+            elif kind not in ("thinking", "redacted_thinking") or role == "user":
+                raise RefusedError(
+                    "a message's blocks must be of type text; tool_use and thinking of the assistant; or tool_result "
+                    f"of the user; one is {json.dumps(block):.80}"
+                )
+        if texts or role == "assistant":
+            messages.append({"role": role, "content": "\n".join(texts)})
+        if calls:
+            _add_calls(messages, calls)
+    if not messages:
+        raise RefusedError("messages must hold a text")
+    return messages
+
+
+def _prompts(given: Any, vocabulary: int) -> list[str | list[int]]:
+    """Return the prompts of a completion, texts or tokens. Raises RefusedError if they are neither."""
+
+    def is_tokens(value: Any) -> bool:
+        return isinstance(value, list) and all(_whole(one) and 0 <= one < vocabulary for one in value)
+
+    prompts = [given] if isinstance(given, str) or is_tokens(given) else given
+    if len(prompts) > MOST_PROMPTS or not all(isinstance(one, str) or is_tokens(one) for one in prompts):
+        raise RefusedError(
+            f"prompt must be {OF_ALL_NEEDED['prompt'][1]}, with tokens below {vocabulary}; it is "
+            f"{json.dumps(given):.80}"
+        )
+    return prompts
+
+
+def _tool(given: dict, path: str) -> dict:
+    """Return a tool as chat completions write it, which nest it and call its schema ``parameters``."""
+    if path in (MESSAGE, COUNT):
+        kind = "function" if given.get("type") in (None, "custom") else given["type"]
+        function: Any = {name: given.get(name) for name in ("name", "description")} | {
+            "parameters": given.get("input_schema")
+        }
+    else:
+        kind = given.get("type")
+        function = given.get("function") if path == CHAT else {n: v for n, v in given.items() if n != "type"}
+    if kind != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RefusedError(f"tools must be of type function, each with a name; one is {json.dumps(given):.80}")
     _check("a tool's description", function.get("description") or "", A_TEXT)
     _check("a tool's parameters", function.get("parameters") or {}, AN_OBJECT)
-    return given
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 def _variables(given: dict, reserved: Collection[str]) -> dict[str, Any]:

@@ -1,0 +1,272 @@
+"""From tokens to what a client is told: text, parts of an answer, stop strings, probabilities, and how it has ended."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
+
+from lookahead.engine.recording import Recorder
+from lookahead.stats import Stats
+from lookahead.step import Step
+from lookahead.streaming import CONTEXT, StopWhenAsked, TextPieces, without_half_character
+from lookahead.tools.server.parsing import TEXT, Call, Parser
+from ngram_pool import GuessTree
+
+BYTES = 4  # tokens that a character may take
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """A token and its log probability, before temperature and what else only sampling reads.
+
+    likeliest: the most probable tokens and theirs.
+    """
+
+    token: str
+    logprob: float
+    likeliest: list[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class Words:
+    """A piece of an answer. kind: TEXT or REASONING. likelihoods: of its tokens, if asked for."""
+
+    kind: str
+    text: str
+    likelihoods: list[Likelihood]
+    tokens: int
+    """Of the answer, up to here."""
+
+
+@dataclass(frozen=True)
+class End:
+    """An answer is whole.
+
+    reason: "stop" or "length". stop: the stop string that has ended it.
+    tokens, cached: of the answer; and of its prompt, those that earlier requests had left.
+    """
+
+    reason: str
+    stop: str | None
+    tokens: int
+    cached: int
+
+
+Piece = Words | Call | End
+
+
+class Stop(StopWhenAsked):
+    """Ends a text when it is asked to, or when a stop string is written.
+
+    transformers' own criterion also finds a stop string that begins in the prompt. If the prompt ends with a line break
+    and two of them are the stop string, it would end an answer that begins with one.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: tuple[str, ...], generation: GenerationConfig
+    ):
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._stops = stops
+        self._ends = ends_of(generation)
+        self._reach = CONTEXT + BYTES * max(map(len, stops), default=0)  # tokens among which a stop string ends
+        self.has_ended = False
+        """Whether the model or a stop string has ended the text."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        stop = super().__call__(input_ids, scores, **kwargs)
+        self.has_ended = int(input_ids[0, -1]) in self._ends
+        if self._stops:
+            text = self._tokenizer.decode(input_ids[0, self._prompt :][-self._reach :], skip_special_tokens=True)
+            is_stop = any(one in text for one in self._stops)
+            stop |= is_stop
+            self.has_ended |= is_stop
+        return stop
+
+
+def ends_of(generation: GenerationConfig) -> set[int]:
+    """Return the tokens that end a text."""
+    ends = generation.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+class Pieces:
+    """Cuts an answer off before the first stop string, which is left out.
+
+    Text that may be the beginning of a stop string is held back until more is known, and so is half a character, which
+    is left out where the answer ends.
+    """
+
+    def __init__(self, stops: tuple[str, ...]):
+        self._stops = stops
+        self._kind, self._held = TEXT, ""
+        self.stop: str | None = None
+        """The stop string that was found."""
+
+    def feed(self, kind: str, text: str) -> list[tuple[str, str]]:
+        """Return what is certain, with its kind."""
+        certain = self.release() if kind != self._kind else []  # reasoning and answer are no text together
+        if self.stop is not None:
+            return certain
+        self._kind, text = kind, self._held + text
+        end = before_stop(text, self._stops)
+        if end < len(text):
+            self.stop = next(stop for stop in self._stops if text.startswith(stop, end))
+        else:
+            end = min(len(text) - undecided(text, self._stops), len(without_half_character(text)))
+        self._held = "" if self.stop is not None else text[end:]
+        return [*certain, (kind, text[:end])] if end else certain
+
+    def release(self) -> list[tuple[str, str]]:
+        """Return what was held back: the text of this kind has ended."""
+        held, self._held = without_half_character(self._held), ""
+        return [(self._kind, held)] if held else []
+
+
+def before_stop(text: str, stops: tuple[str, ...]) -> int:
+    """Return the number of characters before the first stop string."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
+
+
+def undecided(text: str, stops: tuple[str, ...]) -> int:
+    """Return the number of characters at the end of ``text`` that may be the beginning of a stop string."""
+    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+
+
+class Writer(Recorder):
+    """A streamer that hands an answer on, piece by piece. Tokens that one step has written make one piece."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        parser: Parser | None,
+        stops: tuple[str, ...],
+        probabilities: "Probabilities | None",
+        send: Callable[[Piece], None],
+    ):
+        super().__init__()
+        self._texts = TextPieces(tokenizer, with_special=parser is not None)
+        self._parser = parser
+        self._pieces = Pieces(stops)
+        self._probabilities = probabilities
+        self._send = send
+        self._new: list[int] = []
+        self._has_prompt = False
+        self.count = 0
+        """Tokens of the answer."""
+        self.text, self.calls = "", list[Call]()
+        """What was sent, without reasoning."""
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._has_prompt:  # generate() puts the prompt first
+            self._has_prompt = True
+            return
+        self._new += value.flatten().tolist()
+        if self.stats is None or not self.count:  # a step writes more, or the prompt has written the first
+            self._write()
+
+    def begin(self, names: list[str], stats: Stats) -> None:
+        self.stats = stats
+
+    def record(self, length: int, step: Step, tree: GuessTree, path: list[int], emitted: list[int]) -> None:
+        self._write()
+
+    def end(self) -> None:
+        self._write()
+        self._hand_over(self._texts.rest())
+        for part in self._parser.finish() if self._parser is not None else ():
+            self._part(part)
+        self._words(self._pieces.release())
+
+    def finish(self, has_ended: bool, cached: int) -> End:
+        """Return how the answer has ended. has_ended: not because it is as long as it may be."""
+        reason = "stop" if has_ended else "length"
+        return End(reason, self._pieces.stop, self.count, cached)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no stop string has cut what was sent."""
+        return self._pieces.stop is None
+
+    def _write(self) -> None:
+        new, self._new = self._new, []
+        self.count += len(new)
+        if new:
+            if self._probabilities is not None:
+                self._probabilities.see(new[-1:])
+            self._hand_over(self._texts.add(new))
+
+    def _hand_over(self, text: str) -> None:
+        if not text:
+            return
+        if self._parser is None:
+            self._words(self._pieces.feed(TEXT, text))
+        else:
+            for part in self._parser.feed(text):
+                self._part(part)
+
+    def _part(self, part: tuple[str, str] | Call) -> None:
+        if not isinstance(part, Call):
+            self._words(self._pieces.feed(*part))
+            return
+        self._words(self._pieces.release())
+        if self._pieces.stop is None:
+            self.calls.append(part)
+            self._send(part)
+
+    def _words(self, pieces: Sequence[tuple[str, str]]) -> None:
+        for kind, text in pieces:
+            if kind == TEXT:
+                self.text += text
+            self._send(Words(kind, text, self._likelihoods(), self.count))
+
+    def _likelihoods(self) -> list[Likelihood]:
+        return self._probabilities.told() if self._probabilities is not None else []
+
+
+class Probabilities(LogitsProcessor):
+    """Notes how probable each token of an answer was. It stands behind all other processors, before sampling."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: int, count: int):
+        """count: of the likeliest tokens that are named with each."""
+        self._tokenizer, self._prompt, self._count = tokenizer, prompt, count
+        self._row: np.ndarray | None = None  # of the token that comes next
+        self._told: list[Likelihood] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.see(input_ids[0, self._prompt :].tolist()[-1:])
+        self._row = scores[0].float().log_softmax(-1).cpu().numpy()
+        return scores
+
+    def see(self, last: list[int]) -> None:
+        """Note the last token, if it has not been noted."""
+        if self._row is None or not last:
+            return
+        row, self._row = self._row, None
+        likeliest = np.argsort(-row, kind="stable")[: self._count].tolist()
+        token, *named = ((str(self._tokenizer.decode([one])), _finite(row[one])) for one in (last[0], *likeliest))
+        self._told.append(Likelihood(*token, named))
+
+    def told(self) -> list[Likelihood]:
+        """Return what was noted since this was last asked."""
+        told, self._told = self._told, []
+        return told
+
+
+def _finite(logprob: float) -> float:
+    return max(float(logprob), -9999.0)  # JSON has no infinity
+
+
+class Penalties(LogitsProcessor):
+    """Takes ``presence`` from the logit of each token that an answer has, and ``frequency`` for each time."""
+
+    def __init__(self, prompt: int, presence: float, frequency: float):
+        self._prompt, self._presence, self._frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(input_ids[0, self._prompt :], minlength=scores.shape[-1])[: scores.shape[-1]]
+        return scores - self._presence * (counts > 0) - self._frequency * counts

@@ -1,0 +1,465 @@
+"""Routes, and the way of a request from its body to its answer."""
+
+import asyncio
+import hmac
+import json
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import click
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.engine.engine import Lookahead
+from lookahead.models.adapter import context_length, vocabulary_of
+from lookahead.tools.chat import PLAIN_TEMPLATE
+from lookahead.tools.files import read_text
+from lookahead.tools.loading import decoding, load_wrapped
+from lookahead.tools.server import chats, messages, responses
+from lookahead.tools.server.answering import Piece, Words
+from lookahead.tools.server.fields import CHAT, COMPLETION, COUNT, MESSAGE, RESPONSE, Asked, RefusedError, read_request
+from lookahead.tools.server.forms import Form, error_body
+from lookahead.tools.server.generations import Answer, BusyError, Generations, Worker
+from lookahead.tools.server.metrics import Metrics, exposition
+from lookahead.tools.server.prefixes import Prefixes
+from lookahead.tools.server.reading import Prompt, Reader, Written
+
+logger = logging.getLogger("lookahead.serve")
+
+ENDPOINTS = (CHAT, COMPLETION, RESPONSE, MESSAGE)  # that decode
+FORMS: dict[str, Any] = {
+    CHAT: chats.Chat, COMPLETION: chats.Completion, RESPONSE: responses.Response, MESSAGE: messages.Message,
+    COUNT: messages.Message,
+}  # fmt: skip
+BYTES_A_TOKEN = 16  # of a request: enough for any language, also where JSON escapes every character
+LEAST_BODY, LARGEST_BODY = 2**20, 2**23
+GRACE = 5  # seconds that requests have to end once the server is told to stop
+LAST_WORDS = 1  # seconds in which a stream can still say that it was stopped
+PATIENCE = 60  # seconds for a body to arrive
+PING = 10  # seconds without an event, after which a stream shows that it is alive
+
+Result = TypeVar("Result")
+
+
+def serve(
+    host: str,
+    sockets: list[socket.socket],
+    seed: int,
+    model_name: str | None,
+    template_file: TextIO | None,
+    **shared: Any,
+) -> None:
+    """Serve until a signal. sockets: listening, all at one port of the host. Of ``shared``, some are for `make_app`."""
+    name = shared.pop("name") or model_name or "demo_model"
+    of_app = {option: shared.pop(option) for option in ("cache_mb", "parallel", "api_key", "cors", "max_body")}
+    model, tokenizer, engine, options = load_wrapped(model_name, **shared)
+    if template_file is not None:
+        tokenizer.chat_template = read_text(template_file)
+    elif model_name is None:
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    assistant = options.pop("assistant_model", None)
+    model.generation_config.update(**options)  # type: ignore[union-attr]  # what requests leave open
+    with decoding():
+        if engine:
+            engine.prepare(model)  # so that the first request does not wait for it
+    torch.manual_seed(seed)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler())
+    app = make_app(model, tokenizer, name, assistant, **of_app)
+    server = uvicorn.Server(uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=GRACE))
+    place = f"[{host}]" if ":" in host else host
+    click.echo(f"running on http://{place}:{sockets[0].getsockname()[1]} (Ctrl-C to quit)", err=True)
+    with suppress(KeyboardInterrupt):  # uvicorn passes it on when it has ended
+        server.run(sockets)
+
+
+def make_app(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    assistant: PreTrainedModel | None = None,
+    cache_mb: int = 1024,
+    parallel: int = 8,
+    api_key: str | None = None,
+    cors: Sequence[str] = (),
+    max_body: int | None = None,
+) -> Starlette:
+    """Return the server of one model as an ASGI application, for uvicorn or another server.
+
+    model: wrapped, so that all requests share its pool; any other model decodes as usual.
+    name: what requests call the model.
+    assistant: draft model for all requests.
+    cache_mb: MB (of 2**20 bytes) of what earlier requests have left for those that go on from them (`Prefixes`).
+    parallel: most requests that are decoded at once. They share passes, so only where these are fused, and without an
+        assistant; other models decode one request after the other.
+    api_key: what each request must give, but for the page and /health; None: nothing.
+    cors: origins whose pages may send requests; "*" for all.
+    max_body: bytes of the largest body; by default, 16 for each token of the context, from 1 MiB to 8 MiB.
+    """
+    server = Server(model, tokenizer, name, assistant, cache_mb, parallel, max_body)
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        said = _form_at(request.url.path).error(str(error.detail), error.status_code)
+        return JSONResponse(said, error.status_code, error.headers)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(f"{type(error).__name__}: {error}", 500), 500)
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def shown(request: Request) -> Response:
+        return HTMLResponse(page)
+
+    routes = [Route(path, Endpoint(server, path), methods=["POST"]) for path in FORMS]
+    routes += [
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.model),
+        Route("/metrics", server.exposition),
+        Route("/health", health),
+        Route("/", shown),
+    ]
+    middleware = []
+    if cors:
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
+        )
+    if api_key is not None:
+        middleware.append(Middleware(Guarded, key=api_key))
+    return Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: refused, Exception: failed},
+        lifespan=server.lifespan,
+    )
+
+
+def _form_at(path: str) -> type[Form]:
+    return FORMS.get(path, Form)
+
+
+class Guarded:
+    """Refuses requests without the key."""
+
+    def __init__(self, app: ASGIApp, key: str):
+        self._app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in ("/", "/health"):
+            headers = Request(scope).headers
+            given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self._key):
+                says = "the key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
+                await JSONResponse(_form_at(scope["path"]).error(says, 401), 401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Server:
+    """What all requests share."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        assistant: PreTrainedModel | None,
+        cache_mb: int,
+        parallel: int,
+        max_body: int | None,
+    ):
+        engine: Lookahead | None = getattr(model, "lookahead", None)  # type: ignore[assignment]  # no module
+        self.name, self.metrics = name, Metrics()
+        self.max_body = max_body or min(max(BYTES_A_TOKEN * context_length(model), LEAST_BODY), LARGEST_BODY)
+        self.reader = Reader(model, tokenizer, written := Written() if cache_mb else Written(0))
+        self._prefixes = Prefixes(model, cache_mb * 2**20)
+        self.generations = Generations(model, self.reader, written, self._prefixes, engine, assistant, parallel)
+        self._engine, self._model, self._since = engine, model, int(time.time())
+        self._reading = Worker()
+        self.open: set[asyncio.Future] = set()
+        """Requests under way."""
+
+    async def read(self, call: Callable[[], Result]) -> Result:
+        """Return the result of ``call`` from another thread, so that templates and tokenizers hold up no client.
+
+        Requests are read one at a time, in their order.
+        """
+        result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+        def tell(settle: Callable[[Any], None], value: Any) -> None:
+            if not result.done():
+                settle(value)
+
+        def run() -> None:
+            if result.cancelled():
+                return
+            try:
+                told = tell, result.set_result, call()
+            except Exception as error:
+                told = tell, result.set_exception, error  # type: ignore[assignment]
+            call_in(result.get_loop(), *told)
+
+        self._reading.calls.put(run)
+        return await result
+
+    def understand(self, body: bytes, path: str) -> tuple[Asked, Any, list[Prompt]]:
+        """Return what a request says, its wishes and its prompts. Raises RefusedError."""
+        try:
+            said = json.loads(body)
+        except (ValueError, RecursionError):
+            said = None
+        if not isinstance(said, dict):
+            raise RefusedError("the body must be a JSON object")
+        reader = self.reader
+        asked, wishes = read_request(said, path, self.name, vocabulary_of(self._model), reader.reserved)
+        return asked, wishes, reader.read(asked, wishes)
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """End with the call of generate that has been cancelled: a thread must not decode while Python ends."""
+        yield
+        if self.open:
+            await asyncio.wait(self.open, timeout=2 * LAST_WORDS)
+        with suppress(asyncio.TimeoutError):  # a long prompt is being computed
+            await asyncio.wait_for(self.generations.ended(), GRACE)
+
+    async def exposition(self, request: Request) -> Response:
+        text = exposition(self._engine, self.metrics, self._prefixes)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _described(self) -> dict:
+        return {
+            "id": self.name, "object": "model", "created": self._since, "owned_by": "lookahead", "type": "model",
+            "display_name": self.name, "context_length": context_length(self._model),
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._since)),
+        }  # fmt: skip
+
+    async def models(self, request: Request) -> Response:
+        pages = {"has_more": False, "first_id": self.name, "last_id": self.name}
+        return JSONResponse({"object": "list", "data": [self._described()]} | pages)
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.name:
+            raise HTTPException(404, f"the only model is {self.name!r}")
+        return JSONResponse(self._described())
+
+
+class Endpoint:
+    """Answers the requests at one path, as an ASGI application.
+
+    It counts them, refuses large ones, and cancels one whose client has gone.
+    """
+
+    def __init__(self, server: Server, path: str):
+        self._server, self._path = server, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        serving = asyncio.ensure_future(Exchange(self._server, self._path, scope, receive, send).serve())
+        self._server.open.add(serving)
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:  # the server is stopping
+            serving.cancel()
+            await asyncio.wait({serving}, timeout=2 * LAST_WORDS)
+        finally:
+            self._server.open.discard(serving)
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, server: Server, path: str, scope: Scope, receive: Receive, send: Send):
+        self._server, self._path, self._scope, self._receive = server, path, scope, receive
+        self._send_to_client = send
+        self._status, self._is_complete = "cancelled", False
+        self._began, self._first_text = time.perf_counter(), 0.0
+        self._answers: list[Answer] = []
+        self._pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+        self._form: Form | None = None
+
+    async def serve(self) -> None:
+        requests = self._server.metrics.requests
+        try:
+            body = await asyncio.wait_for(body_of(Request(self._scope, self._receive), self._server.max_body), PATIENCE)
+        except ClientDisconnect:
+            return
+        except asyncio.TimeoutError:
+            await self._refuse(f"the body has not arrived within {PATIENCE} seconds", 408)
+            requests[self._path, "408"] += 1
+            return
+        requests["running"] += 1
+        gone: asyncio.Future[Any] = asyncio.ensure_future(self._receive())  # when the client goes, or has all
+        answering: asyncio.Future[Any] = asyncio.ensure_future(self._answer(body))
+        try:
+            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if self._is_complete or answering.done():
+                await answering
+            else:
+                self._status = "cancelled"
+        except asyncio.CancelledError:  # the server is stopping, and a stream can say so
+            self._pieces.put_nowait((0, InterruptedError("the server is stopping")))
+            await asyncio.wait({answering}, timeout=LAST_WORDS)
+            raise
+        finally:
+            for answer in self._answers:
+                answer.stop.asked = True
+            gone.cancel()
+            answering.cancel()
+            await asyncio.wait({answering})
+            requests["running"] -= 1
+            requests[self._path, self._status] += 1
+            self._log()
+
+    async def _answer(self, body: bytes | None) -> None:
+        server = self._server
+        if body is None:
+            await self._refuse(
+                f"the body of a request must have {server.max_body} bytes at most; this one is larger", 413
+            )
+            return
+        kind = Request(self._scope).headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # browsers send others without asking the server
+            await self._refuse("the body must be a JSON object, whose Content-Type is application/json", 400)
+            return
+        try:
+            asked, wishes, prompts = await server.read(lambda: server.understand(body, self._path))
+            if self._path == COUNT:
+                await self._whole({"input_tokens": len(prompts[0].ids)})
+                return
+            self._form = form = FORMS[self._path](asked, server.name, prompts, wishes.answers)
+            tell = partial(call_in, asyncio.get_running_loop(), self._pieces.put_nowait)
+            send = lambda number, piece: tell((number, piece))  # noqa: E731
+            self._answers = await server.read(lambda: server.generations.begin(prompts, wishes, send))
+        except RefusedError as error:
+            await self._refuse(str(error), 400)
+        except BusyError as error:
+            await self._refuse(str(error), 429, {"Retry-After": "1"})
+        else:
+            await (self._stream(form) if asked.streams else self._gather(form))
+
+    async def _gather(self, form: Form) -> None:
+        """Answer with one object."""
+        while not form.is_whole:
+            number, piece = await self._pieces.get()
+            if isinstance(piece, Exception):
+                await self._fail(piece)
+                return
+            self._note(piece)
+            list(form.add(number, piece))
+        await self._whole(form.object())
+
+    async def _stream(self, form: Form) -> None:
+        """Answer with events."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send_text("".join(form.begin()))
+        while not form.is_whole:
+            try:
+                found = [await asyncio.wait_for(self._pieces.get(), PING)]
+            except asyncio.TimeoutError:
+                await self._send_text(form.ping())
+                continue
+            while not self._pieces.empty():
+                found.append(self._pieces.get_nowait())
+            events: list[str] = []
+            for number, piece in found:
+                if isinstance(piece, Exception):
+                    message = _failure(piece)
+                    await self._send_text("".join([*events, *form.fail(message)]), more=False)
+                    return
+                self._note(piece)
+                events += form.add(number, piece)
+            await self._send_text("".join(events))
+        await self._send_text("".join(form.end()), more=False)
+
+    def _note(self, piece: Piece) -> None:
+        if isinstance(piece, Words) and not self._first_text:
+            self._first_text = time.perf_counter() - self._began
+
+    async def _whole(self, said: dict) -> None:
+        await self._respond(JSONResponse(said))
+
+    async def _refuse(self, message: str, status: int, headers: dict[str, str] | None = None) -> None:
+        await self._respond(JSONResponse(_form_at(self._path).error(message, status), status, headers))
+
+    async def _fail(self, error: Exception) -> None:
+        stops = isinstance(error, InterruptedError)
+        await self._refuse(_failure(error), 503 if stops else 500)
+
+    async def _respond(self, response: Response) -> None:
+        await response(self._scope, self._receive, self._send)
+
+    async def _send_text(self, text: str, more: bool = True) -> None:
+        if text or not more:
+            await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+    async def _send(self, message: Message) -> None:
+        await self._send_to_client(message)
+        if message["type"] == "http.response.start":
+            self._status = str(message["status"])
+        else:
+            self._is_complete = not message.get("more_body")
+
+    def _log(self) -> None:
+        """Count and tell what a request took."""
+        seconds, form, metrics = time.perf_counter() - self._began, self._form, self._server.metrics
+        said = f"{self._path} {self._status}, {seconds:.2f} s"
+        if form is not None and self._answers:
+            if form.is_whole:
+                metrics.seconds.add(seconds)
+                metrics.prompt_tokens.add(form.prompt_tokens)
+                for answer in form.answers:
+                    metrics.answer_tokens.add(answer.tokens)
+            said += f": {form.prompt_tokens} tokens read, {form.cached} of them cached, {form.tokens} written"
+            if self._first_text:
+                metrics.first_text.add(self._first_text)
+                said += f", first text after {self._first_text:.2f} s"
+                if seconds > self._first_text and form.tokens > 1:
+                    said += f", then {(form.tokens - 1) / (seconds - self._first_text):.1f} tokens a second"
+            steps = [answer.writer.stats for answer in self._answers if answer.writer.stats is not None]
+            if passes := sum(stats.sequence_steps for stats in steps):
+                said += f", {sum(stats.tokens for stats in steps) / passes:.2f} a step"
+        logger.info(said)
+
+
+def call_in(loop: asyncio.AbstractEventLoop, *call: Any) -> None:
+    """Call it in an event loop, from another thread; not at all if the loop has ended."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(*call)
+
+
+def _failure(error: Exception) -> str:
+    if isinstance(error, InterruptedError):
+        return str(error)
+    logger.error("a request has failed", exc_info=error)
+    return f"decoding failed: {type(error).__name__}: {error}"
+
+
+async def body_of(request: Request, most: int) -> bytes | None:
+    """Return the body of a request, or None if it has more than ``most`` bytes, which are then not kept."""
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > most:
+        return None
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            return None
+    return bytes(body)

@@ -1,0 +1,134 @@
+"""The form of an answer: what the APIs of OpenAI and Anthropic have in common. Each has a module of its own."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lookahead.tools.server.answering import End, Likelihood, Piece, Words
+from lookahead.tools.server.fields import Asked
+from lookahead.tools.server.parsing import TEXT, Call
+from lookahead.tools.server.reading import Prompt
+
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def new_name(prefix: str = "", length: int = 24) -> str:
+    return prefix + "".join(secrets.choice(CHARACTERS) for _ in range(length))
+
+
+def name_of_call() -> str:
+    return new_name(length=9)  # some chat templates take names of nine letters and digits alone
+
+
+def error_body(message: str, status: int) -> dict:
+    """Return an error as OpenAI's clients read it."""
+    message = message.encode(errors="backslashreplace").decode()  # it may quote what is no character
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def event(said: dict, name: str | None = None) -> str:
+    """Return a server-sent event."""
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(said)}\n\n"
+
+
+@dataclass
+class Whole:
+    """An answer so far. parts: texts with their kinds, and calls with their names, in order."""
+
+    parts: list[tuple[str, Any]] = field(default_factory=list)
+    likelihoods: list[Likelihood] = field(default_factory=list)
+    tokens: int = 0
+    end: End | None = None
+
+    def add(self, piece: Piece) -> None:
+        if isinstance(piece, Words):
+            if self.parts and self.parts[-1][0] == piece.kind:
+                self.parts[-1] = piece.kind, self.parts[-1][1] + piece.text
+            else:
+                self.parts.append((piece.kind, piece.text))
+            self.likelihoods += piece.likelihoods
+            self.tokens = piece.tokens
+        elif isinstance(piece, Call):
+            self.parts.append((name_of_call(), piece))
+        else:
+            self.end, self.tokens = piece, piece.tokens
+
+    def text(self, kind: str = TEXT) -> str:
+        return "".join(part for of, part in self.parts if of == kind)
+
+    @property
+    def calls(self) -> list[tuple[str, Call]]:
+        """Calls, with their names."""
+        return [(name, part) for name, part in self.parts if isinstance(part, Call)]
+
+
+class Form:
+    """Writes the answers to one request, as one object or as events."""
+
+    prefix = ""  # of its name
+
+    def __init__(self, asked: Asked, model: str, prompts: list[Prompt], count: int):
+        """count: of answers to each prompt."""
+        self.asked, self.model = asked, model
+        self.name, self.created = new_name(self.prefix), int(time.time())
+        self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        self.answers = [Whole() for _ in range(len(prompts) * count)]
+        self._count = count
+
+    @staticmethod
+    def error(message: str, status: int) -> dict:
+        return error_body(message, status)
+
+    @property
+    def is_whole(self) -> bool:
+        return all(answer.end is not None for answer in self.answers)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(answer.tokens for answer in self.answers)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of all prompts that earlier requests have left. Of several answers to one, the first counts."""
+        return sum(answer.end.cached for answer in self.answers[:: self._count] if answer.end is not None)
+
+    def usage(self) -> dict:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.tokens,
+            "total_tokens": self.prompt_tokens + self.tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+    def object(self) -> dict:
+        """Return the whole answer."""
+        raise NotImplementedError
+
+    def begin(self) -> Iterator[str]:
+        """Yield the events before any piece."""
+        yield from ()
+
+    def add(self, number: int, piece: Piece) -> Iterator[str]:
+        """Yield the events of a piece of an answer. All of them must be taken."""
+        self.answers[number].add(piece)
+        yield from self.events(number, piece)
+
+    def events(self, number: int, piece: Piece) -> Iterator[str]:
+        raise NotImplementedError
+
+    def end(self) -> Iterator[str]:
+        """Yield the events after all pieces."""
+        yield "data: [DONE]\n\n"
+
+    def fail(self, message: str) -> Iterator[str]:
+        """Yield the events that end a stream in the middle."""
+        yield event(self.error(message, 500))
+
+    def ping(self) -> str:
+        """Return what shows that a stream is alive. Clients pass over it."""
+        return ": ping\n\n"

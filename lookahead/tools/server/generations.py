@@ -1,0 +1,281 @@
+"""Answers that are decoded at the same time, by one thread."""
+
+import asyncio
+import copy
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+
+from lookahead.compat import CACHE
+from lookahead.engine.engine import Lookahead
+from lookahead.guessing.retrieval import LONGEST, RetrievalSource
+from lookahead.guessing.source import GuessSource
+from lookahead.models.adapter import context_length
+from lookahead.passes.fused import FusedRunner
+from lookahead.sequences import Sequences, seeded
+from lookahead.tools.server.answering import Penalties, Piece, Probabilities, Stop, Writer
+from lookahead.tools.server.fields import RefusedError, Wishes
+from lookahead.tools.server.prefixes import Prefixes, can_be_cut
+from lookahead.tools.server.reading import Prompt, Reader, Written
+
+MOST_WAITING = 64  # requests that wait for others to end; further ones are refused
+LENGTH = 1024  # tokens of an answer, if its request does not say
+PORTION = 512  # tokens of a prompt that are read between two steps, at most
+
+
+class BusyError(Exception):
+    """Too many requests wait already."""
+
+
+class Worker:
+    """A thread that makes calls, in their order. It does not keep Python from ending."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """None of them may raise anything."""
+        Thread(target=self.work, daemon=True).start()
+
+    def work(self) -> None:
+        while True:
+            call = self.calls.get()
+            call()
+            del call
+
+
+@dataclass
+class Answer:
+    """An answer under way. tokens: of its prompt. writer: hands on what is written."""
+
+    tokens: int
+    stop: Stop
+    writer: Writer
+
+
+class Generations(Worker):
+    """Decodes answers, up to ``parallel`` at once where the model is wrapped, and hands on what they say.
+
+    Each answer is a generator of Python's. It yields the future of a text that is to be decoded, and goes on when the
+    text is there. All of them run in one thread, which also takes the steps.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        reader: Reader,
+        written: Written,
+        prefixes: Prefixes,
+        engine: Lookahead | None,
+        assistant: PreTrainedModel | None,
+        parallel: int,
+    ):
+        self._model, self._reader, self._written, self._prefixes = model, reader, written, prefixes
+        self._engine, self._assistant = engine, assistant
+        self._sequences = Sequences(model) if engine is not None and assistant is None else None
+        self._portion = portion(model, engine)
+        self._most = 1 if self._sequences is None else parallel
+        self._under_way = 0  # answers that have begun
+        self._lock = Lock()
+        self.open = 0
+        """Answers that have not ended, under the lock."""
+        self._seeds = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        super().__init__()
+
+    def work(self) -> None:
+        while True:
+            while self._under_way < self._most:
+                try:
+                    call = self.calls.get(block=not self._under_way)
+                except Empty:
+                    break
+                call()
+                del call
+            if self._sequences is not None:
+                self._sequences.step()
+
+    async def ended(self) -> None:
+        """Wait until all calls have ended."""
+        while self.open:
+            await asyncio.sleep(0.02)
+
+    def begin(
+        self, prompts: Sequence[Prompt], wishes: Wishes, send: Callable[[int, Piece | Exception], None]
+    ) -> list[Answer]:
+        """Decode ``wishes.answers`` to each prompt. Return them in order; ``send`` is told their pieces by number.
+
+        Answers to one prompt follow from seeds that follow each other. ``send`` is called on another thread.
+        Raises RefusedError if a prompt does not fit; BusyError.
+        """
+        context = context_length(self._model)
+        for prompt in prompts:
+            if not 0 < len(prompt.ids) < context:
+                raise RefusedError(
+                    f"the prompt has {len(prompt.ids)} tokens: give 1 to {context - 1}, the model's context"
+                )
+        if self.open >= self._most + MOST_WAITING:
+            raise BusyError(f"{self.open} requests are being served: try again later")
+        answers: list[Answer] = []
+        for prompt in prompts:
+            for number in range(wishes.answers):
+                seed = None if wishes.seed is None else (wishes.seed + number) % 2**64
+                answers.append(self._submit(prompt, wishes, seed, partial(send, len(answers))))
+        return answers
+
+    def _submit(
+        self, prompt: Prompt, wishes: Wishes, seed: int | None, send: Callable[[Piece | Exception], None]
+    ) -> Answer:
+        model, tokenizer, length = self._model, self._reader.tokenizer, len(prompt.ids)
+        generation = copy.deepcopy(model.generation_config)
+        assert isinstance(generation, GenerationConfig)
+        generation.max_new_tokens = max(generation.max_new_tokens or 0, LENGTH)
+        generation.update(**wishes.settings)
+        generation.max_new_tokens = min(generation.max_new_tokens or LENGTH, context_length(model) - length)
+        processors: list[LogitsProcessor] = []
+        if wishes.presence or wishes.frequency:
+            processors.append(Penalties(length, wishes.presence, wishes.frequency))
+        probabilities = None
+        if wishes.logprobs is not None:
+            probabilities = Probabilities(tokenizer, length, wishes.logprobs)
+            processors.append(probabilities)
+        stop = Stop(tokenizer, length, wishes.stops, generation)
+        writer = Writer(tokenizer, self._reader.parser(prompt), wishes.stops, probabilities, send)
+        if seed is None:
+            seed = int(torch.randint(2**62, (), generator=self._seeds))
+        answer = self._decode(prompt, generation, seed, processors, stop, writer, wishes.answers > 1)
+
+        def begin() -> None:
+            self._under_way += 1
+            if stop.asked:  # the client has gone while it waited
+                self._end()
+            else:
+                self._go_on(answer, send)
+
+        with self._lock:
+            self.open += 1
+        self.calls.put(begin)
+        return Answer(length, stop, writer)
+
+    def _go_on(
+        self,
+        answer: Generator[Future, Any, Piece],
+        send: Callable[[Piece | Exception], None],
+        future: Future | None = None,
+    ) -> None:
+        """Let an answer go on, now that a text is there, until it waits for the next one."""
+        try:
+            error = None if future is None else future.exception()
+            if error is not None:
+                wanted = answer.throw(error)
+            else:
+                wanted = answer.send(None if future is None else future.result())
+        except StopIteration as end:
+            send(end.value)
+            self._end()
+        except Exception as error:
+            send(error)
+            self._end()
+        else:
+            wanted.add_done_callback(partial(self._go_on, answer, send))
+
+    def _end(self) -> None:
+        self._under_way -= 1
+        with self._lock:
+            self.open -= 1
+
+    def _decode(
+        self,
+        prompt: Prompt,
+        generation: GenerationConfig,
+        seed: int,
+        processors: list[LogitsProcessor],
+        stop: Stop,
+        writer: Writer,
+        shares: bool,
+    ) -> Generator[Future, Any, Piece]:
+        """Decode an answer, and return its end. shares: whether others go on from the same prompt."""
+        cache, cached = self._prefixes.take(prompt.ids, shares)
+        if cache is not None and len(prompt.ids) - cached > 1 and not can_be_cut(cache):
+            yield from self._read(prompt.ids[:-1], cache)
+        predicted = RetrievalSource([[*prompt.ids[-LONGEST:], *prompt.predicted]]) if prompt.predicted else None
+        given = generation, seed, processors, stop, writer, predicted
+        ids, cache = yield from self._generate(prompt.ids, cache, *given)
+        if cache is not None:
+            self._prefixes.keep(ids, cache)
+        conversation = prompt.conversation
+        if conversation is not None and writer.is_whole and not stop.asked:
+            said = conversation.with_answer(writer.text, writer.calls)
+            self._written.keep(said, conversation.rendered, ids)
+        return writer.finish(stop.has_ended, cached)
+
+    def _read(self, ids: list[int], cache: DynamicCache) -> Generator[Future, Any, None]:
+        """Let the cache hold the beginning of a prompt, and keep a copy of it."""
+        generation = copy.deepcopy(self._model.generation_config)
+        assert isinstance(generation, GenerationConfig)
+        generation.update(max_new_tokens=1, do_sample=False, temperature=None, top_k=None, top_p=None)
+        tokenizer = self._reader.tokenizer
+        stop, unread = Stop(tokenizer, len(ids), (), generation), Writer(tokenizer, None, (), None, lambda _: None)
+        yield from self._generate(ids, cache, generation, 0, [], stop, unread)
+        self._prefixes.keep_copy(ids, cache)
+
+    def _generate(
+        self,
+        ids: list[int],
+        cache: DynamicCache | None,
+        generation: GenerationConfig,
+        seed: int,
+        processors: list[LogitsProcessor],
+        stop: Stop,
+        writer: Writer,
+        predicted: GuessSource | None = None,
+    ) -> Generator[Future, Any, tuple[list[int], DynamicCache | None]]:
+        """Return a prompt with its answer, and the cache, which holds all of it but the last token.
+
+        predicted: a source of guesses, for this text alone.
+        """
+        model = self._model
+        inputs = torch.tensor([ids], device=model.device)
+        options: dict[str, Any] = {
+            "attention_mask": torch.ones_like(inputs),
+            "generation_config": generation,
+            "stopping_criteria": StoppingCriteriaList([stop]),
+            "streamer": writer,
+        }
+        if processors:
+            options["logits_processor"] = LogitsProcessorList(processors)
+        if cache is not None:
+            options[CACHE], generation.return_dict_in_generate = cache, True
+        if self._sequences is not None:
+            generation.prefill_chunk_size = self._portion
+            output = yield self._sequences.submit(inputs, seed=seed, source=predicted or (), **options)
+        else:
+            with seeded(seed, model.device):
+                output = model.generate(input_ids=inputs, assistant_model=self._assistant, **options)  # type: ignore[operator]  # a method
+        if cache is None:
+            return output[0].tolist(), None
+        return output.sequences[0].tolist(), cache
+
+
+def portion(model: PreTrainedModel, engine: Lookahead | None) -> int | None:
+    """Return how many tokens of a prompt are read between two steps of other answers.
+
+    As many as passes of our own take: these round a row alike in any company, so a prompt that goes on from an earlier
+    text holds the numbers of one that is read as a whole. None, all of them, without such passes.
+    """
+    if engine is None or engine.adapter is None:
+        return None
+    runner = engine.find_runner(model)
+    runner.end()
+    return min(PORTION, runner.most_read) if isinstance(runner, FusedRunner) else None

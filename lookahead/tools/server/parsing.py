@@ -1,0 +1,159 @@
+"""The parts of an answer: reasoning, text, and calls of tools, as the model's response template tells them apart."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+TEXT, REASONING = "text", "reasoning"
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names of it in response templates
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool that the model has written. arguments: JSON of an object."""
+
+    name: str
+    arguments: str
+
+
+Part = tuple[str, str] | Call  # TEXT or REASONING and a piece of it, or a call
+
+
+def response_template(tokenizer: PreTrainedTokenizerBase, ends: Iterable[str]) -> dict | None:
+    """Return the response template of a tokenizer, or one of the usual form that its chat template writes.
+
+    ends: tokens that end an answer.
+    None if the tokenizer has none, and its chat template knows neither reasoning nor calls in such a form: answers are
+    then text.
+    """
+    if (own := getattr(tokenizer, "response_template", None)) is not None:
+        return own
+    writes = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    fields: dict[str, dict] = {}
+    if "</think>" in writes:
+        fields["reasoning_content"] = {"open": "<think>", "close": "</think>", "content": "text"}
+    if "<tool_call>" in writes and "<function=" in writes:
+        fields["tool_calls"] = {
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        }
+    elif "<tool_call>" in writes:
+        fields["tool_calls"] = {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        }
+    anchor = _before_answers(tokenizer).partition("<think>")[0]
+    if not fields or not anchor:
+        return None
+    fields["content"] = {"close": sorted(ends), "content": "text"}
+    return {"defaults": {"role": "assistant"}, "start_anchor": anchor, "fields": fields}
+
+
+def _before_answers(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the chat template writes before an answer; "" if that cannot be told."""
+    asked = [{"role": "user", "content": "x"}]
+    try:
+        without, whole = (
+            str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=add))
+            for add in (False, True)
+        )
+    except Exception:  # templates raise errors of many kinds
+        return ""
+    return whole[len(without) :] if whole.startswith(without) else ""
+
+
+class Parser:
+    """Parses an answer as it comes. What transformers' parser fails at is handed on as text.
+
+    Blanks around the parts that it finds are left out.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: dict, prompt: str, tools: list[Any] | None):
+        """prompt: what stands before the answer, for a chat template may have begun it."""
+        self._unseen = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or r"(?!)")
+        self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)  # None: it has failed
+        self._held = ""  # what no event has shown yet
+        self._kind, self._blanks, self._has_begun = TEXT, "", False
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the parts that ``text`` continues or completes. It may hold special tokens."""
+        self._held += text
+        if self._parser is None:
+            return self._as_text()
+        try:
+            events = self._parser.feed(text)
+        except Exception:  # parsers raise errors of many kinds
+            return self._as_text()
+        return self._parts(events)
+
+    def finish(self) -> list[Part]:
+        """Return what was held back. The text may end in the middle of a part."""
+        if self._parser is None:
+            return []
+        try:
+            _, events = self._parser.finalize()
+        except Exception:  # as above
+            return self._as_text()
+        return self._parts(events)
+
+    def _parts(self, events: list[dict]) -> list[Part]:
+        calls = [event for event in events if event["type"] == "region_close" and event.get("field") == "tool_calls"]
+        if not all(_is_call(event.get("value")) for event in calls):
+            return self._as_text()
+        parts: list[Part] = []
+        for event in events:
+            name, text = event.get("field"), event.get("text")
+            if event["type"] == "region_chunk" and not event.get("dirty") and text:
+                self._held = self._held.partition(text)[2]
+                if name in REASONING_FIELDS or name == "content":
+                    parts += self._trimmed(TEXT if name == "content" else REASONING, text)
+            elif event["type"] == "region_close" and name == "tool_calls":
+                self._held, self._blanks = "", ""
+                parts.append(_call(event["value"]["function"]))
+        return parts
+
+    def _as_text(self) -> list[Part]:
+        self._parser, text, self._held = None, self._held, ""
+        text, self._blanks = self._blanks + self._unseen.sub("", text), ""
+        return [(TEXT, text)] if text else []
+
+    def _trimmed(self, kind: str, text: str) -> list[Part]:
+        text = self._unseen.sub("", text)
+        if kind != self._kind:
+            self._kind, self._blanks, self._has_begun = kind, "", False
+        text = self._blanks + text
+        if not self._has_begun:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._blanks, self._has_begun = text[len(shown) :], self._has_begun or bool(shown)
+        return [(kind, shown)] if shown else []
+
+
+def _is_call(value: Any) -> bool:
+    """Return whether this is a tool call of which an answer can be made."""
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(arguments, dict)
+
+
+def _call(function: dict) -> Call:
+    arguments = function["arguments"]
+    return Call(function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))

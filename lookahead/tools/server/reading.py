@@ -1,0 +1,202 @@
+"""Prompts: the tokens that the model reads of a request, with those that it has written in earlier turns."""
+
+import hashlib
+import inspect
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from threading import Lock
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookahead.tools.server.answering import ends_of
+from lookahead.tools.server.fields import Asked, RefusedError, Wishes
+from lookahead.tools.server.parsing import Call, Parser, response_template
+
+MOST_WRITTEN = 2**22  # tokens of conversations, of four bytes each
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads before an answer.
+
+    text: of the prompt of a completion.
+    predicted: tokens of the text that the client expects.
+    has_parts: whether answers have parts, which a `Parser` tells apart.
+    tools: that the model may call.
+    conversation: a chat's, if the answer is to be found again.
+    """
+
+    ids: list[int]
+    predicted: list[int]
+    text: str = ""
+    has_parts: bool = False
+    tools: list[Any] | None = None
+    conversation: "Conversation | None" = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """digest: of the messages before an answer. rendered: of their text."""
+
+    digest: bytes
+    rendered: bytes
+
+    def with_answer(self, text: str, calls: Sequence[Call]) -> bytes:
+        """Return the digest of the messages with an answer, as clients send it back."""
+        made = [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in calls]
+        message = {"role": "assistant", "content": text} | ({"tool_calls": made} if made else {})
+        return next(digests([message], self.digest))
+
+
+class Written:
+    """What the model has read and written in earlier turns, by the digest of the conversation that clients send back.
+
+    Chat templates do not write an answer as the model has: other blanks in calls, no reasoning, other tokens for the
+    same text. So the tokens are kept. What was not used for longest goes first.
+    """
+
+    def __init__(self, most: int = MOST_WRITTEN):
+        """most: tokens."""
+        self._most = most
+        self._texts: OrderedDict[bytes, tuple[array, bytes]] = OrderedDict()
+        self._tokens = 0
+        self._lock = Lock()
+
+    def keep(self, conversation: bytes, rendered: bytes, ids: list[int]) -> None:
+        """Keep a prompt and its answer. rendered: digest of the prompt's text."""
+        with self._lock:
+            if conversation in self._texts:
+                self._tokens -= len(self._texts.pop(conversation)[0])
+            self._texts[conversation] = array("i", ids), rendered
+            self._tokens += len(ids)
+            while self._tokens > self._most:
+                self._tokens -= len(self._texts.popitem(last=False)[1][0])
+
+    def find(self, conversation: bytes) -> tuple[list[int], bytes] | None:
+        """Return what `keep` was given."""
+        with self._lock:
+            if conversation not in self._texts:
+                return None
+            self._texts.move_to_end(conversation)
+            ids, rendered = self._texts[conversation]
+            return ids.tolist(), rendered
+
+
+class Reader:
+    """Reads prompts by a model's tokenizer and chat template. Only one thread may use it, for these are not shared."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, written: Written):
+        self.tokenizer = tokenizer
+        self._written = written
+        self._end_tokens = ends_of(model.generation_config)  # type: ignore[arg-type]  # a model that generates has one
+        self._ends = {str(tokenizer.decode([token])): token for token in sorted(self._end_tokens)}
+        self._template = response_template(tokenizer, self._ends) if tokenizer.chat_template else None
+        # Others, such as Mistral's own, write tokens without a text.
+        self._writes_text = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+
+    @property
+    def reserved(self) -> set[str]:
+        """Names that a request must not give a variable of a chat template: they are arguments."""
+        of_templates = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+        of_its_own = set(inspect.signature(self.tokenizer.apply_chat_template).parameters)
+        return of_templates | of_its_own | {"messages", "conversations", "load_audio_from_video"}
+
+    def read(self, asked: Asked, wishes: Wishes) -> list[Prompt]:
+        """Return the prompts of a request. Raises RefusedError if they cannot be read, or if tools have no place."""
+        try:
+            predicted = self._encode(wishes.prediction) if wishes.prediction else []
+            if asked.messages is None:
+                return [self._plain(prompt, predicted) for prompt in asked.prompts]
+            return [self._chat(asked, asked.messages, predicted)]
+        except RefusedError:
+            raise
+        except Exception as error:  # templates raise errors of many kinds
+            raise RefusedError(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
+
+    def parser(self, prompt: Prompt) -> Parser | None:
+        """Return what tells the parts of an answer apart; None if it is one text."""
+        if not prompt.has_parts or self._template is None:
+            return None
+        return Parser(self.tokenizer, self._template, str(self.tokenizer.decode(prompt.ids)), prompt.tools)
+
+    def _plain(self, prompt: str | list[int], predicted: list[int]) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(self.tokenizer(prompt).input_ids, predicted, prompt)
+        return Prompt(prompt, predicted, str(self.tokenizer.decode(prompt)))
+
+    def _chat(self, asked: Asked, messages: list[dict], predicted: list[int]) -> Prompt:
+        if not self._writes_text:
+            read: Any = self.tokenizer.apply_chat_template(
+                messages,
+                tools=asked.tools,
+                add_generation_prompt=not asked.continues,
+                continue_final_message=asked.continues,
+                return_dict=True,
+                **asked.variables,
+            )
+            ids = read["input_ids"]
+            return Prompt(ids, predicted, "", True, asked.tools)
+        rendered = self._render(asked, messages, asked.tools, asked.continues)
+        if asked.tools and rendered == self._render(asked, messages, None, asked.continues):
+            raise RefusedError("tools must be left out, because the model's chat template knows none")
+        *_, digest = known = list(digests(messages))
+        conversation = None if asked.continues else Conversation(digest, _digest(rendered))
+        ids = self._with_written(asked, messages, rendered, known) or self._encode(rendered)
+        return Prompt(ids, predicted, "", True, asked.tools, conversation)
+
+    def _with_written(self, asked: Asked, messages: list[dict], rendered: str, known: list[bytes]) -> list[int] | None:
+        """Return the tokens of a conversation, with those of the last answer in it that is kept; None if none is.
+
+        Its text up to the end of that answer must be what the chat template made of it then. The tokens of the answer,
+        and of what stands before it, take the place of that text.
+        """
+        for index in reversed(range(1, len(messages) - asked.continues)):
+            if messages[index]["role"] != "assistant" or (found := self._written.find(known[index])) is None:
+                continue
+            ids, before = found
+            prompt = self._render(asked, messages[:index], asked.tools, False)
+            if _digest(prompt) != before:
+                return None
+            shared = len(commonprefix([prompt, rendered]))  # noqa: RUF071  (they are no paths)
+            said = json.dumps(messages[index], ensure_ascii=False)
+            ends = [(at, end) for end in self._ends if (at := rendered.find(end, shared)) >= 0]
+            if not ends or any(end in prompt[shared:] or end in said for end in self._ends):
+                return None
+            at, end = min(ends)
+            if ids[-1] in self._end_tokens:
+                return ids + self._encode(rendered[at + len(end) :]) if ids[-1] == self._ends[end] else None
+            return ids + self._encode(rendered[at:])
+        return None
+
+    def _render(self, asked: Asked, messages: list[dict], tools: list[Any] | None, continues: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=not continues, continue_final_message=continues,
+                tokenize=False, **asked.variables,
+            )
+        )  # fmt: skip
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def digests(messages: list[dict], before: bytes = b"") -> Iterator[bytes]:
+    """Yield a digest of each message and all before it. Blanks around a text, and names of calls, do not count.
+
+    before: digest of earlier messages.
+    """
+    digest = before
+    for message in messages:
+        calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+        said = [message["role"], message["content"].strip(), calls, message.get("tool_call_id")]
+        digest = hashlib.sha256(digest + json.dumps(said, sort_keys=True).encode()).digest()
+        yield digest
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

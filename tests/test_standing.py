@@ -1,0 +1,204 @@
+"""The server stands: clients that stall, go, come in crowds or read slowly; signals in the middle; failing models."""
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from server_process import ENVIRONMENT, SERVE, ask, connect, running
+from test_hostile_requests import half_sent, unread
+from test_messages import events
+from test_server import idle
+from test_turns import answer, generations
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lookahead
+from lookahead import DEMO_MODEL, LookaheadConfig
+
+COMPLETION, CHAT, MESSAGE, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def address():
+    with running(*SERVE) as address:
+        yield address
+
+
+def test_two_hundred_that_stall_hold_up_nobody(address):
+    """Half of them in the middle of a body, half before any of it; and twenty that read nothing of their answers."""
+    with contextlib.ExitStack() as clients:
+        for _ in range(100):
+            clients.enter_context(contextlib.closing(half_sent(address)))
+            clients.enter_context(contextlib.closing(connect(address))).connect()
+        for _ in range(20):
+            clients.enter_context(contextlib.closing(unread(address, 20)))
+        began = time.monotonic()
+        assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+        assert time.monotonic() - began < 30
+    assert idle(address, 30)
+
+
+def test_a_crowd_of_which_a_third_goes(address):
+    """The others get the text that they would get alone, and nothing is left of those who have gone."""
+    prompts = [f"def f{number % 5}(x):\n" for number in range(50)]
+    body = {"max_tokens": 16, "temperature": 0}
+    alone = {prompt: ask(address, COMPLETION, prompt=prompt, **body)[1]["choices"][0]["text"] for prompt in prompts[:5]}
+
+    def one(number: int) -> str | None:
+        with contextlib.closing(connect(address)) as connection:
+            sent = json.dumps(body | {"prompt": prompts[number], "stream": number % 2 == 0})
+            connection.request("POST", COMPLETION, sent, {"Content-Type": "application/json"})
+            if number % 3 == 0:
+                time.sleep(number / 100)
+                return None
+            said = connection.getresponse().read().decode()
+        found = [json.loads(line[6:]) for line in said.split("\n\n") if line.startswith("data: {")] or [
+            json.loads(said)
+        ]
+        return "".join(each["choices"][0]["text"] for each in found)
+
+    with ThreadPoolExecutor(50) as threads:
+        texts = list(threads.map(one, range(50)))
+    assert [text for text in texts if text is not None] == [
+        alone[prompts[number]] for number in range(50) if number % 3
+    ]
+    assert idle(address)
+
+
+def test_fifty_megabytes_are_refused(address):
+    with contextlib.closing(connect(address)) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.request("POST", CHAT, b"x" * (50 << 20), {"Content-Type": "application/json"})
+        assert connection.getresponse().status == 413
+    assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+
+
+def memory(process: int) -> int:
+    """Bytes that a process holds."""
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells what a process holds")
+def test_memory_is_flat():
+    """`scripts/endure_server.py` sends thousands of requests."""
+    command = [sys.executable, *SERVE, "--cache-mb", "4"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        try:
+            address = next(
+                found[1] for line in process.stderr if (found := re.search(r"running on (http://\S+)", line))
+            )
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            held = []
+            for turn in range(3):
+                for number in range(60):
+                    prompt = f"# {turn} {number}\n" + "x = 1\n" * (number % 20)
+                    assert ask(address, COMPLETION, prompt=prompt, max_tokens=6, n=1 + number % 2)[0] == 200
+                held.append(memory(process.pid))
+        finally:
+            process.terminate()
+            process.wait(30)
+    assert held[2] - held[1] < 8 << 20, held
+
+
+SLOW = f"""if True:
+    import time, sys, socket
+    import uvicorn
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
+    from lookahead.tools.server import app, make_app
+
+    class Slow(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            time.sleep(0.1)
+            scores[:, tokenizer.eos_token_id] = -1000
+            return scores
+
+    tokenizer = AutoTokenizer.from_pretrained({str(DEMO_MODEL)!r})
+    tokenizer.chat_template = "{{{{ messages[0].content }}}}"
+    model = AutoModelForCausalLM.from_pretrained({str(DEMO_MODEL)!r}).eval()
+    generate = model.generate
+    model.generate = lambda **options: generate(**options, logits_processor=LogitsProcessorList([Slow()]))
+    uvicorn.run(make_app(model, tokenizer, "slow"), port=0, timeout_graceful_shutdown=1)
+"""
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT, MESSAGE, RESPONSE])
+def test_a_signal_ends_streams_with_an_error(path):
+    """And the process within seconds, though a client waits for a whole answer, too."""
+    prompt = {
+        COMPLETION: {"prompt": "x"}, RESPONSE: {"input": "x", "max_output_tokens": 900},
+    }.get(path, {"messages": [{"role": "user", "content": "x"}]})  # fmt: skip
+    body = prompt if path == RESPONSE else prompt | {"max_tokens": 900}
+    with ThreadPoolExecutor(2) as threads:
+        with running("-c", SLOW, stop=signal.SIGTERM) as address:
+            streamed = threads.submit(events, address, path, **body)
+            whole = threads.submit(ask, address, path, **body)
+            time.sleep(1)
+            began = time.monotonic()
+        assert time.monotonic() - began < 12
+        (*_, (name, last)) = streamed.result()
+        status, answered = whole.result()
+    assert "the server is stopping" in json.dumps(last)
+    if path == MESSAGE:
+        assert name == last["type"] == "error"
+    elif path == RESPONSE:
+        assert last["type"] == "response.failed"
+    assert status == 503
+    assert answered["error"]["message"] == "the server is stopping"
+
+
+def test_a_model_that_fails_in_company_harms_its_request_alone():
+    """Four texts share their passes. A processor of one of them fails in the middle."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
+    lookahead.wrap(model, LookaheadConfig(budget=6, window_size=2, ngram_size=3))
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    of = generations(model, tokenizer, 2**30, parallel=4)
+    prompts = [tokenizer(f"def f{number}(x):\n").input_ids for number in range(4)]
+    alone = [answer(of, ids, 40, seed=1) for ids in prompts]
+    generate, failing = of._generate, threading.Event()
+
+    def fails(ids, cache, generation, seed, processors, *others):
+        if ids == prompts[1]:
+
+            def processor(input_ids, scores):
+                if input_ids.shape[1] > len(ids) + 10:
+                    failing.set()
+                    raise FloatingPointError("no numbers")
+                return scores
+
+            processors = [*processors, processor]
+        return generate(ids, cache, generation, seed, processors, *others)
+
+    of._generate = fails
+    with ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(answer, of, ids, 40, seed=1) for ids in prompts]
+        for number, future in enumerate(futures):
+            if number == 1:
+                with pytest.raises(FloatingPointError, match="no numbers"):
+                    future.result()
+            else:
+                assert future.result()[0] == alone[number][0]
+    assert failing.is_set()
+    of._generate = generate
+    assert answer(of, prompts[1], 40, seed=1)[0] == alone[1][0]
+
+
+def test_a_reader_that_stalls_holds_up_no_other_and_is_answered_later(address):
+    """The answer is written meanwhile; what the connection does not take waits."""
+    slow = unread(address, 300)
+    with contextlib.closing(slow):
+        assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+        answer = slow.getresponse()
+        pieces = []
+        while piece := answer.read(50):
+            pieces.append(piece)
+            if len(pieces) < 10:
+                time.sleep(0.05)
+    assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+    assert idle(address)
