@@ -38,7 +38,7 @@ class Sequences:
         self._model = model
         self._submitted: deque[_Text] = deque()
         self._texts: list[_Text] = []  # that have begun, in their order
-        self._canceled: set[Future] = set()
+        self._canceled: deque[Future] = deque()
         self._ledgers: dict[tuple[type, ...], Ledger] = {}  # what sources of texts have earned, by their classes
         self._stepping = threading.Lock()
 
@@ -81,12 +81,13 @@ class Sequences:
     def cancel(self, future: Future) -> None:
         """Let a text end at the next step, with a CancelledError. No effect once it has ended."""
         if not future.cancel():
-            self._canceled.add(future)
+            self._canceled.append(future)
 
     def step(self) -> bool:
         """Begin a text that was submitted, or read a portion of its prompt; then take a step of all others.
 
-        Returns whether there are texts that have not ended. Raises RuntimeError if another thread steps.
+        Returns whether there are texts that have not ended. Raises RuntimeError if another thread steps. An interrupt
+        (KeyboardInterrupt) ends all texts.
         """
         if not self._stepping.acquire(blocking=False):
             raise RuntimeError("another thread takes a step: one at a time may call step()")
@@ -95,7 +96,7 @@ class Sequences:
                 text = self._submitted.popleft()
                 if text.future.set_running_or_notify_cancel():
                     self._texts.append(text)
-            canceled, self._canceled = self._canceled, set()
+            canceled = {self._canceled.popleft() for _ in range(len(self._canceled))}
             for text in self._texts:
                 if text.future in canceled:
                     text.end(CancelledError())
@@ -106,6 +107,10 @@ class Sequences:
                 wanted = [text.wanted for text in live if text.wanted is not None]
                 for text, output in zip(live, run_together(wanted), strict=True):
                     text.go_on(output)
+        except BaseException as error:  # an interrupt, after which nobody knows how far the texts are
+            for text in self._texts:
+                text.end(error)
+            raise
         finally:
             self._texts = [text for text in self._texts if not text.future.done()]
             self._stepping.release()
@@ -172,23 +177,24 @@ class _Text:
     def is_live(self) -> bool:
         return self.wanted is not None and not self.future.done()
 
-    def go_on(self, output: Output | BaseException | None = None) -> None:
+    def go_on(self, output: Output | Exception | None = None) -> None:
         """Go on until a pass is wanted, or until a portion of the prompt is read. output: of the last pass."""
-        if isinstance(output, BaseException):
+        if isinstance(output, Exception):
             return self.end(output)
         try:
             self._call = self._call or self._begin()
             self.wanted = next(self._call) if output is None else self._call.send(output)
         except StopIteration as end:
             self.future.set_result(end.value)
-        except BaseException as error:
+        except Exception as error:
             self.end(error)
 
     def end(self, error: BaseException) -> None:
-        """Fail with this error, and leave everything as it was."""
+        """Fail with this error, and leave everything as it was. No effect once it has ended."""
         if self._call is not None:
             self._call.close()
-        self.future.set_exception(error)
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 @contextmanager

@@ -69,6 +69,11 @@ def at_once(calls):
         return list(threads.map(one, calls))
 
 
+def finish(sequences):
+    while sequences.step():
+        pass
+
+
 def written(model, ids, seed, **options):
     """What generate() writes alone. seed: as `loop.run` takes one."""
     seeded = partial(loop.run, model.lookahead, own_loop(model), seeds=[seed])
@@ -201,9 +206,33 @@ def test_a_pass_that_fails_ends_its_texts_and_no_others(monkeypatch):
     assert all(isinstance(future.exception(), MemoryError) for future in futures)
     assert sharing._run_as_one is as_one
     futures = [sequences.submit(ids, **OPTIONS) for ids in prompts(3)]
-    while sequences.step():
-        pass
+    finish(sequences)
     assert [future.result().tolist() for future in futures] == alone
+
+
+def test_an_interrupt_ends_all_texts_and_leaves_the_model_usable():
+    class Interrupts(BaseStreamer):
+        left = 7
+
+        def put(self, value):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+        def end(self):
+            pass
+
+    model = lookahead.wrap(tiny_model("llama", **SIZES))
+    alone = [model.generate(ids, **OPTIONS) for ids in prompts(3)]
+    sequences = lookahead.Sequences(model)
+    futures = [sequences.submit(ids, **OPTIONS) for ids in prompts(2)]
+    futures.append(sequences.submit(prompts(3)[2], streamer=Interrupts(), **OPTIONS))
+    with pytest.raises(KeyboardInterrupt):
+        finish(sequences)
+    assert all(isinstance(future.exception(), KeyboardInterrupt) for future in futures)
+    assert not len(sequences)
+    assert all(map(torch.equal, together(model, [{"ids": ids, **OPTIONS} for ids in prompts(3)]), alone))
+    lookahead.unwrap(model)
 
 
 def test_texts_are_cancelled_at_any_time():
@@ -218,8 +247,7 @@ def test_texts_are_cancelled_at_any_time():
     for _ in range(20):
         sequences.step()
     sequences.cancel(futures[2])  # it is being written
-    while sequences.step():
-        pass
+    finish(sequences)
     for future in futures[:3]:
         with pytest.raises(CancelledError):
             future.result()
@@ -305,8 +333,7 @@ def test_what_cannot_be_submitted_is_refused():
 
     together(model, [{"ids": prompts(1)[0], "streamer": Steps(), **OPTIONS}])
     future = sequences.submit(prompts(1)[0], streamer=Steps(), **OPTIONS)
-    while sequences.step():
-        pass
+    finish(sequences)
     assert future.result() is not None
     assert "one at a time may call step()" in within[-1]
 

@@ -12,7 +12,7 @@ from lookahead.models.cache import SeparateCaches
 from lookahead.passes.runner import Company, Output, Pass
 
 
-def run_together(passes: Sequence[Pass]) -> list[Output | BaseException]:
+def run_together(passes: Sequence[Pass]) -> list[Output | Exception]:
     """Run the passes of several calls, as few as possible. Return the output of each, or the error that it failed by.
 
     The call that has begun last runs a pass for others: what it has read of the model is no older than what they have.
@@ -21,12 +21,12 @@ def run_together(passes: Sequence[Pass]) -> list[Output | BaseException]:
     for i, wanted in enumerate(passes):
         company = wanted.runner.company
         groups.setdefault(i if company is None else (company, wanted.likeliest[0]), []).append(i)
-    found: dict[int, Output | BaseException] = {}
+    found: dict[int, Output | Exception] = {}
     for group in groups.values():
         together = [passes[i] for i in group]
         try:
-            outputs: Sequence[Output | BaseException] = _run_as_one(together)
-        except BaseException as error:
+            outputs: Sequence[Output | Exception] = _run_as_one(together)
+        except Exception as error:
             outputs = [error] * len(group)
         found |= zip(group, outputs, strict=True)
     return [found[i] for i in range(len(passes))]
