@@ -149,7 +149,8 @@ class Generations:
             probabilities = Probabilities(tokenizer, length, wishes.logprobs)
             processors.append(probabilities)
         stop = Stop(tokenizer, length, wishes.stops, generation)
-        writer = Writer(tokenizer, self._reader.parser(prompt), wishes.stops, probabilities, send)
+        ends = stop.ask if wishes.one_call else None
+        writer = Writer(tokenizer, self._reader.parser(prompt), wishes.stops, probabilities, send, ends)
         if seed is None and self.workers.count > 1:  # where answers are decoded at once, each has a seed
             seed = int(torch.randint(2**62, (), generator=self._seeds))
 
