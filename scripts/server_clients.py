@@ -1,9 +1,9 @@
-"""Run real clients against `lookahead serve`: the clients of OpenAI and Anthropic, LiteLLM, LangChain and llama-index.
+"""Run real clients against `lookahead serve`: OpenAI's and Anthropic's, LiteLLM, LangChain, llama-index, and npm's.
 
 The server's model writes back what the last message says, so the script knows each answer, calls of tools included.
 
-    PYTHON=python3.11 sh scripts/peers/install.sh .peers server-clients
-    .peers/server-clients/bin/python scripts/server_clients.py --python python [NAME ...]
+    PYTHON=python3.11 sh scripts/peers/install.sh .peers server_clients
+    .peers/server_clients/bin/python scripts/server_clients.py --python python [NAME ...]
 
 --python has lookahead and the extra `serve`. Each client is a function, which raises an error if an answer is not what
 was asked for. The exit status is 1 if one does, or is not installed.
@@ -12,6 +12,7 @@ was asked for. The exit status is 1 if one does, or is not installed.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import traceback
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
@@ -304,6 +306,15 @@ def llama_index(url: str) -> None:
     equal((made.tool_name, made.tool_kwargs), ("add", {"a": 1, "b": 2}))
 
 
+@client("npm")
+def npm_clients(url: str) -> None:
+    """OpenAI's and Anthropic's clients of npm: chats, responses and messages, with a call."""
+    with TemporaryDirectory(dir=sys.prefix) as folder:  # node looks for packages beside the program and above
+        program = shutil.copy(ROOT / "scripts/peers/server_clients.mjs", folder)
+        done = subprocess.run(["node", program, url, KEY, MODEL], capture_output=True, text=True)
+    equal((done.returncode, done.stderr[-500:]), (0, ""))
+
+
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--python", default=sys.executable, help="That has lookahead and what its server needs.")
 @click.argument("names", nargs=-1, type=click.Choice(list(CLIENTS)), metavar="[NAME]...")
@@ -313,7 +324,7 @@ def main(python: str, names: tuple[str, ...]) -> None:
         for name in names or CLIENTS:
             package, run = CLIENTS[name]
             try:
-                package += f" {version(package)}"
+                package += f" {version(package)}" if package != "npm" else ""
                 run(url)
                 result = "works"
             except PackageNotFoundError:
