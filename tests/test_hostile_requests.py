@@ -154,7 +154,7 @@ def test_the_fuzz_finds_a_server_that_fails():
 HONOURED = {
     "model", "messages", "prompt", "input", "instructions", "stream", "temperature", "top_p", "seed", "max_tokens",
     "max_completion_tokens", "max_output_tokens", "frequency_penalty", "presence_penalty", "logit_bias", "stop",
-    "tools", "n", "logprobs", "top_logprobs", "echo",
+    "tools", "n", "parallel_tool_calls", "logprobs", "top_logprobs", "echo",
 }  # fmt: skip
 
 

@@ -153,6 +153,27 @@ def test_thinking_and_calls_are_blocks(writing):
     assert answer["stop_reason"] == told[-2][1]["delta"]["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_may_be_asked_to_end_with_its_first_call(writing, stream):
+    text = "".join(f'<tool>{{"name": "{name}", "arguments": {{}}}}</tool> ' for name in "fg") + "and more"
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 300, "temperature": 0}
+    one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    for more, names in ((one, ["f"]), ({}, ["f", "g"])):
+        if stream:
+            *told, (_, last), _ = events(writing, **body, **more)
+            blocks, reason = [e["content_block"] for n, e in told if n == "content_block_start"], last["delta"]
+        else:
+            blocks, reason = (answer := ask(writing, MESSAGES, **body, **more)[1])["content"], answer
+        assert [block["name"] for block in blocks if block["type"] == "tool_use"] == names
+        assert reason["stop_reason"] == "tool_use"
+    body["parallel_tool_calls"] = False
+    (choice,) = ask(writing, "/v1/chat/completions", **body)[1]["choices"]
+    assert ([call["function"]["name"] for call in choice["message"]["tool_calls"]], choice["finish_reason"]) == (
+        ["f"], "tool_calls",
+    )  # fmt: skip
+    assert choice["message"]["content"] == ""
+
+
 def test_blocks_become_messages_of_a_chat():
     call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
     given = [

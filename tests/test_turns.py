@@ -121,6 +121,25 @@ def test_an_end_in_an_answer_is_not_taken_for_the_end_of_it(read, tokenizer):
     assert tokenizer.decode(read(messages).ids) == rendered
 
 
+def test_a_template_that_writes_the_last_message_otherwise_is_let_alone(demo, tokenizer):
+    """Such as one that puts the tools before it. What was read then is not what stands there now."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last %}tools {% endif %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    )
+    reader = Reader(demo, tokenizer, written := Written())
+
+    def read(messages):
+        asked, wishes = read_request({"messages": messages}, CHAT, "demo", 4096, reader.reserved)
+        return reader.read(asked, wishes)[0]
+
+    prompt = read(ASKED)
+    ids = [*prompt.ids, *tokenizer("x = 1<|end|>", add_special_tokens=False).input_ids]
+    written.keep(prompt.conversation.with_answer("x = 1", []), prompt.conversation.rendered, ids)
+    messages = [*ASKED, {"role": "assistant", "content": "x = 1"}, {"role": "user", "content": "z"}]
+    assert tokenizer.decode(read(messages).ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
 def test_what_was_not_used_for_longest_is_forgotten_first():
     written = Written(10)
     for name in (b"a", b"b"):

@@ -1,10 +1,11 @@
 #!/bin/sh
 # Make the Python environments of the workers here, DIR/lade and DIR/vllm, or only the named ones. Each needs its own
 # version of transformers, which differs from the one that lookahead uses. DIR/llama, with llama.cpp's server built for
-# this processor, and DIR/clients, for scripts/clients.py, are made only if they are named. Finished environments stay as
+# this processor, DIR/clients, for scripts/clients.py, and DIR/server_clients, for scripts/server_clients.py, are made
+# only if they are named. Finished environments stay as
 # they are. DIR/vllm and DIR/clients also get lookahead itself, from this working tree.
 #
-#     sh scripts/peers/install.sh DIR [lade] [vllm] [llama] [clients]
+#     sh scripts/peers/install.sh DIR [lade] [vllm] [llama] [clients] [server_clients]
 #
 # For Linux on x86-64, with a C++20 compiler and 5 GB of disk. llama.cpp takes 15 minutes on two cores; interrupted, its
 # build goes on the next time. PYTHON names a Python 3.11 (default: python3). PIP_FLAGS
@@ -12,7 +13,7 @@
 # CUDA.
 set -eu
 
-usage() { echo "usage: sh $0 DIR [lade] [vllm] [llama] [clients]" >&2; exit 2; }
+usage() { echo "usage: sh $0 DIR [lade] [vllm] [llama] [clients] [server_clients]" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 PYTHON=${PYTHON:-python3}
 PIP_FLAGS=${PIP_FLAGS:-}
@@ -21,7 +22,7 @@ mkdir -p "$1"
 DIR=$(cd "$1" && pwd)
 shift
 for name in "$@"; do
-    case $name in lade | vllm | llama | clients) ;; *) usage ;; esac
+    case $name in lade | vllm | llama | clients | server_clients) ;; *) usage ;; esac
 done
 [ $# -gt 0 ] || set -- lade vllm
 
@@ -80,6 +81,11 @@ llama_server() {
     touch "$DIR/llama/built"
 }
 
+# The clients of npm stand beside those of Python.
+npm_clients() {
+    (cd "$DIR/server_clients" && npm install --no-fund --no-audit openai@6.49.0 @anthropic-ai/sdk@1.14.0)
+}
+
 # Try the import in another folder: here, Python would find the package even if it is not installed.
 lookahead_itself() {
     (cd "$DIR" && "$1/bin/python" -c 'import lookahead' 2>/dev/null) ||
@@ -93,5 +99,6 @@ for name in "$@"; do
         vllm) suffix_trees; lookahead_itself vllm; echo "$DIR/vllm/bin/python $HERE/vllm_worker.py" ;;
         llama) llama_server; echo "$DIR/llama/bin/python $HERE/llama_worker.py" ;;
         clients) lookahead_itself clients; echo "$DIR/clients/bin/python $(dirname "$HERE")/clients.py" ;;
+        server_clients) npm_clients; echo "$DIR/server_clients/bin/python $(dirname "$HERE")/server_clients.py" ;;
     esac
 done

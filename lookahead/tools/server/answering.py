@@ -77,6 +77,10 @@ class Stop(StopWhenAsked):
         self.has_ended = False
         """Whether the model or a stop string has ended the text."""
 
+    def ask(self) -> None:
+        """End the text with its next token."""
+        self.asked = True
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         stop = super().__call__(input_ids, scores, **kwargs)
         self.has_ended = int(input_ids[0, -1]) in self._ends
@@ -147,8 +151,11 @@ class Writer(Recorder):
         stops: tuple[str, ...],
         probabilities: "Probabilities | None",
         send: Callable[[Piece], None],
+        one_call: Callable[[], None] | None = None,
     ):
+        """one_call: what ends the text, if an answer ends with its first call."""
         super().__init__()
+        self._end_text = one_call
         self._texts = TextPieces(tokenizer, with_special=parser is not None)
         self._parser = parser
         self._pieces = Pieces(stops)
@@ -184,13 +191,17 @@ class Writer(Recorder):
 
     def finish(self, has_ended: bool, cached: int) -> End:
         """Return how the answer has ended. has_ended: not because it is as long as it may be."""
-        reason = "stop" if has_ended else "length"
+        reason = "stop" if has_ended or self._has_its_call else "length"
         return End(reason, self._pieces.stop, self.count, cached)
 
     @property
     def is_whole(self) -> bool:
-        """Whether no stop string has cut what was sent."""
-        return self._pieces.stop is None
+        """Whether neither a stop string nor a call has cut what was sent."""
+        return self._pieces.stop is None and not self._has_its_call
+
+    @property
+    def _has_its_call(self) -> bool:
+        return self._end_text is not None and bool(self.calls)
 
     def _write(self) -> None:
         new, self._new = self._new, []
@@ -210,6 +221,8 @@ class Writer(Recorder):
                 self._part(part)
 
     def _part(self, part: tuple[str, str] | Call) -> None:
+        if self._has_its_call:
+            return
         if not isinstance(part, Call):
             self._words(self._pieces.feed(*part))
             return
@@ -217,6 +230,8 @@ class Writer(Recorder):
         if self._pieces.stop is None:
             self.calls.append(part)
             self._send(part)
+            if self._end_text is not None:
+                self._end_text()
 
     def _words(self, pieces: Sequence[tuple[str, str]]) -> None:
         for kind, text in pieces:

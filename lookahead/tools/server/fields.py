@@ -38,6 +38,7 @@ class Wishes:
     answers: to each prompt.
     logprobs: how many likeliest tokens to name with each token and its log probability; None: no probabilities.
     presence, frequency: what is taken from the logit of a token that the answer has, once and for each time.
+    one_call: whether an answer ends with its first call of a tool.
     """
 
     seed: int | None = None
@@ -48,6 +49,7 @@ class Wishes:
     logprobs: int | None = None
     presence: float = 0.0
     frequency: float = 0.0
+    one_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def _wishes(body: dict, path: str, vocabulary: int) -> Wishes:
         logprobs = None
     elif path not in (CHAT, COMPLETION):
         logprobs = None
+    choice = body["tool_choice"] if isinstance(body.get("tool_choice"), dict) else {}
     return Wishes(
         body.get("seed"),
         (stop,) if isinstance(stop, str) else tuple(stop),
@@ -128,6 +131,7 @@ def _wishes(body: dict, path: str, vocabulary: int) -> Wishes:
         logprobs,
         float(body.get("presence_penalty", 0)),
         float(body.get("frequency_penalty", 0)),
+        not body.get("parallel_tool_calls", True) or choice.get("disable_parallel_tool_use", False),
     )
 
 
@@ -302,7 +306,7 @@ OF_COMPLETIONS: dict[str, Check] = {
 OF_TOOLS: dict[str, Check] = {
     "tools": (lambda value: value == [] or _objects(value, 128), "a list of 128 tools at most, all objects"),
     "tool_choice": AUTO_OR_NONE,
-    "parallel_tool_calls": _only(True, "true, because the number of calls is not limited"),
+    "parallel_tool_calls": FLAG,
 }
 FIELDS: dict[str, dict[str, Check]] = {
     CHAT: {
@@ -366,7 +370,7 @@ OF_MESSAGES: dict[str, Check] = {
         lambda value: (
             isinstance(value, dict)
             and value.get("type") in ("auto", "none")
-            and not value.get("disable_parallel_tool_use")
+            and isinstance(value.get("disable_parallel_tool_use", False), bool)
             and value.keys() <= {"type", "disable_parallel_tool_use"}
         ),
         '{"type": "auto"} or {"type": "none"}, because no call can be enforced',

@@ -151,7 +151,8 @@ class Generations(Worker):
             probabilities = Probabilities(tokenizer, length, wishes.logprobs)
             processors.append(probabilities)
         stop = Stop(tokenizer, length, wishes.stops, generation)
-        writer = Writer(tokenizer, self._reader.parser(prompt), wishes.stops, probabilities, send)
+        ends = stop.ask if wishes.one_call else None
+        writer = Writer(tokenizer, self._reader.parser(prompt), wishes.stops, probabilities, send, ends)
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         answer = self._decode(prompt, generation, seed, processors, stop, writer, wishes.answers > 1)

@@ -141,8 +141,9 @@ class Reader:
             )
             ids = read["input_ids"]
             return Prompt(ids, predicted, "", True, asked.tools)
-        rendered = self._render(asked, messages, asked.tools, asked.continues)
-        if asked.tools and rendered == self._render(asked, messages, None, asked.continues):
+        how = not asked.continues, asked.continues
+        rendered = self._render(asked, messages, asked.tools, *how)
+        if asked.tools and rendered == self._render(asked, messages, None, *how):
             raise RefusedError("tools must be left out, because the model's chat template knows none")
         *_, digest = known = list(digests(messages))
         conversation = None if asked.continues else Conversation(digest, _digest(rendered))
@@ -159,13 +160,14 @@ class Reader:
             if messages[index]["role"] != "assistant" or (found := self._written.find(known[index])) is None:
                 continue
             ids, before = found
-            prompt = self._render(asked, messages[:index], asked.tools, False)
-            if _digest(prompt) != before:
+            prompt = self._render(asked, messages[:index], asked.tools)
+            said_before = self._render(asked, messages[:index], asked.tools, begins=False)
+            if _digest(prompt) != before or not (prompt.startswith(said_before) and rendered.startswith(said_before)):
                 return None
             shared = len(commonprefix([prompt, rendered]))  # noqa: RUF071  (they are no paths)
             said = json.dumps(messages[index], ensure_ascii=False)
             ends = [(at, end) for end in self._ends if (at := rendered.find(end, shared)) >= 0]
-            if not ends or any(end in prompt[shared:] or end in said for end in self._ends):
+            if not ends or any(end in prompt[len(said_before) :] or end in said for end in self._ends):
                 return None
             at, end = min(ends)
             if ids[-1] in self._end_tokens:
@@ -173,11 +175,19 @@ class Reader:
             return ids + self._encode(rendered[at:])
         return None
 
-    def _render(self, asked: Asked, messages: list[dict], tools: list[Any] | None, continues: bool) -> str:
+    def _render(
+        self,
+        asked: Asked,
+        messages: list[dict],
+        tools: list[Any] | None,
+        begins: bool = True,
+        continues: bool = False,
+    ) -> str:
+        """begins, continues: whether the model's next message follows, or the last one goes on."""
         return str(
             self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=not continues, continue_final_message=continues,
-                tokenize=False, **asked.variables,
+                messages, tools=tools, add_generation_prompt=begins, continue_final_message=continues, tokenize=False,
+                **asked.variables,
             )
         )  # fmt: skip
 

@@ -89,8 +89,7 @@ class Response(Form):
             else {"type": "reasoning_text", "text": ""}
         )
         self._items[-1]["content"] = [part]
-        if kind == TEXT:
-            yield self._of_item("response.content_part.added", part=part)
+        yield self._of_item("response.content_part.added", part=part)
 
     def _close(self, status: str) -> Iterator[str]:
         kind, self._open = self._open, None
@@ -100,9 +99,9 @@ class Response(Form):
         (part,) = item["content"]
         if kind == TEXT:
             yield self._of_item("response.output_text.done", text=part["text"], logprobs=[])
-            yield self._of_item("response.content_part.done", part=part)
         else:
             yield self._of_item("response.reasoning_text.done", text=part["text"])
+        yield self._of_item("response.content_part.done", part=part)
         item["status"] = status
         yield self._item_event("done")
 
