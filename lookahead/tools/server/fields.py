@@ -28,6 +28,21 @@ class RefusedError(ValueError):
 
 
 @dataclass(frozen=True)
+class Demand:
+    """What an answer must be.
+
+    schema: JSON schema of its text; None: any text.
+    calls: names of the tools of which it must call one; empty: it need not.
+    """
+
+    schema: dict | None = None
+    calls: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.schema is not None or bool(self.calls)
+
+
+@dataclass(frozen=True)
 class Wishes:
     """What a request asks of ``model.generate``.
 
@@ -39,6 +54,7 @@ class Wishes:
     logprobs: how many likeliest tokens to name with each token and its log probability; None: no probabilities.
     presence, frequency: what is taken from the logit of a token that the answer has, once and for each time.
     one_call: whether an answer ends with its first call of a tool.
+    demand: what is enforced.
     """
 
     seed: int | None = None
@@ -50,6 +66,7 @@ class Wishes:
     presence: float = 0.0
     frequency: float = 0.0
     one_call: bool = False
+    demand: Demand = Demand()
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,34 @@ def _wishes(body: dict, path: str, vocabulary: int) -> Wishes:
         float(body.get("presence_penalty", 0)),
         float(body.get("frequency_penalty", 0)),
         not body.get("parallel_tool_calls", True) or choice.get("disable_parallel_tool_use", False),
+        Demand(_schema(body), _to_be_called(body, path)),
     )
+
+
+def _schema(body: dict) -> dict | None:
+    """Return the JSON schema of the text that is asked for."""
+    how = body.get("response_format") or body.get("text", {}).get("format") or {}
+    if how.get("type") == "json_object":
+        return {"type": "object"}
+    return (how.get("json_schema") or how).get("schema") if how.get("type") == "json_schema" else None
+
+
+def _to_be_called(body: dict, path: str) -> tuple[str, ...]:
+    """Return the names of the tools of which one must be called."""
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in ("required", "any", "function", "tool"):
+        return ()
+    names = tuple(_tool(one, path)["function"]["name"] for one in body.get("tools", ()))
+    if not names:
+        raise RefusedError(f"tool_choice must be left out where there are no tools; it is {json.dumps(choice):.80}")
+    if kind in ("required", "any"):
+        return names
+    assert isinstance(choice, dict)
+    name = choice.get("name") or choice["function"]["name"]
+    if name not in names:
+        raise RefusedError(f"tool_choice must name one of the tools ({', '.join(names):.200}); it names {name!r:.80}")
+    return (name,)
 
 
 def _asked(body: dict, path: str, vocabulary: int, reserved: Collection[str]) -> Asked:
@@ -252,7 +296,33 @@ LIKELIEST: Check = (
     lambda value: _whole(value) and 0 <= value <= MOST_LIKELIEST,
     f"a whole number from 0 to {MOST_LIKELIEST}",
 )
-AUTO_OR_NONE: Check = (lambda value: value in ("auto", "none"), '"auto" or "none", because no call can be enforced')
+TOOL_CHOICE: Check = (
+    lambda value: (
+        value in ("auto", "none", "required")
+        or (
+            isinstance(value, dict)
+            and value.get("type") == "function"
+            and isinstance((value.get("function") if "function" in value else value), dict)
+            and isinstance((value.get("function") or value).get("name"), str)
+        )
+    ),
+    '"auto", "none", "required", or an object that names a function',
+)
+
+
+def _is_tool_choice(value: dict) -> bool:
+    return value.get("type") == "tool" and isinstance(value.get("name"), str)
+
+
+def _is_format(value: Any) -> bool:
+    """Whether a text can be written so. The schema stands in a part of its own in chats, and beside it in responses."""
+    if not isinstance(value, dict):
+        return False
+    if value.get("type") == "json_schema":
+        inner = value.get("json_schema", value)
+        return isinstance(inner, dict) and isinstance(inner.get("schema"), dict)
+    return value.get("type") in ("text", "json_object")
+
 
 OF_ALL_NEEDED: dict[str, Check] = {
     "max_tokens": NEW_TOKENS,
@@ -305,7 +375,7 @@ OF_COMPLETIONS: dict[str, Check] = {
 }
 OF_TOOLS: dict[str, Check] = {
     "tools": (lambda value: value == [] or _objects(value, 128), "a list of 128 tools at most, all objects"),
-    "tool_choice": AUTO_OR_NONE,
+    "tool_choice": TOOL_CHOICE,
     "parallel_tool_calls": FLAG,
 }
 FIELDS: dict[str, dict[str, Check]] = {
@@ -318,7 +388,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "functions": _only([], "left out: give tools instead"),
         "function_call": _only("none", "left out: give tools instead"),
         "modalities": _only(["text"], '["text"], because nothing else is written'),
-        "response_format": _only({"type": "text"}, "text, because nothing else is enforced"),
+        "response_format": (_is_format, "of type text, json_object, or json_schema with a json_schema and its schema"),
         "verbosity": _only("medium", '"medium", because nothing else is enforced'),
     }
     | COMMON
@@ -349,11 +419,11 @@ FIELDS: dict[str, dict[str, Check]] = {
         "text": (
             lambda value: (
                 isinstance(value, dict)
-                and value.get("format") in (None, {"type": "text"})
+                and (value.get("format") is None or _is_format(value["format"]))
                 and value.get("verbosity") in (None, "medium")
                 and value.keys() <= {"format", "verbosity"}
             ),
-            'left out, or {"format": {"type": "text"}}, because nothing else is enforced',
+            "an object whose format is of type text, json_object, or json_schema with a schema",
         ),
     }
     | COMMON
@@ -369,11 +439,11 @@ OF_MESSAGES: dict[str, Check] = {
     "tool_choice": (
         lambda value: (
             isinstance(value, dict)
-            and value.get("type") in ("auto", "none")
+            and (value.get("type") in ("auto", "none", "any") or _is_tool_choice(value))
             and isinstance(value.get("disable_parallel_tool_use", False), bool)
-            and value.keys() <= {"type", "disable_parallel_tool_use"}
+            and value.keys() <= {"type", "name", "disable_parallel_tool_use"}
         ),
-        '{"type": "auto"} or {"type": "none"}, because no call can be enforced',
+        'an object of type "auto", "none" or "any", or of type "tool" with a name',
     ),
     "thinking": (
         lambda value: isinstance(value, dict) and value.get("type") == "disabled",

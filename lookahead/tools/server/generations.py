@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -24,13 +24,16 @@ from lookahead.compat import CACHE
 from lookahead.engine.engine import Lookahead
 from lookahead.guessing.retrieval import LONGEST, RetrievalSource
 from lookahead.guessing.source import GuessSource
-from lookahead.models.adapter import context_length
+from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.passes.fused import FusedRunner
 from lookahead.sequences import Sequences, seeded
 from lookahead.tools.server.answering import Penalties, Piece, Probabilities, Stop, Writer
 from lookahead.tools.server.fields import RefusedError, Wishes
 from lookahead.tools.server.prefixes import Prefixes, can_be_cut
 from lookahead.tools.server.reading import Prompt, Reader, Written
+
+if TYPE_CHECKING:
+    from lookahead.tools.server.grammar import Grammars
 
 MOST_WAITING = 64  # requests that wait for others to end; further ones are refused
 LENGTH = 1024  # tokens of an answer, if its request does not say
@@ -86,6 +89,7 @@ class Generations(Worker):
         self._engine, self._assistant = engine, assistant
         self._sequences = Sequences(model) if engine is not None and assistant is None else None
         self._portion = portion(model, engine)
+        self._grammars: Grammars | None = None
         self._most = 1 if self._sequences is None else parallel
         self._under_way = 0  # answers that have begun
         self._lock = Lock()
@@ -117,7 +121,7 @@ class Generations(Worker):
         """Decode ``wishes.answers`` to each prompt. Return them in order; ``send`` is told their pieces by number.
 
         Answers to one prompt follow from seeds that follow each other. ``send`` is called on another thread.
-        Raises RefusedError if a prompt does not fit; BusyError.
+        Raises RefusedError if a prompt does not fit, or a demand cannot be enforced; BusyError.
         """
         context = context_length(self._model)
         for prompt in prompts:
@@ -125,17 +129,31 @@ class Generations(Worker):
                 raise RefusedError(
                     f"the prompt has {len(prompt.ids)} tokens: give 1 to {context - 1}, the model's context"
                 )
+        grammars = [self._grammar(prompt, wishes) for prompt in prompts]
         if self.open >= self._most + MOST_WAITING:
             raise BusyError(f"{self.open} requests are being served: try again later")
         answers: list[Answer] = []
-        for prompt in prompts:
+        for prompt, grammar in zip(prompts, grammars, strict=True):
             for number in range(wishes.answers):
                 seed = None if wishes.seed is None else (wishes.seed + number) % 2**64
-                answers.append(self._submit(prompt, wishes, seed, partial(send, len(answers))))
+                answers.append(self._submit(prompt, wishes, grammar, seed, partial(send, len(answers))))
         return answers
 
+    def _grammar(self, prompt: Prompt, wishes: Wishes) -> str | None:
+        """Return the grammar of an answer; None if any text will do."""
+        if not wishes.demand:
+            return None
+        if self._grammars is None:
+            self._grammars = self._reader.grammars(vocabulary_of(self._model))
+        return self._grammars.of(wishes.demand, prompt, not wishes.one_call)
+
     def _submit(
-        self, prompt: Prompt, wishes: Wishes, seed: int | None, send: Callable[[Piece | Exception], None]
+        self,
+        prompt: Prompt,
+        wishes: Wishes,
+        grammar: str | None,
+        seed: int | None,
+        send: Callable[[Piece | Exception], None],
     ) -> Answer:
         model, tokenizer, length = self._model, self._reader.tokenizer, len(prompt.ids)
         generation = copy.deepcopy(model.generation_config)
@@ -150,12 +168,19 @@ class Generations(Worker):
         if wishes.logprobs is not None:
             probabilities = Probabilities(tokenizer, length, wishes.logprobs)
             processors.append(probabilities)
+        sources: list[GuessSource] = []
+        if prompt.predicted:
+            sources.append(RetrievalSource([[*prompt.ids[-LONGEST:], *prompt.predicted]]))
+        if grammar is not None and self._grammars is not None:
+            processor, source = self._grammars.enforce(grammar, length)
+            processors.append(processor)
+            sources.append(source)
         stop = Stop(tokenizer, length, wishes.stops, generation)
         ends = stop.ask if wishes.one_call else None
         writer = Writer(tokenizer, self._reader.parser(prompt), wishes.stops, probabilities, send, ends)
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
-        answer = self._decode(prompt, generation, seed, processors, stop, writer, wishes.answers > 1)
+        answer = self._decode(prompt, generation, seed, processors, sources, stop, writer, wishes.answers > 1)
 
         def begin() -> None:
             self._under_way += 1
@@ -202,6 +227,7 @@ class Generations(Worker):
         generation: GenerationConfig,
         seed: int,
         processors: list[LogitsProcessor],
+        sources: list[GuessSource],
         stop: Stop,
         writer: Writer,
         shares: bool,
@@ -210,8 +236,7 @@ class Generations(Worker):
         cache, cached = self._prefixes.take(prompt.ids, shares)
         if cache is not None and len(prompt.ids) - cached > 1 and not can_be_cut(cache):
             yield from self._read(prompt.ids[:-1], cache)
-        predicted = RetrievalSource([[*prompt.ids[-LONGEST:], *prompt.predicted]]) if prompt.predicted else None
-        given = generation, seed, processors, stop, writer, predicted
+        given = generation, seed, processors, sources, stop, writer
         ids, cache = yield from self._generate(prompt.ids, cache, *given)
         if cache is not None:
             self._prefixes.keep(ids, cache)
@@ -228,7 +253,7 @@ class Generations(Worker):
         generation.update(max_new_tokens=1, do_sample=False, temperature=None, top_k=None, top_p=None)
         tokenizer = self._reader.tokenizer
         stop, unread = Stop(tokenizer, len(ids), (), generation), Writer(tokenizer, None, (), None, lambda _: None)
-        yield from self._generate(ids, cache, generation, 0, [], stop, unread)
+        yield from self._generate(ids, cache, generation, 0, [], [], stop, unread)
         self._prefixes.keep_copy(ids, cache)
 
     def _generate(
@@ -238,14 +263,11 @@ class Generations(Worker):
         generation: GenerationConfig,
         seed: int,
         processors: list[LogitsProcessor],
+        sources: list[GuessSource],
         stop: Stop,
         writer: Writer,
-        predicted: GuessSource | None = None,
     ) -> Generator[Future, Any, tuple[list[int], DynamicCache | None]]:
-        """Return a prompt with its answer, and the cache, which holds all of it but the last token.
-
-        predicted: a source of guesses, for this text alone.
-        """
+        """Return a prompt with its answer, and the cache, which holds all of it but the last token."""
         model = self._model
         inputs = torch.tensor([ids], device=model.device)
         options: dict[str, Any] = {
@@ -260,7 +282,7 @@ class Generations(Worker):
             options[CACHE], generation.return_dict_in_generate = cache, True
         if self._sequences is not None:
             generation.prefill_chunk_size = self._portion
-            output = yield self._sequences.submit(inputs, seed=seed, source=predicted or (), **options)
+            output = yield self._sequences.submit(inputs, seed=seed, source=sources, **options)
         else:
             with seeded(seed, model.device):
                 output = model.generate(input_ids=inputs, assistant_model=self._assistant, **options)  # type: ignore[operator]  # a method

@@ -9,13 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.tools.server.answering import ends_of
 from lookahead.tools.server.fields import Asked, RefusedError, Wishes
 from lookahead.tools.server.parsing import Call, Parser, response_template
+
+if TYPE_CHECKING:
+    from lookahead.tools.server.grammar import Grammars
 
 MOST_WRITTEN = 2**22  # tokens of conversations, of four bytes each
 
@@ -117,6 +120,12 @@ class Reader:
             raise
         except Exception as error:  # templates raise errors of many kinds
             raise RefusedError(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
+
+    def grammars(self, vocabulary: int) -> "Grammars":
+        """Return what makes grammars for the answers of a model with so many logits."""
+        from lookahead.tools.server.grammar import Grammars  # llguidance is loaded for those who ask for it
+
+        return Grammars(self.tokenizer, self._template, vocabulary, self._end_tokens)
 
     def parser(self, prompt: Prompt) -> Parser | None:
         """Return what tells the parts of an answer apart; None if it is one text."""

@@ -1,0 +1,164 @@
+"""Answers that must hold: a grammar hides the tokens that would break it, and those that it forces are guesses.
+
+llguidance compiles the grammars. Blanks in JSON are those of Python's json.dumps, so that most of what a schema fixes
+is forced.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+from lookahead.guessing.source import GuessSource, Limits
+from lookahead.tools.server.fields import Demand, RefusedError
+from lookahead.tools.server.reading import Prompt
+from ngram_pool import GuessTree
+
+BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANY_OBJECT = {"type": "object"}
+CLAIM = 0.9  # probability of a token that is forced but for the ways to cut its characters into tokens
+
+
+@dataclass
+class Grammars:
+    """Makes grammars for the answers of a model."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: dict | None
+    """The response template, which says how the model writes reasoning and calls (`parsing.response_template`)."""
+    vocabulary: int
+    """Number of logits."""
+    ends: set[int]
+    """Tokens that end an answer."""
+    _reads: LLTokenizer | None = field(default=None, init=False)
+
+    def of(self, demand: Demand, prompt: Prompt, many: bool) -> str:
+        """Return the grammar of an answer. many: whether it may call several tools.
+
+        Raises RefusedError if the demand cannot be enforced.
+        """
+        fields = (self.template or {}).get("fields", {})
+        rules, bodies = [], []
+        if demand.schema is not None:
+            bodies.append("answer")
+            rules.append(f"answer: %json {_json(demand.schema)}")
+        if demand.calls or (prompt.tools and "tool_calls" in fields):
+            rules += self._calls(fields.get("tool_calls"), prompt.tools or [], demand.calls, many)
+            bodies.append("calls")
+        thought = ""
+        if prompt.has_parts and "reasoning_content" in fields:
+            opens, closes = fields["reasoning_content"]["open"], fields["reasoning_content"]["close"]
+            has_begun = str(self.tokenizer.decode(prompt.ids)).rstrip().endswith(opens)
+            thought = "thought " if has_begun else f"({self._literal(opens)} thought)? "
+            rules.append(f"thought[suffix={json.dumps(closes)}]: /(?s:.*)/")
+        start = rf"start: {thought}/\n{{0,2}}/ ({' | '.join(bodies)})"
+        grammar = LLMatcher.grammar_from_lark("\n".join([start if thought else f"start: {' | '.join(bodies)}", *rules]))
+        if wrong := LLMatcher.validate_grammar(grammar, self.reads):
+            raise RefusedError(f"the schema cannot be enforced: {wrong}")
+        return grammar
+
+    def enforce(self, grammar: str, prompt: int) -> tuple["HideForbidden", "ForcedTokens"]:
+        """Return what makes a text keep to its grammar, and guesses by it. prompt: tokens before the text."""
+        text = Enforced(self.reads, grammar, prompt)
+        return HideForbidden(text), ForcedTokens(text)
+
+    @property
+    def reads(self) -> LLTokenizer:
+        """The tokenizer as llguidance takes it, made when it is first asked for, in a second or two."""
+        if self._reads is None:
+            try:
+                self._reads = from_tokenizer(self.tokenizer, self.vocabulary, sorted(self.ends))  # type: ignore[arg-type]  # of any fast tokenizer
+            except Exception as error:  # there are many kinds
+                raise RefusedError(f"no schema can be enforced with this model's tokenizer: {error}") from error
+        return self._reads
+
+    def _calls(self, how: dict | None, tools: Sequence[Any], names: Sequence[str], many: bool) -> list[str]:
+        if how is None or how.get("content") != "json" or how.get("transform", {}).get("function") != "{content}":
+            raise RefusedError(
+                'tool_choice must be "auto" or "none": no call can be enforced in the form that this model uses'
+            )
+        schemas = [_schema_of(tool["function"]) for tool in tools if not names or tool["function"]["name"] in names]
+        opens, closes = self._literal(how["open"]), self._literal(how["close"])
+        ways = [f"call_{number}: %json {_json(schema)}" for number, schema in enumerate(schemas)]
+        each = " | ".join(f"call_{number}" for number in range(len(ways)))
+        more = r" (/\n?/ call)*" if many else ""
+        return [f"calls: call{more}", rf"call: {opens} /\n?/ ({each}) /\n?/ {closes}", *ways]
+
+    def _literal(self, text: str) -> str:
+        return text if text in self.tokenizer.all_special_tokens else json.dumps(text)
+
+
+def _schema_of(function: dict) -> dict:
+    """Return the JSON schema of a call."""
+    arguments = function.get("parameters") or ANY_OBJECT
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _json(schema: dict) -> str:
+    return json.dumps(schema | {"x-guidance": BLANKS})
+
+
+class Enforced:
+    """A text that keeps to a grammar, as far as it is written."""
+
+    def __init__(self, reads: LLTokenizer, grammar: str, prompt: int):
+        """prompt: its tokens."""
+        self._matcher = LLMatcher(reads, grammar)
+        self.length = prompt
+        """Tokens of the prompt, and of the answer as far as it was followed."""
+
+    def follow(self, new: list[int]) -> None:
+        """Go on with these tokens. Raises ValueError if the grammar forbids them."""
+        self.length += len(new)
+        if new and not self._matcher.consume_tokens(new):
+            raise ValueError(f"the text does not keep to its grammar: {self._matcher.get_error()}")
+
+    @property
+    def allowed(self) -> torch.Tensor:
+        """The tokens that may come next, bool [vocabulary]."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return torch.from_numpy(np.unpackbits(bits, bitorder="little").view(bool))
+
+    @property
+    def forced(self) -> list[int]:
+        """Tokens for the characters that must come next, cut as the tokenizer would."""
+        return self._matcher.compute_ff_tokens()
+
+
+class HideForbidden(LogitsProcessor):
+    """Leaves only the tokens that the grammar of a text allows."""
+
+    def __init__(self, text: Enforced):
+        self._text = text
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._text.follow(input_ids[0, self._text.length :].tolist())
+        allowed = self._text.allowed[: scores.shape[-1]].to(scores.device)
+        return scores.masked_fill(~allowed, -float("inf"))
+
+
+class ForcedTokens(GuessSource):
+    """Guesses what the grammar of a text forces."""
+
+    is_free = True
+
+    def __init__(self, text: Enforced):
+        self._text = text
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        (text,) = texts
+        self._text.follow(text[self._text.length :])
+        forced = self._text.forced[: min(limits.depths[0], limits.guesses)]
+        chances = np.cumprod(np.full(len(forced), CLAIM)).tolist()
+        return [GuessTree.chain(forced, probabilities=chances)]

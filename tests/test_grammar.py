@@ -1,0 +1,221 @@
+"""Answers that must hold: schemas and calls of tools are enforced, and what they force is guessed."""
+
+import json
+import random
+
+import openai
+import pytest
+import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
+from server_process import ask, running
+from test_lossless import random_cases
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+
+import lookahead
+from lookahead import DEMO_MODEL
+from lookahead.tools.server.fields import Demand, RefusedError
+from lookahead.tools.server.grammar import Grammars
+from lookahead.tools.server.reading import Prompt
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "occupation": {"enum": ["programmer", "mathematician"]},
+        "has_experience_in_python": {"type": "boolean"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["occupation", "has_experience_in_python", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lookahead.wrap(AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval())
+
+
+@pytest.fixture(scope="module")
+def grammars(model):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    return Grammars(tokenizer, None, model.config.vocab_size, {tokenizer.eos_token_id})
+
+
+def decode(model, grammars, schema, prompt, guesses, **options):
+    """Return the tokens of an answer that keeps to a schema, and the steps that it took."""
+    ids = grammars.tokenizer(prompt, return_tensors="pt").input_ids
+    grammar = grammars.of(Demand(schema), Prompt(ids[0].tolist(), []), many=True)
+    processor, source = grammars.enforce(grammar, ids.shape[1])
+    sequences = lookahead.Sequences(model)
+    before = model.lookahead.stats.steps
+    options |= {"logits_processor": LogitsProcessorList([processor]), "source": source if guesses else ()}
+    future = sequences.submit(ids, seed=3, **options)
+    while sequences.step():
+        pass
+    return future.result()[0, ids.shape[1] :].tolist(), model.lookahead.stats.steps - before
+
+
+def test_forced_tokens_save_passes_and_change_no_text(model, grammars):
+    found = [
+        decode(model, grammars, PERSON, "person = ", guesses, max_new_tokens=120, do_sample=False)
+        for guesses in (False, True, True)
+    ]
+    assert found[0][0] == found[1][0] == found[2][0]
+    value = json.loads(grammars.tokenizer.decode(found[0][0], skip_special_tokens=True))
+    assert value.keys() == PERSON["properties"].keys()
+    assert found[2][1] < len(found[0][0]) / 2
+
+
+values = st.recursive(
+    st.sampled_from(
+        [{"type": "integer", "minimum": 0, "maximum": 99}, {"type": "boolean"}, {"enum": ["red", "light green"]},
+         {"const": "always"}, {"type": "string", "maxLength": 5}, {"type": "null"}]
+    ),
+    lambda inner: st.one_of(
+        st.dictionaries(st.sampled_from(["name", "x", "long_name_of_it"]), inner, min_size=1).map(
+            lambda of: {"type": "object", "properties": of, "required": list(of), "additionalProperties": False}
+        ),
+        inner.map(lambda of: {"type": "array", "items": of, "minItems": 1, "maxItems": 2}),
+    ),
+    max_leaves=4,
+)  # fmt: skip
+
+
+def keeps_to(value, schema):
+    """Whether a value is what the schema asks for, as far as `values` goes."""
+    if "const" in schema or "enum" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    if schema["type"] == "object":
+        of = schema["properties"]
+        return value.keys() == of.keys() and all(keeps_to(value[name], of[name]) for name in of)
+    if schema["type"] == "array":
+        return 1 <= len(value) <= 2 and all(keeps_to(one, schema["items"]) for one in value)
+    kind = {"integer": int, "boolean": bool, "string": str, "null": type(None)}[schema["type"]]
+    return type(value) is kind
+
+
+@random_cases(25)
+@given(values, st.integers(0, 99), st.sampled_from([None, 0.8, 1.5]))
+def test_any_answer_keeps_to_its_schema(model, grammars, schema, seed, temperature):
+    note(f"{schema=} {seed=} {temperature=}")
+    prompt = random.Random(seed).choice(["x = ", "def f(a):\n    return ", "{"])
+    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
+    with_guesses, without = (
+        decode(model, grammars, schema, prompt, guesses, max_new_tokens=400, **sampling)[0] for guesses in (True, False)
+    )
+    assert with_guesses == without
+    if len(without) < 400:
+        assert keeps_to(json.loads(grammars.tokenizer.decode(without, skip_special_tokens=True)), schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "blah"}, "blah"),
+        ({"$ref": "https://example.com/schema"}, "example.com"),
+        ({"type": "string", "not": {"const": "a"}}, "not"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused(grammars, schema, says):
+    with pytest.raises(RefusedError, match=f"the schema cannot be enforced: .*{says}"):
+        grammars.of(Demand(schema), Prompt([1], []), many=True)
+
+
+SERVER = f"""if True:
+    import uvicorn
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import lookahead
+    from lookahead.tools.server import make_app
+
+    tokenizer = AutoTokenizer.from_pretrained({str(DEMO_MODEL)!r})
+    tokenizer.chat_template = (
+        "{{% for one in messages %}}{{{{ one.role }}}}: {{{{ one.content }}}}\\n{{% endfor %}}"
+        "{{% if tools %}}<tool_call>{{{{ tools | tojson }}}}\\n{{% endif %}}"
+        "{{% if add_generation_prompt %}}assistant: {{% endif %}}"
+    )
+    model = lookahead.wrap(AutoModelForCausalLM.from_pretrained({str(DEMO_MODEL)!r}).eval())
+    uvicorn.run(make_app(model, tokenizer, "strict"), port=0)
+"""
+MESSAGES = [{"role": "user", "content": "Who is it?"}]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
+    for name, parameters in {
+        "remember": PERSON,
+        "forget": {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]},
+    }.items()
+]
+
+
+@pytest.fixture(scope="module")
+def strict():
+    with running("-c", SERVER) as address:
+        yield address
+
+
+def test_formats_of_answers_are_enforced(strict):
+    schema = {"name": "person", "schema": PERSON, "strict": True}
+    with openai.OpenAI(base_url=f"{strict}/v1", api_key="none", max_retries=0) as client:
+        for kind in ({"type": "json_schema", "json_schema": schema}, {"type": "json_object"}):
+            for temperature in (0, 1):
+                answer = client.chat.completions.create(
+                    model="strict",
+                    messages=MESSAGES,
+                    response_format=kind,
+                    temperature=temperature,
+                    seed=5,
+                    max_tokens=300,
+                )
+                if answer.choices[0].finish_reason == "stop":
+                    value = json.loads(answer.choices[0].message.content)
+                    assert isinstance(value, dict)
+                    assert kind["type"] == "json_object" or value.keys() == PERSON["properties"].keys()
+                else:
+                    assert kind["type"] == "json_object", "a schema without texts of any length ends"
+        response = client.responses.create(
+            model="strict", input="Who?", text={"format": {"type": "json_schema", **schema}}, max_output_tokens=300
+        )
+        assert json.loads(response.output_text).keys() == PERSON["properties"].keys()
+
+
+def test_calls_are_enforced(strict):
+    with openai.OpenAI(base_url=f"{strict}/v1", api_key="none", max_retries=0) as client:
+        for choice in ("required", {"type": "function", "function": {"name": "remember"}}):
+            answer = client.chat.completions.create(
+                model="strict", messages=MESSAGES, tools=TOOLS, tool_choice=choice, temperature=1, seed=1,
+                parallel_tool_calls=False, max_tokens=300,
+            ).choices[0]  # fmt: skip
+            (call,) = answer.message.tool_calls
+            assert call.function.name in ("remember", "forget")[: 2 - isinstance(choice, dict)]
+            arguments = json.loads(call.function.arguments)
+            if call.function.name == "remember":
+                assert arguments.keys() == PERSON["properties"].keys()
+        response = client.responses.create(
+            model="strict", input="Who?", tools=[{"type": "function", **TOOLS[1]["function"]}], tool_choice="required",
+            parallel_tool_calls=False, max_output_tokens=300,
+        )  # fmt: skip
+        assert [item.name for item in response.output if item.type == "function_call"] == ["forget"]
+    tool = {"name": "forget", "input_schema": TOOLS[1]["function"]["parameters"]}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "forget"}):
+        status, answer = ask(
+            strict, "/v1/messages", messages=MESSAGES, tools=[tool], max_tokens=300,
+            tool_choice=choice | {"disable_parallel_tool_use": True},
+        )  # fmt: skip
+        assert status == 200
+        assert [block["name"] for block in answer["content"] if block["type"] == "tool_use"] == ["forget"]
+        assert answer["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "cannot be enforced"),
+        ({"response_format": {"type": "xml"}}, "response_format must be"),
+        ({"tool_choice": "required"}, "tool_choice must be left out where there are no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": TOOLS}, "must name one of the"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice must be"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(strict, body, says):
+    status, answer = ask(strict, "/v1/chat/completions", messages=MESSAGES, **body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert says in answer["error"]["message"]
