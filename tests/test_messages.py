@@ -198,6 +198,13 @@ def test_blocks_become_messages_of_a_chat():
     assert wishes.settings == {"max_new_tokens": 5, "top_k": 3, "do_sample": True}
 
 
+@pytest.mark.parametrize(("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
+def test_a_developer_is_the_system(path, field):
+    given = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    asked, _ = fields.read_request({field: given}, path, "demo", 99, ())
+    assert [message["role"] for message in asked.messages] == ["system", "user"]
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
