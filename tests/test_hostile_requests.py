@@ -196,7 +196,7 @@ def test_a_field_is_honoured_refused_by_name_or_documented(address, path):
         (COMPLETION, "\ud800", 1, r"\\ud800 is not served"),
         (CHAT, "messages", MESSAGES * 5000, "of 4096 at most"),
         (CHAT, "messages", [{"role": "user", "content": "x", "audio": {"id": "1"}}], "must not have audio"),
-        (CHAT, "tool_choice", "required", "because no call can be enforced"),
+        (CHAT, "tool_choice", "required", "where there are no tools"),
         (CHAT, "tools", [{"type": "web_search"}], "tools must be of type function"),
         (CHAT, "functions", [{"name": "f"}], "give tools instead"),
         (CHAT, "modalities", ["text", "audio"], r'modalities must be \["text"\]'),

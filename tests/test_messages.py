@@ -198,6 +198,13 @@ def test_blocks_become_messages_of_a_chat():
     assert wishes.settings == {"max_new_tokens": 5, "top_k": 3, "do_sample": True}
 
 
+@pytest.mark.parametrize(("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
+def test_a_developer_is_the_system(path, field):
+    given = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    asked, _ = fields.read_request({field: given}, path, "demo", 99, ())
+    assert [message["role"] for message in asked.messages] == ["system", "user"]
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -208,7 +215,7 @@ def test_blocks_become_messages_of_a_chat():
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "blocks must be of type text"),
         ({"messages": [{"role": "user", "content": 5}]}, "a text, or a list of blocks"),
         ({"messages": [{"role": "user", "content": []}]}, "messages must hold a text"),
-        ({"tool_choice": {"type": "any"}}, "because no call can be enforced"),
+        ({"tool_choice": {"type": "any"}}, "where there are no tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "not told how much to think"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools must be of type function"),
         ({"stop": "x"}, "give stop_sequences instead"),

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Make the Python environments of the workers here, DIR/lade and DIR/vllm, or only the named ones. Each needs its own
 # version of transformers, which differs from the one that lookahead uses. DIR/llama, with llama.cpp's server built for
-# this processor, DIR/clients, for scripts/clients.py, and DIR/server_clients, for scripts/server_clients.py, are made
-# only if they are named. Finished environments stay as
-# they are. DIR/vllm and DIR/clients also get lookahead itself, from this working tree.
+# this processor, DIR/clients, for scripts/clients.py, and DIR/server_clients, for scripts/server_clients.py (with npm),
+# are made only if they are named. Finished environments stay as they are. DIR/vllm and DIR/clients also get lookahead
+# itself, from this working tree.
 #
 #     sh scripts/peers/install.sh DIR [lade] [vllm] [llama] [clients] [server_clients]
 #

@@ -588,6 +588,8 @@ def _message(given: dict) -> dict:
     if not isinstance(message.get("role"), str):
         raise RefusedError(f"a message must be an object with a role; one is {json.dumps(given):.80}")
     _check("a message's role", message["role"], ROLE)
+    if message["role"] == "developer":  # OpenAI's newer name, which few templates know
+        message["role"] = "system"
     _known(message, {"role", "content", "tool_calls", "tool_call_id"}, "a message")
     message["content"] = _content(message.get("content", ""), "a message")
     _check("a message's tool_call_id", message.get("tool_call_id", ""), A_TEXT)
