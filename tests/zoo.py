@@ -83,6 +83,12 @@ ALIKE = {
     "cwm": {**HEAD, **MIXED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "seed_oss": HEAD,
     "olmo3": MIXED,
+    "gemma4_text": {
+        **{**HEAD, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "initializer_range": 0.1,  # of its embeddings, before which the norms of its many parts drown them
+        **{"sliding_window": WINDOW, "global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY},
+    },
     "exaone4": {**HEAD, **MIXED},
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},

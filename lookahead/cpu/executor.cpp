@@ -30,7 +30,7 @@ constexpr int SPINS = 4096;
 #define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8)
 #define KINDS(DO)                                                                                                 \
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(SELECT) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE)       \
-    DO(EXPERTS) DO(WEIGH) DO(ADD) DO(KEEP) DO(LOGITS)
+    DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(KEEP) DO(LOGITS)
 #define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED)
 
 #define OPERATION(FIELD, T)                                                                             \
@@ -41,6 +41,7 @@ constexpr int SPINS = 4096;
     FIELD(long, out)         /* and the one that it writes */                                           \
     FIELD(long, width)       /* numbers of a row of x */                                                \
     FIELD(long, size)        /* of these, those of a head, or those that are normed together */         \
+    FIELD(long, value_size)  /* numbers of a head of values, and of what attention makes */             \
     FIELD(const T*, weight)  /* of a norm, of an embedding, or sinks of attention */                    \
     FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
     FIELD(const T*, bias)    /* of a norm, or an embedding of positions; or null */                     \
@@ -57,6 +58,7 @@ constexpr int SPINS = 4096;
     FIELD(long, top_groups)  /* and those of which a row chooses */                                     \
     FIELD(const float*, correction) /* [experts], added where they are chosen; or null */               \
     FIELD(const float*, router) /* [experts][width]; null if it is the first product */                 \
+    FIELD(const float*, scales) /* [experts], by which their weights are multiplied; or null */         \
     FIELD(long, taken)       /* heads of each `count` that are selected, from `index` on, */            \
     FIELD(long, repeats)     /* each so many times */                                                   \
     FIELD(long, heads)       /* of these, in all */                                                     \
@@ -65,7 +67,7 @@ constexpr int SPINS = 4096;
     FIELD(long, is_centered) /* a norm takes the mean away */                                           \
     FIELD(long, is_interleaved) /* neighbouring numbers turn together */                                \
     FIELD(long, activation)                                                                             \
-    FIELD(double, factor)    /* of what is embedded, added, attended with, or of experts */             \
+    FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
     FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
     FIELD(double, limit)     /* of gates of experts, which then stand beside their numbers; or 0 */     \
     FIELD(double, alpha)     /* of these */                                                             \
@@ -75,7 +77,8 @@ constexpr int SPINS = 4096;
 #define CACHED(FIELD, T)                                                                                \
     FIELD(T*, keys)          /* [key heads][..][size]: the first key that the pass shows */             \
     FIELD(T*, values)                                                                                   \
-    FIELD(long, stride)      /* numbers from head to head */                                            \
+    FIELD(long, key_stride)  /* numbers from head to head */                                            \
+    FIELD(long, value_stride)                                                                           \
     FIELD(long, held)        /* keys before those of the pass */                                        \
     FIELD(const bool*, hidden)   /* [rows][masked]: which of the last keys are not seen */              \
     FIELD(long, masked)
@@ -228,7 +231,7 @@ static void normalize(const Operation<T>& norm, const T* x, long n, T* out) {
     else
         for (long i = 0; i < n; i++) {
             const float y = number(x[i]) * scale;
-            store((number(weight[i]) + offset) * (norm.rounds_once ? y : rounded_to<T>(y)), out + i);
+            store(weight ? (number(weight[i]) + offset) * (norm.rounds_once ? y : rounded_to<T>(y)) : y, out + i);
         }
 }
 
@@ -432,13 +435,14 @@ struct Thread {
 
     void append(const Operation<T>& append) {
         const T *const keys = buffer(append.x), *const values = buffer(append.y);
+        const long heads = append.width / append.size;
         for_sequences(append, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
             const long begin = sequence.begin, end = begin + sequence.rows;
-            for_heads(append.width / append.size, begin, end, [&](long head, long row) {
-                const long from = row * append.width + head * append.size;
-                const long to = head * cache.stride + (cache.held + row - begin) * append.size;
-                std::copy_n(keys + from, append.size, cache.keys + to);
-                std::copy_n(values + from, append.size, cache.values + to);
+            for_heads(heads, begin, end, [&](long head, long row) {
+                const long from = row * heads + head, to = cache.held + row - begin;
+                std::copy_n(keys + from * append.size, append.size, cache.keys + head * cache.key_stride + to * append.size);
+                std::copy_n(values + from * append.value_size, append.value_size,
+                            cache.values + head * cache.value_stride + to * append.value_size);
             });
         });
     }
@@ -466,11 +470,12 @@ struct Thread {
             const long begin = std::min(position - attention::NEAR, sequence.length) / attention::KEYS * attention::KEYS;
             near_of[row] = std::max(0L, begin - start), far = std::max(far, near_of[row]);
         }
-        const long first = sequence.begin * attend.width;
+        const long heads = attend.width / attend.size, of_out = sequence.begin * heads * attend.value_size;
         const attention::Attention<T> all = {
-            buffer(attend.x) + first, cache.keys, cache.values, nullptr, cache.hidden, buffer(attend.out) + first,
-            attend.width / attend.size, attend.count, rows, keys, cache.masked, attend.size, attend.size, attend.width,
-            cache.stride, float(attend.factor), start, pass.has_near ? near_of : nullptr, float(attend.cap), attend.weight};
+            buffer(attend.x) + sequence.begin * attend.width, cache.keys, cache.values, nullptr, cache.hidden,
+            buffer(attend.out) + of_out, heads, attend.count, rows, keys, cache.masked, attend.size, attend.value_size,
+            attend.size, attend.width, cache.key_stride, cache.value_stride, float(attend.factor), start,
+            pass.has_near ? near_of : nullptr, float(attend.cap), attend.weight};
         Attended found = {all, 0, pass.has_near, {}};
         for (long end = 0; end < far; found.parts++) {
             end = std::min(far, attention::end_of_part(start + end) - start);
@@ -481,7 +486,7 @@ struct Thread {
 
     // The parts of a sequence's attention lie behind those of the sequences before it. of: where these end, in queries.
     attention::Part part_at(const Operation<T>& attend, long of) const {
-        return {pass.largest + of, pass.total + of, pass.sums + of * attend.size};
+        return {pass.largest + of, pass.total + of, pass.sums + of * attend.value_size};
     }
 
     // Threads take parts of the keys of all heads as they come to it, the larger ones of a sequence first.
@@ -684,6 +689,7 @@ struct Thread {
                 float& weight = by_row[row * of.top_k + k].weight;
                 if (of.adds_to_one) weight /= chosen + 1e-20f;
                 weight *= float(of.factor);
+                if (of.scales) weight *= of.scales[by_row[row * of.top_k + k].row];
                 if (of.rounds_weights) weight = rounded_to<T>(weight);
             }
         }
@@ -700,18 +706,18 @@ struct Thread {
     void experts(const Operation<T>& of) {
         const auto* const router = (const Product<T>*)of.products;
         const long experts = (of.count - 1) / 2, width = of.width, inner = router[1].matrix.outputs / 2;
-        const T* const x = buffer(of.x);
+        const T *const x = buffer(of.x), *const routed = of.y < 0 ? x : buffer(of.y);
         T *const scores = buffer(of.temporary[0]), *const gathered = buffer(of.temporary[1]);
         T* const halves = buffer(of.temporary[2]);
         Choice* const choices = (Choice*)buffer(of.temporary[3]);
         T *const gated = buffer(of.temporary[4]), *const products = buffer(of.temporary[5]);  // shared; a row each choice
         long begins[MOST_EXPERTS + 1];
         if (of.router) {
-            route(of, x, experts, (float*)scores);
+            route(of, routed, experts, (float*)scores);
         } else {
             Matrix<T> routing = router->matrix;
             routing.out = scores;
-            multiply(prepare(x, pass.rows, width, router, 1), routing, 0, experts, nullptr);
+            multiply(prepare(routed, pass.rows, width, router, 1), routing, 0, experts, nullptr);
         }
         choose(of, scores, experts, choices, begins);
         const long begin = share(inner, index), n = share(inner, index + 1) - begin;
@@ -759,6 +765,13 @@ struct Thread {
             const float weight = rounded_to<T>(1 / (1 + std::exp(-number(by[row]))));
             for (long i = row * weigh.width; i < (row + 1) * weigh.width; i++) store(weight * number(x[i]), out + i);
         }
+    }
+
+    void scale(const Operation<T>& scale) {
+        const T* const x = buffer(scale.x);
+        T* const out = buffer(scale.out);
+        const float factor = scale.factor;
+        for (long i = 0; i < pass.rows * scale.width; i++) store(factor * number(x[i]), out + i);
     }
 
     void add(const Operation<T>& add) {
@@ -822,6 +835,7 @@ struct Thread {
                 case GATE:
                 case EXPERTS: activate_by_kind(now); break;
                 case WEIGH: weigh(now); break;
+                case SCALE: scale(now); break;
                 case ADD: add(now); break;
                 case KEEP: keep(now); break;
                 case LOGITS: has_nan = logits(now); break;

@@ -93,9 +93,9 @@ class Embed(Operation):
 class Norm(Operation):
     """out = x / rms(x) * (weight + offset); if it is centered, (x - mean) / deviation * (weight + offset) + bias.
 
-    weight, bias: [size]. Each `size` numbers of a row are normed together. RMS norms round before they multiply with
-    their weights, unless they round once. of_heads: x is what attention takes, queries or keys, and no row of the
-    hidden states.
+    weight, bias: [size]; None: as if all were 1, or 0. Each `size` numbers of a row are normed together. RMS norms
+    round before they multiply with their weights, unless they round once. of_heads: x is what attention takes, queries
+    or keys, and no row of the hidden states.
     """
 
     x: Value
@@ -111,8 +111,12 @@ class Norm(Operation):
 
     def fits(self) -> bool:
         shapes = {tuple(tensor.shape) for tensor in self.tensors()}
-        has_weights = self.is_centered or (self.weight is not None and self.bias is None)
-        return has_weights and shapes <= {(self.size,)} and self.size > 0 and self.x.width % self.size == 0
+        return (
+            (self.is_centered or self.bias is None)
+            and shapes <= {(self.size,)}
+            and self.size > 0
+            and self.x.width % self.size == 0
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,24 +180,37 @@ class Rotary(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Append(Operation):
-    """Append keys and values, of heads of `size`, to a layer of the cache."""
+    """Append keys and values to a layer of the cache. size: of a head of keys. There are as many heads of values."""
 
     keys: Value
     values: Value
     layer: int
     size: int
 
+    @property
+    def heads(self) -> int:
+        """Of keys, and of values."""
+        return self.keys.width // self.size
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head of values."""
+        return self.values.width // self.heads
+
     def fits(self) -> bool:
-        return self.keys.width == self.values.width > 0 and self.keys.width % self.size == 0
+        return (
+            0 < self.size <= self.keys.width and not self.keys.width % self.size and not self.values.width % self.heads
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Attend(Operation):
     """Each head of queries attends to keys and values of a layer of the cache, the pass's own among them.
 
-    out = softmax(scaling * queries @ keys, where not hidden) @ values. Neighbouring heads share a key head. cap: scores
-    s become cap * tanh(s / cap), unless it is 0 (Gemma 2, arXiv 2408.00118). sinks: [heads], of each the score of a key
-    without a value (Xiao et al. 2023, arXiv 2309.17453).
+    out = softmax(scaling * queries @ keys, where not hidden) @ values. size: of a head of queries. Neighbouring heads
+    share a key head. Other operations may have appended keys and values to the layer. cap: scores s become cap * tanh(s
+    / cap), unless it is 0 (Gemma 2, arXiv 2408.00118). sinks: [heads], of each the score of a key without a value (Xiao
+    et al. 2023, arXiv 2309.17453).
     """
 
     x: Value
@@ -205,9 +222,20 @@ class Attend(Operation):
     cap: float = 0.0
     sinks: torch.Tensor | None = None
 
+    @property
+    def heads(self) -> int:
+        """Of queries."""
+        return self.x.width // self.size
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head of values, and of the result."""
+        return self.out.width // self.heads
+
     def fits(self) -> bool:
-        heads, rest = divmod(self.x.width, self.size)
-        return not rest and heads % self.key_heads == 0 and (self.sinks is None or self.sinks.shape == (heads,))
+        heads = self.heads
+        has_whole_heads = not self.x.width % self.size and not self.out.width % heads and not heads % self.key_heads
+        return has_whole_heads and (self.sinks is None or self.sinks.shape == (heads,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,8 +259,9 @@ class Experts(Operation):
     are the router's softmax, or sigmoid, of each expert. They are divided by their sum if they add to one, then
     multiplied by a factor, and may be rounded. Results are rounded when they have been weighed, and added in the order
     of experts. correction: float32 [experts], added to the weights by which experts are chosen (Wang et al. 2024, arXiv
-    2408.15664). groups: experts are divided into so many; of these, `top_groups` are left whose two best experts add up
-    to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in float32,
+    2408.15664). scales: float32 [experts], by which the weights are multiplied at last, unless they are rounded.
+    routed: what the router reads, if that is not x. groups: experts are divided into so many; of these, `top_groups`
+    are left whose two best experts add up to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in float32,
     [experts, width], whose products are not rounded; then there is none in `of`. limit: unless it is 0, a gate stands
     beside its number, and the two become (number + 1) * gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv
     2508.10925).
@@ -253,6 +282,8 @@ class Experts(Operation):
     alpha: float = 1.0
     correction: torch.Tensor | None = None
     router: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    routed: Value | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -286,7 +317,8 @@ class Experts(Operation):
             and (routing.outputs, routing.inputs) == (count, width)
             and shapes == {(2 * self.inner, width)}
             and back == {(width, self.inner)}
-            and (self.correction is None or self.correction.shape == (count,))
+            and all(one is None or one.shape == (count,) for one in (self.correction, self.scales))
+            and (self.routed is None or self.routed.width == width)
             and 0 < self.top_groups <= self.groups
             and (self.groups == 1 or (count % self.groups == 0 and count // self.groups > 1))
         )
@@ -302,6 +334,15 @@ class Weigh(Operation):
 
     def fits(self) -> bool:
         return self.by.width == 1
+
+
+@dataclass(frozen=True, eq=False)
+class Scale(Operation):
+    """out = factor * x."""
+
+    x: Value
+    out: Value
+    factor: float
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,7 +102,7 @@ class Reference:
             return self.rounded(functional.layer_norm(x, (norm.size,), weight, bias, norm.epsilon).flatten(1))
         x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
         x = x if norm.rounds_once else self.rounded(x)
-        return self.rounded((x * (weight.to(self.wide) + norm.offset)).flatten(1))  # type: ignore[union-attr]
+        return self.rounded((x if weight is None else x * (weight.to(self.wide) + norm.offset)).flatten(1))
 
     @computed.register
     def _(self, products: op.Products) -> None:
@@ -131,7 +131,8 @@ class Reference:
 
     @computed.register
     def _(self, append: op.Append) -> None:
-        new = [self.heads(x, append.size).transpose(0, 1) for x in (append.keys, append.values)]
+        pairs = (append.keys, append.size), (append.values, append.value_size)
+        new = [self.heads(x, size).transpose(0, 1) for x, size in pairs]
         keys, values = (torch.cat(parts, dim=1) for parts in zip(self.caches[append.layer], new, strict=True))
         self.caches[append.layer] = keys, values
 
@@ -157,8 +158,9 @@ class Reference:
 
     @computed.register
     def _(self, experts: op.Experts) -> torch.Tensor:
-        x, of = self.values[experts.x], experts.experts
-        scores = self.product(experts.of[0], x) if experts.router is None else x @ experts.router.to(self.wide).T
+        x, of, routed = self.values[experts.x], experts.experts, self.values[experts.routed or experts.x]
+        router = experts.router
+        scores = self.product(experts.of[0], routed) if router is None else routed @ router.to(self.wide).T
         weights = scores.sigmoid() if experts.is_sigmoid else scores.softmax(-1)
         ranks = weights if experts.correction is None else weights + experts.correction.to(self.wide)
         if experts.groups > 1:
@@ -170,6 +172,7 @@ class Reference:
         weights = weights.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if experts.adds_to_one else weights
         weights = weights * experts.factor
+        weights = weights if experts.scales is None else weights * experts.scales.to(self.wide)[chosen]
         weights = self.rounded(weights) if experts.rounds_weights else weights
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
@@ -187,6 +190,10 @@ class Reference:
     @computed.register
     def _(self, weigh: op.Weigh) -> torch.Tensor:
         return self.rounded(self.rounded(self.values[weigh.by].sigmoid()) * self.values[weigh.x])
+
+    @computed.register
+    def _(self, scale: op.Scale) -> torch.Tensor:
+        return self.rounded(scale.factor * self.values[scale.x])
 
     @computed.register
     def _(self, add: op.Add) -> torch.Tensor:

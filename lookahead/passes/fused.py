@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,7 +20,7 @@ from lookahead.cpu import native
 from lookahead.cpu.executor import Executor, Rows, bytes_to_copy, can_digest, serves, smallest, weight_bytes
 from lookahead.cpu.operations import Experts
 from lookahead.cpu.products import Linear, is_plain_of
-from lookahead.cpu.program import Program
+from lookahead.cpu.program import CacheShape, Program
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.models.families import UnknownModelError, page_of
@@ -170,7 +170,8 @@ class FusedRunner(EagerRunner):
         model, adapter = self.model, self.adapter
         found = original = self._look()
         kept = [visibility.window if visibility else 0 for visibility in adapter.layers]  # 0: it caches no keys
-        if self._page.windows() != kept:
+        windows = self._page.windows()
+        if windows != kept + [0] * (len(windows) - len(kept)):  # older transformers leave out what caches nothing
             raise UnknownModelError("its cache keeps other positions than its masks show")
         declined = 0
         if packs:
@@ -286,7 +287,7 @@ class FusedRunner(EagerRunner):
         if not 0 <= min(tokens) <= max(tokens) < executor.vocabulary:
             return False
         for b, cache in enumerate(caches):
-            layers = cast(list[Any], cache.layers)
+            layers = cache.in_place
             is_empty = not any(map(_IS_INITIALIZED, layers))
             if len(layers) != len(executor.caches) or not (is_empty or self._finds(executor, b, cache)):
                 return False
@@ -298,7 +299,7 @@ class FusedRunner(EagerRunner):
         known += [None] * (b + 1 - len(known))
         found = known[b]
         if found is None or not all(map(operator.is_, tensors, found.tensors)):
-            if not all(map(partial(_fits, executor), cache.layers)):
+            if not all(map(partial(_fits, executor.like.dtype), executor.caches, cache.in_place)):
                 return None
             found = known[b] = _Buffers(tensors)
         return found if list(map(_ADDRESS, tensors)) == found.addresses else None
@@ -370,7 +371,7 @@ class FusedRunner(EagerRunner):
             for name in executor.rotaries:
                 cos, sin = self._page.rotary_tables(like, positions, name)
                 tables[name] = cos.float().contiguous(), sin.float().contiguous()
-            is_whole = all(cos.shape[1] == executor.caches[0][1] for cos, _ in tables.values())
+            is_whole = all(cos.shape[1] == executor.rotaries[name] for name, (cos, _) in tables.items())
             if not (executor.can_turn_by(tables) and (is_whole or self._page.turns_part)):
                 self._executor = None
                 raise UnknownModelError("its rotary embedding does not fit its heads")
@@ -380,24 +381,21 @@ class FusedRunner(EagerRunner):
 
     def _extend(
         self, executor: Executor, b: int, cache: LookaheadCache, rows: int
-    ) -> tuple[list[tuple[int, int, int]], list[int]]:
+    ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
         """Append rows to all layers of the cache of sequence ``b``. Return `Rows.caches` and `Rows.held`."""
-        layers = cast(list[Any], cache.layers)
+        layers = cache.in_place  # they come first
         if not layers[0].is_initialized:
-            key_heads, size = executor.caches[0]
-            empty = executor.like.new_empty(1, key_heads, 0, size)
-            for layer in layers:
-                layer.lazy_initialization(empty, empty)
-        caches, held = [(0, 0, 0)] * len(layers), [0] * len(layers)
+            for layer, (heads, *sizes) in zip(layers, executor.caches, strict=True):
+                layer.lazy_initialization(*(executor.like.new_empty(1, heads, 0, size) for size in sizes))
+        caches, held = [(0, 0, 0, 0)] * len(layers), [0] * len(layers)
         places = cache.extend(rows)
         if (buffers := self._finds(executor, b, cache)) is None:
             raise RuntimeError("the buffers of the cache have changed while a pass began")
         for indices, first, seen in places:
-            begin = first * buffers.column
             for i in indices:
-                held[i] = seen
-                keys, values = buffers.addresses[i], buffers.addresses[i + len(layers)]
-                caches[i] = keys + begin, values + begin, buffers.strides[i]
+                j = i + len(layers)
+                keys, values = (buffers.addresses[of] + first * buffers.columns[of] for of in (i, j))
+                held[i], caches[i] = seen, (keys, values, buffers.strides[i], buffers.strides[j])
         return caches, held
 
 
@@ -473,18 +471,17 @@ class _Buffers:
         self.addresses = list(map(_ADDRESS, tensors))
         self.strides = [tensor.stride(1) for tensor in tensors]
         """Numbers from head to head."""
-        self.column = tensors[0].shape[3] * tensors[0].element_size()
+        self.columns = [tensor.shape[3] * tensor.element_size() for tensor in tensors]
         """Bytes of a column of one head."""
 
 
-def _fits(executor: Executor, layer: Any) -> bool:
+def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
     """Whether C++ can read and write the buffers of a layer of the cache."""
     if not layer.is_initialized:
         return False
-    keys, values = layer.buffers
-    (key_heads, size), dtype = executor.caches[0], executor.like.dtype
-    shape = 1, key_heads, keys.shape[2], size
-    are_of_shape = keys.shape == values.shape == shape and keys.shape[2] >= layer.columns
+    (keys, values), (heads, *sizes) = layer.buffers, shape
+    room = keys.shape[2]
+    are_of_shape = [keys.shape, values.shape] == [(1, heads, room, size) for size in sizes] and room >= layer.columns
     return are_of_shape and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
 
 

@@ -13,6 +13,7 @@ from lookahead.models.families.corrected import (
 from lookahead.models.families.exaone import Exaone4
 from lookahead.models.families.falcon import Falcon
 from lookahead.models.families.gemma import Gemma, Gemma2, Gemma3, VaultGemma
+from lookahead.models.families.gemma4 import Gemma4
 from lookahead.models.families.glm import Ernie4_5, Glm, Glm4, Helium
 from lookahead.models.families.gpt2 import GPT2, GPTBigCode
 from lookahead.models.families.gpt_neox import GPTNeoX, Persimmon
@@ -42,11 +43,10 @@ PAGES: dict[str, type[Page]] = {
     page.__name__ + page.suffix: page
     for page in (
         Llama, Mistral, Ministral, Ministral3, Cwm, SeedOss, SmolLM3, Qwen2, Qwen3, Phi3, Granite, HyperCLOVAX, Olmo,
-        Olmo2, Olmo3, Exaone4, Gemma, Gemma2, Gemma3, VaultGemma, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2, Arcee,
-        Nemotron, Jais2, HunYuanDenseV1, Phi, StableLm, Starcoder2, OPT, GPT2, GPTBigCode, GPTNeoX, Persimmon,
-        Falcon, Mixtral, Mellum, Qwen2Moe,
-        Qwen3Moe, Olmoe, FlexOlmo, GraniteMoe, GraniteMoeShared, HunYuanMoEV1, Glm4Moe, SolarOpen, Dots1, ExaoneMoe,
-        HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss,
+        Olmo2, Olmo3, Exaone4, Gemma, Gemma2, Gemma3, Gemma4, VaultGemma, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2,
+        Arcee, Nemotron, Jais2, HunYuanDenseV1, Phi, StableLm, Starcoder2, OPT, GPT2, GPTBigCode, GPTNeoX, Persimmon,
+        Falcon, Mixtral, Mellum, Qwen2Moe, Qwen3Moe, Olmoe, FlexOlmo, GraniteMoe, GraniteMoeShared, HunYuanMoEV1,
+        Glm4Moe, SolarOpen, Dots1, ExaoneMoe, HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss,
     )
 }  # fmt: skip
 
