@@ -52,7 +52,8 @@ def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
 
 FAMILIES = [
     "llama", "mistral", "ministral", "ministral3", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite",
-    "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+    "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3", "gemma4_text",
+    "gemma4",
     "vaultgemma", "glm",
     "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee", "nemotron", "jais2", "hunyuan_v1_dense", "phi",
     "stablelm", "starcoder2", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "mixtral", "mellum",
@@ -94,7 +95,7 @@ VARIANTS = [
     (
         "gemma4_text",
         {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_hidden_layers": 3}
-        | {"num_kv_shared_layers": 1, "final_logit_softcapping": 5.0, "tie_word_embeddings": False},
+        | {"num_kv_shared_layers": 1, "final_logit_softcapping": 5.0, "tie_word_embeddings": True},
     ),
     (
         "gemma4_text",
@@ -516,6 +517,18 @@ def test_attention_in_the_place_of_eager_is_left_to_the_model(monkeypatch):
     text = model.generate(IDS, **GREEDY).tolist()
     assert "passes: fused" not in model.lookahead.report()
     assert text == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist() != before
+
+
+def test_tokens_that_stand_for_images_are_read_by_the_model():
+    """Without an image, Gemma 4 reads padding in their place."""
+    model, prompt = tiny_model("gemma4"), torch.tensor([[3, 20, 5, 6, 20, 8]])
+    before = model.generate(prompt, **GREEDY).tolist()
+    model.config.image_token_id = 20
+    text = model.generate(prompt, **GREEDY).tolist()
+    assert text != before
+    lookahead.wrap(model)
+    assert model.generate(prompt, **GREEDY).tolist() == text
+    assert "passes: fused" in model.lookahead.report()
 
 
 def test_a_model_stays_fused_when_it_has_shown_its_hidden_states():

@@ -85,6 +85,7 @@ ALIKE = {
     "olmo3": MIXED,
     "gemma4_text": {
         **{**HEAD, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "tie_word_embeddings": False,
         "initializer_range": 0.1,  # of its embeddings, before which the norms of its many parts drown them
         **{"sliding_window": WINDOW, "global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
         **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY},
@@ -130,6 +131,18 @@ ALIKE = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+# Of models that take images, too: the model type of their text side, and further settings.
+WITH_IMAGES: dict[str, tuple[str, dict]] = {
+    "gemma3": (
+        "gemma3_text",
+        {"vision_config": {**_VISION, "image_size": 16, "patch_size": 8}, "image_token_id": VOCABULARY},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {"vision_config": _VISION, "image_token_id": 97, "video_token_id": 98, "audio_token_id": 99},
+    ),
+}
 WITH_STATE = {"lfm2", "qwen3_next", "falcon_h1", "mamba2"}
 CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their cache position
 
@@ -137,7 +150,9 @@ CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their cache p
 def tiny_model(model_type: str, seed: int = 0, **settings):
     """Return a random float32 model in eval mode, whose logits are spread enough for varied, non-uniform sampling."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**COMMON, **(SETTINGS | ALIKE).get(model_type, {}), **settings})
+    of_text, more = WITH_IMAGES.get(model_type, (model_type, {}))
+    settings = {**COMMON, **(SETTINGS | ALIKE).get(of_text, {}), **settings}
+    config = AutoConfig.for_model(model_type, **({**more, "text_config": settings} if more else settings))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():

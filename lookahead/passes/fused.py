@@ -124,6 +124,7 @@ class FusedRunner(EagerRunner):
         if adapter.foreign:
             raise UnknownModelError(adapter.foreign[0])
         self._page = page_of(model)
+        self._placeholders = frozenset(self._page.placeholders())
         if any(rope.get("rope_type") == "longrope" for rope in ropes_of(model)):
             self._passes = None  # the longest position of a pass chooses the frequencies of all
         by = self._page.attends_by
@@ -284,7 +285,8 @@ class FusedRunner(EagerRunner):
         if executor is None:
             return False
         tokens = list(chain.from_iterable(map(np.ndarray.tolist, ids)))
-        if not 0 <= min(tokens) <= max(tokens) < executor.vocabulary:
+        is_known = 0 <= min(tokens) <= max(tokens) < executor.vocabulary
+        if not (is_known and self._placeholders.isdisjoint(tokens)):
             return False
         for b, cache in enumerate(caches):
             layers = cache.in_place

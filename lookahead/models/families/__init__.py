@@ -1,5 +1,6 @@
 """The families of models whose passes are programs: a page for each, which reads like transformers' forward of it."""
 
+from lookahead.models.families import with_images
 from lookahead.models.families.cohere import Cohere, Cohere2
 from lookahead.models.families.corrected import (
     HYV3,
@@ -47,6 +48,7 @@ PAGES: dict[str, type[Page]] = {
         Arcee, Nemotron, Jais2, HunYuanDenseV1, Phi, StableLm, Starcoder2, OPT, GPT2, GPTBigCode, GPTNeoX, Persimmon,
         Falcon, Mixtral, Mellum, Qwen2Moe, Qwen3Moe, Olmoe, FlexOlmo, GraniteMoe, GraniteMoeShared, HunYuanMoEV1,
         Glm4Moe, SolarOpen, Dots1, ExaoneMoe, HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss,
+        with_images.Gemma3, with_images.Gemma4,
     )
 }  # fmt: skip
 

@@ -353,6 +353,10 @@ class Page:
             else [""] * len(getattr(self.inner, self.layers_at))
         )
 
+    def placeholders(self) -> list[int]:
+        """Return the tokens in whose place the model reads something else than their embedding."""
+        return []
+
     def windows(self) -> list[int | None]:
         """Return how many positions each layer sees, by its masks in a prompt; None: all of them. 0: it caches none."""
         config = self.inner.config
