@@ -52,13 +52,12 @@ def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
 
 FAMILIES = [
     "llama", "mistral", "ministral", "ministral3", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite",
-    "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3", "gemma4_text",
-    "gemma4",
-    "vaultgemma", "glm",
-    "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee", "nemotron", "jais2", "hunyuan_v1_dense", "phi",
-    "stablelm", "starcoder2", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "mixtral", "mellum",
-    "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe",
-    "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "gpt_oss",
+    "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3",
+    "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
+    "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "opt", "gpt2",
+    "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "mixtral", "mellum", "qwen2_moe", "qwen3_moe", "olmoe",
+    "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe",
+    "hy_v3", "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "gpt_oss",
 ]  # fmt: skip
 
 WITH_WINDOWS = {
@@ -75,8 +74,10 @@ WITH_WINDOWS = {
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
 TRANSPOSED = {"gpt2", "gpt_oss"}  # a copy of their weights must be made, for which torch multiplies with the original
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"}  # attention has another form
+NOT_QUANTIZED = LATENT | {"falcon"}  # it multiplies with parts of weights, and torchao does not know Falcon's layers
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart.
-OTHERWISE = {"gemma2", "vaultgemma", "falcon", "ministral3"}
+OTHERWISE = {"gemma2", "vaultgemma", "falcon", "ministral3"} | LATENT
 # these know no other width
 AS_WIDE_AS_HEADS = {
     "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium", "opt", "phi", "stablelm", "olmoe",
@@ -109,6 +110,18 @@ VARIANTS = [
     ("glm4_moe", {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
     ("granitemoeshared", {"shared_intermediate_size": 0}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "q_lora_rank": None, "tie_word_embeddings": True}),
+    ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True}),
+    (
+        "deepseek_v3",
+        {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+                **{"mscale": 1.0, "mscale_all_dim": 0.8},
+            }
+        },
+    ),
+    ("minicpm3", {"q_lora_rank": None, "mlp_bias": True}),
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
 ]
 """Of families whose settings change what is computed."""
@@ -122,6 +135,8 @@ def sizes(family, width, intermediate, size, heads=4, key_heads=2):
         return {"hidden_size": width, "ffn_hidden_size": intermediate, "num_kv_heads": key_heads}
     if family in ("gpt2", "gpt_bigcode"):
         return {"n_embd": width, "hidden_size": width, "n_inner": intermediate}
+    if family in LATENT:
+        return {"hidden_size": width, "intermediate_size": intermediate}
     size = width // heads if family in AS_WIDE_AS_HEADS else size
     return {"hidden_size": width, "intermediate_size": intermediate, "head_dim": size}
 
@@ -146,6 +161,7 @@ def test_it_computes_what_the_model_computes(
     many, few, size = heads
     if family in AS_WIDE_AS_HEADS:
         width = many * size
+    few = many if family in LATENT else few
     if family in MIXTURES:
         dtype = torch.float32  # in bf16, a row may choose other experts, whose scores are nearly those of its own
     model = tiny_model(
@@ -156,7 +172,7 @@ def test_it_computes_what_the_model_computes(
     for parameter in model.parameters():  # norms and biases too
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn_like(parameter)
-    if in_int8 and family != "falcon":  # torchao does not know its layers
+    if in_int8 and family not in NOT_QUANTIZED:
         groups = Int8WeightOnlyConfig(granularity=PerGroup(32))
         kinds = {"in groups": groups, "int4 in groups": IntxWeightOnlyConfig(torch.int4, PerGroup(32))}
         quantize_(
@@ -198,6 +214,7 @@ def test_it_computes_what_the_model_computes(
 def sharp_model(family, heads, window, dtype):
     """A model whose attention is far from even, and its adapter."""
     many, few, size = heads
+    few = many if family in LATENT else few
     window = {"sliding_window": window} if family in WITH_WINDOWS else {}
     model = tiny_model(
         family, num_attention_heads=many, num_key_value_heads=few, max_position_embeddings=8192,
@@ -212,7 +229,9 @@ def sharp_model(family, heads, window, dtype):
 
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
-    family=st.sampled_from(["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_oss"]),
+    family=st.sampled_from(
+        ["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "phi3", "gpt_oss", "deepseek_v3"]
+    ),
     heads=st.sampled_from([(4, 4, 16), (6, 3, 32), (3, 3, 64)]),
     window=st.sampled_from([20, 100, 300]),
     held=st.integers(1, 700) | st.sampled_from([60, 64, 127, 128, 192, 255, 256, 320, 4100]),

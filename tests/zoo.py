@@ -26,6 +26,10 @@ GROUPED = {
     **{"topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
     "routed_scaling_factor": 2.5,
 }
+LATENT = {
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 32},
+    **{"num_key_value_heads": 4, "initializer_range": 0.014},
+}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48, "vocab_size": VOCABULARY}
 
@@ -128,6 +132,12 @@ ALIKE = {
         **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
         **{"moe_layer_start_index": 1, "moe_layer_end_index": 1},
     },
+    "deepseek_v2": {**LATENT, **GROUPED, "topk_method": "greedy"},
+    "deepseek_v3": {**LATENT, **GROUPED},
+    "glm4_moe_lite": {**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
+    "axk1": {**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
+    "youtu": LATENT,
+    "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }

@@ -20,7 +20,7 @@
 
 namespace attention {
 
-constexpr int KEYS = 64, MAX_SIZE = 512;
+constexpr int KEYS = 64, MAX_SIZE = 576;
 constexpr long NEAR = 64;   // a guess is at most so deep, so that no far key is one of the step's own
 constexpr long PART = 256;  // far keys that a thread takes at a time, at least
 constexpr int TILE_QUERIES = 128;  // queries that share the tiles of keys and values
@@ -215,11 +215,16 @@ struct Attention {
     const long* near = nullptr;  // [rows]: the first of a row's near keys. Without it, all keys are far
     float cap = 0;               // of scores, or 0
     const T* sinks = nullptr;    // [heads]: the score of a key without a value, of which `join` knows; or null
+    const T* more = nullptr;     // the last more_size numbers of each key, which lie apart; or null
+    long more_size = 0, more_stride = 0;
 
+    long key_size() const { return size - more_size; }  // numbers that lie together
     long queries() const { return heads / key_heads * rows; }  // of a key head
     bool is_causal() const { return !mask && !hidden; }
     long free() const { return keys - (is_causal() ? rows : masked); }  // number of first keys, which all rows see
-    bool in_tiles() const { return HAS_TILE_UNIT && sizeof(T) == 2 && size % 32 == 0 && value_size % 32 == 0; }
+    bool in_tiles() const {
+        return HAS_TILE_UNIT && sizeof(T) == 2 && size % 32 == 0 && value_size % 32 == 0 && !more;
+    }
     long lanes() const { return in_tiles() ? TILE_QUERIES : LANES; }
     long blocks() const { return (queries() + lanes() - 1) / lanes(); }
 
@@ -232,7 +237,7 @@ struct Attention {
 #endif
 #ifdef __AVX512BF16__
         if constexpr (sizeof(T) == 2)
-            if (size % 16 == 0 && value_size % 16 == 0 && !floats_are_faster())
+            if (key_size() % 16 == 0 && more_size % 16 == 0 && value_size % 16 == 0 && !floats_are_faster())
                 return block_by<ByPairs>(head, first, begin, end, part, room);
 #endif
         block_by<BySingles>(head, first, begin, end, part, room);
@@ -293,6 +298,8 @@ struct Attention {
         const long groups = heads / key_heads;
         const int lanes = std::min<long>(L * W, queries() - first);
         const T *keys_here = key + head * key_stride, *values_here = value + head * value_stride;
+        const T* const more_here = more + head * more_stride;
+        const long of_key = key_size();
         Floats largest[W], total[W] = {};
         memset(q, 0, sizeof q);
         std::fill(sums, sums + value_size * W, Floats{});
@@ -321,8 +328,12 @@ struct Attention {
             std::fill(p, p + n * W, Floats{});
             for (long j = 0; j < n; j += KEYS) {
                 const long m = std::min<long>(KEYS, n - j);
-                multiply<By, W>(p + j * W, By::keys(keys_here + (begin + j) * size, m, size, room), size / TOGETHER, 1, q,
-                                m, size / TOGETHER, values_here + (begin + j) * value_size, m * value_size * sizeof(T));
+                multiply<By, W>(p + j * W, By::keys(keys_here + (begin + j) * of_key, m, of_key, room), of_key / TOGETHER,
+                                1, q, m, of_key / TOGETHER, values_here + (begin + j) * value_size,
+                                m * value_size * sizeof(T));
+                if (more)
+                    multiply<By, W>(p + j * W, By::keys(more_here + (begin + j) * more_size, m, more_size, room),
+                                    more_size / TOGETHER, 1, q + of_key / TOGETHER * W, m, more_size / TOGETHER, nullptr, 0);
             }
             for (long j = 0; j < n * W; j++) p[j] *= scaling;
             if (cap)
@@ -347,7 +358,7 @@ struct Attention {
                 multiply<By, W>(sums, By::values(values_here + (begin + j) * value_size, m, value_size, room), 1,
                                 value_size, By::template weights<W>(p + j * W, m, weights), value_size,
                                 (m + TOGETHER - 1) / TOGETHER,
-                                keys_here + (begin + j + KEYS) * size, m * size * sizeof(T));
+                                keys_here + (begin + j + KEYS) * of_key, m * of_key * sizeof(T));
             }
         }
         const float *const of_lanes = (const float*)sums, *const totals = (const float*)total;

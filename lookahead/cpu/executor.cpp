@@ -12,6 +12,7 @@
 #include <atomic>
 
 #include "digest.h"
+#include "head_products.h"
 #include "peaks.h"
 #include "products.h"
 #include "threads.h"
@@ -29,7 +30,8 @@ constexpr int SPINS = 4096;
 // together, and bytes of a `Choice`.
 #define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8)
 #define KINDS(DO)                                                                                                 \
-    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(SELECT) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE)       \
+    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(HEADPRODUCTS) DO(SELECT) DO(JOIN) DO(ROTARY) DO(APPEND) \
+    DO(ATTEND) DO(GATE)                                                                                       \
     DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(KEEP) DO(LOGITS)
 #define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED)
 
@@ -42,7 +44,7 @@ constexpr int SPINS = 4096;
     FIELD(long, width)       /* numbers of a row of x */                                                \
     FIELD(long, size)        /* of these, those of a head, or those that are normed together */         \
     FIELD(long, value_size)  /* numbers of a head of values, and of what attention makes */             \
-    FIELD(const T*, weight)  /* of a norm, of an embedding, or sinks of attention */                    \
+    FIELD(const T*, weight)  /* of a norm, an embedding or heads, or sinks of attention */              \
     FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
     FIELD(const T*, bias)    /* of a norm, or an embedding of positions; or null */                     \
     FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then two of each */   \
@@ -55,17 +57,21 @@ constexpr int SPINS = 4096;
     FIELD(long, rounds_weights)  /* and rounded */                                                      \
     FIELD(long, is_sigmoid)  /* they are sigmoids, and no softmax */                                    \
     FIELD(long, groups)      /* of experts, */                                                          \
-    FIELD(long, top_groups)  /* and those of which a row chooses */                                     \
+    FIELD(long, top_groups)  /* and those of which a row chooses, */                                    \
+    FIELD(long, best_of_group)  /* by the sum of their best one or two */                               \
     FIELD(const float*, correction) /* [experts], added where they are chosen; or null */               \
     FIELD(const float*, router) /* [experts][width]; null if it is the first product */                 \
     FIELD(const float*, scales) /* [experts], by which their weights are multiplied; or null */         \
     FIELD(long, taken)       /* heads of each `count` that are selected, from `index` on, */            \
     FIELD(long, repeats)     /* each so many times */                                                   \
-    FIELD(long, heads)       /* of these, in all */                                                     \
+    FIELD(long, heads)       /* of these, in all; or of what is multiplied or joined by heads */        \
+    FIELD(long, is_transposed)  /* rows of a head's weights take its numbers, and do not give them */   \
+    FIELD(long, is_latent)   /* keys are also values, and what the cache holds as values is more of keys */ \
     FIELD(long, index)       /* of a layer of the cache, a rotary embedding or an output; an offset */  \
     FIELD(long, rounds_once) /* not before a norm multiplies, or rotary products are added up */        \
     FIELD(long, is_centered) /* a norm takes the mean away */                                           \
-    FIELD(long, is_interleaved) /* neighbouring numbers turn together */                                \
+    FIELD(long, is_interleaved) /* neighbouring numbers turn together, */                               \
+    FIELD(long, separates)   /* and come to stand in two halves */                                      \
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
     FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
@@ -412,15 +418,51 @@ struct Thread {
         });
     }
 
+    // The numbers of each head of one input, then those of the other.
+    void join(const Operation<T>& of) {
+        const T *const x = buffer(of.x), *const more = buffer(of.y);
+        T* const out = buffer(of.out);
+        const long first = of.width / of.heads, rest = of.size - first;
+        for_heads(of.heads, [&](long head, long row) {
+            const long at = row * of.heads + head;
+            std::copy_n(x + at * first, first, out + at * of.size);
+            std::copy_n(more + at * rest, rest, out + at * of.size + first);
+        });
+    }
+
+    void multiply_heads(const Operation<T>& of) {
+        const long width = of.width / of.heads, n = of.is_transposed ? width : of.size;  // n rows of weights for a head
+        const long to_width = of.size * of.heads;
+        const T* const x = buffer(of.x);
+        T* const out = buffer(of.out);
+        for (long head = of.heads == 1 ? 0 : index; head < of.heads; head += pass.threads) {
+            const T* const w = of.weight + (head * of.count + of.index) * of.value_size;
+            const auto rows = [&](auto together, long row) {
+                heads::multiply<together>(x + row * of.width + head * width, of.width, w, of.value_size, n, of.is_transposed,
+                                          out + row * to_width + head * of.size, to_width);
+            };
+            long row = 0;
+            for (; row + 4 <= pass.rows && of.heads > 1; row += 4) rows(std::integral_constant<int, 4>(), row);
+            for (; row < pass.rows; row++)
+                if (of.heads > 1 || row % pass.threads == index) rows(std::integral_constant<int, 1>(), row);
+        }
+    }
+
     void rotary(const Operation<T>& turn) {
         const RotaryTable<T>& table = ((const RotaryTable<T>*)pass.rotaries)[turn.index];
-        const auto rotated = turn.is_interleaved ? turn.rounds_once ? rotate<float, true, T> : rotate<T, true, T>
+        const bool is_interleaved = turn.is_interleaved && !turn.separates;
+        const auto rotated = is_interleaved      ? turn.rounds_once ? rotate<float, true, T> : rotate<T, true, T>
                              : turn.rounds_once  ? rotate<float, false, T>
                                                  : rotate<T, false, T>;
         T *const x = buffer(turn.x), *const out = buffer(turn.out);
         for_heads(turn.width / turn.size, [&](long head, long row) {
             const long at = row * turn.width + head * turn.size, turned = pass.positions[row] * table.width;
             if (out != x) std::copy_n(x + at, turn.size, out + at);
+            if (turn.separates) {
+                T apart[attention::MAX_SIZE];
+                for (long i = 0; i < table.width; i++) apart[i % 2 * (table.width / 2) + i / 2] = out[at + i];
+                std::copy_n(apart, table.width, out + at);
+            }
             rotated(out + at, table.cos + turned, table.sin + turned, table.width);
         });
     }
@@ -471,11 +513,15 @@ struct Thread {
             near_of[row] = std::max(0L, begin - start), far = std::max(far, near_of[row]);
         }
         const long heads = attend.width / attend.size, of_out = sequence.begin * heads * attend.value_size;
-        const attention::Attention<T> all = {
+        attention::Attention<T> all = {
             buffer(attend.x) + sequence.begin * attend.width, cache.keys, cache.values, nullptr, cache.hidden,
             buffer(attend.out) + of_out, heads, attend.count, rows, keys, cache.masked, attend.size, attend.value_size,
             attend.size, attend.width, cache.key_stride, cache.value_stride, float(attend.factor), start,
             pass.has_near ? near_of : nullptr, float(attend.cap), attend.weight};
+        if (attend.is_latent) {
+            all.more = cache.values, all.more_size = attend.size - attend.value_size, all.more_stride = cache.value_stride;
+            all.value = cache.keys, all.value_stride = cache.key_stride;
+        }
         Attended found = {all, 0, pass.has_near, {}};
         for (long end = 0; end < far; found.parts++) {
             end = std::min(far, attention::end_of_part(start + end) - start);
@@ -511,10 +557,10 @@ struct Thread {
             }
             first += some.items(), before += some.queries() * some.parts, is_joined |= some.is_joined();
         });
-        if (is_joined) join(attend);
+        if (is_joined) join_parts(attend);
     }
 
-    void join(const Operation<T>& attend) {
+    void join_parts(const Operation<T>& attend) {
         meet();
         long first = 0, before = 0;  // queries of all heads, also by parts, of the sequences before
         for_sequences(attend, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
@@ -641,14 +687,14 @@ struct Thread {
             }
     }
 
-    // Leave only the experts of the groups whose two best ones add up to the most.
+    // Leave only the experts of the groups whose best ones add up to the most.
     static void leave_groups(const Operation<T>& of, long experts, float* ranks) {
         const long size = experts / of.groups;
         float best[MOST_EXPERTS];
         for (long group = 0; group < of.groups; group++) {
             const auto is_better = [](float a, float b) { return a > b; };
-            float two[2];
-            std::partial_sort_copy(ranks + group * size, ranks + (group + 1) * size, two, two + 2, is_better);
+            float two[2] = {};
+            std::partial_sort_copy(ranks + group * size, ranks + (group + 1) * size, two, two + of.best_of_group, is_better);
             best[group] = two[0] + two[1];
         }
         for (long left = of.groups; left > of.top_groups; left--) {
@@ -828,7 +874,9 @@ struct Thread {
                 case NORM: norm(now); break;
                 case NORM_HEADS: norm_heads(now); break;
                 case PRODUCTS: multiply_shares(now); break;
+                case HEADPRODUCTS: multiply_heads(now); break;
                 case SELECT: select(now); break;
+                case JOIN: join(now); break;
                 case ROTARY: rotary(now); break;
                 case APPEND: append(now); break;
                 case ATTEND: attend(now); break;

@@ -69,12 +69,7 @@ def _described() -> _Described:
 
 def serves(program: Program) -> bool:
     """Whether this processor's `Executor` takes this program."""
-    return (
-        program.dtype in _kernels()
-        and program.fits()
-        and all(max(shape.key_size, shape.value_size) <= MAX_HEAD_DIM for shape in program.caches)
-        and all(map(_keeps_limits, program.operations))
-    )
+    return program.dtype in _kernels() and program.fits() and all(map(_keeps_limits, program.operations))
 
 
 def _keeps_limits(operation: op.Operation) -> bool:
@@ -84,6 +79,8 @@ def _keeps_limits(operation: op.Operation) -> bool:
             return len(of) <= limits["MOST_PRODUCTS"]
         case op.Experts(count=count, inner=inner):  # whose halves are parts of a layer
             return count <= limits["MOST_EXPERTS"] and inner % limits["OUTPUTS_TOGETHER"] == 0
+        case op.Attend(size=size):
+            return max(size, operation.value_size) <= MAX_HEAD_DIM
     return True
 
 
@@ -238,6 +235,8 @@ class _Buffers:
                 | op.Select(out=x, size=size)
             ):
                 return "heads", x.width // size
+            case op.HeadProducts(heads=heads) | op.Join(heads=heads):
+                return "heads", heads
         return None
 
 
@@ -351,9 +350,15 @@ class Executor:
                     names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered"
                     settings = {name: getattr(operation, name) for name in names} | {"width": x.width}
                     kind = "NORM_HEADS" if operation.of_heads else "NORM"
-                case op.Rotary(x, _, size, name, rounds_once, is_interleaved):
+                case op.HeadProducts(x, out, weight, heads, first, is_transposed):
+                    settings = {"width": x.width, "size": out.width // heads, "weight": weight, "heads": heads}
+                    settings |= {"count": len(weight) // heads, "index": first, "is_transposed": is_transposed}
+                    settings["value_size"] = weight.shape[1]
+                case op.Join(x, out, more, heads):
+                    settings = {"width": x.width, "y": more, "heads": heads, "size": out.width // heads}
+                case op.Rotary(x, _, size, name, rounds_once, is_interleaved, separates):
                     settings = {"width": x.width, "size": size, "index": list(self.rotaries).index(name)}
-                    settings |= {"rounds_once": rounds_once, "is_interleaved": is_interleaved}
+                    settings |= {"rounds_once": rounds_once, "is_interleaved": is_interleaved, "separates": separates}
                 case op.Append(keys, values, layer, size):
                     settings = {"width": keys.width, "size": size, "index": layer, "x": keys, "y": values}
                     settings["value_size"] = operation.value_size
@@ -363,6 +368,7 @@ class Executor:
                 case op.Attend(x, _, layer, size, key_heads, scaling, cap, sinks):
                     settings = {"width": x.width, "size": size, "index": layer, "count": key_heads, "factor": scaling}
                     settings |= {"cap": cap, "weight": sinks, "value_size": operation.value_size}
+                    settings["is_latent"] = operation.is_latent
                 case op.Weigh(x, _, by):
                     settings = {"width": x.width, "y": by}
                 case op.Gate(x, _, activation, by):
@@ -387,7 +393,7 @@ class Executor:
                     }
                     copied = (
                         *("top_k", "adds_to_one", "rounds_weights", "is_sigmoid", "factor", "groups", "top_groups"),
-                        *("limit", "alpha", "correction", "router", "scales"),
+                        *("best_of_group", "limit", "alpha", "correction", "router", "scales"),
                     )
                     settings |= {name: getattr(operation, name) for name in copied}
                     multiplying = -1  # which weights come first, only the pass itself finds

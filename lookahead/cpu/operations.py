@@ -11,6 +11,8 @@ import torch
 
 from lookahead.cpu.products import Format, Linear, is_plain_of
 
+LANES = 16
+"""Numbers of the longest vector."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared"]
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula."""
 
@@ -160,11 +162,57 @@ class Select(Operation):
 
 
 @dataclass(frozen=True, eq=False)
+class HeadProducts(Operation):
+    """The numbers of each head of x, multiplied with rows of a weight that are the head's own, from `first` on.
+
+    weight: [heads * rows of each, width]. The rows give the numbers of a head of out, and take a head of `width`; if
+    they are transposed, they take the numbers of a head of x, and give a head of `width`.
+    """
+
+    x: Value
+    out: Value
+    weight: torch.Tensor
+    heads: int
+    first: int
+    is_transposed: bool
+
+    @property
+    def taken(self) -> int:
+        """Rows for each head."""
+        return (self.x if self.is_transposed else self.out).width // self.heads
+
+    def fits(self) -> bool:
+        rows, width = self.weight.shape
+        of_width, of_rows = (self.out, self.x) if self.is_transposed else (self.x, self.out)
+        return (
+            rows % self.heads == of_rows.width % self.heads == 0
+            and of_width.width == self.heads * width
+            and 0 <= self.first < self.first + self.taken <= rows // self.heads
+            and width % LANES == 0
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Join(Operation):
+    """Each head of out is a head of x, followed by one of more."""
+
+    x: Value
+    out: Value
+    more: Value
+    heads: int
+
+    def fits(self) -> bool:
+        has_whole_heads = not self.x.width % self.heads and not self.more.width % self.heads
+        return has_whole_heads and self.out.width == self.x.width + self.more.width
+
+
+@dataclass(frozen=True, eq=False)
 class Rotary(Operation):
     """The first numbers of each head of `size` turn by the row's position (Su et al. 2021, arXiv 2104.09864).
 
     name: of the tables of cosines and sines. rounds_once: products are not rounded before they are added up.
-    is_interleaved: neighbouring numbers turn together, and not one of the first half with one of the second.
+    is_interleaved: neighbouring numbers turn together, and not one of the first half with one of the second. separates:
+    then they come to stand in these halves.
     """
 
     x: Value
@@ -173,6 +221,7 @@ class Rotary(Operation):
     name: str = ""
     rounds_once: bool = False
     is_interleaved: bool = False
+    separates: bool = False
 
     def fits(self) -> bool:
         return self.x.width % self.size == 0
@@ -210,7 +259,8 @@ class Attend(Operation):
     out = softmax(scaling * queries @ keys, where not hidden) @ values. size: of a head of queries. Neighbouring heads
     share a key head. Other operations may have appended keys and values to the layer. cap: scores s become cap * tanh(s
     / cap), unless it is 0 (Gemma 2, arXiv 2408.00118). sinks: [heads], of each the score of a key without a value (Xiao
-    et al. 2023, arXiv 2309.17453).
+    et al. 2023, arXiv 2309.17453). is_latent: keys are also the values, and what the cache holds as values are further
+    numbers of each key (DeepSeek-V2, arXiv 2405.04434).
     """
 
     x: Value
@@ -221,6 +271,7 @@ class Attend(Operation):
     scaling: float
     cap: float = 0.0
     sinks: torch.Tensor | None = None
+    is_latent: bool = False
 
     @property
     def heads(self) -> int:
@@ -261,10 +312,10 @@ class Experts(Operation):
     of experts. correction: float32 [experts], added to the weights by which experts are chosen (Wang et al. 2024, arXiv
     2408.15664). scales: float32 [experts], by which the weights are multiplied at last, unless they are rounded.
     routed: what the router reads, if that is not x. groups: experts are divided into so many; of these, `top_groups`
-    are left whose two best experts add up to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in float32,
-    [experts, width], whose products are not rounded; then there is none in `of`. limit: unless it is 0, a gate stands
-    beside its number, and the two become (number + 1) * gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv
-    2508.10925).
+    are left whose best experts, two or one, add up to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in
+    float32, [experts, width], whose products are not rounded; then there is none in `of`. limit: unless it is 0, a gate
+    stands beside its number, and the two become (number + 1) * gate * sigmoid(alpha * gate), within this limit
+    (gpt-oss, arXiv 2508.10925).
     """
 
     x: Value
@@ -278,6 +329,7 @@ class Experts(Operation):
     factor: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    best_of_group: int = 2
     limit: float = 0.0
     alpha: float = 1.0
     correction: torch.Tensor | None = None
@@ -320,7 +372,8 @@ class Experts(Operation):
             and all(one is None or one.shape == (count,) for one in (self.correction, self.scales))
             and (self.routed is None or self.routed.width == width)
             and 0 < self.top_groups <= self.groups
-            and (self.groups == 1 or (count % self.groups == 0 and count // self.groups > 1))
+            and self.best_of_group in (1, 2)
+            and (self.groups == 1 or (count % self.groups == 0 and count // self.groups >= self.best_of_group))
         )
 
 

@@ -102,7 +102,9 @@ class Program:
                     return False
                 held.append(CacheShape(operation.heads, operation.size, operation.value_size))
             elif isinstance(operation, Attend):
-                shape = CacheShape(operation.key_heads, operation.size, operation.value_size)
+                size, value_size = operation.size, operation.value_size
+                sizes = (value_size, size - value_size) if operation.is_latent else (size, value_size)
+                shape = CacheShape(operation.key_heads, *sizes)
                 if operation.layer >= len(held) or held[operation.layer] != shape:
                     return False
         return bool(held)

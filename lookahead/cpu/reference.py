@@ -116,6 +116,19 @@ class Reference:
         return taken.repeat_interleave(select.repeats, dim=2).flatten(1)
 
     @computed.register
+    def _(self, products: op.HeadProducts) -> torch.Tensor:
+        x = self.values[products.x].unflatten(-1, (products.heads, -1))
+        of_heads = products.weight.to(self.wide).unflatten(0, (products.heads, -1))
+        weight = of_heads[:, products.first : products.first + products.taken]
+        equation = "rhn,hnw->rhw" if products.is_transposed else "rhw,hnw->rhn"
+        return self.rounded(torch.einsum(equation, x, weight).flatten(1))
+
+    @computed.register
+    def _(self, join: op.Join) -> torch.Tensor:
+        parts = [self.values[x].unflatten(-1, (join.heads, -1)) for x in (join.x, join.more)]
+        return torch.cat(parts, dim=-1).flatten(1)
+
+    @computed.register
     def _(self, rotary: op.Rotary) -> torch.Tensor:
         x, (cos, sin) = self.heads(rotary.x, rotary.size), self.rotary[rotary.name]
         cos, sin = (table[self.positions].to(self.wide)[:, None] for table in (cos, sin))
@@ -125,7 +138,7 @@ class Reference:
         first, second = part.chunk(2, dim=-1)
         along, across = part * cos, torch.cat([-second, first], dim=-1) * sin
         turned = along + across if rotary.rounds_once else self.rounded(along) + self.rounded(across)
-        if rotary.is_interleaved:
+        if rotary.is_interleaved and not rotary.separates:
             turned = torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(2)
         return self.rounded(torch.cat([turned, rest], dim=-1).flatten(1))
 
@@ -141,6 +154,8 @@ class Reference:
         queries, hidden = self.heads(attend.x, attend.size).transpose(0, 1), self.hidden[attend.layer]
         groups = len(queries) // attend.key_heads
         keys, values = (states.repeat_interleave(groups, dim=0) for states in self.caches[attend.layer])
+        if attend.is_latent:
+            keys, values = torch.cat([keys, values], dim=-1), keys
         scores = queries @ keys.mT * attend.scaling
         if attend.cap:
             scores = (scores / attend.cap).tanh() * attend.cap
@@ -165,7 +180,7 @@ class Reference:
         ranks = weights if experts.correction is None else weights + experts.correction.to(self.wide)
         if experts.groups > 1:
             groups = ranks.unflatten(1, (experts.groups, -1))
-            best = groups.topk(2).values.sum(-1).topk(experts.top_groups).indices
+            best = groups.topk(experts.best_of_group).values.sum(-1).topk(experts.top_groups).indices
             is_left = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, best, True)
             ranks = groups.masked_fill(~is_left[..., None], -math.inf).flatten(1)
         chosen = ranks.topk(experts.top_k).indices

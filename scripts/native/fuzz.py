@@ -135,6 +135,7 @@ class RandomProgram:
         self.rng, self.memory, self.dtype = rng, memory, dtype
         self.size, self.heads, self.key_heads = size, heads, key_heads
         self.shapes: list[tuple[int, int]] = []  # of layers of the cache: numbers of a head of keys, and of values
+        self.latents: set[int] = set()
         self.operations: list[op.Operation] = []
         self.kept = 0
         self.offset, self.rounds_once = rng.choice([0.0, 1.0]), rng.random() < 0.5
@@ -175,11 +176,14 @@ class RandomProgram:
 
     def attention(self, x: Value, norms: str) -> Value:
         size = value_size = self.size
-        if self.shapes and self.rng.random() < 0.2:  # the keys and values of another layer
-            layer = self.rng.randrange(len(self.shapes))
+        lenders = [layer for layer in range(len(self.shapes)) if layer not in self.latents]
+        if lenders and self.rng.random() < 0.2:  # the keys and values of another layer
+            layer = self.rng.choice(lenders)
             size, value_size = self.shapes[layer]
             (q,) = self.products(x, self.heads * size)
             return self.attended(q, layer, size, value_size, x.width)
+        if size <= 256 and self.rng.random() < 0.2:
+            return self.latent_attention(x)
         kind = self.rng.choice(["", "", "joined", "repeated", "other sizes"])
         if kind == "other sizes":
             size, value_size = (max(2, self.size // 2) * self.rng.randint(1, 2) for _ in range(2))
@@ -211,6 +215,27 @@ class RandomProgram:
         self.shapes.append((size, value_size))
         return self.attended(q, len(self.shapes) - 1, size, value_size, x.width)
 
+    def latent_attention(self, x: Value) -> Value:
+        turned, latent, heads = self.size, products.STRIDE[self.dtype] * self.rng.randint(1, 4), self.heads
+        width, value_size = self.rng.choice([turned, 2 * turned, 3 * turned]), self.size
+        weight = self.numbers(heads * (width + value_size), latent)
+        q, c, k = self.products(x, heads * (width + turned), latent, turned)
+        group, name = width // turned + 1, self.rng.choice(["", "other"])
+        rest = self.add(op.Select(q, Value(heads * width), turned, group, 0, group - 1))
+        q = self.add(op.Select(q, Value(heads * turned), turned, group, group - 1))
+        separates = self.rng.random() < 0.5
+        settings = turned, name, self.turns_once, separates or self.is_interleaved, separates
+        q, k = (self.add(op.Rotary(part, Value(part.width), *settings)) for part in (q, k))
+        sought = self.add(op.HeadProducts(rest, Value(heads * latent), weight, heads, 0, True))
+        q = self.add(op.Join(sought, Value(sought.width + q.width), q, heads))
+        layer, size = len(self.shapes), latent + turned
+        self.operations.append(op.Append(self.norm(c, latent), k, layer, latent))
+        self.shapes.append((latent, turned))
+        self.latents.add(layer)
+        found = op.Attend(q, Value(heads * latent), layer, size, 1, size**-0.5, is_latent=True)
+        values = op.HeadProducts(self.add(found), Value(heads * value_size), weight, heads, width, False)
+        return self.products(self.add(values), x.width)[0]
+
     def attended(self, q: Value, layer: int, size: int, value_size: int, width: int) -> Value:
         scaling = self.rng.choice([size**-0.5, 0.1])
         cap, sinks = self.rng.choice([0.0, 0.0, 2.0, 30.0]), self.numbers(self.heads, mean=1.0)
@@ -230,6 +255,7 @@ class RandomProgram:
                 settings |= {
                     "groups": (groups := self.rng.choice([1, 2, 10])),
                     "top_groups": self.rng.randint(1, groups),
+                    "best_of_group": self.rng.randint(1, 2),
                 }
             if self.rng.random() < 0.3:
                 settings |= {"limit": self.rng.choice([0.2, 7.0]), "alpha": 1.7}

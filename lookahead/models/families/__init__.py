@@ -11,6 +11,7 @@ from lookahead.models.families.corrected import (
     MiniMaxM2,
     SolarOpen,
 )
+from lookahead.models.families.deepseek import AXK1, DeepseekV2, DeepseekV3, Glm4MoeLite, MiniCPM3, Youtu
 from lookahead.models.families.exaone import Exaone4
 from lookahead.models.families.falcon import Falcon
 from lookahead.models.families.gemma import Gemma, Gemma2, Gemma3, VaultGemma
@@ -48,7 +49,7 @@ PAGES: dict[str, type[Page]] = {
         Arcee, Nemotron, Jais2, HunYuanDenseV1, Phi, StableLm, Starcoder2, OPT, GPT2, GPTBigCode, GPTNeoX, Persimmon,
         Falcon, Mixtral, Mellum, Qwen2Moe, Qwen3Moe, Olmoe, FlexOlmo, GraniteMoe, GraniteMoeShared, HunYuanMoEV1,
         Glm4Moe, SolarOpen, Dots1, ExaoneMoe, HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss,
-        with_images.Gemma3, with_images.Gemma4,
+        DeepseekV2, DeepseekV3, Glm4MoeLite, AXK1, Youtu, MiniCPM3, with_images.Gemma3, with_images.Gemma4,
     )
 }  # fmt: skip
 

@@ -65,6 +65,7 @@ class Page:
     norms_are_centered = False
     rotary_rounds_once = False
     rotary_is_interleaved = False
+    rotary_separates = False
     dropouts: tuple[str, ...] = ()
     """Settings by which layers drop numbers in training mode, beside that of attention."""
 
@@ -205,7 +206,9 @@ class Page:
         return out
 
     def rotary(self, x: Value, size: int, name: str = "") -> Value:
-        return self._add(op.Rotary(x, Value(x.width), size, name, self.rotary_rounds_once, self.rotary_is_interleaved))
+        is_interleaved = self.rotary_is_interleaved or self.rotary_separates
+        settings = self.rotary_rounds_once, is_interleaved, self.rotary_separates
+        return self._add(op.Rotary(x, Value(x.width), size, name, *settings))
 
     def select(self, x: Value, size: int, group: int, first: int, taken: int = 1, repeats: int = 1) -> Value:
         width = x.width // group * taken * repeats
@@ -223,12 +226,13 @@ class Page:
         cap: float | None = None,
         sinks: torch.Tensor | None = None,
         layer: int | None = None,
+        is_latent: bool = False,
     ) -> Value:
         """Append keys and values to the cache, and attend to it.
 
         size, scaling: if attention does not name them as usual. dropout: the name of attention's setting or module of
         it. cap: None: scores are not capped. layer: of the cache, if it is not the attention's own. Without keys and
-        values, it has them already.
+        values, it has them already. is_latent: as for `Attend`, with one head of keys.
         """
         if not attention.is_causal:
             raise UnknownModelError("its attention is not causal")
@@ -240,10 +244,10 @@ class Page:
         if cap == 0:
             raise UnknownModelError("the cap of its scores is 0")
         if k is not None and v is not None:
-            self._operations.append(op.Append(k, v, layer, size))
+            self._operations.append(op.Append(k, v, layer, k.width if is_latent else size))
         held = next(one for one in self._operations if isinstance(one, op.Append) and one.layer == layer)
-        out = Value(q.width // size * held.value_size)
-        return self._add(op.Attend(q, out, layer, size, held.heads, scaling, cap or 0.0, sinks))
+        out = Value(q.width // size * (held.size if is_latent else held.value_size))
+        return self._add(op.Attend(q, out, layer, size, held.heads, scaling, cap or 0.0, sinks, is_latent))
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))

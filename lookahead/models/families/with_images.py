@@ -1,4 +1,4 @@
-"""The text side of models that also take images. Where a token stands for a part of these, their own code computes it."""
+"""The text side of models that also take images. Tokens that stand for these are left to the model's own code."""
 
 from typing import Any
 
