@@ -18,6 +18,7 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 from torchao.quantization.granularity import PerGroup
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gptj import modeling_gptj
 from zoo import tiny_model
 
 import lookahead
@@ -54,23 +55,19 @@ FAMILIES = [
     "llama", "mistral", "ministral", "ministral3", "cwm", "seed_oss", "qwen2", "qwen3", "smollm3", "granite",
     "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3",
     "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
-    "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "opt", "gpt2",
-    "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "mixtral", "mellum", "qwen2_moe", "qwen3_moe", "olmoe",
-    "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe",
-    "hy_v3", "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "gpt_oss",
+    "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
+    "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "mixtral", "mellum",
+    "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe",
+    "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3",
+    "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
 ]  # fmt: skip
+# In older transformers, the attention of these is of their own.
+LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen"]
+FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT]
 
 WITH_WINDOWS = {
-    "mistral",
-    "ministral",
-    "gemma3_text",
-    "gemma4_text",
-    "phi3",
-    "olmo3",
-    "cohere2",
-    "mixtral",
-    "starcoder2",
-}
+    "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
+}  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
 TRANSPOSED = {"gpt2", "gpt_oss"}  # a copy of their weights must be made, for which torch multiplies with the original
@@ -80,8 +77,8 @@ NOT_QUANTIZED = LATENT | {"falcon"}  # it multiplies with parts of weights, and 
 OTHERWISE = {"gemma2", "vaultgemma", "falcon", "ministral3"} | LATENT
 # these know no other width
 AS_WIDE_AS_HEADS = {
-    "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium", "opt", "phi", "stablelm", "olmoe",
-    "granitemoe",
+    "gpt2", "gpt_bigcode", "gptj", "codegen", "nanochat", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium",
+    "opt", "phi", "stablelm", "olmoe", "granitemoe",
 }  # fmt: skip
 VARIANTS = [
     ("falcon", {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
@@ -122,9 +119,14 @@ VARIANTS = [
         },
     ),
     ("minicpm3", {"q_lora_rank": None, "mlp_bias": True}),
+    ("nanochat", {"final_logit_softcapping": None, "attention_bias": True}),
+    ("apertus", {"hidden_act": "silu", "attention_bias": True}),
+    ("afmoe", {"mup_enabled": False, "tie_word_embeddings": True, "attention_bias": True}),
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
 ]
 """Of families whose settings change what is computed."""
+if not LEFT_OUT:
+    VARIANTS.append(("gptj", {"n_positions": 64, "max_position_embeddings": 64, "rotary_dim": 8}))
 
 
 def sizes(family, width, intermediate, size, heads=4, key_heads=2):
@@ -133,7 +135,7 @@ def sizes(family, width, intermediate, size, heads=4, key_heads=2):
         return {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": intermediate}
     if family == "falcon":
         return {"hidden_size": width, "ffn_hidden_size": intermediate, "num_kv_heads": key_heads}
-    if family in ("gpt2", "gpt_bigcode"):
+    if family in ("gpt2", "gpt_bigcode", "gptj", "codegen"):
         return {"n_embd": width, "hidden_size": width, "n_inner": intermediate}
     if family in LATENT:
         return {"hidden_size": width, "intermediate_size": intermediate}

@@ -137,6 +137,13 @@ ALIKE = {
     "glm4_moe_lite": {**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
     "axk1": {**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
     "youtu": LATENT,
+    "codegen": {**GPT, "rotary_dim": 4},
+    "nanochat": {"final_logit_softcapping": 15.0},
+    "apertus": HEAD,
+    "afmoe": {
+        **{**HEAD, **MIXED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True},
+    },
     "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -168,8 +175,10 @@ def tiny_model(model_type: str, seed: int = 0, **settings):
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4)  # with the usual 0.02, all contexts look alike
+            if parameter.ndim >= 2 and not parameter.any():
+                parameter.normal_(std=0.08)  # or all experts would be the same to it
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("e_score_correction_bias"):  # it is zero at first
+            if name.endswith(("e_score_correction_bias", "expert_bias")):  # it is zero at first
                 tensor.normal_(std=0.2)
     model.generation_config.pad_token_id = 2
     return model

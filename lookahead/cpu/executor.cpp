@@ -31,9 +31,9 @@ constexpr int SPINS = 4096;
 #define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8)
 #define KINDS(DO)                                                                                                 \
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(HEADPRODUCTS) DO(SELECT) DO(JOIN) DO(ROTARY) DO(APPEND) \
-    DO(ATTEND) DO(GATE)                                                                                       \
+    DO(ATTEND) DO(GATE) DO(XIELU)                                                                             \
     DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(KEEP) DO(LOGITS)
-#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED)
+#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED) DO(SIGMOID)
 
 #define OPERATION(FIELD, T)                                                                             \
     FIELD(long, kind)                                                                                   \
@@ -76,7 +76,7 @@ constexpr int SPINS = 4096;
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
     FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
     FIELD(double, limit)     /* of gates of experts, which then stand beside their numbers; or 0 */     \
-    FIELD(double, alpha)     /* of these */                                                             \
+    FIELD(double, alpha)     /* of these, or of xIELU */                                                \
     FIELD(double, epsilon)   /* of a norm */                                                            \
     FIELD(double, offset)    /* added to the weights of a norm */
 
@@ -271,16 +271,39 @@ static INLINE Floats error_function(Floats x) {
     return x < 0 ? -y : y;
 }
 
+// The nearest numbers of type T.
+template <class T, class Floats>
+static INLINE Floats all_rounded_to(Floats x) {
+    T numbers[WIDTH];
+    store(x, numbers);
+    return load(numbers);
+}
+
+// exp(x) - 1 for x <= 0. Near 0, by the first terms of its series.
+template <class Floats>
+static INLINE Floats exponential_less_1(Floats x) {
+    Floats y = x * (1 / 5040.0f) + 1 / 720.0f;
+    y = y * x + 1 / 120.0f;
+    y = y * x + 1 / 24.0f;
+    y = y * x + 1 / 6.0f;
+    y = y * x + 0.5f;
+    return x < -0.3f ? exponential<WIDTH>(x) - 1.0f : y * x * x + x;
+}
+
+// xIELU (Huang & Schlag 2024, arXiv 2411.13010) of WIDTH numbers, rounded to T at each step of the formula.
+template <class T, class Floats>
+static INLINE Floats xielu(Floats x, float positive, float negative, float beta, float least) {
+    const auto rounded = [](Floats y) { return all_rounded_to<T>(y); };
+    const Floats below = exponential_less_1(x < least ? x : Floats{} + least);
+    return rounded(x > 0 ? rounded(positive * x) * x : negative * rounded(rounded(below) - x)) + rounded(beta * x);
+}
+
 // x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3) is GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) as
 // approximated by tanh, for 1 + tanh(z) is 2 * sigmoid(2 * z). This one rounds to T at each step of the formula, as
 // transformers' NewGELUActivation does.
 template <class T, class Floats>
 static INLINE Floats gelu_in_steps(Floats x) {
-    const auto rounded = [](Floats y) {
-        T numbers[WIDTH];
-        store(y, numbers);
-        return load(numbers);
-    };
+    const auto rounded = [](Floats y) { return all_rounded_to<T>(y); };
     const Floats z = rounded(0.79788456f * rounded(x + rounded(0.044715f * rounded(rounded(x * x) * x))));
     const Floats power = exponential<WIDTH>(z < 0 ? 2.0f * z : -2.0f * z), size = (1.0f - power) / (1.0f + power);
     return rounded(0.5f * x) * rounded(1.0f + rounded(z < 0 ? -size : size));
@@ -293,6 +316,7 @@ static INLINE Floats activated(Floats x) {
     if constexpr (ACTIVATION == GELU) return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
     if constexpr (ACTIVATION == GELU_TANH) return times_sigmoid(x, x * (1.5957691216f + 0.0713548163f * x * x));
     if constexpr (ACTIVATION == GELU_NEW) return gelu_in_steps<T>(x);
+    if constexpr (ACTIVATION == SIGMOID) return times_sigmoid(Floats{} + 1.0f, x);
     const Floats positive = x < 0 ? Floats{} : x;  // NaN stays NaN
     return ACTIVATION == RELU ? positive : positive * positive;
 }
@@ -659,6 +683,20 @@ struct Thread {
             activate<ACTIVATION>(x + at, by ? by + at : nullptr, out + at, end - begin);
     }
 
+    void apply_xielu(const Operation<T>& of) {
+        const long begin = share(of.width, index), end = share(of.width, index + 1);
+        const T* const x = buffer(of.x);
+        T* const out = buffer(of.out);
+        for (long row = 0; row < pass.rows; row++)
+            for (long i = begin; i < end; i += WIDTH) {
+                const long at = row * of.width + i, n = std::min<long>(WIDTH, end - i);
+                T some[WIDTH] = {};
+                std::copy_n(x + at, n, some);
+                store(xielu<T>(load(some), of.factor, of.alpha, of.offset, of.limit), some);
+                std::copy_n(some, n, out + at);
+            }
+    }
+
     void activate_by_kind(const Operation<T>& now) {
         switch (now.activation) {
 #define BY_KIND(NAME) \
@@ -882,6 +920,7 @@ struct Thread {
                 case ATTEND: attend(now); break;
                 case GATE:
                 case EXPERTS: activate_by_kind(now); break;
+                case XIELU: apply_xielu(now); break;
                 case WEIGH: weigh(now); break;
                 case SCALE: scale(now); break;
                 case ADD: add(now); break;

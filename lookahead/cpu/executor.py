@@ -160,7 +160,7 @@ class _Buffers:
         self._itemsize = program.dtype.itemsize
         self.meets: list[bool] = []
         """For each operation, whether threads meet before it."""
-        gates = [operation for operation in program.operations if isinstance(operation, op.Gate)]
+        gates = [operation for operation in program.operations if isinstance(operation, (op.Gate, op.Xielu))]
         self._gated = {value for gate in gates for value in gate.read()}
         self._last = {value: i for i, operation in enumerate(program.operations) for value in operation.read()}
         self._free: list[_Buffer] = []
@@ -179,7 +179,7 @@ class _Buffers:
         part, reads = self._part(operation), [self.of[value] for value in operation.read()]
         dying = [self.of[value] for value in dict.fromkeys(operation.read()) if self._last[value] == i]
         outs = []
-        if isinstance(operation, (op.Norm, op.Rotary, op.Gate, op.Scale, op.Add)):  # they can work in place
+        if isinstance(operation, (op.Norm, op.Rotary, op.Gate, op.Xielu, op.Scale, op.Add)):  # they can work in place
             outs = [buffer for buffer in dying if buffer.is_private == is_private][:1]
         meets = any(_conflict(buffer, part, writes=False) for buffer in reads)
         meets = meets or any(_conflict(buffer, part, writes=True) for buffer in outs)
@@ -226,7 +226,7 @@ class _Buffers:
         match operation:
             case op.Products(outs=outs) if self.is_each_shared(operation):
                 return "outputs", outs[0].width
-            case op.Gate(x=x):
+            case op.Gate(x=x) | op.Xielu(x=x):
                 return "outputs", x.width
             case (
                 op.Norm(x=x, size=size, of_heads=True)
@@ -373,6 +373,9 @@ class Executor:
                     settings = {"width": x.width, "y": by}
                 case op.Gate(x, _, activation, by):
                     settings = {"width": x.width, "activation": activations[activation.upper()], "y": by}
+                case op.Xielu(x, _, positive, negative, beta, least):
+                    settings = {"width": x.width, "factor": positive, "alpha": negative}
+                    settings |= {"offset": beta, "limit": least}
                 case op.Scale(x, _, factor):
                     settings = {"width": x.width, "factor": factor}
                 case op.Add(x, _, more, factor):

@@ -13,7 +13,7 @@ from lookahead.cpu.products import Format, Linear, is_plain_of
 
 LANES = 16
 """Numbers of the longest vector."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared", "sigmoid"]
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula."""
 
 
@@ -300,6 +300,21 @@ class Gate(Operation):
 
     def fits(self) -> bool:
         return self.by is None or self.by.width == self.x.width
+
+
+@dataclass(frozen=True, eq=False)
+class Xielu(Operation):
+    """out = positive * x^2 + beta * x where x > 0, else negative * (exp(min(x, least)) - 1 - x) + beta * x.
+
+    xIELU (Huang & Schlag 2024, arXiv 2411.13010), rounded at each step of the formula.
+    """
+
+    x: Value
+    out: Value
+    positive: float
+    negative: float
+    beta: float
+    least: float
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
     "relu_squared": lambda x: functional.relu(x).square(),
+    "sigmoid": torch.sigmoid,
 }
 
 
@@ -170,6 +171,13 @@ class Reference:
     def _(self, gate: op.Gate) -> torch.Tensor:
         x = self.activated(self.values[gate.x], gate.activation)
         return x if gate.by is None else self.rounded(x * self.values[gate.by])
+
+    @computed.register
+    def _(self, xielu: op.Xielu) -> torch.Tensor:
+        x, rounded = self.values[xielu.x], self.rounded
+        positive = rounded(rounded(xielu.positive * x) * x)
+        negative = rounded(xielu.negative * rounded(rounded(x.clamp(max=xielu.least).expm1()) - x))
+        return rounded(torch.where(x > 0, positive, negative) + rounded(xielu.beta * x))
 
     @computed.register
     def _(self, experts: op.Experts) -> torch.Tensor:

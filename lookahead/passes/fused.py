@@ -365,7 +365,7 @@ class FusedRunner(EagerRunner):
         if position not in self._serves or self._rotary_watch.has_changed():
             rotary = self._page.rotary_module
             count = switch = max(FIRST_POSITIONS, 2 * position)
-            if rotary is not None and rotary.rope_type == "longrope":
+            if getattr(rotary, "rope_type", None) == "longrope":
                 switch = rope_kinds(rotary.config)[""]["original_max_position_embeddings"]
             self._serves = range(switch, count) if position >= switch else range(min(switch, count))
             positions = torch.arange(self._serves.stop, device="cpu")[None]
@@ -377,6 +377,10 @@ class FusedRunner(EagerRunner):
             if not (executor.can_turn_by(tables) and (is_whole or self._page.turns_part)):
                 self._executor = None
                 raise UnknownModelError("its rotary embedding does not fit its heads")
+            longest = min([count, *(len(cos) for cos, _ in tables.values())])
+            self._serves = range(self._serves.start, min(self._serves.stop, longest))
+            if position not in self._serves:
+                raise UnknownModelError("its table of positions ends")
             self._rotary = tables
             self._rotary_watch = Watch([] if rotary is None else [rotary])  # longrope has replaced a buffer
         return self._rotary

@@ -289,7 +289,10 @@ class RandomProgram:
             gated = self.add(op.Gate(gate, Value(width), self.activation, up))
         else:
             (gate,) = self.products(x, width)
-            gated = self.add(op.Gate(gate, Value(width), self.activation))
+            if self.rng.random() < 0.3:
+                gated = self.add(op.Xielu(gate, Value(width), 0.8, 0.4, 0.5, -1e-6))
+            else:
+                gated = self.add(op.Gate(gate, Value(width), self.activation))
         return self.products(gated, x.width)[0]
 
     def more(self, x: Value, more: Value) -> Value:

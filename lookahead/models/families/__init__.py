@@ -1,6 +1,8 @@
 """The families of models whose passes are programs: a page for each, which reads like transformers' forward of it."""
 
 from lookahead.models.families import with_images
+from lookahead.models.families.afmoe import Afmoe
+from lookahead.models.families.apertus import Apertus
 from lookahead.models.families.cohere import Cohere, Cohere2
 from lookahead.models.families.corrected import (
     HYV3,
@@ -20,6 +22,7 @@ from lookahead.models.families.glm import Ernie4_5, Glm, Glm4, Helium
 from lookahead.models.families.gpt2 import GPT2, GPTBigCode
 from lookahead.models.families.gpt_neox import GPTNeoX, Persimmon
 from lookahead.models.families.gpt_oss import GptOss
+from lookahead.models.families.gptj import GPTJ, CodeGen
 from lookahead.models.families.granite import Granite, HyperCLOVAX
 from lookahead.models.families.hunyuan import HunYuanDenseV1, HunYuanMoEV1
 from lookahead.models.families.llama import Cwm, Llama, Ministral, Ministral3, Mistral, SeedOss, SmolLM3
@@ -33,6 +36,7 @@ from lookahead.models.families.mixtral import (
     Qwen2Moe,
     Qwen3Moe,
 )
+from lookahead.models.families.nanochat import NanoChat
 from lookahead.models.families.nemotron import Arcee, Jais2, Nemotron
 from lookahead.models.families.olmo import Olmo, Olmo2, Olmo3
 from lookahead.models.families.opt import OPT
@@ -48,8 +52,9 @@ PAGES: dict[str, type[Page]] = {
         Olmo2, Olmo3, Exaone4, Gemma, Gemma2, Gemma3, Gemma4, VaultGemma, Glm, Glm4, Ernie4_5, Helium, Cohere, Cohere2,
         Arcee, Nemotron, Jais2, HunYuanDenseV1, Phi, StableLm, Starcoder2, OPT, GPT2, GPTBigCode, GPTNeoX, Persimmon,
         Falcon, Mixtral, Mellum, Qwen2Moe, Qwen3Moe, Olmoe, FlexOlmo, GraniteMoe, GraniteMoeShared, HunYuanMoEV1,
-        Glm4Moe, SolarOpen, Dots1, ExaoneMoe, HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss,
-        DeepseekV2, DeepseekV3, Glm4MoeLite, AXK1, Youtu, MiniCPM3, with_images.Gemma3, with_images.Gemma4,
+        Glm4Moe, SolarOpen, Dots1, ExaoneMoe, HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss, DeepseekV2, DeepseekV3,
+        Glm4MoeLite, AXK1, Youtu, MiniCPM3, GPTJ, CodeGen, NanoChat, Apertus, Afmoe, with_images.Gemma3,
+        with_images.Gemma4,
     )
 }  # fmt: skip
 

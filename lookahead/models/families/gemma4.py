@@ -67,7 +67,7 @@ class Gemma4(Gemma3):
         normed = self._add(op.Norm(x, Value(x.width), router.scale, norm.eps, size=x.width))
         mixed = self.experts(
             self.norm(x, layer.pre_feedforward_layernorm_2), router, layer.experts, adds_to_one=True, rounds=False,
-            suffix="Router", weight=self.linear(router.proj).weight, top_k=router.config.top_k_experts,
+            suffix="Router", routing=self.linear(router.proj), top_k=router.config.top_k_experts,
             scales=router.per_expert_scale.float(), routed=self.scale(normed, float(router.scalar_root_size)),
         )  # fmt: skip
         return self.norm(mixed, layer.post_feedforward_layernorm_2)

@@ -264,19 +264,23 @@ class Page:
         weight: torch.Tensor | None = None,
         correction: torch.Tensor | None = None,
         top_k: int | None = None,
+        routing: Linear | None = None,
         **settings: Any,
     ) -> Value:
         """rounds: whether weights of experts are rounded. suffix: of the router's class. in_float32: whether it
-        computes in float32. weight, top_k: the router's, if these are not its own. settings: further ones of `Experts`.
+        computes in float32. weight, top_k: the router's, if these are not its own. routing: its layer, if it has one.
+        settings: further ones of `Experts`.
         """
         self.own(router, suffix)
         if type(experts) is not gguf_class("GgufExperts"):
             self.own(experts, "Experts")
-        weight = router.weight if weight is None else weight
-        of = [] if in_float32 else [Linear(weight, None, getattr(router, "bias", None))]
+        if routing is None:
+            weight = router.weight if weight is None else weight
+            routing = Linear(weight, None, getattr(router, "bias", None))
+        of = [] if in_float32 else [routing]
         for both, back in zip(self._of_each(experts, "gate_up_proj"), self._of_each(experts, "down_proj"), strict=True):
             of += both, back
-        settings |= {"router": weight.float() if in_float32 else None}
+        settings |= {"router": routing.weight.float() if in_float32 else None}
         settings |= {"correction": None if correction is None else correction.float().flatten()}
         activation: op.Activation = "silu" if "limit" in settings else self._activation(experts.act_fn)
         fields = tuple(of), top_k or router.top_k, activation, adds_to_one, rounds
