@@ -23,7 +23,7 @@ from lookahead.cpu.products import Linear, is_plain_of
 from lookahead.cpu.program import CacheShape, Program
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
-from lookahead.models.families import UnknownModelError, page_of
+from lookahead.models.families import Page, UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds, ropes_of
 from lookahead.models.state import State, state_of
 from lookahead.passes.runner import EagerRunner, Likeliest, Output
@@ -123,7 +123,7 @@ class FusedRunner(EagerRunner):
         self.wants: object = (hidden_states, adapter)
         if adapter.foreign:
             raise UnknownModelError(adapter.foreign[0])
-        self._page = page_of(model)
+        self._page = _page_of(model, adapter)
         self._placeholders = frozenset(self._page.placeholders())
         if any(rope.get("rope_type") == "longrope" for rope in ropes_of(model)):
             self._passes = None  # the longest position of a pass chooses the frequencies of all
@@ -454,6 +454,19 @@ class _Ready:
     @property
     def _executors(self) -> list[Executor]:
         return [self.executor] if self.original is None else [self.executor, self.original]
+
+
+def _page_of(model: PreTrainedModel, adapter: ModelAdapter) -> Page:
+    try:
+        return page_of(model)
+    except UnknownModelError as error:
+        if adapter.has_state:
+            raise UnknownModelError(f"{error}; its layers keep a state") from error
+        if not adapter.can_branch:
+            raise UnknownModelError(
+                f"{error}; its attention depends on more than positions, or takes no mask"
+            ) from error
+        raise
 
 
 def _executor_of(found: Program) -> Executor:

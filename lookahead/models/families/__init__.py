@@ -1,5 +1,11 @@
 """The families of models whose passes are programs: a page for each, which reads like transformers' forward of it."""
 
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
 from lookahead.models.families import with_images
 from lookahead.models.families.afmoe import Afmoe
 from lookahead.models.families.apertus import Apertus
@@ -40,7 +46,7 @@ from lookahead.models.families.nanochat import NanoChat
 from lookahead.models.families.nemotron import Arcee, Jais2, Nemotron
 from lookahead.models.families.olmo import Olmo, Olmo2, Olmo3
 from lookahead.models.families.opt import OPT
-from lookahead.models.families.page import Page, UnknownModelError
+from lookahead.models.families.page import ACTIVATIONS, Page, UnknownModelError
 from lookahead.models.families.phi import Phi, StableLm, Starcoder2
 from lookahead.models.families.phi3 import Phi3
 from lookahead.models.families.qwen import Qwen2, Qwen3
@@ -67,7 +73,18 @@ def page_of(model: object) -> Page:
     for cls in type(model).__mro__:
         if cls.__name__ in PAGES and cls.__module__.startswith("transformers.models."):
             return PAGES[cls.__name__](model, cls)
-    raise UnknownModelError(f"{type(model).__name__} is none of {', '.join(PAGES)}")
+    unknown = ", ".join(_unknown_parts(model))
+    missing = f"; of its parts, no operation computes {unknown}" if unknown else ""
+    raise UnknownModelError(f"no page says what {type(model).__name__} computes{missing}")
+
+
+def _unknown_parts(model: Any) -> list[str]:
+    """The classes of the parts of a model without parts of their own that no page knows, nor any that is like them."""
+    like = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, Conv1D, PreTrainedModel)
+    named = ("RMSNorm", "LayerNorm", "RotaryEmbedding", "Embedding", "Router", "Experts", "Cache", *ACTIVATIONS)
+    leaves = [module for module in model.get_decoder().modules() if not any(module.children())]
+    others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (*like, nn.ModuleList, nn.ModuleDict))}
+    return sorted(name for name in others if not name.endswith(named))
 
 
 def has_page(model: object) -> bool:
