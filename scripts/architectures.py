@@ -74,7 +74,7 @@ def generate(model: PreTrainedModel, how: dict, **options) -> list[int]:
 def row_of(model_type: str, **known) -> dict:
     """Return a row of the table. known: the fields that are known already."""
     row = {"model_type": model_type, "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}
-    row |= dict.fromkeys(("layers", "guesses", "result", "reason"), "")
+    row |= dict.fromkeys(("layers", "guesses", "passes", "result", "reason"), "")
     # Accepted guesses are counted in all texts, different tokens in the greedy one.
     return row | {"accepted": 0, "different_tokens": 0, "tokens_per_step": {}} | known
 
@@ -167,10 +167,18 @@ def by_lookahead(model: PreTrainedModel, expected: dict[str, list[int]], config:
         if not steps[name].steps:
             said = " ".join(str(warning.message) for warning in caught if "lookahead" in str(warning.message))
             return {"result": "refused", "guesses": "", "reason": said or "the model's own decoding took over"}
+    passes = passes_of(model)
     accepted = sum(stats.accepted.total() for stats in steps.values())
     rates = {name: stats.tokens_per_step for name, stats in steps.items()}
     reason = "" if accepted else "no guess was accepted"
-    return {"result": "identical", "tokens_per_step": rates, "accepted": accepted, "reason": reason}
+    return {"result": "identical", "passes": passes, "tokens_per_step": rates, "accepted": accepted, "reason": reason}
+
+
+def passes_of(model: PreTrainedModel) -> str:
+    """How its passes are computed on this CPU: "fused", or why not."""
+    report = model.lookahead.report().splitlines()
+    why_not = [line.removeprefix(start) for line in report if line.startswith(start := "given up: fused passes: ")]
+    return why_not[0] if why_not else report[0].removeprefix("passes: ")
 
 
 def described(error: Exception) -> str:
@@ -212,15 +220,17 @@ def summary(rows: list[dict]) -> str:
     counts = Counter(row["result"] for row in rows)
     trees = sum(row["guesses"] == "tree" for row in rows if row["result"] == "identical")
     identical = f"identical {counts['identical']} ({trees} by trees, {counts['identical'] - trees} by chains)"
-    return ", ".join([identical, *(f"{result} {counts[result]}" for result in RESULTS if result != "identical")])
+    fused = sum(row["passes"] == "fused" for row in rows)
+    others = [f"{result} {counts[result]}" for result in RESULTS if result != "identical"]
+    return ", ".join([identical, *others, f"in passes of one call {fused}"])
 
 
 def markdown(rows: list[dict], environment: dict) -> str:
     meanings = "\n".join(f"- **{result}**: {meaning}." for result, meaning in RESULTS.items())
     versions = ", ".join(f"{name} {environment[name]}" for name in ("lookahead", "transformers", "torch", "python"))
-    columns = ["model type", "class", "layers", "guesses", "result", "tokens per step", "reason"]
+    columns = ["model type", "class", "layers", "guesses", "passes", "result", "tokens per step", "reason"]
     cells = [
-        [row["model_type"], row["class"], row["layers"], row["guesses"], row["result"],
+        [row["model_type"], row["class"], row["layers"], row["guesses"], row["passes"], row["result"],
          " / ".join(f"{value:.2f}" for value in row["tokens_per_step"].values()), row["reason"]]
         for row in rows
     ]  # fmt: skip
@@ -239,6 +249,8 @@ result:
     {environment["command"]}
 
 {versions}
+
+Passes are those on a CPU: a call of our C++ each, or why not.
 
 Tokens per step are of the greedy and of the sampled text. A trained model will have others.
 

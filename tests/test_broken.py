@@ -161,8 +161,8 @@ def fused_pass_that_misses_the_first_key(monkeypatch):
 
     def extend(self, executor, b, cache, rows):
         caches, held = original(self, executor, b, cache, rows)
-        skipped = executor.caches[0][1] * executor.like.element_size() * (held[0] > 0)
-        caches = [(keys + skipped, values + skipped, stride) for keys, values, stride in caches]
+        skipped = executor.caches[0].key_size * executor.like.element_size() * (held[0] > 0)
+        caches = [(keys + skipped, values + skipped, *strides) for keys, values, *strides in caches]
         return caches, [seen - (seen > 0) for seen in held]
 
     monkeypatch.setattr(FusedRunner, "_extend", extend)

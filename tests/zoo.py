@@ -26,6 +26,10 @@ GROUPED = {
     **{"topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
     "routed_scaling_factor": 2.5,
 }
+LATENT = {
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 32},
+    **{"num_key_value_heads": 4, "initializer_range": 0.014},
+}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48, "vocab_size": VOCABULARY}
 
@@ -83,6 +87,13 @@ ALIKE = {
     "cwm": {**HEAD, **MIXED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "seed_oss": HEAD,
     "olmo3": MIXED,
+    "gemma4_text": {
+        **{**HEAD, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,  # of its embeddings, before which the norms of its many parts drown them
+        **{"sliding_window": WINDOW, "global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY},
+    },
     "exaone4": {**HEAD, **MIXED},
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
@@ -121,8 +132,33 @@ ALIKE = {
         **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
         **{"moe_layer_start_index": 1, "moe_layer_end_index": 1},
     },
+    "deepseek_v2": {**LATENT, **GROUPED, "topk_method": "greedy"},
+    "deepseek_v3": {**LATENT, **GROUPED},
+    "glm4_moe_lite": {**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
+    "axk1": {**LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
+    "youtu": LATENT,
+    "codegen": {**GPT, "rotary_dim": 4},
+    "nanochat": {"final_logit_softcapping": 15.0},
+    "apertus": HEAD,
+    "afmoe": {
+        **{**HEAD, **MIXED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True},
+    },
+    "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+# Of models that take images, too: the model type of their text side, and further settings.
+WITH_IMAGES: dict[str, tuple[str, dict]] = {
+    "gemma3": (
+        "gemma3_text",
+        {"vision_config": {**_VISION, "image_size": 16, "patch_size": 8}, "image_token_id": VOCABULARY},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {"vision_config": _VISION, "image_token_id": 97, "video_token_id": 98, "audio_token_id": 99},
+    ),
 }
 WITH_STATE = {"lfm2", "qwen3_next", "falcon_h1", "mamba2"}
 CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their cache position
@@ -131,14 +167,18 @@ CHAIN_ONLY = {"bloom", "mpt", *WITH_STATE}  # ALiBi biases keys by their cache p
 def tiny_model(model_type: str, seed: int = 0, **settings):
     """Return a random float32 model in eval mode, whose logits are spread enough for varied, non-uniform sampling."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**COMMON, **(SETTINGS | ALIKE).get(model_type, {}), **settings})
+    of_text, more = WITH_IMAGES.get(model_type, (model_type, {}))
+    settings = {**COMMON, **(SETTINGS | ALIKE).get(of_text, {}), **settings}
+    config = AutoConfig.for_model(model_type, **({**more, "text_config": settings} if more else settings))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4)  # with the usual 0.02, all contexts look alike
+            if parameter.ndim >= 2 and not parameter.any():
+                parameter.normal_(std=0.08)  # or all experts would be the same to it
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("e_score_correction_bias"):  # it is zero at first
+            if name.endswith(("e_score_correction_bias", "expert_bias")):  # it is zero at first
                 tensor.normal_(std=0.2)
     model.generation_config.pad_token_id = 2
     return model

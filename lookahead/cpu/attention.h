@@ -20,7 +20,7 @@
 
 namespace attention {
 
-constexpr int KEYS = 64, MAX_SIZE = 256;
+constexpr int KEYS = 64, MAX_SIZE = 576;
 constexpr long NEAR = 64;   // a guess is at most so deep, so that no far key is one of the step's own
 constexpr long PART = 256;  // far keys that a thread takes at a time, at least
 constexpr int TILE_QUERIES = 128;  // queries that share the tiles of keys and values
@@ -171,7 +171,7 @@ static inline Floats capped(Floats score, float cap) {
 struct Part {
     float* largest;  // [queries]
     float* total;    // [queries]
-    float* sums;     // [queries][size]
+    float* sums;     // [queries][value_size]
 };
 
 // What `Attention::run` needs beside registers. It lies in the caller's room, for a thread's stack may be small.
@@ -207,17 +207,24 @@ struct Attention {
     const T* mask;       // [rows][masked], added to the scores of the last keys
     const bool* hidden;  // in place of a mask: which of them are not seen. With neither, attention is causal
     T* out;
-    long heads, key_heads, rows, keys, masked, size, head_stride, row_stride, key_stride;
+    long heads, key_heads, rows, keys, masked;
+    long size, value_size;  // numbers of a head of queries and keys, and of values and results
+    long head_stride, row_stride, key_stride, value_stride;
     float scaling;
     long start = 0;              // position of the first key
     const long* near = nullptr;  // [rows]: the first of a row's near keys. Without it, all keys are far
     float cap = 0;               // of scores, or 0
     const T* sinks = nullptr;    // [heads]: the score of a key without a value, of which `join` knows; or null
+    const T* more = nullptr;     // the last more_size numbers of each key, which lie apart; or null
+    long more_size = 0, more_stride = 0;
 
+    long key_size() const { return size - more_size; }  // numbers that lie together
     long queries() const { return heads / key_heads * rows; }  // of a key head
     bool is_causal() const { return !mask && !hidden; }
     long free() const { return keys - (is_causal() ? rows : masked); }  // number of first keys, which all rows see
-    bool in_tiles() const { return HAS_TILE_UNIT && sizeof(T) == 2 && size % 32 == 0; }
+    bool in_tiles() const {
+        return HAS_TILE_UNIT && sizeof(T) == 2 && size % 32 == 0 && value_size % 32 == 0 && !more;
+    }
     long lanes() const { return in_tiles() ? TILE_QUERIES : LANES; }
     long blocks() const { return (queries() + lanes() - 1) / lanes(); }
 
@@ -230,7 +237,8 @@ struct Attention {
 #endif
 #ifdef __AVX512BF16__
         if constexpr (sizeof(T) == 2)
-            if (size % 16 == 0 && !floats_are_faster()) return block_by<ByPairs>(head, first, begin, end, part, room);
+            if (key_size() % 16 == 0 && more_size % 16 == 0 && value_size % 16 == 0 && !floats_are_faster())
+                return block_by<ByPairs>(head, first, begin, end, part, room);
 #endif
         block_by<BySingles>(head, first, begin, end, part, room);
     }
@@ -249,11 +257,11 @@ struct Attention {
         for (long i = 0; i < count; i++) {
             const float share = exponential<8>(Lanes<8>::Floats{} + parts.largest[i * n + query] - largest)[0];
             total += share * parts.total[i * n + query];
-            for (long d = 0; d < size; d++) sums[d] += share * parts.sums[(i * n + query) * size + d];
+            for (long d = 0; d < value_size; d++) sums[d] += share * parts.sums[(i * n + query) * value_size + d];
         }
         if (sinks) total += exponential<8>(Lanes<8>::Floats{} + sink - largest)[0];
-        T* to = out + (query % rows * heads + of) * size;
-        for (long d = 0; d < size; d++) store(sums[d] / total, to + d);
+        T* to = out + (query % rows * heads + of) * value_size;
+        for (long d = 0; d < value_size; d++) store(sums[d] / total, to + d);
     }
 
    private:
@@ -289,10 +297,12 @@ struct Attention {
         Floats* const p = first_p;
         const long groups = heads / key_heads;
         const int lanes = std::min<long>(L * W, queries() - first);
-        const T *keys_here = key + head * key_stride, *values_here = value + head * key_stride;
+        const T *keys_here = key + head * key_stride, *values_here = value + head * value_stride;
+        const T* const more_here = more + head * more_stride;
+        const long of_key = key_size();
         Floats largest[W], total[W] = {};
         memset(q, 0, sizeof q);
-        std::fill(sums, sums + size * W, Floats{});
+        std::fill(sums, sums + value_size * W, Floats{});
         std::fill(largest, largest + W, Floats{} + HIDDEN);
         long row[L * W], least_near = keys, most_near = 0;
         T* outs[L * W];
@@ -301,7 +311,7 @@ struct Attention {
             row[lane] = (first + lane) % rows;
             const T* x = query + of * head_stride + row[lane] * row_stride;
             for (long d = 0; d < size; d++) By::put(x[d], d, lane % L, q[d / TOGETHER * W + lane / L]);
-            outs[lane] = out + (row[lane] * heads + of) * size;
+            outs[lane] = out + (row[lane] * heads + of) * value_size;
             if (near) least_near = std::min(least_near, near[row[lane]]), most_near = std::max(most_near, near[row[lane]]);
         }
         long from = free();  // the first key that some row does not see; near ones, behind the first that all rows have
@@ -318,8 +328,12 @@ struct Attention {
             std::fill(p, p + n * W, Floats{});
             for (long j = 0; j < n; j += KEYS) {
                 const long m = std::min<long>(KEYS, n - j);
-                multiply<By, W>(p + j * W, By::keys(keys_here + (begin + j) * size, m, size, room), size / TOGETHER, 1, q,
-                                m, size / TOGETHER, values_here + (begin + j) * size, m * size * sizeof(T));
+                multiply<By, W>(p + j * W, By::keys(keys_here + (begin + j) * of_key, m, of_key, room), of_key / TOGETHER,
+                                1, q, m, of_key / TOGETHER, values_here + (begin + j) * value_size,
+                                m * value_size * sizeof(T));
+                if (more)
+                    multiply<By, W>(p + j * W, By::keys(more_here + (begin + j) * more_size, m, more_size, room),
+                                    more_size / TOGETHER, 1, q + of_key / TOGETHER * W, m, more_size / TOGETHER, nullptr, 0);
             }
             for (long j = 0; j < n * W; j++) p[j] *= scaling;
             if (cap)
@@ -336,26 +350,28 @@ struct Attention {
                 for (long j = w; j < n * W; j += W) largest[w] = p[j] > largest[w] ? p[j] : largest[w];
                 const Floats fade = exponential<L>(before - largest[w]);
                 total[w] *= fade;
-                for (long d = w; d < size * W; d += W) sums[d] *= fade;
+                for (long d = w; d < value_size * W; d += W) sums[d] *= fade;
                 for (long j = w; j < n * W; j += W) total[w] += p[j] = exponential<L>(p[j] - largest[w]);
             }
             for (long j = 0; j < n; j += KEYS) {
                 const long m = std::min<long>(KEYS, n - j);
-                multiply<By, W>(sums, By::values(values_here + (begin + j) * size, m, size, room), 1, size,
-                                By::template weights<W>(p + j * W, m, weights), size, (m + TOGETHER - 1) / TOGETHER,
-                                keys_here + (begin + j + KEYS) * size, m * size * sizeof(T));
+                multiply<By, W>(sums, By::values(values_here + (begin + j) * value_size, m, value_size, room), 1,
+                                value_size, By::template weights<W>(p + j * W, m, weights), value_size,
+                                (m + TOGETHER - 1) / TOGETHER,
+                                keys_here + (begin + j + KEYS) * of_key, m * of_key * sizeof(T));
             }
         }
         const float *const of_lanes = (const float*)sums, *const totals = (const float*)total;
         if (!part) {
             for (int lane = 0; lane < lanes; lane++)
-                for (long d = 0; d < size; d++) store(of_lanes[d * W * L + lane] / totals[lane], outs[lane] + d);
+                for (long d = 0; d < value_size; d++) store(of_lanes[d * W * L + lane] / totals[lane], outs[lane] + d);
             return;
         }
         memcpy(part->largest + first, largest, lanes * sizeof(float));
         memcpy(part->total + first, total, lanes * sizeof(float));
         for (int lane = 0; lane < lanes; lane++)
-            for (long d = 0; d < size; d++) part->sums[(first + lane) * size + d] = of_lanes[d * W * L + lane];
+            for (long d = 0; d < value_size; d++)
+                part->sums[(first + lane) * value_size + d] = of_lanes[d * W * L + lane];
     }
 };
 

@@ -12,6 +12,7 @@
 #include <atomic>
 
 #include "digest.h"
+#include "head_products.h"
 #include "peaks.h"
 #include "products.h"
 #include "threads.h"
@@ -29,9 +30,10 @@ constexpr int SPINS = 4096;
 // together, and bytes of a `Choice`.
 #define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8)
 #define KINDS(DO)                                                                                                 \
-    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(SELECT) DO(ROTARY) DO(APPEND) DO(ATTEND) DO(GATE)       \
-    DO(EXPERTS) DO(WEIGH) DO(ADD) DO(KEEP) DO(LOGITS)
-#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED)
+    DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(HEADPRODUCTS) DO(SELECT) DO(JOIN) DO(ROTARY) DO(APPEND) \
+    DO(ATTEND) DO(GATE) DO(XIELU)                                                                             \
+    DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(KEEP) DO(LOGITS)
+#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED) DO(SIGMOID)
 
 #define OPERATION(FIELD, T)                                                                             \
     FIELD(long, kind)                                                                                   \
@@ -41,7 +43,8 @@ constexpr int SPINS = 4096;
     FIELD(long, out)         /* and the one that it writes */                                           \
     FIELD(long, width)       /* numbers of a row of x */                                                \
     FIELD(long, size)        /* of these, those of a head, or those that are normed together */         \
-    FIELD(const T*, weight)  /* of a norm, of an embedding, or sinks of attention */                    \
+    FIELD(long, value_size)  /* numbers of a head of values, and of what attention makes */             \
+    FIELD(const T*, weight)  /* of a norm, an embedding or heads, or sinks of attention */              \
     FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
     FIELD(const T*, bias)    /* of a norm, or an embedding of positions; or null */                     \
     FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then two of each */   \
@@ -54,28 +57,34 @@ constexpr int SPINS = 4096;
     FIELD(long, rounds_weights)  /* and rounded */                                                      \
     FIELD(long, is_sigmoid)  /* they are sigmoids, and no softmax */                                    \
     FIELD(long, groups)      /* of experts, */                                                          \
-    FIELD(long, top_groups)  /* and those of which a row chooses */                                     \
+    FIELD(long, top_groups)  /* and those of which a row chooses, */                                    \
+    FIELD(long, best_of_group)  /* by the sum of their best one or two */                               \
     FIELD(const float*, correction) /* [experts], added where they are chosen; or null */               \
     FIELD(const float*, router) /* [experts][width]; null if it is the first product */                 \
+    FIELD(const float*, scales) /* [experts], by which their weights are multiplied; or null */         \
     FIELD(long, taken)       /* heads of each `count` that are selected, from `index` on, */            \
     FIELD(long, repeats)     /* each so many times */                                                   \
-    FIELD(long, heads)       /* of these, in all */                                                     \
+    FIELD(long, heads)       /* of these, in all; or of what is multiplied or joined by heads */        \
+    FIELD(long, is_transposed)  /* rows of a head's weights take its numbers, and do not give them */   \
+    FIELD(long, is_latent)   /* keys are also values, and what the cache holds as values is more of keys */ \
     FIELD(long, index)       /* of a layer of the cache, a rotary embedding or an output; an offset */  \
     FIELD(long, rounds_once) /* not before a norm multiplies, or rotary products are added up */        \
     FIELD(long, is_centered) /* a norm takes the mean away */                                           \
-    FIELD(long, is_interleaved) /* neighbouring numbers turn together */                                \
+    FIELD(long, is_interleaved) /* neighbouring numbers turn together, */                               \
+    FIELD(long, separates)   /* and come to stand in two halves */                                      \
     FIELD(long, activation)                                                                             \
-    FIELD(double, factor)    /* of what is embedded, added, attended with, or of experts */             \
+    FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
     FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
     FIELD(double, limit)     /* of gates of experts, which then stand beside their numbers; or 0 */     \
-    FIELD(double, alpha)     /* of these */                                                             \
+    FIELD(double, alpha)     /* of these, or of xIELU */                                                \
     FIELD(double, epsilon)   /* of a norm */                                                            \
     FIELD(double, offset)    /* added to the weights of a norm */
 
 #define CACHED(FIELD, T)                                                                                \
     FIELD(T*, keys)          /* [key heads][..][size]: the first key that the pass shows */             \
     FIELD(T*, values)                                                                                   \
-    FIELD(long, stride)      /* numbers from head to head */                                            \
+    FIELD(long, key_stride)  /* numbers from head to head */                                            \
+    FIELD(long, value_stride)                                                                           \
     FIELD(long, held)        /* keys before those of the pass */                                        \
     FIELD(const bool*, hidden)   /* [rows][masked]: which of the last keys are not seen */              \
     FIELD(long, masked)
@@ -228,7 +237,7 @@ static void normalize(const Operation<T>& norm, const T* x, long n, T* out) {
     else
         for (long i = 0; i < n; i++) {
             const float y = number(x[i]) * scale;
-            store((number(weight[i]) + offset) * (norm.rounds_once ? y : rounded_to<T>(y)), out + i);
+            store(weight ? (number(weight[i]) + offset) * (norm.rounds_once ? y : rounded_to<T>(y)) : y, out + i);
         }
 }
 
@@ -262,16 +271,39 @@ static INLINE Floats error_function(Floats x) {
     return x < 0 ? -y : y;
 }
 
+// The nearest numbers of type T.
+template <class T, class Floats>
+static INLINE Floats all_rounded_to(Floats x) {
+    T numbers[WIDTH];
+    store(x, numbers);
+    return load(numbers);
+}
+
+// exp(x) - 1 for x <= 0. Near 0, by the first terms of its series.
+template <class Floats>
+static INLINE Floats exponential_less_1(Floats x) {
+    Floats y = x * (1 / 5040.0f) + 1 / 720.0f;
+    y = y * x + 1 / 120.0f;
+    y = y * x + 1 / 24.0f;
+    y = y * x + 1 / 6.0f;
+    y = y * x + 0.5f;
+    return x < -0.3f ? exponential<WIDTH>(x) - 1.0f : y * x * x + x;
+}
+
+// xIELU (Huang & Schlag 2024, arXiv 2411.13010) of WIDTH numbers, rounded to T at each step of the formula.
+template <class T, class Floats>
+static INLINE Floats xielu(Floats x, float positive, float negative, float beta, float least) {
+    const auto rounded = [](Floats y) { return all_rounded_to<T>(y); };
+    const Floats below = exponential_less_1(x < least ? x : Floats{} + least);
+    return rounded(x > 0 ? rounded(positive * x) * x : negative * rounded(rounded(below) - x)) + rounded(beta * x);
+}
+
 // x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3) is GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) as
 // approximated by tanh, for 1 + tanh(z) is 2 * sigmoid(2 * z). This one rounds to T at each step of the formula, as
 // transformers' NewGELUActivation does.
 template <class T, class Floats>
 static INLINE Floats gelu_in_steps(Floats x) {
-    const auto rounded = [](Floats y) {
-        T numbers[WIDTH];
-        store(y, numbers);
-        return load(numbers);
-    };
+    const auto rounded = [](Floats y) { return all_rounded_to<T>(y); };
     const Floats z = rounded(0.79788456f * rounded(x + rounded(0.044715f * rounded(rounded(x * x) * x))));
     const Floats power = exponential<WIDTH>(z < 0 ? 2.0f * z : -2.0f * z), size = (1.0f - power) / (1.0f + power);
     return rounded(0.5f * x) * rounded(1.0f + rounded(z < 0 ? -size : size));
@@ -284,6 +316,7 @@ static INLINE Floats activated(Floats x) {
     if constexpr (ACTIVATION == GELU) return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
     if constexpr (ACTIVATION == GELU_TANH) return times_sigmoid(x, x * (1.5957691216f + 0.0713548163f * x * x));
     if constexpr (ACTIVATION == GELU_NEW) return gelu_in_steps<T>(x);
+    if constexpr (ACTIVATION == SIGMOID) return times_sigmoid(Floats{} + 1.0f, x);
     const Floats positive = x < 0 ? Floats{} : x;  // NaN stays NaN
     return ACTIVATION == RELU ? positive : positive * positive;
 }
@@ -409,15 +442,51 @@ struct Thread {
         });
     }
 
+    // The numbers of each head of one input, then those of the other.
+    void join(const Operation<T>& of) {
+        const T *const x = buffer(of.x), *const more = buffer(of.y);
+        T* const out = buffer(of.out);
+        const long first = of.width / of.heads, rest = of.size - first;
+        for_heads(of.heads, [&](long head, long row) {
+            const long at = row * of.heads + head;
+            std::copy_n(x + at * first, first, out + at * of.size);
+            std::copy_n(more + at * rest, rest, out + at * of.size + first);
+        });
+    }
+
+    void multiply_heads(const Operation<T>& of) {
+        const long width = of.width / of.heads, n = of.is_transposed ? width : of.size;  // n rows of weights for a head
+        const long to_width = of.size * of.heads;
+        const T* const x = buffer(of.x);
+        T* const out = buffer(of.out);
+        for (long head = of.heads == 1 ? 0 : index; head < of.heads; head += pass.threads) {
+            const T* const w = of.weight + (head * of.count + of.index) * of.value_size;
+            const auto rows = [&](auto together, long row) {
+                heads::multiply<together>(x + row * of.width + head * width, of.width, w, of.value_size, n, of.is_transposed,
+                                          out + row * to_width + head * of.size, to_width);
+            };
+            long row = 0;
+            for (; row + 4 <= pass.rows && of.heads > 1; row += 4) rows(std::integral_constant<int, 4>(), row);
+            for (; row < pass.rows; row++)
+                if (of.heads > 1 || row % pass.threads == index) rows(std::integral_constant<int, 1>(), row);
+        }
+    }
+
     void rotary(const Operation<T>& turn) {
         const RotaryTable<T>& table = ((const RotaryTable<T>*)pass.rotaries)[turn.index];
-        const auto rotated = turn.is_interleaved ? turn.rounds_once ? rotate<float, true, T> : rotate<T, true, T>
+        const bool is_interleaved = turn.is_interleaved && !turn.separates;
+        const auto rotated = is_interleaved      ? turn.rounds_once ? rotate<float, true, T> : rotate<T, true, T>
                              : turn.rounds_once  ? rotate<float, false, T>
                                                  : rotate<T, false, T>;
         T *const x = buffer(turn.x), *const out = buffer(turn.out);
         for_heads(turn.width / turn.size, [&](long head, long row) {
             const long at = row * turn.width + head * turn.size, turned = pass.positions[row] * table.width;
             if (out != x) std::copy_n(x + at, turn.size, out + at);
+            if (turn.separates) {
+                T apart[attention::MAX_SIZE];
+                for (long i = 0; i < table.width; i++) apart[i % 2 * (table.width / 2) + i / 2] = out[at + i];
+                std::copy_n(apart, table.width, out + at);
+            }
             rotated(out + at, table.cos + turned, table.sin + turned, table.width);
         });
     }
@@ -432,13 +501,14 @@ struct Thread {
 
     void append(const Operation<T>& append) {
         const T *const keys = buffer(append.x), *const values = buffer(append.y);
+        const long heads = append.width / append.size;
         for_sequences(append, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
             const long begin = sequence.begin, end = begin + sequence.rows;
-            for_heads(append.width / append.size, begin, end, [&](long head, long row) {
-                const long from = row * append.width + head * append.size;
-                const long to = head * cache.stride + (cache.held + row - begin) * append.size;
-                std::copy_n(keys + from, append.size, cache.keys + to);
-                std::copy_n(values + from, append.size, cache.values + to);
+            for_heads(heads, begin, end, [&](long head, long row) {
+                const long from = row * heads + head, to = cache.held + row - begin;
+                std::copy_n(keys + from * append.size, append.size, cache.keys + head * cache.key_stride + to * append.size);
+                std::copy_n(values + from * append.value_size, append.value_size,
+                            cache.values + head * cache.value_stride + to * append.value_size);
             });
         });
     }
@@ -466,11 +536,16 @@ struct Thread {
             const long begin = std::min(position - attention::NEAR, sequence.length) / attention::KEYS * attention::KEYS;
             near_of[row] = std::max(0L, begin - start), far = std::max(far, near_of[row]);
         }
-        const long first = sequence.begin * attend.width;
-        const attention::Attention<T> all = {
-            buffer(attend.x) + first, cache.keys, cache.values, nullptr, cache.hidden, buffer(attend.out) + first,
-            attend.width / attend.size, attend.count, rows, keys, cache.masked, attend.size, attend.size, attend.width,
-            cache.stride, float(attend.factor), start, pass.has_near ? near_of : nullptr, float(attend.cap), attend.weight};
+        const long heads = attend.width / attend.size, of_out = sequence.begin * heads * attend.value_size;
+        attention::Attention<T> all = {
+            buffer(attend.x) + sequence.begin * attend.width, cache.keys, cache.values, nullptr, cache.hidden,
+            buffer(attend.out) + of_out, heads, attend.count, rows, keys, cache.masked, attend.size, attend.value_size,
+            attend.size, attend.width, cache.key_stride, cache.value_stride, float(attend.factor), start,
+            pass.has_near ? near_of : nullptr, float(attend.cap), attend.weight};
+        if (attend.is_latent) {
+            all.more = cache.values, all.more_size = attend.size - attend.value_size, all.more_stride = cache.value_stride;
+            all.value = cache.keys, all.value_stride = cache.key_stride;
+        }
         Attended found = {all, 0, pass.has_near, {}};
         for (long end = 0; end < far; found.parts++) {
             end = std::min(far, attention::end_of_part(start + end) - start);
@@ -481,7 +556,7 @@ struct Thread {
 
     // The parts of a sequence's attention lie behind those of the sequences before it. of: where these end, in queries.
     attention::Part part_at(const Operation<T>& attend, long of) const {
-        return {pass.largest + of, pass.total + of, pass.sums + of * attend.size};
+        return {pass.largest + of, pass.total + of, pass.sums + of * attend.value_size};
     }
 
     // Threads take parts of the keys of all heads as they come to it, the larger ones of a sequence first.
@@ -506,10 +581,10 @@ struct Thread {
             }
             first += some.items(), before += some.queries() * some.parts, is_joined |= some.is_joined();
         });
-        if (is_joined) join(attend);
+        if (is_joined) join_parts(attend);
     }
 
-    void join(const Operation<T>& attend) {
+    void join_parts(const Operation<T>& attend) {
         meet();
         long first = 0, before = 0;  // queries of all heads, also by parts, of the sequences before
         for_sequences(attend, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
@@ -608,6 +683,20 @@ struct Thread {
             activate<ACTIVATION>(x + at, by ? by + at : nullptr, out + at, end - begin);
     }
 
+    void apply_xielu(const Operation<T>& of) {
+        const long begin = share(of.width, index), end = share(of.width, index + 1);
+        const T* const x = buffer(of.x);
+        T* const out = buffer(of.out);
+        for (long row = 0; row < pass.rows; row++)
+            for (long i = begin; i < end; i += WIDTH) {
+                const long at = row * of.width + i, n = std::min<long>(WIDTH, end - i);
+                T some[WIDTH] = {};
+                std::copy_n(x + at, n, some);
+                store(xielu<T>(load(some), of.factor, of.alpha, of.offset, of.limit), some);
+                std::copy_n(some, n, out + at);
+            }
+    }
+
     void activate_by_kind(const Operation<T>& now) {
         switch (now.activation) {
 #define BY_KIND(NAME) \
@@ -636,14 +725,14 @@ struct Thread {
             }
     }
 
-    // Leave only the experts of the groups whose two best ones add up to the most.
+    // Leave only the experts of the groups whose best ones add up to the most.
     static void leave_groups(const Operation<T>& of, long experts, float* ranks) {
         const long size = experts / of.groups;
         float best[MOST_EXPERTS];
         for (long group = 0; group < of.groups; group++) {
             const auto is_better = [](float a, float b) { return a > b; };
-            float two[2];
-            std::partial_sort_copy(ranks + group * size, ranks + (group + 1) * size, two, two + 2, is_better);
+            float two[2] = {};
+            std::partial_sort_copy(ranks + group * size, ranks + (group + 1) * size, two, two + of.best_of_group, is_better);
             best[group] = two[0] + two[1];
         }
         for (long left = of.groups; left > of.top_groups; left--) {
@@ -684,6 +773,7 @@ struct Thread {
                 float& weight = by_row[row * of.top_k + k].weight;
                 if (of.adds_to_one) weight /= chosen + 1e-20f;
                 weight *= float(of.factor);
+                if (of.scales) weight *= of.scales[by_row[row * of.top_k + k].row];
                 if (of.rounds_weights) weight = rounded_to<T>(weight);
             }
         }
@@ -700,18 +790,18 @@ struct Thread {
     void experts(const Operation<T>& of) {
         const auto* const router = (const Product<T>*)of.products;
         const long experts = (of.count - 1) / 2, width = of.width, inner = router[1].matrix.outputs / 2;
-        const T* const x = buffer(of.x);
+        const T *const x = buffer(of.x), *const routed = of.y < 0 ? x : buffer(of.y);
         T *const scores = buffer(of.temporary[0]), *const gathered = buffer(of.temporary[1]);
         T* const halves = buffer(of.temporary[2]);
         Choice* const choices = (Choice*)buffer(of.temporary[3]);
         T *const gated = buffer(of.temporary[4]), *const products = buffer(of.temporary[5]);  // shared; a row each choice
         long begins[MOST_EXPERTS + 1];
         if (of.router) {
-            route(of, x, experts, (float*)scores);
+            route(of, routed, experts, (float*)scores);
         } else {
             Matrix<T> routing = router->matrix;
             routing.out = scores;
-            multiply(prepare(x, pass.rows, width, router, 1), routing, 0, experts, nullptr);
+            multiply(prepare(routed, pass.rows, width, router, 1), routing, 0, experts, nullptr);
         }
         choose(of, scores, experts, choices, begins);
         const long begin = share(inner, index), n = share(inner, index + 1) - begin;
@@ -759,6 +849,13 @@ struct Thread {
             const float weight = rounded_to<T>(1 / (1 + std::exp(-number(by[row]))));
             for (long i = row * weigh.width; i < (row + 1) * weigh.width; i++) store(weight * number(x[i]), out + i);
         }
+    }
+
+    void scale(const Operation<T>& scale) {
+        const T* const x = buffer(scale.x);
+        T* const out = buffer(scale.out);
+        const float factor = scale.factor;
+        for (long i = 0; i < pass.rows * scale.width; i++) store(factor * number(x[i]), out + i);
     }
 
     void add(const Operation<T>& add) {
@@ -815,13 +912,17 @@ struct Thread {
                 case NORM: norm(now); break;
                 case NORM_HEADS: norm_heads(now); break;
                 case PRODUCTS: multiply_shares(now); break;
+                case HEADPRODUCTS: multiply_heads(now); break;
                 case SELECT: select(now); break;
+                case JOIN: join(now); break;
                 case ROTARY: rotary(now); break;
                 case APPEND: append(now); break;
                 case ATTEND: attend(now); break;
                 case GATE:
                 case EXPERTS: activate_by_kind(now); break;
+                case XIELU: apply_xielu(now); break;
                 case WEIGH: weigh(now); break;
+                case SCALE: scale(now); break;
                 case ADD: add(now); break;
                 case KEEP: keep(now); break;
                 case LOGITS: has_nan = logits(now); break;

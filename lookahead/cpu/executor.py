@@ -69,12 +69,7 @@ def _described() -> _Described:
 
 def serves(program: Program) -> bool:
     """Whether this processor's `Executor` takes this program."""
-    return (
-        program.dtype in _kernels()
-        and program.fits()
-        and all(0 < size <= MAX_HEAD_DIM for _, size in program.caches)
-        and all(map(_keeps_limits, program.operations))
-    )
+    return program.dtype in _kernels() and program.fits() and all(map(_keeps_limits, program.operations))
 
 
 def _keeps_limits(operation: op.Operation) -> bool:
@@ -84,6 +79,8 @@ def _keeps_limits(operation: op.Operation) -> bool:
             return len(of) <= limits["MOST_PRODUCTS"]
         case op.Experts(count=count, inner=inner):  # whose halves are parts of a layer
             return count <= limits["MOST_EXPERTS"] and inner % limits["OUTPUTS_TOGETHER"] == 0
+        case op.Attend(size=size):
+            return max(size, operation.value_size) <= MAX_HEAD_DIM
     return True
 
 
@@ -163,7 +160,7 @@ class _Buffers:
         self._itemsize = program.dtype.itemsize
         self.meets: list[bool] = []
         """For each operation, whether threads meet before it."""
-        gates = [operation for operation in program.operations if isinstance(operation, op.Gate)]
+        gates = [operation for operation in program.operations if isinstance(operation, (op.Gate, op.Xielu))]
         self._gated = {value for gate in gates for value in gate.read()}
         self._last = {value: i for i, operation in enumerate(program.operations) for value in operation.read()}
         self._free: list[_Buffer] = []
@@ -178,11 +175,11 @@ class _Buffers:
     def _place(self, i: int, operation: op.Operation) -> None:
         """Find the buffers of what an operation makes, and whether threads must meet before it."""
         of_rows = isinstance(operation, op.Norm) and not operation.of_heads
-        is_private = of_rows or isinstance(operation, (op.Embed, op.Add, op.Weigh, op.Experts))
+        is_private = of_rows or isinstance(operation, (op.Embed, op.Scale, op.Add, op.Weigh, op.Experts))
         part, reads = self._part(operation), [self.of[value] for value in operation.read()]
         dying = [self.of[value] for value in dict.fromkeys(operation.read()) if self._last[value] == i]
         outs = []
-        if isinstance(operation, (op.Norm, op.Rotary, op.Gate, op.Add)):  # they can work in place
+        if isinstance(operation, (op.Norm, op.Rotary, op.Gate, op.Xielu, op.Scale, op.Add)):  # they can work in place
             outs = [buffer for buffer in dying if buffer.is_private == is_private][:1]
         meets = any(_conflict(buffer, part, writes=False) for buffer in reads)
         meets = meets or any(_conflict(buffer, part, writes=True) for buffer in outs)
@@ -229,7 +226,7 @@ class _Buffers:
         match operation:
             case op.Products(outs=outs) if self.is_each_shared(operation):
                 return "outputs", outs[0].width
-            case op.Gate(x=x):
+            case op.Gate(x=x) | op.Xielu(x=x):
                 return "outputs", x.width
             case (
                 op.Norm(x=x, size=size, of_heads=True)
@@ -238,6 +235,8 @@ class _Buffers:
                 | op.Select(out=x, size=size)
             ):
                 return "heads", x.width // size
+            case op.HeadProducts(heads=heads) | op.Join(heads=heads):
+                return "heads", heads
         return None
 
 
@@ -253,9 +252,9 @@ class Rows(NamedTuple):
     """int64 [T]."""
     positions: np.ndarray
     """int64 [T]."""
-    caches: Sequence[tuple[int, int, int]]
+    caches: Sequence[tuple[int, int, int, int]]
     """For each layer, the addresses of the first key and value that it shows, [key heads, .., head size], and how many
-    numbers lie between two heads."""
+    numbers lie between two heads of each."""
     held: Sequence[int]
     """For each layer, how many keys it shows before the T rows."""
     hidden: Sequence[tuple[np.ndarray, Sequence[int]]]
@@ -299,8 +298,7 @@ class Executor:
         self._digests = [linear.digest for linear in copied]
         self._made = [(linear.weight, linear.scales, linear.offsets) for linear in copied]
         self.caches, self.rotaries, self.positions = program.caches, program.rotaries, program.positions
-        self._least = min([size for _, size in self.caches], default=0)  # numbers of a head
-        self.vocabulary, self.like = len(program.embedding), torch.empty(0, dtype=program.dtype, device="cpu")
+        self.vocabulary, self.like = program.vocabulary, torch.empty(0, dtype=program.dtype, device="cpu")
         self.outputs = len([one for one in program.operations if isinstance(one, op.Keep)])
         logits = program.operations[-1]
         assert isinstance(logits, op.Logits)
@@ -317,7 +315,7 @@ class Executor:
         addresses = self.digests.ctypes.data + self.digests.strides[0] * np.arange(len(self.digests))
         self._products = self._lay_out(program, buffers, [int(a) * (i in digested) for i, a in enumerate(addresses)])
         self._cached = np.zeros((0, len(self.caches)), described.cached)  # by sequence and layer
-        self._places: list[Sequence[tuple[int, int, int]]] = []  # the `Rows.caches` that stand in `_cached`
+        self._places: list[Sequence[tuple[int, int, int, int]]] = []  # the `Rows.caches` that stand in `_cached`
         self._rotary_tables = np.zeros(len(self.rotaries), described.rotary_table)
         self._rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # in these tables
         self._turned = 0  # positions of those
@@ -352,21 +350,34 @@ class Executor:
                     names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered"
                     settings = {name: getattr(operation, name) for name in names} | {"width": x.width}
                     kind = "NORM_HEADS" if operation.of_heads else "NORM"
-                case op.Rotary(x, _, size, name, rounds_once, is_interleaved):
-                    settings = {"width": x.width, "size": size, "index": self.rotaries.index(name)}
-                    settings |= {"rounds_once": rounds_once, "is_interleaved": is_interleaved}
+                case op.HeadProducts(x, out, weight, heads, first, is_transposed):
+                    settings = {"width": x.width, "size": out.width // heads, "weight": weight, "heads": heads}
+                    settings |= {"count": len(weight) // heads, "index": first, "is_transposed": is_transposed}
+                    settings["value_size"] = weight.shape[1]
+                case op.Join(x, out, more, heads):
+                    settings = {"width": x.width, "y": more, "heads": heads, "size": out.width // heads}
+                case op.Rotary(x, _, size, name, rounds_once, is_interleaved, separates):
+                    settings = {"width": x.width, "size": size, "index": list(self.rotaries).index(name)}
+                    settings |= {"rounds_once": rounds_once, "is_interleaved": is_interleaved, "separates": separates}
                 case op.Append(keys, values, layer, size):
                     settings = {"width": keys.width, "size": size, "index": layer, "x": keys, "y": values}
+                    settings["value_size"] = operation.value_size
                 case op.Select(x, out, size, group, first, taken, repeats):
                     settings = {"width": x.width, "size": size, "count": group, "index": first}
                     settings |= {"taken": taken, "repeats": repeats, "heads": out.width // size}
                 case op.Attend(x, _, layer, size, key_heads, scaling, cap, sinks):
                     settings = {"width": x.width, "size": size, "index": layer, "count": key_heads, "factor": scaling}
-                    settings |= {"cap": cap, "weight": sinks}
+                    settings |= {"cap": cap, "weight": sinks, "value_size": operation.value_size}
+                    settings["is_latent"] = operation.is_latent
                 case op.Weigh(x, _, by):
                     settings = {"width": x.width, "y": by}
                 case op.Gate(x, _, activation, by):
                     settings = {"width": x.width, "activation": activations[activation.upper()], "y": by}
+                case op.Xielu(x, _, positive, negative, beta, least):
+                    settings = {"width": x.width, "factor": positive, "alpha": negative}
+                    settings |= {"offset": beta, "limit": least}
+                case op.Scale(x, _, factor):
+                    settings = {"width": x.width, "factor": factor}
                 case op.Add(x, _, more, factor):
                     settings = {"width": x.width, "y": more, "factor": factor}
                 case op.Keep(x, index):
@@ -378,10 +389,14 @@ class Executor:
                         matrices.insert(0, (0,) * len(matrices[0]))
                     kept += [np.array(matrices, np.int64), np.array(temporary, np.int64)]
                     settings = {"width": x.width, "products": kept[-2].ctypes.data, "count": len(matrices)}
-                    settings |= {"temporary": kept[-1].ctypes.data, "activation": activations[activation.upper()]}
+                    settings |= {
+                        "y": operation.routed,
+                        "temporary": kept[-1].ctypes.data,
+                        "activation": activations[activation.upper()],
+                    }
                     copied = (
                         *("top_k", "adds_to_one", "rounds_weights", "is_sigmoid", "factor", "groups", "top_groups"),
-                        *("limit", "alpha", "correction", "router"),
+                        *("best_of_group", "limit", "alpha", "correction", "router", "scales"),
                     )
                     settings |= {name: getattr(operation, name) for name in copied}
                     multiplying = -1  # which weights come first, only the pass itself finds
@@ -489,7 +504,8 @@ class Executor:
             found.append((begin, rows, one.length, rows + one.computed, one.temperature))
             begin += rows
             if one.caches != self._places[b]:
-                table["keys"], table["values"], table["stride"] = zip(*one.caches, strict=True)
+                places = zip(*one.caches, strict=True)
+                table["keys"], table["values"], table["key_stride"], table["value_stride"] = places
                 self._places[b] = one.caches
             table["held"] = one.held
             for array, layers in one.hidden:
@@ -522,8 +538,8 @@ class Executor:
         found = (ctypes.c_long * 3)()
         _sizes()[self.like.dtype](ctypes.byref(now), found)
         for_each, of_peaks, most_parts = found
-        of_heads = max((one.x.width for one in self._attends), default=0)
-        queries = max((one.x.width // one.size for one in self._attends), default=0)
+        of_heads = max((one.out.width for one in self._attends), default=0)
+        queries = max((one.heads for one in self._attends), default=0)
         of_parts = 4 * rows * most_parts
         sizes = {"shared": of_shared, "room": threads * for_each, "peaks": of_peaks, "sums": of_parts * of_heads}
         sizes |= {"largest": of_parts * queries, "total": of_parts * queries}
@@ -557,9 +573,9 @@ class Executor:
             table.ndim == 2
             and table.shape == pair[0].shape
             and table.shape[1] % 2 == 0
-            and 0 < table.shape[1] <= self._least
+            and 0 < table.shape[1] <= self.rotaries.get(name, table.shape[1])
             and products.is_plain_of(table, torch.float32)
-            for pair in rotary.values()
+            for name, pair in rotary.items()
             for table in pair
         )
 

@@ -11,7 +11,9 @@ import torch
 
 from lookahead.cpu.products import Format, Linear, is_plain_of
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared"]
+LANES = 16
+"""Numbers of the longest vector."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared", "sigmoid"]
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula."""
 
 
@@ -93,9 +95,9 @@ class Embed(Operation):
 class Norm(Operation):
     """out = x / rms(x) * (weight + offset); if it is centered, (x - mean) / deviation * (weight + offset) + bias.
 
-    weight, bias: [size]. Each `size` numbers of a row are normed together. RMS norms round before they multiply with
-    their weights, unless they round once. of_heads: x is what attention takes, queries or keys, and no row of the
-    hidden states.
+    weight, bias: [size]; None: as if all were 1, or 0. Each `size` numbers of a row are normed together. RMS norms
+    round before they multiply with their weights, unless they round once. of_heads: x is what attention takes, queries
+    or keys, and no row of the hidden states.
     """
 
     x: Value
@@ -111,8 +113,12 @@ class Norm(Operation):
 
     def fits(self) -> bool:
         shapes = {tuple(tensor.shape) for tensor in self.tensors()}
-        has_weights = self.is_centered or (self.weight is not None and self.bias is None)
-        return has_weights and shapes <= {(self.size,)} and self.size > 0 and self.x.width % self.size == 0
+        return (
+            (self.is_centered or self.bias is None)
+            and shapes <= {(self.size,)}
+            and self.size > 0
+            and self.x.width % self.size == 0
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,11 +162,57 @@ class Select(Operation):
 
 
 @dataclass(frozen=True, eq=False)
+class HeadProducts(Operation):
+    """The numbers of each head of x, multiplied with rows of a weight that are the head's own, from `first` on.
+
+    weight: [heads * rows of each, width]. The rows give the numbers of a head of out, and take a head of `width`; if
+    they are transposed, they take the numbers of a head of x, and give a head of `width`.
+    """
+
+    x: Value
+    out: Value
+    weight: torch.Tensor
+    heads: int
+    first: int
+    is_transposed: bool
+
+    @property
+    def taken(self) -> int:
+        """Rows for each head."""
+        return (self.x if self.is_transposed else self.out).width // self.heads
+
+    def fits(self) -> bool:
+        rows, width = self.weight.shape
+        of_width, of_rows = (self.out, self.x) if self.is_transposed else (self.x, self.out)
+        return (
+            rows % self.heads == of_rows.width % self.heads == 0
+            and of_width.width == self.heads * width
+            and 0 <= self.first < self.first + self.taken <= rows // self.heads
+            and width % LANES == 0
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Join(Operation):
+    """Each head of out is a head of x, followed by one of more."""
+
+    x: Value
+    out: Value
+    more: Value
+    heads: int
+
+    def fits(self) -> bool:
+        has_whole_heads = not self.x.width % self.heads and not self.more.width % self.heads
+        return has_whole_heads and self.out.width == self.x.width + self.more.width
+
+
+@dataclass(frozen=True, eq=False)
 class Rotary(Operation):
     """The first numbers of each head of `size` turn by the row's position (Su et al. 2021, arXiv 2104.09864).
 
     name: of the tables of cosines and sines. rounds_once: products are not rounded before they are added up.
-    is_interleaved: neighbouring numbers turn together, and not one of the first half with one of the second.
+    is_interleaved: neighbouring numbers turn together, and not one of the first half with one of the second. separates:
+    then they come to stand in these halves.
     """
 
     x: Value
@@ -169,6 +221,7 @@ class Rotary(Operation):
     name: str = ""
     rounds_once: bool = False
     is_interleaved: bool = False
+    separates: bool = False
 
     def fits(self) -> bool:
         return self.x.width % self.size == 0
@@ -176,24 +229,38 @@ class Rotary(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Append(Operation):
-    """Append keys and values, of heads of `size`, to a layer of the cache."""
+    """Append keys and values to a layer of the cache. size: of a head of keys. There are as many heads of values."""
 
     keys: Value
     values: Value
     layer: int
     size: int
 
+    @property
+    def heads(self) -> int:
+        """Of keys, and of values."""
+        return self.keys.width // self.size
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head of values."""
+        return self.values.width // self.heads
+
     def fits(self) -> bool:
-        return self.keys.width == self.values.width > 0 and self.keys.width % self.size == 0
+        return (
+            0 < self.size <= self.keys.width and not self.keys.width % self.size and not self.values.width % self.heads
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Attend(Operation):
     """Each head of queries attends to keys and values of a layer of the cache, the pass's own among them.
 
-    out = softmax(scaling * queries @ keys, where not hidden) @ values. Neighbouring heads share a key head. cap: scores
-    s become cap * tanh(s / cap), unless it is 0 (Gemma 2, arXiv 2408.00118). sinks: [heads], of each the score of a key
-    without a value (Xiao et al. 2023, arXiv 2309.17453).
+    out = softmax(scaling * queries @ keys, where not hidden) @ values. size: of a head of queries. Neighbouring heads
+    share a key head. Other operations may have appended keys and values to the layer. cap: scores s become cap * tanh(s
+    / cap), unless it is 0 (Gemma 2, arXiv 2408.00118). sinks: [heads], of each the score of a key without a value (Xiao
+    et al. 2023, arXiv 2309.17453). is_latent: keys are also the values, and what the cache holds as values are further
+    numbers of each key (DeepSeek-V2, arXiv 2405.04434).
     """
 
     x: Value
@@ -204,10 +271,22 @@ class Attend(Operation):
     scaling: float
     cap: float = 0.0
     sinks: torch.Tensor | None = None
+    is_latent: bool = False
+
+    @property
+    def heads(self) -> int:
+        """Of queries."""
+        return self.x.width // self.size
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head of values, and of the result."""
+        return self.out.width // self.heads
 
     def fits(self) -> bool:
-        heads, rest = divmod(self.x.width, self.size)
-        return not rest and heads % self.key_heads == 0 and (self.sinks is None or self.sinks.shape == (heads,))
+        heads = self.heads
+        has_whole_heads = not self.x.width % self.size and not self.out.width % heads and not heads % self.key_heads
+        return has_whole_heads and (self.sinks is None or self.sinks.shape == (heads,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +303,21 @@ class Gate(Operation):
 
 
 @dataclass(frozen=True, eq=False)
+class Xielu(Operation):
+    """out = positive * x^2 + beta * x where x > 0, else negative * (exp(min(x, least)) - 1 - x) + beta * x.
+
+    xIELU (Huang & Schlag 2024, arXiv 2411.13010), rounded at each step of the formula.
+    """
+
+    x: Value
+    out: Value
+    positive: float
+    negative: float
+    beta: float
+    least: float
+
+
+@dataclass(frozen=True, eq=False)
 class Experts(Operation):
     """A gated MLP of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
 
@@ -231,11 +325,12 @@ class Experts(Operation):
     are the router's softmax, or sigmoid, of each expert. They are divided by their sum if they add to one, then
     multiplied by a factor, and may be rounded. Results are rounded when they have been weighed, and added in the order
     of experts. correction: float32 [experts], added to the weights by which experts are chosen (Wang et al. 2024, arXiv
-    2408.15664). groups: experts are divided into so many; of these, `top_groups` are left whose two best experts add up
-    to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in float32,
-    [experts, width], whose products are not rounded; then there is none in `of`. limit: unless it is 0, a gate stands
-    beside its number, and the two become (number + 1) * gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv
-    2508.10925).
+    2408.15664). scales: float32 [experts], by which the weights are multiplied at last, unless they are rounded.
+    routed: what the router reads, if that is not x. groups: experts are divided into so many; of these, `top_groups`
+    are left whose best experts, two or one, add up to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in
+    float32, [experts, width], whose products are not rounded; then there is none in `of`. limit: unless it is 0, a gate
+    stands beside its number, and the two become (number + 1) * gate * sigmoid(alpha * gate), within this limit
+    (gpt-oss, arXiv 2508.10925).
     """
 
     x: Value
@@ -249,10 +344,13 @@ class Experts(Operation):
     factor: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    best_of_group: int = 2
     limit: float = 0.0
     alpha: float = 1.0
     correction: torch.Tensor | None = None
     router: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    routed: Value | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -286,9 +384,11 @@ class Experts(Operation):
             and (routing.outputs, routing.inputs) == (count, width)
             and shapes == {(2 * self.inner, width)}
             and back == {(width, self.inner)}
-            and (self.correction is None or self.correction.shape == (count,))
+            and all(one is None or one.shape == (count,) for one in (self.correction, self.scales))
+            and (self.routed is None or self.routed.width == width)
             and 0 < self.top_groups <= self.groups
-            and (self.groups == 1 or (count % self.groups == 0 and count // self.groups > 1))
+            and self.best_of_group in (1, 2)
+            and (self.groups == 1 or (count % self.groups == 0 and count // self.groups >= self.best_of_group))
         )
 
 
@@ -302,6 +402,15 @@ class Weigh(Operation):
 
     def fits(self) -> bool:
         return self.by.width == 1
+
+
+@dataclass(frozen=True, eq=False)
+class Scale(Operation):
+    """out = factor * x."""
+
+    x: Value
+    out: Value
+    factor: float
 
 
 @dataclass(frozen=True, eq=False)

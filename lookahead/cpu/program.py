@@ -6,11 +6,20 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from lookahead.cpu.operations import Append, Embed, Experts, Logits, Operation, Products, Rotary
+from lookahead.cpu.operations import Append, Attend, Embed, Experts, Logits, Operation, Products, Rotary
 from lookahead.cpu.products import Linear
+
+
+class CacheShape(NamedTuple):
+    """What a layer of the cache holds of each position."""
+
+    heads: int
+    key_size: int
+    value_size: int
 
 
 @dataclass(frozen=True)
@@ -35,15 +44,24 @@ class Program:
         return None if table is None else len(table) - self._embed.offset
 
     @property
-    def rotaries(self) -> list[str]:
-        """The names of the tables of cosines and sines, each once."""
-        return list(dict.fromkeys(operation.name for operation in self.operations if isinstance(operation, Rotary)))
+    def vocabulary(self) -> int:
+        """Tokens that have an embedding."""
+        return min(len(operation.weight) for operation in self.operations if isinstance(operation, Embed))
 
     @property
-    def caches(self) -> list[tuple[int, int]]:
-        """Key heads, and numbers of a head, of each layer of the cache."""
+    def rotaries(self) -> dict[str, int]:
+        """The names of the tables of cosines and sines, and the numbers of the smallest head that turns by each."""
+        found: dict[str, int] = {}
+        for operation in self.operations:
+            if isinstance(operation, Rotary):
+                found[operation.name] = min(operation.size, found.get(operation.name, operation.size))
+        return found
+
+    @property
+    def caches(self) -> list[CacheShape]:
+        """Of each layer of the cache."""
         appends = [operation for operation in self.operations if isinstance(operation, Append)]
-        return [(append.keys.width // append.size, append.size) for append in appends]
+        return [CacheShape(append.heads, append.size, append.value_size) for append in appends]
 
     @property
     def linears(self) -> list[Linear]:
@@ -74,14 +92,27 @@ class Program:
     def fits(self) -> bool:
         """Whether all operations fit, each layer of the cache is filled once in order, and all tensors can be read."""
         dtype = self.dtype
-        appended = [operation.layer for operation in self.operations if isinstance(operation, Append)]
         return (
-            len(set(self.caches)) == 1
-            and appended == list(range(len(appended)))
-            and all(operation.fits() for operation in self.operations)
+            all(operation.fits() for operation in self.operations)
+            and self._fits_cache()
             and all(linear.is_served(dtype) or linear.is_transposed(dtype) for linear in self.linears)
             and all(operation.is_plain(dtype) for operation in self.operations)
         )
+
+    def _fits_cache(self) -> bool:
+        held: list[CacheShape] = []
+        for operation in self.operations:
+            if isinstance(operation, Append):
+                if operation.layer != len(held):
+                    return False
+                held.append(CacheShape(operation.heads, operation.size, operation.value_size))
+            elif isinstance(operation, Attend):
+                size, value_size = operation.size, operation.value_size
+                sizes = (value_size, size - value_size) if operation.is_latent else (size, value_size)
+                shape = CacheShape(operation.key_heads, *sizes)
+                if operation.layer >= len(held) or held[operation.layer] != shape:
+                    return False
+        return bool(held)
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "Program":
         """The same program with other linear layers, which `change` makes of its own."""

@@ -17,6 +17,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
     "relu_squared": lambda x: functional.relu(x).square(),
+    "sigmoid": torch.sigmoid,
 }
 
 
@@ -102,7 +103,7 @@ class Reference:
             return self.rounded(functional.layer_norm(x, (norm.size,), weight, bias, norm.epsilon).flatten(1))
         x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
         x = x if norm.rounds_once else self.rounded(x)
-        return self.rounded((x * (weight.to(self.wide) + norm.offset)).flatten(1))  # type: ignore[union-attr]
+        return self.rounded((x if weight is None else x * (weight.to(self.wide) + norm.offset)).flatten(1))
 
     @computed.register
     def _(self, products: op.Products) -> None:
@@ -116,6 +117,19 @@ class Reference:
         return taken.repeat_interleave(select.repeats, dim=2).flatten(1)
 
     @computed.register
+    def _(self, products: op.HeadProducts) -> torch.Tensor:
+        x = self.values[products.x].unflatten(-1, (products.heads, -1))
+        of_heads = products.weight.to(self.wide).unflatten(0, (products.heads, -1))
+        weight = of_heads[:, products.first : products.first + products.taken]
+        equation = "rhn,hnw->rhw" if products.is_transposed else "rhw,hnw->rhn"
+        return self.rounded(torch.einsum(equation, x, weight).flatten(1))
+
+    @computed.register
+    def _(self, join: op.Join) -> torch.Tensor:
+        parts = [self.values[x].unflatten(-1, (join.heads, -1)) for x in (join.x, join.more)]
+        return torch.cat(parts, dim=-1).flatten(1)
+
+    @computed.register
     def _(self, rotary: op.Rotary) -> torch.Tensor:
         x, (cos, sin) = self.heads(rotary.x, rotary.size), self.rotary[rotary.name]
         cos, sin = (table[self.positions].to(self.wide)[:, None] for table in (cos, sin))
@@ -125,13 +139,14 @@ class Reference:
         first, second = part.chunk(2, dim=-1)
         along, across = part * cos, torch.cat([-second, first], dim=-1) * sin
         turned = along + across if rotary.rounds_once else self.rounded(along) + self.rounded(across)
-        if rotary.is_interleaved:
+        if rotary.is_interleaved and not rotary.separates:
             turned = torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(2)
         return self.rounded(torch.cat([turned, rest], dim=-1).flatten(1))
 
     @computed.register
     def _(self, append: op.Append) -> None:
-        new = [self.heads(x, append.size).transpose(0, 1) for x in (append.keys, append.values)]
+        pairs = (append.keys, append.size), (append.values, append.value_size)
+        new = [self.heads(x, size).transpose(0, 1) for x, size in pairs]
         keys, values = (torch.cat(parts, dim=1) for parts in zip(self.caches[append.layer], new, strict=True))
         self.caches[append.layer] = keys, values
 
@@ -140,6 +155,8 @@ class Reference:
         queries, hidden = self.heads(attend.x, attend.size).transpose(0, 1), self.hidden[attend.layer]
         groups = len(queries) // attend.key_heads
         keys, values = (states.repeat_interleave(groups, dim=0) for states in self.caches[attend.layer])
+        if attend.is_latent:
+            keys, values = torch.cat([keys, values], dim=-1), keys
         scores = queries @ keys.mT * attend.scaling
         if attend.cap:
             scores = (scores / attend.cap).tanh() * attend.cap
@@ -156,20 +173,29 @@ class Reference:
         return x if gate.by is None else self.rounded(x * self.values[gate.by])
 
     @computed.register
+    def _(self, xielu: op.Xielu) -> torch.Tensor:
+        x, rounded = self.values[xielu.x], self.rounded
+        positive = rounded(rounded(xielu.positive * x) * x)
+        negative = rounded(xielu.negative * rounded(rounded(x.clamp(max=xielu.least).expm1()) - x))
+        return rounded(torch.where(x > 0, positive, negative) + rounded(xielu.beta * x))
+
+    @computed.register
     def _(self, experts: op.Experts) -> torch.Tensor:
-        x, of = self.values[experts.x], experts.experts
-        scores = self.product(experts.of[0], x) if experts.router is None else x @ experts.router.to(self.wide).T
+        x, of, routed = self.values[experts.x], experts.experts, self.values[experts.routed or experts.x]
+        router = experts.router
+        scores = self.product(experts.of[0], routed) if router is None else routed @ router.to(self.wide).T
         weights = scores.sigmoid() if experts.is_sigmoid else scores.softmax(-1)
         ranks = weights if experts.correction is None else weights + experts.correction.to(self.wide)
         if experts.groups > 1:
             groups = ranks.unflatten(1, (experts.groups, -1))
-            best = groups.topk(2).values.sum(-1).topk(experts.top_groups).indices
+            best = groups.topk(experts.best_of_group).values.sum(-1).topk(experts.top_groups).indices
             is_left = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, best, True)
             ranks = groups.masked_fill(~is_left[..., None], -math.inf).flatten(1)
         chosen = ranks.topk(experts.top_k).indices
         weights = weights.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if experts.adds_to_one else weights
         weights = weights * experts.factor
+        weights = weights if experts.scales is None else weights * experts.scales.to(self.wide)[chosen]
         weights = self.rounded(weights) if experts.rounds_weights else weights
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
@@ -187,6 +213,10 @@ class Reference:
     @computed.register
     def _(self, weigh: op.Weigh) -> torch.Tensor:
         return self.rounded(self.rounded(self.values[weigh.by].sigmoid()) * self.values[weigh.x])
+
+    @computed.register
+    def _(self, scale: op.Scale) -> torch.Tensor:
+        return self.rounded(scale.factor * self.values[scale.x])
 
     @computed.register
     def _(self, add: op.Add) -> torch.Tensor:

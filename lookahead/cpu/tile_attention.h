@@ -21,7 +21,7 @@ struct TileBlock {
     typedef Ints Tile[SIDE];
 
     const Attention<BFloat16>& all;
-    const long head, first, size = all.size;
+    const long head, first, size = all.size, value_size = all.value_size;
     const bool is_causal = all.is_causal();
     const long free = all.free();
     const BFloat16* key;  // the first of those at hand
@@ -53,21 +53,20 @@ struct TileBlock {
             products::transpose(v);
             memcpy(queries[group][step], v, sizeof v);
         }
-        memset(sums[group], 0, sizeof sums[group]);
+        for (auto& of_lane : sums[group]) std::fill(of_lane, of_lane + value_size / SIDE, Floats{});
         largest[group] = Floats{} + HIDDEN, total[group] = Floats{};
     }
 
     // n keys and values from key `begin` on.
     void take_keys(long begin, long n) {
-        const long offset = head * all.key_stride + begin * size;
-        const BFloat16* const value = all.value + offset;
-        key = all.key + offset, lead = (all.start + begin) % DEPTH;
+        const BFloat16* const value = all.value + head * all.value_stride + begin * value_size;
+        key = all.key + head * all.key_stride + begin * size, lead = (all.start + begin) % DEPTH;
         memcpy(last_keys, key + n / SIDE * SIDE * size, n % SIDE * size * sizeof(BFloat16));
         const long end = lead + n;
         for (long j = 0; j < (end + DEPTH - 1) / DEPTH * DEPTH; j += 2) {
-            const BFloat16* const a = lead <= j && j < end ? value + (j - lead) * size : nullptr;
-            const BFloat16* const b = lead <= j + 1 && j + 1 < end ? value + (j + 1 - lead) * size : nullptr;
-            for (long place = 0; place < size / SIDE; place += 2)
+            const BFloat16* const a = lead <= j && j < end ? value + (j - lead) * value_size : nullptr;
+            const BFloat16* const b = lead <= j + 1 && j + 1 < end ? value + (j + 1 - lead) * value_size : nullptr;
+            for (long place = 0; place < value_size / SIDE; place += 2)
                 pair(a ? a + place * SIDE : a, b ? b + place * SIDE : b, &values[j / DEPTH][place][j % DEPTH / 2]);
         }
     }
@@ -102,8 +101,8 @@ struct TileBlock {
         total[group] *= fade, largest[group] = now;
         const long end = lead + n;
         for (long j = 0; j < end; j += DEPTH) total[group] += weigh(now, j, end);
-        for (long place = 0; place < size / SIDE;)
-            place += size / SIDE - place < 4 ? add<2>(group, place, end, fade) : add<4>(group, place, end, fade);
+        for (long place = 0; place < value_size / SIDE;)
+            place += value_size / SIDE - place < 4 ? add<2>(group, place, end, fade) : add<4>(group, place, end, fade);
     }
 
     // The scores of up to four tiles of keys.
@@ -188,12 +187,12 @@ struct TileBlock {
     void put(int group, const Part* part) {
         for (int lane = 0; lane < lanes(group); lane++) {
             const long query = first + group * SIDE + lane;
-            BFloat16* const out = all.out + (row[group][lane] * all.heads + head_of(group, lane)) * size;
+            BFloat16* const out = all.out + (row[group][lane] * all.heads + head_of(group, lane)) * value_size;
             if (part) part->largest[query] = largest[group][lane], part->total[query] = total[group][lane];
-            for (long place = 0; place < size / SIDE; place++) {
+            for (long place = 0; place < value_size / SIDE; place++) {
                 const Floats sum = sums[group][lane][place];
                 if (part)
-                    store(sum, part->sums + query * size + place * SIDE);
+                    store(sum, part->sums + query * value_size + place * SIDE);
                 else
                     store(sum / total[group][lane], out + place * SIDE);
             }

@@ -25,7 +25,7 @@ static void attend(const attention::Attention<T>& attention, char* room, long th
                          long key_heads, long rows, long keys, long masked, long size, long head_stride,               \
                          long row_stride, long key_stride, long threads, float scaling) {                              \
         attend(attention::Attention<T>{query, key, value, mask, nullptr, out, heads, key_heads, rows, keys, masked,    \
-                                       size, head_stride, row_stride, key_stride, scaling},                            \
+                                       size, size, head_stride, row_stride, key_stride, key_stride, scaling},          \
                room, threads);                                                                                         \
     }
 

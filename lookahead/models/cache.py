@@ -364,7 +364,7 @@ class LookaheadCache(Cache):
         """Append ``new`` rows to all layers, after `begin` and for one sequence. The caller writes them.
 
         Returns, for each kind of layer, the indices of its layers, and what `InPlaceLayer.extend` returns of them.
-        Every layer must be in place and initialized.
+        Every layer that caches something must be in place and initialized.
         """
         extended: list[tuple[list[int], int, int]] = []
         for kind in self._kinds:
@@ -377,9 +377,14 @@ class LookaheadCache(Cache):
                 layer.base, layer.columns = layers[0].base, layers[0].columns
         return extended
 
+    @property
+    def in_place(self) -> list[InPlaceLayer]:
+        """The layers that hold keys and values: all, unless some keep a state, or use those of other layers."""
+        return self._in_place
+
     def buffers(self) -> list[torch.Tensor]:
-        """Return the keys of all layers, then their values, all columns. Every layer must be in place."""
-        return [*map(_KEYS, self.layers), *map(_VALUES, self.layers)]
+        """Return the keys of all layers that are in place, then their values, all columns."""
+        return [*map(_KEYS, self._in_place), *map(_VALUES, self._in_place)]
 
     def hidden(
         self, ancestors: np.ndarray, positions: np.ndarray, kinds: Mapping[Visibility, Sequence[int]], of_step: bool
@@ -565,7 +570,7 @@ def keep(layers: list[InPlaceLayer], paths: list[list[int]]) -> None:
         for layer in group:
             layer.columns, layer.gaps, layer.computed = columns, gaps, 0
         if moves is not None:
-            _move(group, moves)
+            _move([buffer for layer in group for buffer in layer.buffers], moves)
         for layer in group:
             if layer.hides_unused or layer.dtype == torch.float16:
                 layer.clear_unused()
@@ -599,11 +604,17 @@ def _moves(base: int, gaps: np.ndarray, paths: list[list[int]]) -> tuple[np.ndar
     return (index if index.size else None), *ends
 
 
-def _move(layers: list[InPlaceLayer], moves: np.ndarray) -> None:
-    """Move rows of these layers (`_moves`)."""
-    buffers = [buffer for layer in layers for buffer in layer.buffers]
+def _move(buffers: list[torch.Tensor], moves: np.ndarray) -> None:
+    """Move rows of these buffers (`_moves`)."""
     if executor.can_move(buffers):
         executor.move_rows(buffers, moves[1], moves[2])
+        return
+    by_shape: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for buffer in buffers:
+        by_shape.setdefault((buffer.shape[1], buffer.shape[3]), []).append(buffer)
+    if len(by_shape) > 1:
+        for alike in by_shape.values():
+            _move(alike, moves)
         return
     sequences, sources, targets = to_device(moves, buffers[0].device).unbind()
     for buffer in buffers:

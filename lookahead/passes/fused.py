@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ from lookahead.cpu import native
 from lookahead.cpu.executor import Executor, Rows, bytes_to_copy, can_digest, serves, weight_bytes
 from lookahead.cpu.operations import Experts
 from lookahead.cpu.products import is_plain_of
-from lookahead.cpu.program import Program
+from lookahead.cpu.program import CacheShape, Program
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
-from lookahead.models.families import UnknownModelError, page_of
+from lookahead.models.families import Page, UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds, ropes_of
 from lookahead.models.state import state_of
 from lookahead.passes.packed import Packs, ReadyProgram, packed_of
@@ -113,7 +113,8 @@ class FusedRunner(EagerRunner):
         self._packed = packed_of(model)
         if adapter.foreign:
             raise UnknownModelError(adapter.foreign[0])
-        self._page = page_of(model)
+        self._page = _page_of(model, adapter)
+        self._placeholders = frozenset(self._page.placeholders())
         # By longrope, the longest position of a pass chooses the frequencies of all.
         self._shares = not any(rope.get("rope_type") == "longrope" for rope in ropes_of(model))
         by = self._page.attends_by
@@ -153,7 +154,8 @@ class FusedRunner(EagerRunner):
         model, adapter = self.model, self.adapter
         found = original = self._look()
         kept = [visibility.window if visibility else 0 for visibility in adapter.layers]  # 0: it caches no keys
-        if self._page.windows() != kept:
+        windows = self._page.windows()
+        if windows != kept + [0] * (len(windows) - len(kept)):  # older transformers leave out what caches nothing
             raise UnknownModelError("its cache keeps other positions than its masks show")
         declined = 0
         if packs:
@@ -248,10 +250,11 @@ class FusedRunner(EagerRunner):
         if executor is None:
             return False
         tokens = list(chain.from_iterable(map(np.ndarray.tolist, ids)))
-        if not 0 <= min(tokens) <= max(tokens) < executor.vocabulary:
+        is_known = 0 <= min(tokens) <= max(tokens) < executor.vocabulary
+        if not (is_known and self._placeholders.isdisjoint(tokens)):
             return False
         for b, cache in enumerate(caches):
-            layers = cast(list[Any], cache.layers)
+            layers = cache.in_place
             is_empty = not any(map(_IS_INITIALIZED, layers))
             if len(layers) != len(executor.caches) or not (is_empty or self._finds(executor, b, cache)):
                 return False
@@ -263,7 +266,7 @@ class FusedRunner(EagerRunner):
         known += [None] * (b + 1 - len(known))
         found = known[b]
         if found is None or not all(map(operator.is_, tensors, found.tensors)):
-            if not all(map(partial(_fits, executor), cache.layers)):
+            if not all(map(partial(_fits, executor.like.dtype), executor.caches, cache.in_place)):
                 return None
             found = known[b] = _Buffers(tensors)
         return found if list(map(_ADDRESS, tensors)) == found.addresses else None
@@ -327,7 +330,7 @@ class FusedRunner(EagerRunner):
         if position not in self._serves or self._rotary_watch.has_changed():
             rotary = self._page.rotary_module
             count = switch = max(FIRST_POSITIONS, 2 * position)
-            if rotary is not None and rotary.rope_type == "longrope":
+            if getattr(rotary, "rope_type", None) == "longrope":
                 switch = rope_kinds(rotary.config)[""]["original_max_position_embeddings"]
             self._serves = range(switch, count) if position >= switch else range(min(switch, count))
             positions = torch.arange(self._serves.stop, device="cpu")[None]
@@ -335,35 +338,49 @@ class FusedRunner(EagerRunner):
             for name in executor.rotaries:
                 cos, sin = self._page.rotary_tables(like, positions, name)
                 tables[name] = cos.float().contiguous(), sin.float().contiguous()
-            is_whole = all(cos.shape[1] == executor.caches[0][1] for cos, _ in tables.values())
+            is_whole = all(cos.shape[1] == executor.rotaries[name] for name, (cos, _) in tables.items())
             if not (executor.can_turn_by(tables) and (is_whole or self._page.turns_part)):
                 self._executor = None
                 raise UnknownModelError("its rotary embedding does not fit its heads")
+            longest = min([count, *(len(cos) for cos, _ in tables.values())])
+            self._serves = range(self._serves.start, min(self._serves.stop, longest))
+            if position not in self._serves:
+                raise UnknownModelError("its table of positions ends")
             self._rotary = tables
             self._rotary_watch = Watch([] if rotary is None else [rotary])  # longrope has replaced a buffer
         return self._rotary
 
     def _extend(
         self, executor: Executor, b: int, cache: LookaheadCache, rows: int
-    ) -> tuple[list[tuple[int, int, int]], list[int]]:
+    ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
         """Append rows to all layers of the cache of sequence ``b``. Return `Rows.caches` and `Rows.held`."""
-        layers = cast(list[Any], cache.layers)
+        layers = cache.in_place  # they come first
         if not layers[0].is_initialized:
-            key_heads, size = executor.caches[0]
-            empty = executor.like.new_empty(1, key_heads, 0, size)
-            for layer in layers:
-                layer.lazy_initialization(empty, empty)
-        caches, held = [(0, 0, 0)] * len(layers), [0] * len(layers)
+            for layer, (heads, *sizes) in zip(layers, executor.caches, strict=True):
+                layer.lazy_initialization(*(executor.like.new_empty(1, heads, 0, size) for size in sizes))
+        caches, held = [(0, 0, 0, 0)] * len(layers), [0] * len(layers)
         places = cache.extend(rows)
         if (buffers := self._finds(executor, b, cache)) is None:
             raise RuntimeError("the buffers of the cache have changed while a pass began")
         for indices, first, seen in places:
-            begin = first * buffers.column
             for i in indices:
-                held[i] = seen
-                keys, values = buffers.addresses[i], buffers.addresses[i + len(layers)]
-                caches[i] = keys + begin, values + begin, buffers.strides[i]
+                j = i + len(layers)
+                keys, values = (buffers.addresses[of] + first * buffers.columns[of] for of in (i, j))
+                held[i], caches[i] = seen, (keys, values, buffers.strides[i], buffers.strides[j])
         return caches, held
+
+
+def _page_of(model: PreTrainedModel, adapter: ModelAdapter) -> Page:
+    try:
+        return page_of(model)
+    except UnknownModelError as error:
+        if adapter.has_state:
+            raise UnknownModelError(f"{error}; its layers keep a state") from error
+        if not adapter.can_branch:
+            raise UnknownModelError(
+                f"{error}; its attention depends on more than positions, or takes no mask"
+            ) from error
+        raise
 
 
 def _executor_of(found: Program) -> Executor:
@@ -381,16 +398,15 @@ class _Buffers:
         self.addresses = list(map(_ADDRESS, tensors))
         self.strides = [tensor.stride(1) for tensor in tensors]
         """Numbers from head to head."""
-        self.column = tensors[0].shape[3] * tensors[0].element_size()
+        self.columns = [tensor.shape[3] * tensor.element_size() for tensor in tensors]
         """Bytes of a column of one head."""
 
 
-def _fits(executor: Executor, layer: Any) -> bool:
+def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
     """Whether C++ can read and write the buffers of a layer of the cache."""
     if not layer.is_initialized:
         return False
-    keys, values = layer.buffers
-    (key_heads, size), dtype = executor.caches[0], executor.like.dtype
-    shape = 1, key_heads, keys.shape[2], size
-    are_of_shape = keys.shape == values.shape == shape and keys.shape[2] >= layer.columns
+    (keys, values), (heads, *sizes) = layer.buffers, shape
+    room = keys.shape[2]
+    are_of_shape = [keys.shape, values.shape] == [(1, heads, room, size) for size in sizes] and room >= layer.columns
     return are_of_shape and is_plain_of(keys, dtype) and is_plain_of(values, dtype)

@@ -84,7 +84,7 @@ GEMMA4 = {
     "global_head_dim": 16,
     "per_layer_config": None,
 }
-PER_LAYER_INPUT = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+PER_LAYER_INPUT = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
 
 # By model type, also of a part such as text_config. None removes what TINY would set.
 SETTINGS: dict[str, dict] = {

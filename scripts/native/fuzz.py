@@ -134,6 +134,8 @@ class RandomProgram:
     def __init__(self, rng: random.Random, memory: Guarded, dtype: torch.dtype, size: int, heads: int, key_heads: int):
         self.rng, self.memory, self.dtype = rng, memory, dtype
         self.size, self.heads, self.key_heads = size, heads, key_heads
+        self.shapes: list[tuple[int, int]] = []  # of layers of the cache: numbers of a head of keys, and of values
+        self.latents: set[int] = set()
         self.operations: list[op.Operation] = []
         self.kept = 0
         self.offset, self.rounds_once = rng.choice([0.0, 1.0]), rng.random() < 0.5
@@ -158,7 +160,7 @@ class RandomProgram:
         of_heads, size = bool(size), size or x.width
         is_centered = self.is_centered and not of_heads
         weight = self.numbers(size, mean=1 - self.offset)
-        has_bias, has_weight = self.rng.random() < 0.7, not is_centered or self.rng.random() < 0.8
+        has_bias, has_weight = self.rng.random() < 0.7, self.rng.random() < 0.8
         return self.add(
             op.Norm(
                 x, Value(x.width), weight if has_weight else None, 1e-5,
@@ -172,9 +174,22 @@ class RandomProgram:
         self.operations.append(op.Products(x, tuple(self.linear(width, x.width) for width in widths), outs))
         return outs
 
-    def attention(self, x: Value, layer: int, norms: str) -> Value:
-        size, widths = self.size, (self.heads * self.size, self.key_heads * self.size)
-        kind = self.rng.choice(["", "", "joined", "repeated"])
+    def attention(self, x: Value, norms: str) -> Value:
+        size = value_size = self.size
+        lenders = [layer for layer in range(len(self.shapes)) if layer not in self.latents]
+        if lenders and self.rng.random() < 0.2:  # the keys and values of another layer
+            layer = self.rng.choice(lenders)
+            size, value_size = self.shapes[layer]
+            (q,) = self.products(x, self.heads * size)
+            return self.attended(q, layer, size, value_size, x.width)
+        if size <= 256 and self.rng.random() < 0.2:
+            return self.latent_attention(x)
+        kind = self.rng.choice(["", "", "joined", "repeated", "other sizes"])
+        if kind == "other sizes":
+            size, value_size = (max(2, self.size // 2) * self.rng.randint(1, 2) for _ in range(2))
+            if self.heads * value_size % products.STRIDE[self.dtype]:
+                value_size = self.size
+        widths = self.heads * size, self.key_heads * size
         if kind == "joined":  # heads of a group stand together
             group = self.heads // self.key_heads + 2
             (joined,) = self.products(x, self.key_heads * group * size)
@@ -187,7 +202,7 @@ class RandomProgram:
             q, k, v = self.products(x, widths[0], size, size)
             k, v = (self.add(op.Select(part, Value(widths[1]), size, 1, 0, 1, self.key_heads)) for part in (k, v))
         else:
-            q, k, v = self.products(x, *widths, widths[1])
+            q, k, v = self.products(x, *widths, self.key_heads * value_size)
         if norms:
             q, k = (self.norm(part, size if norms == "heads" else part.width) for part in (q, k))
         name = self.rng.choice(["", "other", None])
@@ -196,12 +211,37 @@ class RandomProgram:
                 self.add(op.Rotary(part, Value(part.width), size, name, self.turns_once, self.is_interleaved))
                 for part in (q, k)
             )
-        self.operations.append(op.Append(k, v, layer, size))
+        self.operations.append(op.Append(k, v, len(self.shapes), size))
+        self.shapes.append((size, value_size))
+        return self.attended(q, len(self.shapes) - 1, size, value_size, x.width)
+
+    def latent_attention(self, x: Value) -> Value:
+        turned, latent, heads = self.size, products.STRIDE[self.dtype] * self.rng.randint(1, 4), self.heads
+        width, value_size = self.rng.choice([turned, 2 * turned, 3 * turned]), self.size
+        weight = self.numbers(heads * (width + value_size), latent)
+        q, c, k = self.products(x, heads * (width + turned), latent, turned)
+        group, name = width // turned + 1, self.rng.choice(["", "other"])
+        rest = self.add(op.Select(q, Value(heads * width), turned, group, 0, group - 1))
+        q = self.add(op.Select(q, Value(heads * turned), turned, group, group - 1))
+        separates = self.rng.random() < 0.5
+        settings = turned, name, self.turns_once, separates or self.is_interleaved, separates
+        q, k = (self.add(op.Rotary(part, Value(part.width), *settings)) for part in (q, k))
+        sought = self.add(op.HeadProducts(rest, Value(heads * latent), weight, heads, 0, True))
+        q = self.add(op.Join(sought, Value(sought.width + q.width), q, heads))
+        layer, size = len(self.shapes), latent + turned
+        self.operations.append(op.Append(self.norm(c, latent), k, layer, latent))
+        self.shapes.append((latent, turned))
+        self.latents.add(layer)
+        found = op.Attend(q, Value(heads * latent), layer, size, 1, size**-0.5, is_latent=True)
+        values = op.HeadProducts(self.add(found), Value(heads * value_size), weight, heads, width, False)
+        return self.products(self.add(values), x.width)[0]
+
+    def attended(self, q: Value, layer: int, size: int, value_size: int, width: int) -> Value:
         scaling = self.rng.choice([size**-0.5, 0.1])
         cap, sinks = self.rng.choice([0.0, 0.0, 2.0, 30.0]), self.numbers(self.heads, mean=1.0)
         sinks = self.rng.choice([None, None, sinks])
-        attended = self.add(op.Attend(q, Value(q.width), layer, size, self.key_heads, scaling, cap, sinks))
-        return self.products(attended, x.width)[0]
+        out = Value(self.heads * value_size)
+        return self.products(self.add(op.Attend(q, out, layer, size, self.key_heads, scaling, cap, sinks)), width)[0]
 
     def experts(self, x: Value, width: int) -> Value:
         count, settings = self.rng.choice([1, 2, 5, 20]), dict[str, Any]()
@@ -215,6 +255,7 @@ class RandomProgram:
                 settings |= {
                     "groups": (groups := self.rng.choice([1, 2, 10])),
                     "top_groups": self.rng.randint(1, groups),
+                    "best_of_group": self.rng.randint(1, 2),
                 }
             if self.rng.random() < 0.3:
                 settings |= {"limit": self.rng.choice([0.2, 7.0]), "alpha": 1.7}
@@ -225,6 +266,10 @@ class RandomProgram:
                 settings["correction"] = self.memory.copy(8.0 ** torch.randperm(count))
             elif self.rng.random() < 0.5:
                 settings["correction"] = self.memory.copy(torch.randn(count))
+            if self.rng.random() < 0.3:
+                settings["scales"] = self.memory.copy(torch.rand(count) + 0.5)
+            if self.rng.random() < 0.3:
+                settings["routed"] = self.add(op.Scale(x, Value(x.width), 0.7))
         for _ in range(count):
             of += [self.linear(2 * width, x.width), self.linear(x.width, width)]
         flags = [self.rng.random() < 0.5 for _ in range(2)]
@@ -244,7 +289,10 @@ class RandomProgram:
             gated = self.add(op.Gate(gate, Value(width), self.activation, up))
         else:
             (gate,) = self.products(x, width)
-            gated = self.add(op.Gate(gate, Value(width), self.activation))
+            if self.rng.random() < 0.3:
+                gated = self.add(op.Xielu(gate, Value(width), 0.8, 0.4, 0.5, -1e-6))
+            else:
+                gated = self.add(op.Gate(gate, Value(width), self.activation))
         return self.products(gated, x.width)[0]
 
     def more(self, x: Value, more: Value) -> Value:
@@ -262,7 +310,7 @@ class RandomProgram:
         embedding = self.memory.copy(torch.randn(vocabulary, width).to(self.dtype))
         x = self.keep(self.add(op.Embed(Value(width), embedding, self.rng.choice([1.0, 3.0]), table, offset)))
         for layer in range(layers):
-            attended = self.attention(self.norm(x, chance=0.7), layer, norms)
+            attended = self.attention(self.norm(x, chance=0.7), norms)
             if is_parallel:
                 x = self.more(self.more(x, attended), self.mlp(self.norm(x, chance=0.7), intermediate))
             else:
@@ -287,7 +335,7 @@ def run_program(seed: int) -> str:
     torch.manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.bfloat16])
     unit = products.STRIDE[dtype]
-    size = rng.choice([2, 4, 8, 16, 24, 32, 48, 64, 80, 128, 256])
+    size = rng.choice([2, 4, 8, 16, 24, 32, 48, 64, 80, 128, 256, 512])
     key_heads, groups = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3])
     while size * key_heads * groups % unit:
         groups += 1
@@ -305,9 +353,11 @@ def run_program(seed: int) -> str:
         assert executor.serves(program), "it must be served"
         packs = program.is_transposed or rng.random() < 0.7
         ready = Executor(executor.smallest(program, {}, indexes=True) if packs else program)
-        rotary_dim = rng.choice([size, max(size // 4 * 2, 2)])
-        angles = (torch.arange(positions_of_all)[:, None] * torch.rand(rotary_dim // 2)).repeat(1, 2)
-        rotary = {name: (memory.copy(angles.cos()), memory.copy(angles.sin())) for name in ("", "other")}
+        rotary = {}
+        for name, least in program.rotaries.items():
+            rotary_dim = rng.choice([least, max(least // 4 * 2, 2)])
+            angles = (torch.arange(positions_of_all)[:, None] * torch.rand(rotary_dim // 2)).repeat(1, 2)
+            rotary[name] = memory.copy(angles.cos()), memory.copy(angles.sin())
         drawn = [RandomRows(shape, rng, memory, program) for shape in shapes]
         rows = sum(shape.rows for shape in shapes)
         shown = rng.randint(1, rows)
@@ -370,15 +420,18 @@ class RandomRows:
         rows, held, computed, dropped = self.shape = shape
         capacity, layers = held + rows, range(len(program.caches))
         self.caches = [
-            memory.copy(torch.randn(2, heads, capacity, size).to(program.dtype)) for heads, size in program.caches
+            [memory.copy(torch.randn(heads, capacity, size).to(program.dtype)) for size in sizes]
+            for heads, *sizes in program.caches
         ]
-        self.before = [cache[:, :, :held].clone() for cache in self.caches]
+        self.before = [[states[:, :held].clone() for states in cache] for cache in self.caches]
         self.ids = memory.copy(torch.randint(len(program.embedding), (rows,)))
         self.positions = memory.copy((dropped + held + torch.randint(rows, (rows,))).long())
         masked = rows + (rng.randint(0, held) if rng.random() < 0.3 else 0)
         self.hidden = torch.rand(rows, masked) < 0.4
         self.hidden[:, masked - rows :] &= ~torch.eye(rows, dtype=torch.bool)
-        places = [(cache[0].data_ptr(), cache[1].data_ptr(), cache.stride(1)) for cache in self.caches]
+        places = [
+            (keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0)) for keys, values in self.caches
+        ]
         self.rows = Rows(
             self.ids.numpy(), self.positions.numpy(), places, [held] * len(layers),
             [(memory.copy(self.hidden).numpy(), list(layers))], dropped + held - computed, computed, 0.8,
@@ -392,12 +445,13 @@ class RandomRows:
         """Keep some of the rows, as a commit does."""
         rows, held, _, _ = self.shape
         sources = np.sort(np.array(rng.sample(range(held, held + rows), rng.randint(1, rows)), np.int64))
-        moved = [cache[:, :, torch.from_numpy(sources)].clone() for cache in self.caches]
         buffers = [states[None] for cache in self.caches for states in cache]
-        assert executor.can_move(buffers)
-        executor.move_rows(buffers, sources, held + np.arange(len(sources)))
-        for cache, rows_of in zip(self.caches, moved, strict=True):
-            assert torch.equal(cache[:, :, held : held + len(sources)], rows_of)
+        for alike in ([one for one in buffers if one.shape == shape] for shape in {one.shape for one in buffers}):
+            moved = [buffer[:, :, torch.from_numpy(sources)].clone() for buffer in alike]
+            assert executor.can_move(alike)
+            executor.move_rows(alike, sources, held + np.arange(len(sources)))
+            for buffer, rows_of in zip(alike, moved, strict=True):
+                assert torch.equal(buffer[:, :, held : held + len(sources)], rows_of)
 
 
 def kernels_alone(

@@ -65,6 +65,7 @@ class Page:
     norms_are_centered = False
     rotary_rounds_once = False
     rotary_is_interleaved = False
+    rotary_separates = False
     dropouts: tuple[str, ...] = ()
     """Settings by which layers drop numbers in training mode, beside that of attention."""
 
@@ -180,7 +181,8 @@ class Page:
 
     def norm_heads(self, x: Value, module: Any, size: int) -> Value:
         """Norm queries or keys: those of each head, or of all heads together if the module has so many weights."""
-        is_of_each = module.weight.shape == (size,)
+        weight = getattr(module, "weight", None)
+        is_of_each = weight is None or weight.shape == (size,)
         return self._norm(x, module, size if is_of_each else x.width, of_heads=True)
 
     def _norm(self, x: Value, module: Any, size: int, of_heads: bool) -> Value:
@@ -188,10 +190,11 @@ class Page:
             norm = self.own(module, self.norm_class)
         else:
             norm = self._plain(module, self.norm_class)
-        epsilon, bias = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon, getattr(norm, "bias", None)
+        epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         settings: dict[str, Any] = {"offset": self.norm_offset, "rounds_once": self.norms_round_once}
         settings |= {"is_centered": self.norms_are_centered, "of_heads": of_heads, "size": size}
-        return self._add(op.Norm(x, Value(x.width), norm.weight, epsilon, bias, **settings))
+        return self._add(op.Norm(x, Value(x.width), weight, epsilon, bias, **settings))
 
     def products(self, x: Value, *linears: Linear) -> list[Value]:
         outs = tuple(Value(linear.outputs) for linear in linears)
@@ -203,7 +206,9 @@ class Page:
         return out
 
     def rotary(self, x: Value, size: int, name: str = "") -> Value:
-        return self._add(op.Rotary(x, Value(x.width), size, name, self.rotary_rounds_once, self.rotary_is_interleaved))
+        is_interleaved = self.rotary_is_interleaved or self.rotary_separates
+        settings = self.rotary_rounds_once, is_interleaved, self.rotary_separates
+        return self._add(op.Rotary(x, Value(x.width), size, name, *settings))
 
     def select(self, x: Value, size: int, group: int, first: int, taken: int = 1, repeats: int = 1) -> Value:
         width = x.width // group * taken * repeats
@@ -212,31 +217,37 @@ class Page:
     def attend(
         self,
         q: Value,
-        k: Value,
-        v: Value,
+        k: Value | None,
+        v: Value | None,
         attention: Any,
         size: int = 0,
         scaling: float | None = None,
         dropout: str = "attention_dropout",
         cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        layer: int | None = None,
+        is_latent: bool = False,
     ) -> Value:
         """Append keys and values to the cache, and attend to it.
 
         size, scaling: if attention does not name them as usual. dropout: the name of attention's setting or module of
-        it. cap: None: scores are not capped.
+        it. cap: None: scores are not capped. layer: of the cache, if it is not the attention's own. Without keys and
+        values, it has them already. is_latent: as for `Attend`, with one head of keys.
         """
         if not attention.is_causal:
             raise UnknownModelError("its attention is not causal")
         rate = getattr(attention, dropout)
         if attention.training and getattr(rate, "p", rate):
             raise UnknownModelError("its attention is in training mode, and drops weights")
-        layer, size = attention.layer_idx, size or attention.head_dim
+        layer, size = attention.layer_idx if layer is None else layer, size or attention.head_dim
         scaling = float(attention.scaling if scaling is None else scaling)
         if cap == 0:
             raise UnknownModelError("the cap of its scores is 0")
-        self._operations.append(op.Append(k, v, layer, size))
-        return self._add(op.Attend(q, Value(q.width), layer, size, k.width // size, scaling, cap or 0.0, sinks))
+        if k is not None and v is not None:
+            self._operations.append(op.Append(k, v, layer, k.width if is_latent else size))
+        held = next(one for one in self._operations if isinstance(one, op.Append) and one.layer == layer)
+        out = Value(q.width // size * (held.size if is_latent else held.value_size))
+        return self._add(op.Attend(q, out, layer, size, held.heads, scaling, cap or 0.0, sinks, is_latent))
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))
@@ -252,22 +263,27 @@ class Page:
         in_float32: bool = False,
         weight: torch.Tensor | None = None,
         correction: torch.Tensor | None = None,
+        top_k: int | None = None,
+        routing: Linear | None = None,
         **settings: Any,
     ) -> Value:
         """rounds: whether weights of experts are rounded. suffix: of the router's class. in_float32: whether it
-        computes in float32. weight: the router's, if that is not its own. settings: further ones of `Experts`.
+        computes in float32. weight, top_k: the router's, if these are not its own. routing: its layer, if it has one.
+        settings: further ones of `Experts`.
         """
         self.own(router, suffix)
         if type(experts) is not gguf_class("GgufExperts"):
             self.own(experts, "Experts")
-        weight = router.weight if weight is None else weight
-        of = [] if in_float32 else [Linear(weight, None, getattr(router, "bias", None))]
+        if routing is None:
+            weight = router.weight if weight is None else weight
+            routing = Linear(weight, None, getattr(router, "bias", None))
+        of = [] if in_float32 else [routing]
         for both, back in zip(self._of_each(experts, "gate_up_proj"), self._of_each(experts, "down_proj"), strict=True):
             of += both, back
-        settings |= {"router": weight.float() if in_float32 else None}
+        settings |= {"router": routing.weight.float() if in_float32 else None}
         settings |= {"correction": None if correction is None else correction.float().flatten()}
         activation: op.Activation = "silu" if "limit" in settings else self._activation(experts.act_fn)
-        fields = tuple(of), router.top_k, activation, adds_to_one, rounds
+        fields = tuple(of), top_k or router.top_k, activation, adds_to_one, rounds
         return self._add(op.Experts(x, Value(x.width), *fields, **settings))
 
     def _of_each(self, experts: Any, name: str) -> list[Linear]:
@@ -282,6 +298,9 @@ class Page:
 
     def weigh(self, x: Value, by: Value) -> Value:
         return self._add(op.Weigh(x, Value(x.width), by))
+
+    def scale(self, x: Value, factor: float) -> Value:
+        return self._add(op.Scale(x, Value(x.width), factor))
 
     def add(self, x: Value, more: Value, factor: float = 1.0) -> Value:
         return self._add(op.Add(x, Value(x.width), more, factor))
@@ -342,8 +361,12 @@ class Page:
             else [""] * len(getattr(self.inner, self.layers_at))
         )
 
+    def placeholders(self) -> list[int]:
+        """Return the tokens in whose place the model reads something else than their embedding."""
+        return []
+
     def windows(self) -> list[int | None]:
-        """Return how many positions each layer sees, by its masks in a prompt; None: all of them."""
+        """Return how many positions each layer sees, by its masks in a prompt; None: all of them. 0: it caches none."""
         config = self.inner.config
         kinds = config.layer_types if self.slides == "by type" else ["sliding_attention"] * config.num_hidden_layers
         has_window = [self.slides != "never" and kind == "sliding_attention" for kind in kinds]

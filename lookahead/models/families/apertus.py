@@ -1,0 +1,27 @@
+"""Apertus (arXiv 2509.14233): queries and keys are normed, and the MLP has an activation with weights of its own."""
+
+from typing import Any
+
+from torch.nn import functional
+from transformers.activations import XIELUActivation
+
+from lookahead.cpu import operations as op
+from lookahead.cpu.operations import Value
+from lookahead.models.families.nemotron import Arcee
+
+
+class Apertus(Arcee):
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        x = self.add(x, self.attention(self.norm(x, layer.attention_layernorm), layer.self_attn, name))
+        return self.add(x, self.mlp(self.norm(x, layer.feedforward_layernorm), layer.mlp))
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().turned(*self.normed(q, k, attention), attention, name)
+
+    def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
+        if type(activation) is not XIELUActivation:
+            return super().gate(x, activation, by)
+        self._check(activation)
+        beta = activation.beta
+        slopes = functional.softplus(activation.alpha_p), beta + functional.softplus(activation.alpha_n)
+        return self._add(op.Xielu(x, Value(x.width), *map(float, (*slopes, beta, activation.eps))))

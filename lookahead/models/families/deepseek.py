@@ -1,0 +1,102 @@
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), and families with their latent attention.
+
+The cache holds a latent of each token, of which all heads' keys and values are made, and numbers of its keys that turn.
+The model's code makes the keys and values of the whole text in each pass. Here, queries are multiplied with what would
+make keys, and so attend to the latents themselves: the same, but for rounding.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from lookahead.cpu import operations as op
+from lookahead.cpu.operations import Value
+from lookahead.cpu.products import DecodingLinear
+from lookahead.models.families.corrected import WithSharedExperts
+from lookahead.models.families.page import UnknownModelError
+
+
+class DeepseekV3(WithSharedExperts):
+    def attention(self, x: Value, attention: Any, name: str) -> Value:
+        self.own(attention, "Attention")
+        fixed, turned, heads = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.num_heads
+        has_latent_queries = attention.q_lora_rank is not None
+        of_queries = attention.q_a_proj if has_latent_queries else attention.q_proj
+        latent = attention.kv_lora_rank
+        q, c, k = self.products(x, self.linear(of_queries), *self.parts(attention.kv_a_proj_with_mqa, latent))
+        if has_latent_queries:
+            q = self.product(self.norm_heads(q, attention.q_a_layernorm, q.width), attention.q_b_proj)
+        c = self.norm_heads(c, attention.kv_a_layernorm, latent)
+        size = math.gcd(fixed, turned)
+        group = (fixed + turned) // size
+        unturned = self.select(q, size, group, 0, fixed // size)
+        q = self.rotary(self.select(q, size, group, fixed // size, turned // size), turned, name)
+        makes = self._plain(attention.kv_b_proj, nn.Linear, DecodingLinear)
+        if makes.bias is not None:
+            raise UnknownModelError("what makes its keys has a bias")
+        weight = makes.weight
+        sought = self._add(op.HeadProducts(unturned, Value(heads * latent), weight, heads, 0, is_transposed=True))
+        q = self._add(op.Join(sought, Value(sought.width + q.width), q, heads))
+        k = self.rotary(k, turned, name)
+        found = self.attend(q, c, k, attention, latent + turned, is_latent=True)
+        out = Value(heads * attention.v_head_dim)
+        values = self._add(op.HeadProducts(found, out, weight, heads, fixed, is_transposed=False))
+        return self.product(values, attention.o_proj)
+
+    @property
+    def rotary_separates(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.config.rope_interleave)
+
+
+class DeepseekV2(DeepseekV3):
+    mixture_class = "Moe"
+    rotary_is_interleaved = True
+    rotary_separates = False
+    rotary_rounds_once = True
+
+    def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
+        turns = self.rotary_module(like, positions)[0]  # complex numbers
+        return [table.repeat(1, 2) for table in (turns.real, turns.imag)]
+
+    def mixed(self, x: Value, mlp: Any) -> Value:
+        gate, groups = mlp.gate, (1, 1)
+        if gate.topk_method == "group_limited_greedy":
+            groups = gate.num_group, gate.topk_group
+        return self.experts(
+            x, gate, mlp.experts, adds_to_one=False, rounds=False, suffix="TopkRouter", in_float32=True,
+            factor=float(gate.routed_scaling_factor), groups=groups[0], top_groups=groups[1], best_of_group=1,
+        )  # fmt: skip
+
+
+class Glm4MoeLite(DeepseekV3):
+    pass
+
+
+class AXK1(DeepseekV3):
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        more = super().mlp(x, mlp)
+        return self.norm(more, mlp.post_mlp_layernorm) if hasattr(mlp, "experts") else more
+
+
+class Youtu(DeepseekV3):
+    """It has no experts."""
+
+
+class MiniCPM3(DeepseekV3):
+    """It has no experts. Settings scale the embedding, what layers add, and what the head reads."""
+
+    rotary_separates = False
+
+    def embedding(self, inner: Any) -> Value:
+        module = inner.embed_tokens
+        return self.embed(module, float(module.embed_scale.to(module.weight.dtype)), "ScaledWordEmbedding")
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        factor = float(layer.residual_scale)
+        x = self.add(x, self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name), factor)
+        return self.add(x, self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp), factor)
+
+    def head(self, x: Value) -> None:
+        self.logits(self.scale(x, 1 / self.model.config.logits_scaling), self.model.lm_head)

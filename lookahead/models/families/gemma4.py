@@ -1,0 +1,78 @@
+"""Gemma 4: layers share keys and values, and each has an embedding of its own of every token. The last of each kind of
+attention that has keys and values of its own lends them to all later layers of the kind.
+"""
+
+from typing import Any
+
+from lookahead.cpu import operations as op
+from lookahead.cpu.operations import Value
+from lookahead.models.families.gemma import Gemma3
+
+
+class Gemma4(Gemma3):
+    norm_offset = 0.0
+    _of_layers: Value | None = None
+    """What all layers get of the tokens, side by side."""
+
+    def own(self, module: Any, suffix: str) -> Any:
+        return super().own(module, suffix if suffix == "RMSNorm" else f"Text{suffix.removeprefix('Text')}")
+
+    def embedding(self, inner: Any) -> Value:
+        x, self._of_layers = super().embedding(inner), None
+        if size := inner.hidden_size_per_layer_input:
+            table = inner.embed_tokens_per_layer
+            of_tokens = self.embed(table, float(table.embed_scale.to(table.weight.dtype)), "TextScaledWordEmbedding")
+            projected = self.product(x, inner.per_layer_model_projection)
+            projected = self.scale(projected, float(inner.per_layer_model_projection_scale))
+            projected = self.norm_heads(projected, inner.per_layer_projection_norm, size)
+            self._of_layers = self.scale(self.add(projected, of_tokens), float(inner.per_layer_input_scale))
+        return x
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        attended = self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name)
+        x = self.add(x, self.norm(attended, layer.post_attention_layernorm))
+        more = self.mlp(self.norm(x, layer.pre_feedforward_layernorm), layer.mlp)
+        if layer.enable_moe_block:
+            more = self.add(self.norm(more, layer.post_feedforward_layernorm_1), self.mixed(x, layer))
+        x = self.add(x, self.norm(more, layer.post_feedforward_layernorm))
+        if self._of_layers is not None:
+            size = layer.hidden_size_per_layer_input
+            gate = self.product(x, layer.per_layer_input_gate)
+            own = self.select(self._of_layers, size, self._of_layers.width // size, layer.layer_idx)
+            more = self.product(self.gate(gate, layer.act_fn, own), layer.per_layer_projection)
+            x = self.add(x, self.norm(more, layer.post_per_layer_input_norm))
+        return self.scale(x, float(layer.layer_scalar))
+
+    def attention(self, x: Value, attention: Any, name: str) -> Value:
+        size, modules = self.own(attention, "Attention").head_dim, [attention.q_proj]
+        if not attention.is_kv_shared_layer:
+            modules += [one for one in (attention.k_proj, attention.v_proj) if one is not None]
+        q, *made = self.products(x, *map(self.linear, modules))
+        q = self.rotary(self.norm_heads(q, attention.q_norm, size), size, name)
+        if not made:
+            return self.product(self.attend(q, None, None, attention, layer=self._lender(name)), attention.o_proj)
+        k = self.rotary(self.norm_heads(made[0], attention.k_norm, size), size, name)
+        v = self.norm_heads(made[-1], attention.v_norm, size)  # of what the keys are, if there is no other layer
+        return self.product(self.attend(q, k, v, attention), attention.o_proj)
+
+    def _lender(self, name: str) -> int:
+        """The layer whose keys and values others of this kind attend to, too."""
+        all_layers = [layer.self_attn for layer in self.inner.layers]
+        return next(one.layer_idx for one in all_layers if one.store_full_length_kv and one.layer_type == name)
+
+    def mixed(self, x: Value, layer: Any) -> Value:
+        """The experts beside the MLP, whose router reads what no norm has weighed."""
+        router = self.own(layer.router, "Router")
+        norm = self.own(router.norm, "RMSNorm")
+        normed = self._add(op.Norm(x, Value(x.width), router.scale, norm.eps, size=x.width))
+        mixed = self.experts(
+            self.norm(x, layer.pre_feedforward_layernorm_2), router, layer.experts, adds_to_one=True, rounds=False,
+            suffix="Router", routing=self.linear(router.proj), top_k=router.config.top_k_experts,
+            scales=router.per_expert_scale.float(), routed=self.scale(normed, float(router.scalar_root_size)),
+        )  # fmt: skip
+        return self.norm(mixed, layer.post_feedforward_layernorm_2)
+
+    def windows(self) -> list[int | None]:
+        config = self.inner.config
+        own = config.num_hidden_layers - config.num_kv_shared_layers
+        return super().windows()[:own] + [0] * config.num_kv_shared_layers

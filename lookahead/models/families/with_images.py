@@ -1,0 +1,33 @@
+"""The text side of models that also take images. Tokens that stand for these are left to the model's own code."""
+
+from typing import Any
+
+from lookahead.cpu.operations import Value
+from lookahead.models.families import gemma, gemma4
+from lookahead.models.families.page import Page
+
+
+class Gemma3(gemma.Gemma3):
+    suffix = "ForConditionalGeneration"
+
+    @property
+    def inner(self) -> Any:
+        return Page.own(self, self.model.model, "Model").language_model
+
+    def head(self, x: Value) -> None:
+        self.logits(x, self.model.lm_head)
+
+
+class Gemma4(gemma4.Gemma4):
+    suffix = "ForConditionalGeneration"
+
+    @property
+    def inner(self) -> Any:
+        return Page.own(self, self.model.model, "Model").language_model
+
+    def head(self, x: Value) -> None:
+        self.logits(x, self.model.lm_head, cap=self.inner.config.final_logit_softcapping)
+
+    def placeholders(self) -> list[int]:
+        config = self.model.config
+        return [config.image_token_id, config.video_token_id, config.audio_token_id]
