@@ -15,7 +15,7 @@ def counts():
 
 def test_the_walk_stays_short(counts):
     """What is above has to be worth it, and to be said here. Newer versions of Python count fewer comprehensions."""
-    assert count_calls.excesses(counts, step_calls=110, step_files=10, token_calls=800, longest=40) == []
+    assert count_calls.excesses(counts, step_calls=110, step_files=10, token_calls=850, longest=40) == []
 
 
 def test_calls_of_ours_are_counted_and_no_others():

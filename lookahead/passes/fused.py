@@ -356,17 +356,19 @@ class FusedRunner(EagerRunner):
         """Append rows to all layers of the cache of sequence ``b``. Return `Rows.caches` and `Rows.held`."""
         layers = cache.in_place  # they come first
         if not layers[0].is_initialized:
-            for layer, (heads, *sizes) in zip(layers, executor.caches, strict=True):
-                layer.lazy_initialization(*(executor.like.new_empty(1, heads, 0, size) for size in sizes))
+            empty = {shape: _empty(executor.like, shape) for shape in dict.fromkeys(executor.caches)}
+            for layer, shape in zip(layers, executor.caches, strict=True):
+                layer.lazy_initialization(*empty[shape])
         caches, held = [(0, 0, 0, 0)] * len(layers), [0] * len(layers)
         places = cache.extend(rows)
         if (buffers := self._finds(executor, b, cache)) is None:
             raise RuntimeError("the buffers of the cache have changed while a pass began")
+        addresses, columns, strides = buffers.addresses, buffers.columns, buffers.strides
         for indices, first, seen in places:
             for i in indices:
                 j = i + len(layers)
-                keys, values = (buffers.addresses[of] + first * buffers.columns[of] for of in (i, j))
-                held[i], caches[i] = seen, (keys, values, buffers.strides[i], buffers.strides[j])
+                keys, values = addresses[i] + first * columns[i], addresses[j] + first * columns[j]
+                held[i], caches[i] = seen, (keys, values, strides[i], strides[j])
         return caches, held
 
 
@@ -406,7 +408,13 @@ def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
     """Whether C++ can read and write the buffers of a layer of the cache."""
     if not layer.is_initialized:
         return False
-    (keys, values), (heads, *sizes) = layer.buffers, shape
+    (keys, values), (heads, of_key, of_value) = layer.buffers, shape
     room = keys.shape[2]
-    are_of_shape = [keys.shape, values.shape] == [(1, heads, room, size) for size in sizes] and room >= layer.columns
-    return are_of_shape and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
+    are_of_shape = keys.shape == (1, heads, room, of_key) and values.shape == (1, heads, room, of_value)
+    return are_of_shape and room >= layer.columns and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
+
+
+def _empty(like: torch.Tensor, shape: CacheShape) -> list[torch.Tensor]:
+    """Return keys and values of no position."""
+    heads, *sizes = shape
+    return [like.new_empty(1, heads, 0, size) for size in sizes]
