@@ -14,7 +14,7 @@ from lookahead.cpu import tree_attention
 from lookahead.cpu.executor import Executor
 from lookahead.engine import call
 from lookahead.engine.sampling import NextTokenRule
-from lookahead.models import attention, cache, recurrence
+from lookahead.models import attention, cache
 from lookahead.models.cache import LookaheadCache, SlidingLayer
 from lookahead.models.recurrence import StateLayer
 from lookahead.passes import capabilities, runner
