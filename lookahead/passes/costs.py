@@ -211,7 +211,7 @@ def time_passes(
     best = dict.fromkeys(plan, np.inf)
     with torch.no_grad():
         for length, cache in caches.items():
-            if runner.adapter.branches_states:  # a step goes on from states
+            if runner.adapter.has_state:  # without one, layers compute a prompt, which takes another time
                 runner.read(torch.from_numpy(tokens[None, :1]), cache)
             else:
                 _pass(runner, cache, tokens[:2])
