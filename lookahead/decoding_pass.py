@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lookahead.compat import version_of
+from lookahead.step import Forest
 
 
 @dataclass
@@ -27,6 +28,8 @@ class DecodingPass:
     """Whether torch.compile traces the pass for `passes.compiled`."""
     siblings: Mapping[int, tuple[nn.Linear, ...]]
     """The layers that take the same input as a layer, by the id of that layer (`products.siblings`)."""
+    forest: Forest | None = None
+    """The rows of the pass, if layers with a state compute them as a tree (`models.recurrence`)."""
     _input: torch.Tensor | None = None  # the input of `_products`
     _version: int | None = None  # its version when they were computed
     _products: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of the layer, until the layer takes it
@@ -57,11 +60,12 @@ def decoding_pass(
     uses_kernels: bool,
     is_traced: bool = False,
     siblings: Mapping[int, tuple[nn.Linear, ...]] = MappingProxyType({}),
+    forest: Forest | None = None,
 ) -> DecodingPass:
     """Run a block as a pass of the decoding loop, in this thread: ``with decoding_pass(...)``."""
     # Tracers follow only torch's own operations, and our kernels give no gradients.
     uses_kernels = uses_kernels and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    return DecodingPass(splits_attention, uses_kernels, is_traced, siblings)
+    return DecodingPass(splits_attention, uses_kernels, is_traced, siblings, forest)
 
 
 def current_pass() -> DecodingPass | None:

@@ -16,9 +16,10 @@ from lookahead.engine import call
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.models import attention, cache
 from lookahead.models.cache import LookaheadCache, SlidingLayer
-from lookahead.passes import capabilities
+from lookahead.models.recurrence import StateLayer
+from lookahead.passes import capabilities, runner
 from lookahead.passes.fused import FusedRunner
-from lookahead.step import Step, Visibility
+from lookahead.step import Forest, Step, Visibility
 
 
 def everyone_sees_everyone(monkeypatch):
@@ -218,6 +219,40 @@ def nothing_computed_again(monkeypatch):
     monkeypatch.setattr(LookaheadCache, "commit", commit)
 
 
+def only_parents_are_seen(monkeypatch):
+    def forest(ancestors, device):
+        parents = Forest(ancestors, device)._parents
+        seen = np.arange(ancestors.shape[1]) == parents[..., None]
+        return Forest(seen | np.eye(ancestors.shape[1], dtype=bool), device)
+
+    monkeypatch.setattr(runner, "Forest", forest)
+
+
+def siblings_update_each_other(monkeypatch):
+    monkeypatch.setattr(runner, "Forest", lambda ancestors, device: Forest(np.tril(np.ones_like(ancestors)), device))
+
+
+def windows_along_the_rows(monkeypatch):
+    def windows(self, width, held):
+        return (held + torch.arange(self.rows)[None, :, None] - torch.arange(width).flip(0)).clamp(min=0)
+
+    monkeypatch.setattr(Forest, "windows", windows)
+
+
+def rejected_rows_stay_in_the_state(monkeypatch):
+    original = StateLayer.commit
+
+    def commit(self, paths):
+        original(self, [list(range(path[-1] + 1)) if path else path for path in paths])
+
+    monkeypatch.setattr(StateLayer, "commit", commit)
+
+
+def the_state_stays_behind(monkeypatch):
+    original = StateLayer.commit
+    monkeypatch.setattr(StateLayer, "commit", lambda self, paths: original(self, [path[:-1] for path in paths]))
+
+
 def first_guess_always_accepted(monkeypatch):
     original = call.walk
 
@@ -257,8 +292,13 @@ DEFECTS = {
     commit_keeps_one_row_too_many: "llama",
     commit_forgets_the_moved_rows: "gemma2",
     sliding_rows_off_by_one: "mistral",
-    states_not_put_back: "qwen3_next",
-    nothing_computed_again: "lfm2",
+    states_not_put_back: "zaya",
+    nothing_computed_again: "zaya",
+    only_parents_are_seen: "qwen3_next",
+    siblings_update_each_other: "mamba2",
+    windows_along_the_rows: "lfm2",
+    rejected_rows_stay_in_the_state: "mamba2",
+    the_state_stays_behind: "qwen3_next",
     first_guess_always_accepted: "llama",
     one_draw_too_many: "llama",
 }

@@ -75,6 +75,25 @@ def test_every_architecture_can_be_measured(name):
     assert (found.per_position >= 0).all()
 
 
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "zaya"])
+def test_passes_over_states_go_on_from_some(name, monkeypatch):
+    """On an empty cache, a row is a prompt: layers compute it in another form, which may take ten times as long."""
+    original, seen = EagerRunner.run, []
+
+    def run(self, steps, cache, *args):
+        seen.append(all(any(states.values()) for states in (layer.has_previous_state for layer in with_state(cache))))
+        return original(self, steps, cache, *args)
+
+    def with_state(cache):
+        return [layer for layer in cache.layers if hasattr(layer, "has_previous_state")]
+
+    runner = runner_of(tiny_model(name))
+    monkeypatch.setattr(EagerRunner, "run", run)
+    costs.time_passes(runner, [(1, 0), (4, 0)], 0.01)
+    assert seen
+    assert all(seen)
+
+
 def test_costs_are_kept_and_found_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(costs, "FOLDER", tmp_path / "new")
     model = tiny_model("llama")

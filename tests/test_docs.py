@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead
 from lookahead.cpu import native
 from lookahead.engine import engine, fallback
-from lookahead.models import families, state
+from lookahead.models import branching, families, layers, state
 from lookahead.models.families import gemma
 from lookahead.models.families.page import Page
 from lookahead.passes import capabilities, compiled, fused, graphs, probe, runner
@@ -272,6 +272,8 @@ SPEAKERS = {
     Page: ast.Raise,
     gemma.Gemma3: ast.Raise,
     state.State.why_not_split: ast.Return,
+    branching.why_not: ast.Return,
+    layers.why_no_branches: ast.Return,
     fused.FusedRunner.__init__: ast.Raise,
     compiled.CompiledRunner.run: ast.Call,
     graphs.why_eager: ast.Return,

@@ -277,7 +277,7 @@ def test_batches_at_their_own_pace(model_type):
 
 def test_what_a_state_makes_be_computed_again_is_bounded():
     """With most guesses rejected, no step grows beyond its own rows and a few."""
-    model = tiny_model("lfm2")
+    model = tiny_model("zaya")
     widths = []
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
     lookahead.wrap(model, LookaheadConfig(strategy="jacobi", budget=4))

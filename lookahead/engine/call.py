@@ -35,7 +35,7 @@ ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at mo
 # Tokens that a pass may compute again. If there are more, a step without guesses clears them: it is accepted whole.
 MAX_REPLAYED = 8
 MIN_PROBABILITY = 0.002  # a less likely guess is not worth a row of the pass
-# In a model with a state, a rejection costs computing the accepted tokens again. So a chain must be accepted whole.
+# Where states are restored, a rejection costs computing the accepted tokens again. So a chain must be accepted whole.
 MIN_PROBABILITY_WITH_STATE = 0.2
 
 Decoding = Generator[Pass | None, Output, torch.Tensor | ModelOutput]
@@ -87,7 +87,8 @@ class Call:
         self._source = Combined(sources, engine.ledger, self._budget, self.stats, resting)
         adapter = self._runner.adapter
         self._is_chain = not adapter.can_branch
-        self._least = MIN_PROBABILITY_WITH_STATE if adapter.has_state else MIN_PROBABILITY
+        restores = adapter.has_state and not adapter.branches_states
+        self._least = MIN_PROBABILITY_WITH_STATE if restores else MIN_PROBABILITY
         windows = self._source.windows if adapter.can_branch else None
         self._trials = windows.trials if windows else None
         self._most_rows = 1 + self._budget.max_guesses + (windows.max_rows if windows else 0)  # of a sequence in a step

@@ -14,7 +14,7 @@ from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.models.families import has_page
 from lookahead.models.layers import ropes_of
 from lookahead.models.state import state_of
-from lookahead.passes.capabilities import can_batch, find_adapter, same_without_cache
+from lookahead.passes.capabilities import can_batch, find_adapter, hides_padding, same_without_cache
 from lookahead.vocabulary import vocabulary_fingerprint
 
 # By model type, the attribute of its configuration with the length up to which attention sees all keys. Beyond it,
@@ -112,8 +112,8 @@ def why_plain(
             return "with an attention_mask of other values than 0 and 1"
         if not seen[:, -1].all() or (seen[:, :-1] & ~seen[:, 1:]).any():
             return "with an attention_mask that hides more than padding to the left"
-        if not seen.all() and (held or adapter.has_state):
-            return "with padding, on a cache or in a model that keeps a state"
+        if not seen.all() and (held or (adapter.has_state and not hides_padding(model, adapter))):
+            return "with padding, on a cache or in a model whose states take it in"
         if not seen.all() and any(getattr(module, "is_causal", True) is False for module in model.modules()):
             return "with padding, in a model whose attention is told to see later tokens"  # it does so without a mask
     positions = model_kwargs.get("position_ids")

@@ -7,10 +7,19 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from lookahead.compat import CACHE, execution_device
-from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SlidingLayer, copy_of, counts_positions
+from lookahead.models.cache import (
+    AnyCache,
+    InPlaceLayer,
+    LookaheadCache,
+    SlidingLayer,
+    StateAndKeysLayer,
+    copy_of,
+    counts_positions,
+)
+from lookahead.models.recurrence import StateLayer
 from lookahead.step import Visibility, mask
 
 # Settings that give the number of positions that a model was made for, or that its tables have room for.
@@ -32,13 +41,16 @@ class ModelAdapter:
     """The configuration of the text part."""
     layers: tuple[Visibility | None, ...]
     """One entry for each layer. None: the layer caches no keys and values of its own; it may keep a state."""
-    mask_of: dict[str, Visibility] | None
+    mask_of: dict[str, Visibility | None] | None
     """Visibility by type of layer, if the model takes a dict of masks; None if one mask serves all layers."""
     takes_position_ids: bool
     cache_argument: str = CACHE
     """Name of the cache among the arguments of the model's forward."""
     has_state: bool = False
     """Some layers keep a state (recurrent, short convolution), which must see all tokens in their order."""
+    branches_states: bool = False
+    """These layers can compute the rows of a step as a tree (`models.branching`). If not, their states are restored
+    after a rejection, and the accepted tokens computed again."""
     can_branch: bool = True
     """False: the model ignores or refuses a custom mask. Guesses are then a single chain, without a window."""
     in_inference_mode: bool = False
@@ -59,7 +71,8 @@ class ModelAdapter:
     @property
     def can_grow(self) -> bool:
         """Whether several passes can compute one step. The rows of each pass see those of the passes before."""
-        return self.can_branch and all(visibility in (None, Visibility()) for visibility in self.layers)
+        all_see_all = all(visibility in (None, Visibility()) for visibility in self.layers)
+        return self.can_branch and all_see_all and not self.has_state
 
     @cached_property
     def counts_positions(self) -> bool:
@@ -77,9 +90,12 @@ class ModelAdapter:
 
     def make_cache(self, expected_length: int = 0) -> LookaheadCache:
         """Make an empty cache of one sequence, with room for ``expected_length`` positions in its full layers."""
-        layers = []
+        layers: list[Any] = []
         for theirs, visibility in zip(DynamicCache(config=self.config).layers, self.layers, strict=True):
-            if visibility is None:
+            if self.branches_states and isinstance(theirs, LinearAttentionLayer):
+                states = theirs.number_of_states
+                layers.append(StateAndKeysLayer(states, expected_length) if visibility else StateLayer(states))
+            elif visibility is None:
                 layers.append(theirs)
             elif visibility.window is not None:
                 layers.append(SlidingLayer(visibility.window))
@@ -121,12 +137,14 @@ class ModelAdapter:
         lengths: set[int] = set()
         layers: list[Any] = cache.layers
         for mine, own, theirs in zip(ours, usual, layers, strict=True):
-            if not isinstance(mine, InPlaceLayer):
-                if type(theirs) is not type(mine):
-                    return False
-            elif type(theirs) not in (type(mine), DynamicLayer, DynamicSlidingWindowLayer):
+            kinds: tuple[type, ...] = (type(mine),)
+            if isinstance(mine, StateLayer):
+                kinds = type(mine), type(own)
+            elif isinstance(mine, InPlaceLayer):
+                kinds = type(mine), DynamicLayer, DynamicSlidingWindowLayer
+            if type(theirs) not in kinds or getattr(theirs, "record_past", False):
                 return False
-            elif theirs.is_initialized:
+            if isinstance(mine, InPlaceLayer) and theirs.is_initialized:
                 both = theirs.buffers if isinstance(theirs, InPlaceLayer) else (theirs.keys, theirs.values)
                 # A layer without a window holds all positions. One for chunks has their length as its window.
                 windows = None, getattr(own, "sliding_window", None)
@@ -148,9 +166,12 @@ class ModelAdapter:
                 mine = theirs
             elif type(theirs) is type(mine):
                 mine = copy_of(theirs)
+            elif isinstance(mine, StateLayer):
+                mine.take(theirs)  # type: ignore[arg-type]  # `can_take_over` holds
+                if isinstance(mine, InPlaceLayer) and theirs.is_initialized:
+                    _fill(mine, theirs)
             elif isinstance(mine, InPlaceLayer) and isinstance(theirs, DynamicLayer) and theirs.is_initialized:
-                mine.update(theirs.keys, theirs.values)  # type: ignore[arg-type]  # initialized, so not None
-                mine.starts = np.array([theirs.get_seq_length() - mine.columns])
+                _fill(mine, theirs)
             layers.append(mine)
         return LookaheadCache(layers, [cache.get_seq_length()])
 
@@ -161,7 +182,7 @@ class ModelAdapter:
         cache: LookaheadCache,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+    ) -> torch.Tensor | dict[str, torch.Tensor | None]:
         """Make the model's ``attention_mask`` for a step, one for each type of layer in `mask_of`.
 
         If attention is split and hides no cached key, only the step's own keys are covered.
@@ -169,13 +190,20 @@ class ModelAdapter:
         found = cache.hidden(ancestors, positions, self.kinds, self.splits_attention)
         if self.mask_of is None:
             return mask(found[next(v for v in self.layers if v is not None)], dtype, device)
-        return {name: mask(found[visibility], dtype, device) for name, visibility in self.mask_of.items()}
+        masks = {visibility: mask(of_kind, dtype, device) for visibility, of_kind in found.items()}
+        return {name: masks[visibility] if visibility else None for name, visibility in self.mask_of.items()}
 
-    def mask_of_layers(self, masks: torch.Tensor | dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+    def mask_of_layers(self, masks: torch.Tensor | dict[str, torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the mask of each layer from the result of `masks`; None for a layer that takes none."""
         if isinstance(masks, torch.Tensor):
             return [masks] * len(self.layers)
         return [masks.get(kind) for kind in self.config.layer_types]
+
+
+def _fill(mine: InPlaceLayer, theirs: Any) -> None:
+    """Append the keys and values of a layer of transformers' to an empty layer of ours."""
+    mine.update(theirs.keys, theirs.values)
+    mine.starts = np.array([theirs.get_seq_length() - mine.columns])
 
 
 def _is_of_one_sequence(states: object, dtypes: set[torch.dtype], device: str) -> bool:

@@ -13,9 +13,10 @@ different numbers of tokens. `columns` columns are in use, and sequence b fills 
 its committed part. A full layer makes room by doubling, a sliding layer by moving its window to the front. So a row is
 copied O(1) times on average, and no step copies the prefix. Without `commit`, the layers behave like transformers' own.
 
-Layers that keep a state instead of positions (recurrent, short convolution) are transformers' own. A state cannot be
-cut back to an accepted prefix. So it is restored to what it was before the step, and the accepted tokens are computed
-again, ahead of the next step.
+Layers that keep a state instead of positions (recurrent, short convolution), or beside them, leave it as it is in a
+step, and `commit` applies the accepted rows to it (`recurrence.StateLayer`). Where a model's layers cannot compute
+branches, they are transformers' own. Such a state cannot be cut back to an accepted prefix. So it is restored to what
+it was before the step, and the accepted tokens are computed again, ahead of the next step.
 """
 
 import copy
@@ -32,6 +33,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from lookahead import compat
 from lookahead.cpu import executor
 from lookahead.decoding_pass import current_pass
+from lookahead.models.recurrence import StateLayer
 from lookahead.step import Step, Visibility, hidden, to_device
 
 FIRST_CAPACITY = 256  # columns
@@ -323,6 +325,35 @@ class SlidingLayer(InPlaceLayer):
         super().crop(tokens_to_remove)
 
 
+class StateAndKeysLayer(StateLayer, InPlaceLayer):  # type: ignore[misc, override]  # as transformers mixes them
+    """States, and keys and values of all positions."""
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int = 1, expected_length: int = 0):
+        self.number_of_states = number_of_states
+        InPlaceLayer.__init__(self, expected_length)  # calls reset
+
+    def reset(self) -> None:
+        StateLayer.reset(self)
+        InPlaceLayer.reset(self)
+
+    def lazy_initialization(self, *keys_and_values: Any, **states: Any) -> None:
+        if keys_and_values:
+            InPlaceLayer.lazy_initialization(self, *keys_and_values)
+        else:
+            StateLayer.lazy_initialization(self, **states)
+
+    def stack(self, layers: Any, offsets: list[int] | None = None) -> None:
+        StateLayer.stack(self, layers)
+        if layers[0].is_initialized:
+            InPlaceLayer.stack(self, layers, offsets)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        StateLayer.batch_select_indices(self, indices)
+        InPlaceLayer.batch_select_indices(self, indices)
+
+
 class LookaheadCache(Cache):
     """One layer for each layer of the model."""
 
@@ -341,7 +372,9 @@ class LookaheadCache(Cache):
             if isinstance(layer, InPlaceLayer):
                 alike.setdefault((type(layer), getattr(layer, "sliding_window", None)), []).append(index)
         self._kinds = list(alike.values())  # indices of layers that usually have the same columns
-        self._with_state = [x for x in layers if not isinstance(x, InPlaceLayer) and type(x).__name__ != "DummyLayer"]
+        self._states = [layer for layer in layers if isinstance(layer, StateLayer)]
+        ours = InPlaceLayer, StateLayer
+        self._with_state = [x for x in layers if not isinstance(x, ours) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []
 
     def begin(self, new: int, computed: int = 0) -> None:
@@ -359,6 +392,8 @@ class LookaheadCache(Cache):
                 for layer in layers:
                     layer.make_room(new)
         self._before = [_copy_of_state(vars(layer)) for layer in self._with_state] if self._with_state else []
+        for layer in self._states:
+            layer.pending = []
 
     def extend(self, new: int) -> list[tuple[list[int], int, int]]:
         """Append ``new`` rows to all layers, after `begin` and for one sequence. The caller writes them.
@@ -419,6 +454,8 @@ class LookaheadCache(Cache):
                 paths, replay = [[]], self.replay + step.ids[path].tolist()
         # Layers that are not initialized use another layer's keys and values.
         keep(list(filter(_IS_INITIALIZED, self._in_place)), paths)
+        for layer in self._states:
+            layer.commit(paths)
         self.lengths, self.replay, self._before = lengths, replay, []
 
     def _restore_states(self) -> None:
@@ -436,7 +473,8 @@ class LookaheadCache(Cache):
     @property
     def can_rewind(self) -> bool:
         """Whether every layer holds all positions, so not if there are sliding layers or states."""
-        return all(type(layer) is InPlaceLayer for layer in self._in_place) and not self._with_state
+        are_full = all(type(layer) is InPlaceLayer for layer in self._in_place)
+        return are_full and not self._with_state and not self._states
 
     def rewind(self, length: int) -> None:
         """Cut the full layers of one sequence back to ``length`` positions, even after half a pass or half a commit.
@@ -478,7 +516,7 @@ class LookaheadCache(Cache):
         """Return an empty cache of the same kinds of layers, all of which are in place or need no room."""
         layers: list[Any] = [copy.copy(layer) for layer in self.layers]
         for layer in layers:
-            if isinstance(layer, InPlaceLayer):
+            if isinstance(layer, (InPlaceLayer, StateLayer)):
                 layer.reset()
         return LookaheadCache(layers)
 
@@ -492,7 +530,7 @@ class LookaheadCache(Cache):
     def stack(self, caches: list["LookaheadCache"], offsets: list[int] | None = None) -> None:
         """Become the batch of ``caches``, each of one sequence (`InPlaceLayer.stack`)."""
         for layers in zip(self.layers, *(cache.layers for cache in caches), strict=True):
-            if isinstance(layers[0], InPlaceLayer) and layers[1].is_initialized:
+            if isinstance(layers[0], StateLayer) or (isinstance(layers[0], InPlaceLayer) and layers[1].is_initialized):
                 layers[0].stack(list(layers[1:]), offsets)
         self.lengths, self.paddings = [cache.lengths[0] for cache in caches], offsets
 

@@ -1,19 +1,26 @@
 """Reads from a model's configuration and classes which layers it has."""
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from lookahead import compat
 from lookahead.compat import attention_implementation, looks_up_attention
+from lookahead.models import branching
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError
 from lookahead.models.cache import InPlaceLayer
 from lookahead.models.state import state_of
 from lookahead.step import Visibility
 
 
-def read_config(model: PreTrainedModel) -> ModelAdapter:
+def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> ModelAdapter:
     """Make a first adapter, not yet probed, from the cache that transformers would make for this model.
 
+    branches_states: of the adapter; default: if `why_no_branches` finds nothing against it.
     Raises UnsupportedModelError if there is no such cache.
     """
     name = type(model).__name__
@@ -44,6 +51,8 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
     chunk = getattr(config, "attention_chunk_size", None) if "create_chunked_causal_mask" in names else None
     always = "create_sliding_window_causal_mask" in names and not reads_types  # all layers have the window
     window = getattr(config, "sliding_window", None) if always else None
+    if branches_states is None:
+        branches_states = any(map(_keeps_state, theirs)) and why_no_branches(model) is None
     layers: list[Visibility | None] = []
     has_state = False
     for index, layer in enumerate(theirs):
@@ -53,11 +62,12 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
             is_chunk = layer.sliding_window == chunk and (not types or types[index] == "chunked_attention")
             layers.append(Visibility(chunk=chunk) if is_chunk else Visibility(window=layer.sliding_window))
         else:
-            layers.append(None)
-            has_state = has_state or type(layer).__name__ != "DummyLayer"
+            beside = Visibility() if type(layer) is LinearAttentionAndFullAttentionLayer else None
+            layers.append(beside if branches_states else None)
+            has_state = has_state or _keeps_state(layer)
     mask_of = None
     if types and len({v for v in layers if v is not None}) > 1:
-        mask_of = {kind: v for kind, v in zip(types, layers, strict=False) if v is not None}
+        mask_of = {kind: v for kind, v in zip(types, layers, strict=False) if v is not None or branches_states}
     return ModelAdapter(
         config,
         tuple(layers),
@@ -65,13 +75,29 @@ def read_config(model: PreTrainedModel) -> ModelAdapter:
         takes_position_ids="position_ids" in arguments,
         cache_argument=cache_argument,
         has_state=has_state,
-        in_inference_mode=not has_state and not _changes_rope(model),
+        branches_states=branches_states,
+        in_inference_mode=(not has_state or branches_states) and not _changes_rope(model),
         can_branch=(
             attention_implementation(model.config) in ("sdpa", "eager")
             and not _depends_on_columns(config)
-            and not has_state
+            and (not has_state or branches_states)
         ),
     )
+
+
+def why_no_branches(model: PreTrainedModel) -> str | None:
+    """Why the model's layers with a state cannot compute branches; None if they can, or if it has none."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    kinds = {type(layer) for layer in layers if _keeps_state(layer)}
+    unknown = kinds - {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
+    if unknown:
+        return f"its cache keeps states in a {unknown.pop().__name__}"
+    return branching.why_not(model) if kinds else None
+
+
+def _keeps_state(layer: object) -> bool:
+    known = DynamicLayer, DynamicSlidingWindowLayer
+    return type(layer) not in known and type(layer).__name__ != "DummyLayer"
 
 
 def hides_in_cache_alone(model: PreTrainedModel, adapter: ModelAdapter) -> bool:

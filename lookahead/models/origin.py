@@ -352,7 +352,8 @@ _CODE, _VALUES = attrgetter("__code__"), methodcaller("values")
 def _is_called(found: Any, name: str) -> bool:
     """Whether a function may be known by this name. What is no function may have any."""
     if isinstance(found, BuiltinFunctionType):
-        return f"_{found.__name__.strip('_')}".endswith(f"_{name.strip('_')}")
+        own, known_by = found.__name__.strip("_"), name.strip("_")
+        return f"_{own}".endswith(f"_{known_by}") or own.replace("_", "") == known_by
     return not isinstance(found, FunctionType) or any(inner.__name__ == name for inner in _inner(found))
 
 

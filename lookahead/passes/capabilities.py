@@ -17,7 +17,7 @@ from lookahead.compat import attention_implementation, newer_than_tested
 from lookahead.config import LookaheadConfig
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device_of
 from lookahead.models.families import UnknownModelError
-from lookahead.models.layers import hides_in_cache_alone, looks_up_sdpa, read_config, state_layers
+from lookahead.models.layers import hides_in_cache_alone, looks_up_sdpa, read_config, state_layers, why_no_branches
 from lookahead.models.state import state_of
 from lookahead.passes import probe, verdicts
 from lookahead.passes.fused import FusedRunner
@@ -26,7 +26,8 @@ from ngram_pool.waiting import kept_for_later
 
 logger = logging.getLogger(__name__)
 
-_KEPT = "in_inference_mode", "can_branch", "splits_attention", "uses_kernels"  # of an adapter, for later processes
+# Of an adapter, for later processes.
+_KEPT = "in_inference_mode", "can_branch", "branches_states", "splits_attention", "uses_kernels"
 _MOST_FOUND = 32  # results that are kept for a model
 
 _found: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary()
@@ -150,6 +151,15 @@ def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     return _once_for_all(model, "batch", adapter.uses_kernels, find) is None
 
 
+def hides_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
+    """Whether plain passes over a batch leave padding out of the states of its layers. Probed once for each state of
+    the model.
+
+    transformers hides it before a layer computes. A bias may bring it back.
+    """
+    return _once(model, "padding", True, lambda: probe.hides_padding(model, adapter))
+
+
 def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     """Whether plain passes over the whole text give the logits of plain decoding on a cache, as causal attention does.
 
@@ -163,7 +173,7 @@ def _read_or_try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter
     path = verdicts.path_of(model, "adapter", cpu_kernels)
     known = verdicts.read(path)
     if known is not None and known.keys() == set(_KEPT):
-        return replace(read_config(model), **known)
+        return replace(read_config(model, known["branches_states"]), **known)
     with kept_for_later():
         adapter = _try_ways(model, cpu_kernels)
     if not adapter.given_up and not adapter.row_dependence:
@@ -179,6 +189,8 @@ def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         cpu_kernels = False
         given_up.append(f"kernels of our own: {reason}")
     adapter = replace(read_config(model), uses_kernels=cpu_kernels, foreign=tuple(map(str, state.foreign)))
+    if adapter.has_state and (reason := why_no_branches(model)) is not None:
+        given_up.append(f"trees: {reason}")
     if adapter.can_branch and (reason := state.why_no_trees()) is not None:
         adapter = replace(adapter, can_branch=False)
         given_up.append(f"trees: {reason}")
@@ -198,7 +210,9 @@ def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     if hides_in_cache_alone(model, adapter):
         reason = "its cache drops positions that its masks show"
     else:
-        ways["single chains"] = replace(adapter, can_branch=False)
+        chains = replace(read_config(model, False), can_branch=False) if adapter.branches_states else adapter
+        found = {name: getattr(adapter, name) for name in ("uses_kernels", "row_dependence", "foreign")}
+        ways["single chains"] = replace(chains, can_branch=False, **found)
         reason = None
     for what, way in ways.items():
         if what == "single chains" and adapter.can_branch:

@@ -210,7 +210,7 @@ class CompiledRunner(EagerRunner):
 def try_out(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     """Give compiled passes up unless their logits are right."""
     reason: str | None = "it does not take our attention"
-    if adapter.splits_attention and adapter.takes_position_ids:
+    if adapter.splits_attention and adapter.takes_position_ids and not adapter.has_state:
         reason = probe.compare_with_plain(CompiledRunner(model, adapter))
     if reason is not None:
         give_up(model, reason)

@@ -211,7 +211,10 @@ def time_passes(
     best = dict.fromkeys(plan, np.inf)
     with torch.no_grad():
         for length, cache in caches.items():
-            _pass(runner, cache, tokens[:2])
+            if runner.adapter.has_state:  # without one, layers compute a prompt, which takes another time
+                runner.read(torch.from_numpy(tokens[None, :1]), cache)
+            else:
+                _pass(runner, cache, tokens[:2])
             cache.skip(length)
         start, rounds, left = time.perf_counter(), 0, True
         while left:
@@ -232,7 +235,7 @@ def time_passes(
 
 
 def _pass(runner: EagerRunner, cache: LookaheadCache, tokens: np.ndarray) -> float:
-    """Return the seconds of one pass. The cache is left as it was."""
+    """Return the seconds of one pass. The cache is left as it was, but for states that a single row has moved on."""
     step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Source.TEXT))
     start = time.perf_counter()
     runner.run([step], cache)
@@ -263,6 +266,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
     now = (
         attention_implementation(model.config),
         adapter.splits_attention,
+        adapter.branches_states,
         runner.name,
         runner.weight_bytes,
         adapter.uses_kernels,

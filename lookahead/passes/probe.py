@@ -122,6 +122,22 @@ def is_same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool
     return relative_error(torch.cat(at_once), torch.cat(cached)) <= rounding
 
 
+def hides_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
+    """`capabilities.hides_padding`, tried with a prompt of 7 tokens behind 5 columns of padding, and one token more."""
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (2, 13)))
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    with _as_in_generate(model):
+        padded, plain = DynamicCache(config=adapter.config), DynamicCache(config=adapter.config)
+        found = [_plain_logits(model, adapter, tokens[:, :12], padded, mask=mask[:, :12])[0, 6:]]  # without the first
+        found.append(_plain_logits(model, adapter, tokens[:, 12:], padded, 12, mask)[0])
+        expected = [_plain_logits(model, adapter, tokens[:1, 5:12], plain)[0, 1:]]  # which may be zero
+        expected.append(_plain_logits(model, adapter, tokens[:1, 12:], plain, 7)[0])
+        noise = _batch_errors(model, adapter, tokens).max().item()
+    rounding = _tolerance(model, max(noise, adapter.row_dependence))
+    return relative_error(torch.cat(found), torch.cat(expected)) <= rounding
+
+
 @dataclass(frozen=True)
 class PlainRows:
     """What plain decoding says of the tokens of a pass."""
@@ -368,15 +384,28 @@ def _first_step(tokens: np.ndarray, can_branch: bool, b: int) -> tuple[Step, lis
 
 
 def _plain_logits(
-    model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor, cache: DynamicCache | None = None, begin: int = 0
+    model: PreTrainedModel,
+    adapter: ModelAdapter,
+    ids: torch.Tensor,
+    cache: DynamicCache | None = None,
+    begin: int = 0,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return logits [batch, n, vocabulary] of the model's own pass over ids [batch, n], from position ``begin`` on."""
+    """Return logits [batch, n, vocabulary] of the model's own pass over ids [batch, n], from column ``begin`` on.
+
+    mask: int64 [batch, begin + n], 0 in columns of padding, which have no positions.
+    """
     inputs = {"input_ids": ids.to(device_of(model)), "use_cache": cache is not None}
     if cache is not None:
         inputs[adapter.cache_argument] = cache
     if adapter.takes_position_ids:  # as generate() does; without them, some models count from their padding token
         positions = torch.arange(begin, begin + ids.shape[1], device=device_of(model))
         inputs["position_ids"] = positions.expand(ids.shape)
+    if mask is not None:
+        mask = mask.to(device_of(model))
+        inputs["attention_mask"] = mask
+        if adapter.takes_position_ids:
+            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, begin:]
     return model(**inputs).logits
 
 

@@ -25,8 +25,9 @@ from lookahead.compat import forward_arguments
 from lookahead.cpu import products
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models.adapter import ModelAdapter, device_of
+from lookahead.models.branching import branching
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
-from lookahead.step import Step, lay_out, pad, to_device
+from lookahead.step import Forest, Step, lay_out, pad, to_device
 from ngram_pool import GuessTree
 
 Likeliest = tuple[int, float | Sequence[float]]
@@ -143,10 +144,13 @@ class EagerRunner:
             columns = np.arange(cache.lengths[0] + cache.paddings[0] + 1)
             seen = columns >= np.array(cache.paddings)[:, None]
             inputs["attention_mask"] = to_device(seen.astype(np.int64), device)  # as generate() makes it
-        elif len(steps) > 1 or (adapter.can_branch and len(steps[0]) > 1):
+        elif adapter.kinds and (len(steps) > 1 or (adapter.can_branch and len(steps[0]) > 1)):
             inputs["attention_mask"] = adapter.masks(ancestors, positions, cache, self.model.dtype, device)
-        with self._in_pass(), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
-            output = self.model(input_ids=tokens[0], **inputs, **self._extras)
+        model, forest = self.model, None
+        if adapter.branches_states and tokens.shape[2] > 1:
+            model, forest = branching(model), Forest(ancestors, device)
+        with self._in_pass(forest), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
+            output = model(input_ids=tokens[0], **inputs, **self._extras)
             hidden = {i: output.hidden_states[i][:, again:].flatten(0, 1) for i in self.requested}
             count, rows = len(steps), tokens.shape[2] - again
             return Output(output.logits[:, again:].flatten(0, 1), hidden, range(0, count * rows, rows))
@@ -185,10 +189,10 @@ class EagerRunner:
         """`products.siblings`, looked up once in a call, when its first eager pass needs it."""
         return products.siblings(self.model) if self.adapter.uses_kernels else {}
 
-    def _in_pass(self) -> AbstractContextManager[None]:
+    def _in_pass(self, forest: Forest | None = None) -> AbstractContextManager[None]:
         """The context of each call of the model."""
         adapter = self.adapter
-        return decoding_pass(adapter.splits_attention, adapter.uses_kernels, siblings=self._siblings)
+        return decoding_pass(adapter.splits_attention, adapter.uses_kernels, siblings=self._siblings, forest=forest)
 
 
 class Pass(NamedTuple):
