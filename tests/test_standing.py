@@ -72,6 +72,18 @@ def test_a_crowd_of_which_a_third_goes(address):
     assert idle(address)
 
 
+def test_the_bodies_that_are_held_are_bounded():
+    code = SLOW.replace("uvicorn.run", "app.MOST_OPEN = 1\n    uvicorn.run")
+    with running("-c", code) as address, ThreadPoolExecutor(1) as threads:
+        first = threads.submit(ask, address, COMPLETION, prompt="x", max_tokens=15)
+        time.sleep(0.5)
+        status, answered = ask(address, MESSAGE, prompt="x")
+        assert (status, answered["error"]["type"]) == (429, "rate_limit_error")
+        assert "1 requests are open" in answered["error"]["message"]
+        assert first.result()[0] == 200
+        assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+
+
 def test_fifty_megabytes_are_refused(address):
     with contextlib.closing(connect(address)) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -207,7 +207,7 @@ def test_answers_after_a_hit_are_those_of_the_cold_prompt(dtype, samples, seed):
         assert answer(cold, ids, 24, **wishes) == ([text], [0])
         assert cached > 0 or not turn
         written = tokenizer(text, add_special_tokens=False).input_ids
-        ids = ids[: rng.randint(len(ids) // 2, len(ids))] if rng.random() < 0.3 else ids + written
+        ids = ids[: rng.randint(max(len(ids) // 2, 20), len(ids))] if rng.random() < 0.3 else ids + written
         ids = ids + [rng.randrange(3, 4000) for _ in range(rng.randint(1, 90))]
 
 

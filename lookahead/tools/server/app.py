@@ -51,6 +51,7 @@ LEAST_BODY, LARGEST_BODY = 2**20, 2**23
 GRACE = 5  # seconds that requests have to end once the server is told to stop
 LAST_WORDS = 1  # seconds in which a stream can still say that it was stopped
 PATIENCE = 60  # seconds for a body to arrive
+MOST_OPEN = 256  # requests whose bodies are held; further ones are refused
 PING = 10  # seconds without an event, after which a stream shows that it is alive
 
 Result = TypeVar("Result")
@@ -296,6 +297,10 @@ class Exchange:
 
     async def serve(self) -> None:
         requests = self._server.metrics.requests
+        if requests["running"] >= MOST_OPEN:
+            await self._refuse(f"{MOST_OPEN} requests are open: try again later", 429, {"Retry-After": "1"})
+            requests[self._path, "429"] += 1
+            return
         try:
             body = await asyncio.wait_for(body_of(Request(self._scope, self._receive), self._server.max_body), PATIENCE)
         except ClientDisconnect:
