@@ -391,8 +391,9 @@ class FusedRunner(EagerRunner):
         """Append rows to all layers of the cache of sequence ``b``. Return `Rows.caches` and `Rows.held`."""
         layers = cache.in_place  # they come first
         if not layers[0].is_initialized:
-            for layer, (heads, *sizes) in zip(layers, executor.caches, strict=True):
-                layer.lazy_initialization(*(executor.like.new_empty(1, heads, 0, size) for size in sizes))
+            new_empty = executor.like.new_empty
+            for layer, (heads, size, value_size) in zip(layers, executor.caches, strict=True):
+                layer.lazy_initialization(new_empty(1, heads, 0, size), new_empty(1, heads, 0, value_size))
         caches, held = [(0, 0, 0, 0)] * len(layers), [0] * len(layers)
         places = cache.extend(rows)
         if (buffers := self._finds(executor, b, cache)) is None:
@@ -400,7 +401,8 @@ class FusedRunner(EagerRunner):
         for indices, first, seen in places:
             for i in indices:
                 j = i + len(layers)
-                keys, values = (buffers.addresses[of] + first * buffers.columns[of] for of in (i, j))
+                keys = buffers.addresses[i] + first * buffers.columns[i]
+                values = buffers.addresses[j] + first * buffers.columns[j]
                 held[i], caches[i] = seen, (keys, values, buffers.strides[i], buffers.strides[j])
         return caches, held
 
@@ -498,10 +500,11 @@ def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
     """Whether C++ can read and write the buffers of a layer of the cache."""
     if not layer.is_initialized:
         return False
-    (keys, values), (heads, *sizes) = layer.buffers, shape
+    (keys, values), (heads, size, value_size) = layer.buffers, shape
     room = keys.shape[2]
-    are_of_shape = [keys.shape, values.shape] == [(1, heads, room, size) for size in sizes] and room >= layer.columns
-    return are_of_shape and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
+    are_of_shape = keys.shape == (1, heads, room, size) and values.shape == (1, heads, room, value_size)
+    has_room = room >= layer.columns
+    return are_of_shape and has_room and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
 
 
 def copied_bytes(model: PreTrainedModel) -> int:
