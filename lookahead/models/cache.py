@@ -366,7 +366,8 @@ class LookaheadCache(Cache):
         """The last accepted tokens, if the layers do not hold them. The next pass computes them again."""
         self.paddings: list[int] | None = None
         """Columns of padding before each sequence, if they stand as in plain decoding; usually, they begin together."""
-        self._in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
+        self.in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
+        """The layers that hold keys and values: all, unless some keep a state, or use those of other layers."""
         alike: dict[tuple, list[int]] = {}
         for index, layer in enumerate(layers):
             if isinstance(layer, InPlaceLayer):
@@ -412,14 +413,9 @@ class LookaheadCache(Cache):
                 layer.base, layer.columns = layers[0].base, layers[0].columns
         return extended
 
-    @property
-    def in_place(self) -> list[InPlaceLayer]:
-        """The layers that hold keys and values: all, unless some keep a state, or use those of other layers."""
-        return self._in_place
-
     def buffers(self) -> list[torch.Tensor]:
         """Return the keys of all layers that are in place, then their values, all columns."""
-        return [*map(_KEYS, self._in_place), *map(_VALUES, self._in_place)]
+        return [*map(_KEYS, self.in_place), *map(_VALUES, self.in_place)]
 
     def hidden(
         self, ancestors: np.ndarray, positions: np.ndarray, kinds: Mapping[Visibility, Sequence[int]], of_step: bool
@@ -453,7 +449,7 @@ class LookaheadCache(Cache):
                 self._restore_states()
                 paths, replay = [[]], self.replay + step.ids[path].tolist()
         # Layers that are not initialized use another layer's keys and values.
-        keep(list(filter(_IS_INITIALIZED, self._in_place)), paths)
+        keep(list(filter(_IS_INITIALIZED, self.in_place)), paths)
         for layer in self._states:
             layer.commit(paths)
         self.lengths, self.replay, self._before = lengths, replay, []
@@ -465,7 +461,7 @@ class LookaheadCache(Cache):
 
     def skip(self, count: int) -> None:
         """Pretend to hold ``count`` more positions, with zeros in the full layers, to measure the cost of attention."""
-        for layer in self._in_place:
+        for layer in self.in_place:
             if type(layer) is InPlaceLayer and layer.is_initialized:
                 layer.update(*(x.new_zeros((*x.shape[:2], count, x.shape[3])) for x in layer.buffers))
         self.lengths = [length + count for length in self.lengths]
@@ -473,7 +469,7 @@ class LookaheadCache(Cache):
     @property
     def can_rewind(self) -> bool:
         """Whether every layer holds all positions, so not if there are sliding layers or states."""
-        are_full = all(type(layer) is InPlaceLayer for layer in self._in_place)
+        are_full = all(type(layer) is InPlaceLayer for layer in self.in_place)
         return are_full and not self._with_state and not self._states
 
     def rewind(self, length: int) -> None:
@@ -481,7 +477,7 @@ class LookaheadCache(Cache):
 
         Sliding layers and states cannot be cut back. They are left as they are, so they must be copies.
         """
-        for layer in self._in_place:
+        for layer in self.in_place:
             if type(layer) is InPlaceLayer:
                 layer.columns, layer.gaps = length - int(layer.starts[0]), np.zeros(1, np.int64)
                 layer.computed = 0
@@ -508,7 +504,7 @@ class LookaheadCache(Cache):
         one = LookaheadCache([copy.copy(layer) for layer in self.layers], self.lengths)
         one.select([b])
         if self.paddings is not None:
-            for layer in one._in_place:
+            for layer in one.in_place:
                 layer.strip(self.paddings[b])
         return one
 

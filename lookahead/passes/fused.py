@@ -356,9 +356,9 @@ class FusedRunner(EagerRunner):
         """Append rows to all layers of the cache of sequence ``b``. Return `Rows.caches` and `Rows.held`."""
         layers = cache.in_place  # they come first
         if not layers[0].is_initialized:
-            empty = {shape: _empty(executor.like, shape) for shape in dict.fromkeys(executor.caches)}
-            for layer, shape in zip(layers, executor.caches, strict=True):
-                layer.lazy_initialization(*empty[shape])
+            new_empty = executor.like.new_empty
+            for layer, (heads, size, value_size) in zip(layers, executor.caches, strict=True):
+                layer.lazy_initialization(new_empty(1, heads, 0, size), new_empty(1, heads, 0, value_size))
         caches, held = [(0, 0, 0, 0)] * len(layers), [0] * len(layers)
         places = cache.extend(rows)
         if (buffers := self._finds(executor, b, cache)) is None:
@@ -412,9 +412,3 @@ def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
     room = keys.shape[2]
     are_of_shape = keys.shape == (1, heads, room, of_key) and values.shape == (1, heads, room, of_value)
     return are_of_shape and room >= layer.columns and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
-
-
-def _empty(like: torch.Tensor, shape: CacheShape) -> list[torch.Tensor]:
-    """Return keys and values of no position."""
-    heads, *sizes = shape
-    return [like.new_empty(1, heads, 0, size) for size in sizes]

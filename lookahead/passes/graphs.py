@@ -351,7 +351,7 @@ class StaticCache(LookaheadCache):
 
     def __init__(self, buffers: "_Buffers", layers: int, lengths: list[int]):
         super().__init__([_Part(buffers, index) for index in range(layers)], list(lengths))
-        self._buffers, self._in_place, self._with_state = buffers, [buffers], []  # one layer, in the place of all
+        self._buffers, self.in_place, self._with_state = buffers, [buffers], []  # one layer, in the place of all
 
     def sequence(self, b: int) -> LookaheadCache:
         """Return a copy in layers of its own, because the buffers stay with the model."""
