@@ -106,8 +106,7 @@ def make_app(
     name: what requests call the model.
     assistant: draft model for all requests.
     cache_mb: MB (of 2**20 bytes) of what earlier requests have left for those that go on from them (`Prefixes`).
-    parallel: most requests that are decoded at once. They share passes, so only where these are fused, and without an
-        assistant; other models decode one request after the other.
+    parallel: most requests that are decoded at once; with an assistant, or a model that is not wrapped, one is.
     api_key: what each request must give, but for the page and /health; None: nothing.
     cors: origins whose pages may send requests; "*" for all.
     max_body: bytes of the largest body; by default, 16 for each token of the context, from 1 MiB to 8 MiB.
