@@ -420,7 +420,7 @@ def test_nothing_else_uses_private_names_of_libraries():
                     ours.add(node.attr)
                 else:
                     used.setdefault(node.attr, f"{path.name}, line {node.lineno}")
-            elif isinstance(node, (ast.FunctionDef, ast.Name)):
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Name)):
                 ours.add(getattr(node, "name", None) or node.id)
     foreign = {name: place for name, place in used.items() if name not in ours}
     assert not foreign, "private names of other libraries belong into lookahead/compat.py"

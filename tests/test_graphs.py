@@ -278,7 +278,7 @@ def test_prompts_cache_is_given_back_early():
     original = call.prefill
 
     def watched(*args):
-        cache, logits = original(*args)
+        cache, logits = yield from original(*args)
         dead.append(weakref.ref(cache.layers[0]))
         return cache, logits
 

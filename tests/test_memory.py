@@ -483,7 +483,7 @@ def test_a_rotary_embedding_of_another_width():
         (torch.zeros(20, 16)[:, ::2],) * 2, (torch.zeros(8),) * 2, (torch.zeros(20, 0),) * 2,
     ]:  # fmt: skip
         assert not ready.can_turn_by({"": (cos, sin)})
-    rows = executor.Rows(np.array([3]), np.array([1]), [(0, 0, 0)] * 2, [0] * 2, [], 0)
+    rows = executor.Rows(np.array([3]), np.array([1]), [(0, 0, 0, 0)] * 2, [0] * 2, [], 0)
     with pytest.raises(ValueError, match="only 20 of them"):
         ready.run([rows._replace(positions=np.array([20]))], {"": (good, good)})
     with pytest.raises(ValueError, match="outputs"):

@@ -314,7 +314,7 @@ MESSAGES = [{"role": "user", "content": "def main():"}]
         ({"n": 0}, "n must be a whole number from 1 to 16; it is 0"),
         ({"top_logprobs": 2}, "top_logprobs must be left out where logprobs is not true"),
         ({"presence_penalty": 3}, "presence_penalty must be a number from -2 to 2; it is 3"),
-        ({"response_format": {"type": "json_object"}}, "response_format must be text"),
+        ({"response_format": {"type": "xml"}}, "response_format must be of type text"),
         ({"logit_bias": {"x": 1}}, "logit_bias must be an object of token ids and numbers"),
         ({"typical_p": 0.1}, "typical_p is not served: give it in generation_config"),
         ({"generation_config": "nonsense"}, "generation_config must be an object, or its JSON text"),

@@ -171,7 +171,7 @@ def test_a_compiler_that_fails_is_in_the_report(monkeypatch):
 
     torch.compiler.reset()
     monkeypatch.setattr(torch._inductor, "compile", broken)
-    model = lookahead.wrap(tiny_model("apertus"), LookaheadConfig(compile_passes=True, budget=4))
+    model = lookahead.wrap(tiny_model("biogpt"), LookaheadConfig(compile_passes=True, budget=4))
     with pytest.warns(UserWarning, match="without compiled passes"):
         model.generate(IDS, **GREEDY)
     report = model.lookahead.report()

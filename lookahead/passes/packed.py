@@ -145,9 +145,9 @@ def forget(model: PreTrainedModel) -> None:
 
 
 def _after_fork() -> None:
-    """Free all locks: a child has none of the threads that held them."""
+    """Make new locks: a child has none of the threads that held the old ones."""
     for packed in list(_packed.values()):
-        packed.turn._at_fork_reinit()  # type: ignore[attr-defined]  # as Python does it for its own locks
+        packed.turn = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
