@@ -121,7 +121,9 @@ class Enforced:
     def follow(self, new: list[int]) -> None:
         """Go on with these tokens. Raises ValueError if the grammar forbids them."""
         self.length += len(new)
-        if new and not self._matcher.consume_tokens(new):
+        if not new or self._matcher.is_stopped():  # what may still come then are tokens that end the text
+            return
+        if not self._matcher.consume_tokens(new):
             raise ValueError(f"the text does not keep to its grammar: {self._matcher.get_error()}")
 
     @property
