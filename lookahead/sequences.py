@@ -132,9 +132,11 @@ class Sequences:
     ) -> Decoding:
         """Return the call that generate() has prepared."""
         engine, model = engine_of(self._model), self._model
-        kind = tuple(map(type, sources))
-        own = engine.beside(sources, self._ledgers.get(kind)) if sources else engine
-        self._ledgers[kind] = own.ledger
+        own = engine
+        if sources:
+            kind = tuple(map(type, sources))
+            own = engine.beside(sources, self._ledgers.get(kind))
+            self._ledgers[kind] = own.ledger
 
         def plain(*args: Any, **given: Any) -> Any:
             with seeded(seed, model.device):

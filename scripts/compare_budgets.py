@@ -113,8 +113,7 @@ def page(where: dict, results: list[dict]) -> str:
 @cli.prompts
 @cli.limit
 @cli.dtype
-@click.option("--temperature", "temperatures", type=cli.ListOf(click.FloatRange(min=0)), default="0,0.7",
-              show_default=True, help="One or several; 0: greedy, no sampling.")  # fmt: skip
+@cli.temperatures
 @cli.new_tokens
 @click.option("--guesses", default="4,16,64,auto", type=cli.ListOf(cli.WholeOr("auto", least=1)), show_default=True,
               help="In each step. One or several numbers, or auto.")  # fmt: skip

@@ -89,8 +89,7 @@ def page(where: dict, results: list[dict]) -> str:
 @cli.prompts
 @cli.limit
 @cli.dtype
-@click.option("--temperature", "temperatures", type=cli.ListOf(click.FloatRange(min=0)), default="0,0.7",
-              show_default=True, help="One or several; 0: greedy, no sampling.")  # fmt: skip
+@cli.temperatures
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md and OUT.json.")
 def main(model_name, prompts_file, limit, dtype, temperatures, out) -> None:
     model, tokenizer = load(model_name, dtype, "cpu")

@@ -187,8 +187,7 @@ def page(where: dict, results: list[dict]) -> str:
 @cli.limit
 @cli.per_category
 @cli.dtype
-@click.option("--temperature", "temperatures", type=cli.ListOf(click.FloatRange(min=0)), default="0,0.7",
-              show_default=True, help="One or several; 0: greedy, no sampling.")  # fmt: skip
+@cli.temperatures
 @cli.new_tokens
 @click.option("--guesses", default="16", type=cli.ListOf(cli.WholeOr("auto", least=1)), show_default=True,
               help="In each step. One or several numbers, or auto.")  # fmt: skip

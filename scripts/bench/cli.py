@@ -48,3 +48,7 @@ repeats = click.option("--repeats", default=3, show_default=True, type=COUNT)
 temperature = click.option(
     "--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0: greedy, no sampling."
 )
+temperatures = click.option(
+    "--temperature", "temperatures", type=ListOf(click.FloatRange(min=0)), default="0,0.7", show_default=True,
+    help="One or several; 0: greedy, no sampling.",
+)  # fmt: skip

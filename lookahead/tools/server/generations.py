@@ -86,7 +86,7 @@ class Generations(Worker):
         parallel: int,
     ):
         self._model, self._reader, self._written, self._prefixes = model, reader, written, prefixes
-        self._engine, self._assistant = engine, assistant
+        self._assistant = assistant
         self._sequences = Sequences(model) if engine is not None and assistant is None else None
         self._portion = portion(model, engine)
         self._grammars: Grammars | None = None
@@ -156,8 +156,7 @@ class Generations(Worker):
         send: Callable[[Piece | Exception], None],
     ) -> Answer:
         model, tokenizer, length = self._model, self._reader.tokenizer, len(prompt.ids)
-        generation = copy.deepcopy(model.generation_config)
-        assert isinstance(generation, GenerationConfig)
+        generation = self._settings()
         generation.max_new_tokens = max(generation.max_new_tokens or 0, LENGTH)
         generation.update(**wishes.settings)
         generation.max_new_tokens = min(generation.max_new_tokens or LENGTH, context_length(model) - length)
@@ -193,6 +192,12 @@ class Generations(Worker):
             self.open += 1
         self.calls.put(begin)
         return Answer(length, stop, writer)
+
+    def _settings(self) -> GenerationConfig:
+        """Return a copy of the model's own settings."""
+        settings = copy.deepcopy(self._model.generation_config)
+        assert isinstance(settings, GenerationConfig)
+        return settings
 
     def _go_on(
         self,
@@ -248,8 +253,7 @@ class Generations(Worker):
 
     def _read(self, ids: list[int], cache: DynamicCache) -> Generator[Future, Any, None]:
         """Let the cache hold the beginning of a prompt, and keep a copy of it."""
-        generation = copy.deepcopy(self._model.generation_config)
-        assert isinstance(generation, GenerationConfig)
+        generation = self._settings()
         generation.update(max_new_tokens=1, do_sample=False, temperature=None, top_k=None, top_p=None)
         tokenizer = self._reader.tokenizer
         stop, unread = Stop(tokenizer, len(ids), (), generation), Writer(tokenizer, None, (), None, lambda _: None)
