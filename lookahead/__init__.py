@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lookahead.guessing.eagle import EagleSource
     from lookahead.guessing.layer_skip import LayerSkipSource
     from lookahead.guessing.medusa import MedusaSource
+    from lookahead.guessing.mtp import MtpSource
     from lookahead.guessing.pool import PoolSource
     from lookahead.guessing.retrieval import RetrievalSource
     from lookahead.guessing.source import GuessSource
@@ -42,6 +43,7 @@ __all__ = [
     "Lookahead",
     "LookaheadConfig",
     "MedusaSource",
+    "MtpSource",
     "NgramPool",
     "PoolFileError",
     "PoolSource",
@@ -69,6 +71,7 @@ _HOMES = {
     "Lookahead": "lookahead.engine.engine",
     "LookaheadConfig": "lookahead.config",
     "MedusaSource": "lookahead.guessing.medusa",
+    "MtpSource": "lookahead.guessing.mtp",
     "NgramPool": "ngram_pool",
     "PoolFileError": "ngram_pool",
     "PoolSource": "lookahead.guessing.pool",
