@@ -8,6 +8,7 @@ the layer's tensors under `mtp.`.
     python scripts/train_hybrid_model.py --tokenizer lookahead/demo_model --out hybrid
 """
 
+import json
 import random
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers.modeling_layers import MtpLayer
 from bench.training import descend, optimizers, standard_library
 
 WEIGHT = 0.3  # of the second loss
+PASSAGE = 500  # characters of a prompt
 PUBLISHED = {  # what Qwen3.5 calls the parts of the layer
     "eh_proj.": "fc.", "enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden.", "post_norm.": "norm.",
     "mtp_block.": "layers.0.",
@@ -63,6 +65,15 @@ def losses(model: Qwen3_5ForCausalLM, mtp: MtpLayer, ids: torch.Tensor) -> tuple
     )
 
 
+def write_prompts(path: Path, texts: list[str], count: int = 48) -> None:
+    """Write passages from the middle of texts, as prompts in Spec-Bench's format."""
+    long = [text for text in texts if len(text) > 4 * PASSAGE]
+    with path.open("w", encoding="utf-8") as file:
+        for number, text in enumerate(long[:: max(1, len(long) // count)][:count]):
+            passage = text[len(text) // 2 :][:PASSAGE]
+            file.write(json.dumps({"question_id": number, "category": "python", "turns": [passage]}) + "\n")
+
+
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--tokenizer", "tokenizer_name", required=True, help="Folder of the tokenizer.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
@@ -94,7 +105,7 @@ def main(tokenizer_name: str, out: Path, steps: int, batch: int, context: int, r
     others = [p for p in both.parameters() if p.ndim != 2 or p is model.model.embed_tokens.weight]
     start = time.perf_counter()
     for step, loss, left in descend(both, optimizers(matrices, others, rate), steps, next_loss):
-        if step % 10 == 0 or step == steps:
+        if step % 20 == 0 or step == steps:
             click.echo(f"step {step}/{steps}: loss {loss:.3f}, {left:.0f} minutes left")
     with torch.no_grad():
         parts = [torch.stack(losses(model, mtp, ids)) for ids in held.split(8)]
@@ -112,6 +123,7 @@ def main(tokenizer_name: str, out: Path, steps: int, batch: int, context: int, r
         (part,) = (part for part in PUBLISHED if name.startswith(part))
         tensors["mtp." + name.replace(part, PUBLISHED[part], 1)] = tensor
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    write_prompts(out / "prompts.jsonl", held_out)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,27 @@
 """A checkpoint's multi-token-prediction layers as a source of guesses: files, what the layers say, and the text."""
 
+import json
 import math
 import random
+import re
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_heads import GREEDY, IDS, check_trees, spied
 from test_lossless import check_identical, check_sources, left_pad, random_cases
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpModel
 from zoo import GROUPED, HEAD, LATENT, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig, MtpSource, PoolSource
+from lookahead import DEMO_MODEL, LookaheadConfig, MtpSource, PoolSource
 from lookahead.compat import _WithMtp
 from lookahead.guessing.combine import Ledger
+from lookahead.tools.cli import main
 
 DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
@@ -338,3 +342,22 @@ def test_a_checkpoint_without_such_layers_is_refused(tmp_path):
         MtpSource(model, tmp_path)
     with pytest.raises(ValueError, match="holds no multi-token-prediction layers"):
         MtpSource(model)
+
+
+def test_the_commands(tmp_path):
+    model = tiny_model("qwen3_5_text", **MODELS["qwen3_5_text"], vocab_size=4096)
+    write(tmp_path, model, new_layers(model), "qwen3_5_text")
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path)
+    arguments = ["generate", "def main():", "--model", str(tmp_path), "--mtp", "--max-new-tokens", "20"]
+    result = CliRunner().invoke(main, [*arguments, "--budget", "8", "--json", "--compare"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["plain"]["identical"] is True
+    assert "MtpSource" in answer["stats"]["sources"]
+    for more, words in (
+        (["--strategy", "plain"], "--mtp has no effect with --strategy plain"),
+        (["--model", str(DEMO_MODEL)], "--mtp: .* holds no multi-token-prediction layers that fit LlamaForCausalLM"),
+    ):
+        result = CliRunner().invoke(main, [*arguments, *more])
+        assert result.exit_code
+        assert re.search(words, result.stderr), result.stderr
