@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lookahead.guessing.medusa import MedusaSource
     from lookahead.guessing.pool import PoolSource
     from lookahead.guessing.retrieval import RetrievalSource
-    from lookahead.guessing.source import GuessSource
+    from lookahead.guessing.source import Guesser, GuessSource
     from lookahead.models.adapter import UnsupportedModelError
     from lookahead.sequences import Sequences
     from lookahead.stats import Stats
@@ -38,6 +38,7 @@ __all__ = [
     "EagleSource",
     "GuessSource",
     "GuessTree",
+    "Guesser",
     "LayerSkipSource",
     "Lookahead",
     "LookaheadConfig",
@@ -64,6 +65,7 @@ _HOMES = {
     "DraftModelSource": "lookahead.guessing.draft",
     "EagleSource": "lookahead.guessing.eagle",
     "GuessSource": "lookahead.guessing.source",
+    "Guesser": "lookahead.guessing.source",
     "GuessTree": "ngram_pool",
     "LayerSkipSource": "lookahead.guessing.layer_skip",
     "Lookahead": "lookahead.engine.engine",

@@ -24,7 +24,7 @@ from lookahead import DraftModelSource, LayerSkipSource, LookaheadConfig, PoolSo
 from lookahead.compat import is_compiled
 from lookahead.cpu import products
 from lookahead.guessing import layer_skip
-from lookahead.guessing.layer_skip import SkippedLayers, find_skipped_layers, kept_layers
+from lookahead.guessing.layer_skip import LayerSkipGuesser, SkippedLayers, find_skipped_layers, kept_layers
 from lookahead.models import state
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes import costs
@@ -144,6 +144,10 @@ def test_with_nothing_skipped_all_that_is_likeliest_is_accepted():
     followed = []
 
     class Spied(LayerSkipSource):
+        def start(self, batch):
+            return Spying(self, batch)
+
+    class Spying(LayerSkipGuesser):
         def observe(self, outcome):
             super().observe(outcome)
             for draft, emitted in zip(self._drafts, outcome.emitted, strict=True):
@@ -164,13 +168,18 @@ def test_with_nothing_skipped_all_that_is_likeliest_is_accepted():
 class Recorded(LayerSkipSource):
     """Keeps its drafts, and finds that the cache is byte for byte what it was."""
 
+    def start(self, batch):
+        return Recording(self, batch)
+
+
+class Recording(LayerSkipGuesser):
     def propose(self, texts, limits):
         before = state_of(self._of_call)
         trees = super().propose(texts, limits)
         for now, then in zip(state_of(self._of_call), before, strict=True):
             for one, other in zip(now, then, strict=True):
                 assert torch.equal(one, other), "propose has changed the cache"
-        self.seen.extend((list(text), one) for text, one in zip(texts, self._drafts, strict=False))
+        self._source.seen.extend((list(text), one) for text, one in zip(texts, self._drafts, strict=False))
         return trees
 
 
@@ -252,6 +261,10 @@ def test_a_pass_that_fails_half_way_leaves_the_cache_as_it_was(at):
         pass
 
     class Watched(LayerSkipSource):
+        def start(self, batch):
+            return Watching(self, batch)
+
+    class Watching(LayerSkipGuesser):
         def propose(self, texts, limits):
             drafting.append(True)
             before = state_of(self._of_call)
