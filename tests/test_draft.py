@@ -17,15 +17,15 @@ from zoo import SETTINGS, VOCABULARY, tiny_model
 import lookahead
 from lookahead import DraftModelSource, LookaheadConfig, PoolSource
 from lookahead.cpu import products
-from lookahead.guessing import draft
 from lookahead.guessing.combine import Ledger
-from lookahead.guessing.draft import DraftGuesser
 from lookahead.models.adapter import ModelAdapter
 from lookahead.passes import capabilities
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.costs import StepCosts
 from lookahead.passes.rounding import relative_error
 from lookahead.passes.runner import EagerRunner
+from lookahead.sources import draft
+from lookahead.sources.draft import DraftGuesser
 from lookahead.step import Step, grow
 
 DRAFTS = ["llama", "gpt2", "gemma3_text", "llama4_text", "lfm2", "bloom"]

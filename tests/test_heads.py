@@ -23,11 +23,11 @@ from zoo import VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import DraftModelSource, EagleSource, LookaheadConfig, MedusaSource, PoolSource
-from lookahead.guessing import draft
 from lookahead.guessing.combine import Ledger
-from lookahead.guessing.eagle import EagleGuesser
-from lookahead.guessing.medusa import MedusaGuesser
 from lookahead.guessing.source import Batch, Limits
+from lookahead.sources import draft
+from lookahead.sources.eagle import EagleGuesser
+from lookahead.sources.medusa import MedusaGuesser
 
 HIDDEN, LAYERS, INNER, QUERY_HEADS, KEY_HEADS, SIZE, REDUCED = 32, 8, 48, 4, 2, 8, 40
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
@@ -481,7 +481,7 @@ def test_long_prompts_are_computed_in_pieces(monkeypatch, tmp_path):
     text = [3 + i * i % 90 for i in range(90)]
     trees = []
     for chunk in (512, 7):
-        monkeypatch.setattr("lookahead.guessing.eagle.CHUNK", chunk)
+        monkeypatch.setattr("lookahead.sources.eagle.CHUNK", chunk)
         trees.append(paths_of(proposed(source_of("eagle3", deep_model(), tmp_path), text, 12)))
     assert trees[0] == pytest.approx(trees[1], rel=1e-2)
 

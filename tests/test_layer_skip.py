@@ -23,8 +23,6 @@ import lookahead
 from lookahead import DraftModelSource, LayerSkipSource, LookaheadConfig, PoolSource, UnsupportedModelError
 from lookahead.compat import is_compiled
 from lookahead.cpu import products
-from lookahead.guessing import layer_skip
-from lookahead.guessing.layer_skip import LayerSkipGuesser, SkippedLayers, find_skipped_layers, kept_layers
 from lookahead.models import state
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes import costs
@@ -32,6 +30,8 @@ from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.passes.graphs import StepGraphs
 from lookahead.passes.runner import EagerRunner
+from lookahead.sources import layer_skip
+from lookahead.sources.layer_skip import LayerSkipGuesser, SkippedLayers, find_skipped_layers, kept_layers
 from lookahead.tools.cli import main
 from lookahead.tools.loading import load
 

@@ -179,7 +179,7 @@ class Lookahead:
         """
         if draft_model is None:
             return self.sources
-        from lookahead.guessing.draft import DraftModelSource  # only calls with an assistant model need it
+        from lookahead.sources.draft import DraftModelSource  # only calls with an assistant model need it
 
         source = DraftModelSource(draft_model, self.config)
         trials = trials_of(source)  # not below: it makes a lock, and a fork waits for both

@@ -26,12 +26,21 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from lookahead.cpu.products import linear
-from lookahead.guessing.checkpoint import Checkpoint, projection_of
-from lookahead.guessing.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpness
-from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
-from lookahead.models.adapter import vocabulary_of
-from lookahead.passes.costs import synchronize
+from lookahead.extending import (
+    Batch,
+    Guesser,
+    GuessSource,
+    Limits,
+    Needs,
+    Outcome,
+    draws_at,
+    likeliest,
+    products,
+    synchronize,
+    vocabulary_of,
+)
+from lookahead.sources.checkpoint import Checkpoint, projection_of
+from lookahead.sources.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpness
 from ngram_pool import GuessTree
 
 CHUNK = 512  # pairs of a text that one pass computes
@@ -85,7 +94,7 @@ class _Linear:
         return cls(read.take(name + ".weight", outputs, inputs), read.take_if_there(name + ".bias", outputs))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return linear(states, self._weight, self._bias)
+        return products.linear(states, self._weight, self._bias)
 
 
 class _Head:

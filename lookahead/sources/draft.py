@@ -20,19 +20,35 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.config import LookaheadConfig
-from lookahead.cpu import products
-from lookahead.guessing.budget import Budget, Pace, average_length
-from lookahead.guessing.combine import Combined, Ledger
-from lookahead.guessing.pool import PoolSource
-from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Outcome, draws_at, likeliest
-from lookahead.models.adapter import context_length, vocabulary_of
-from lookahead.models.cache import AnyCache
-from lookahead.passes.capabilities import can_batch, choose_runner
-from lookahead.passes.costs import step_costs, synchronize
-from lookahead.passes.runner import EagerRunner
-from lookahead.stats import Stats
-from lookahead.step import Step, grow, lay_out
+from lookahead.extending import (
+    AnyCache,
+    Batch,
+    Budget,
+    Combined,
+    EagerRunner,
+    Guesser,
+    GuessSource,
+    Ledger,
+    Limits,
+    LookaheadConfig,
+    Outcome,
+    Pace,
+    PoolSource,
+    Stats,
+    Step,
+    average_length,
+    can_batch,
+    choose_runner,
+    context_length,
+    draws_at,
+    grow,
+    lay_out,
+    likeliest,
+    products,
+    step_costs,
+    synchronize,
+    vocabulary_of,
+)
 from ngram_pool import GuessTree, NgramPool
 
 TOP_K = 8  # guesses after each row

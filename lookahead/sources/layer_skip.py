@@ -21,19 +21,34 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.compat import attention_implementation, copy_of_module
-from lookahead.config import LookaheadConfig
-from lookahead.guessing.draft import DraftGuesser, DraftModelSource
-from lookahead.guessing.source import Batch, Limits, Outcome
-from lookahead.models.adapter import UnsupportedModelError, context_length, device_of
-from lookahead.models.cache import AnyCache, LookaheadCache
-from lookahead.models.layers import read_config
-from lookahead.models.state import State, state_of
-from lookahead.passes.capabilities import can_batch, choose_runner
-from lookahead.passes.costs import StepCosts, path_of, step_costs, time_passes, write_json
-from lookahead.passes.environment import processor
-from lookahead.passes.runner import EagerRunner
-from lookahead.step import Step, lay_out
+from lookahead.extending import (
+    AnyCache,
+    Batch,
+    EagerRunner,
+    Limits,
+    LookaheadCache,
+    LookaheadConfig,
+    Outcome,
+    State,
+    Step,
+    StepCosts,
+    UnsupportedModelError,
+    attention_implementation,
+    can_batch,
+    choose_runner,
+    context_length,
+    copy_of_module,
+    device_of,
+    lay_out,
+    path_of,
+    processor,
+    read_config,
+    state_of,
+    step_costs,
+    time_passes,
+    write_json,
+)
+from lookahead.sources.draft import DraftGuesser, DraftModelSource
 from ngram_pool import GuessTree, Source
 
 CHUNK = 8  # rows that are compared behind each beginning of a sample

@@ -12,9 +12,8 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from lookahead.cpu.products import linear
-from lookahead.guessing.checkpoint import Checkpoint, projection_of
-from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
+from lookahead.extending import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, likeliest, products
+from lookahead.sources.checkpoint import Checkpoint, projection_of
 from ngram_pool import GuessTree
 
 TOP_K = 8  # guesses of each head
@@ -30,8 +29,8 @@ class _Head:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [batch, vocabulary] from hidden states [batch, hidden]."""
         for weight, bias in self._layers:
-            states = states + functional.silu(linear(states, weight, bias))
-        return linear(states, self._projection)
+            states = states + functional.silu(products.linear(states, weight, bias))
+        return products.linear(states, self._projection)
 
 
 def _layers(
