@@ -350,15 +350,26 @@ def mtp_model(model: PreTrainedModel, path: str) -> MtpModel:
     return heads.eval()
 
 
-def mtp_rotation(heads: MtpModel, layer: int, states: torch.Tensor, positions: torch.Tensor) -> Any:
-    """The rotary embedding of a layer, for states [1, n, hidden] at positions [1, n]; None if it has none."""
-    if heads.rotary_emb is None:
-        return None
-    takes = inspect.signature(heads.rotary_emb.forward).parameters
-    kind = {"layer_type": heads.config.layer_types[layer]} if "layer_type" in takes else {}
-    if hasattr(heads.rotary_emb, "mrope_section"):  # of models that also see images
-        positions = positions.expand(3, 1, -1)
-    return heads.rotary_emb(states, position_ids=positions, **kind)
+def run_mtp_layer(
+    heads: MtpModel, layer: int, said: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, sees: torch.Tensor,
+    cache: Cache | None,
+) -> torch.Tensor:  # fmt: skip
+    """Run one of the layers over tokens of one text, and return its states of them, [n, hidden].
+
+    said: the tokens' embeddings, [n, hidden]. states: of the tokens before, which they are joined with. positions:
+    int64 [n]. sees: bool [n, keys], of the cache and then of these tokens.
+    """
+    turned, kind = None, {}
+    if heads.rotary_emb is not None:
+        if "layer_type" in inspect.signature(heads.rotary_emb.forward).parameters:
+            kind = {"layer_type": heads.config.layer_types[layer]}
+        axes = (3, 1, -1) if hasattr(heads.rotary_emb, "mrope_section") else (1, -1)  # 3 if the model also sees images
+        turned = heads.rotary_emb(said[None], position_ids=positions.expand(axes), **kind)
+    made = heads.layers[layer](
+        said[None], states[None], position_embeddings=turned, attention_mask=sees[None, None],
+        position_ids=positions[None], **{CACHE: cache},
+    )[0]  # fmt: skip
+    return heads.shared_post_norm(made) if heads.use_shared_post_norm else made
 
 
 def mtp_logits(heads: MtpModel, states: torch.Tensor) -> torch.Tensor:

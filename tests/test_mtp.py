@@ -132,16 +132,12 @@ class PlainLayers:
         return (logits.float() / temperature).softmax(-1)
 
     def through(self, d: int, tokens: list[int], entering: torch.Tensor) -> torch.Tensor:
-        said = self.model.get_input_embeddings()(torch.tensor([tokens]))
-        positions = torch.arange(1, len(tokens) + 1)[None]
+        said = self.model.get_input_embeddings()(torch.tensor(tokens))
         sees = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
         if (getattr(self.layers.config, "layer_types", None) or [""] * 9)[d] == "sliding_attention":
             sees = sees.triu(1 - self.layers.config.sliding_window)
-        turned = lookahead.compat.mtp_rotation(self.layers, d, said, positions)
-        return self.layers.layers[d](
-            said, entering[None], position_embeddings=turned, attention_mask=sees[None, None], position_ids=positions,
-            **{lookahead.compat.CACHE: None},
-        )[0]  # fmt: skip
+        positions = torch.arange(1, len(tokens) + 1)
+        return lookahead.compat.run_mtp_layer(self.layers, d, said, entering, positions, sees, None)
 
 
 # -- what the layers say ----------------------------------------------------------------------------------------------
@@ -153,7 +149,7 @@ def test_a_tree_has_the_probabilities_of_the_plain_layers(monkeypatch, checkpoin
     (model, layers), seen = checkpoints(kind), []
     source = MtpSource(model)
     spied(monkeypatch, source, seen)
-    monkeypatch.setattr("lookahead.guessing.draft.Sharpness.count", lambda *_: None)
+    monkeypatch.setattr("lookahead.sources.draft.Sharpness.count", lambda *_: None)
     prompts = [IDS[:, : 10 - 2 * b] + b for b in range(batch)]
     config = LookaheadConfig(budget=12, pool_memory_mb=0.1)
     check_identical(model, prompts, GREEDY, config, 0, source=[source, *[PoolSource()] * has_pool])
@@ -162,12 +158,12 @@ def test_a_tree_has_the_probabilities_of_the_plain_layers(monkeypatch, checkpoin
 
 
 def test_it_is_seen_if_a_guess_goes_on_with_another_state(monkeypatch, checkpoints):
-    compute = lookahead.guessing.mtp._Layers.compute
+    compute = lookahead.sources.mtp._Layers.compute
 
     def wrong(self, text, begin, tokens, features, *others):
         return compute(self, text, begin, tokens, features.roll(1, 0), *others)
 
-    monkeypatch.setattr("lookahead.guessing.mtp._Layers.compute", wrong)
+    monkeypatch.setattr("lookahead.sources.mtp._Layers.compute", wrong)
     with pytest.raises(AssertionError):
         test_a_tree_has_the_probabilities_of_the_plain_layers(monkeypatch, checkpoints, "glm4_moe", 1, False)
 
@@ -273,7 +269,7 @@ def test_broken_layers_cost_speed_alone(checkpoints, fault):
     model, _ = checkpoints("qwen3_5_text")
     source = MtpSource(model)
     with torch.no_grad():
-        source._head._model.layers[0].eh_proj.weight.mul_(fault)
+        source.head._model.layers[0].eh_proj.weight.mul_(fault)
     for prompts in ([IDS], [IDS, IDS[:, :6] + 3]):
         for more in ({}, {"do_sample": True, "temperature": 0.7, "top_k": 20} if len(prompts) == 1 else {}):
             check_identical(model, prompts, GREEDY | more, LookaheadConfig(budget=8), 1, source=[source, PoolSource()])
@@ -313,7 +309,7 @@ def test_reading_layers_changes_nothing_in_the_model(checkpoints, kind):
     assert before.keys() == after.keys()
     assert all(tensor.equal(before[name]) for name, tensor in after.items())
     assert model.config.to_dict() == config
-    read = source._head._model.layers.state_dict()
+    read = source.head._model.layers.state_dict()
     assert all(tensor.equal(read[name]) for name, tensor in layers.layers.state_dict().items())
 
 

@@ -15,8 +15,8 @@ from transformers.utils import is_accelerate_available, is_gguf_available
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Lookahead, default_sources
-from lookahead.guessing.mtp import MtpSource
 from lookahead.models.adapter import UnsupportedModelError
+from lookahead.sources.mtp import MtpSource
 from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import engine_of, wrap
 from ngram_pool import NgramPool, PoolFileError

@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from lookahead import compat
-from lookahead.guessing.checkpoint import projection_of
-from lookahead.guessing.eagle import EagleSource, Text
-from lookahead.models.cache import InPlaceLayer, LookaheadCache, copy_of_cache
+from lookahead.extending import InPlaceLayer, LookaheadCache, copy_of_cache, mtp_logits, mtp_model, run_mtp_layer
+from lookahead.sources.checkpoint import projection_of
+from lookahead.sources.eagle import EagleSource, Text
 
 
 @dataclass
@@ -47,7 +46,7 @@ class _Layers:
     def __init__(self, model: PreTrainedModel, path: str):
         self.device = projection_of(model).weight.device
         try:
-            self._model = compat.mtp_model(model, path)
+            self._model = mtp_model(model, path)
         except (RuntimeError, ValueError, OSError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{path} holds no multi-token-prediction layers that fit {type(model).__name__}: {error}"
@@ -80,7 +79,7 @@ class _Layers:
         kept, count = text.kept, len(self._model.layers)
         kept.cache.rewind(begin)
         kept.positions = torch.cat([kept.positions[:begin], positions])
-        said = self._model.embed_tokens(torch.tensor([tokens], device=self.device)).to(features)
+        said = self._model.embed_tokens(torch.tensor(tokens, device=self.device)).to(features)
         made: list[torch.Tensor] = []
         for d in range(count):
             if features.ndim == 3:
@@ -94,32 +93,19 @@ class _Layers:
             else:
                 before = features[0] if kept.last is None else kept.last[d - 1]
                 entering = torch.cat([before[None], made[-1][:-1]])
-            made.append(self._through(d, kept, said, entering, positions, sees))
+            near = sees
+            if self._kinds[d] == "sliding_attention":
+                near = sees & (kept.positions[None] > positions[:, None] - self._window)
+            made.append(run_mtp_layer(self._model, d, said, entering, positions, near, kept.cache))
         states = torch.stack(made, 1)
         if features.ndim == 2:
             kept.last = states[-1]
         return states
 
-    def _through(
-        self, d: int, kept: _Kept, said: torch.Tensor, entering: torch.Tensor, positions: torch.Tensor,
-        sees: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """One layer. said: the tokens' embeddings, [1, n, hidden]. entering: [n, hidden]."""
-        if self._kinds[d] == "sliding_attention":
-            sees = sees & (kept.positions[None] > positions[:, None] - self._window)
-        turned = compat.mtp_rotation(self._model, d, said, positions[None])
-        made = self._model.layers[d](
-            said, entering[None], position_embeddings=turned, attention_mask=sees[None, None],
-            position_ids=positions[None], **{compat.CACHE: kept.cache},
-        )  # fmt: skip
-        if self._model.use_shared_post_norm:
-            made = self._model.shared_post_norm(made)
-        return made[0]
-
     def logits(self, states: torch.Tensor, depths: list[int]) -> torch.Tensor:
         """[n, vocabulary]"""
         layers = torch.tensor(depths, device=self.device).clamp(max=states.shape[1] - 1)
-        return compat.mtp_logits(self._model, states[torch.arange(len(states), device=self.device), layers])
+        return mtp_logits(self._model, states[torch.arange(len(states), device=self.device), layers])
 
 
 class MtpSource(EagleSource):
