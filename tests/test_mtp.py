@@ -296,6 +296,27 @@ def test_a_call_that_fails_leaves_nothing(checkpoints):
         lookahead.unwrap(model)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "deepseek_v3, 2"])
+def test_texts_that_join_between_steps(checkpoints, kind):
+    model, _ = checkpoints(kind)
+    prompts = [IDS, IDS[:, :3] + 20, IDS + 9]
+    alone = [model.generate(ids, **GREEDY).tolist() for ids in prompts]
+    lookahead.wrap(model, LookaheadConfig(budget=8), source=[PoolSource(), MtpSource(model)])
+    try:
+        sequences = lookahead.Sequences(model)
+        futures = []
+        for ids in prompts:
+            futures.append(sequences.submit(ids, **GREEDY))
+            for _ in range(3):
+                sequences.step()
+        while len(sequences):
+            sequences.step()
+        assert [future.result().tolist() for future in futures] == alone
+        assert model.lookahead.stats.sources["MtpSource"].proposed > 0
+    finally:
+        lookahead.unwrap(model)
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
