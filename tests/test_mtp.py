@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_heads import GREEDY, IDS, check_trees, spied
 from test_lossless import check_identical, check_sources, left_pad, random_cases
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.modeling_layers import MtpModel
 from zoo import GROUPED, HEAD, LATENT, VOCABULARY, tiny_model
 
@@ -332,6 +332,21 @@ def test_reading_layers_changes_nothing_in_the_model(checkpoints, kind):
     assert model.config.to_dict() == config
     read = source.head._model.layers.state_dict()
     assert all(tensor.equal(read[name]) for name, tensor in layers.layers.state_dict().items())
+
+
+def test_a_checkpoint_of_a_model_that_sees_images(tmp_path):
+    """Qwen3.5 is published so; its text side is loaded alone."""
+    text = tiny_model("qwen3_5_text", **MODELS["qwen3_5_text"])
+    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config={**images, "patch_size": 4})
+    layers = new_layers(text)
+    write(tmp_path, Qwen3_5ForConditionalGeneration(config), layers, "qwen3_5")
+    assert "model.language_model.norm.weight" in load_file(tmp_path / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    source = MtpSource(model)
+    read = source.head._model.layers.state_dict()
+    assert all(tensor.equal(read[name]) for name, tensor in layers.layers.state_dict().items())
+    check_identical(model, [IDS], GREEDY, LookaheadConfig(budget=8), 0, source=source)
 
 
 @pytest.mark.parametrize(
