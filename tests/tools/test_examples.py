@@ -11,7 +11,7 @@ import pytest
 
 from lookahead import NgramPool
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCREEN = 50  # lines
 
 

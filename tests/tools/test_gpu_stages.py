@@ -12,7 +12,7 @@ import gpu
 import pytest
 from click.testing import CliRunner
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from zoo import tiny_model
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 SECONDS = 600  # processes that disagree about a pass wait for each other for ever
 
 
 def run(model: Path, folder: Path, caches: list[Path]) -> list[dict]:
     """Run the processes of tensor_parallel.py, each with its cache; return what each of them has found."""
     processes = len(caches)
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS, Path(__file__).parent)))}
     variables |= {"WORLD_SIZE": str(processes), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(

@@ -12,7 +12,7 @@ import pytest
 
 from lookahead import DEMO_MODEL
 
-PEERS = Path(__file__).parents[1] / "scripts" / "peers"
+PEERS = Path(__file__).parents[2] / "scripts" / "peers"
 UNKNOWN = dict.fromkeys(("drafted", "accepted", "first_seconds", "own_seconds"))
 REQUEST = {"prompts": [[5, 6]], "max_new_tokens": 3, "temperature": 0, "seed": 0}
 TOY = """

@@ -31,12 +31,12 @@ from lookahead.passes import capabilities, compiled, fused, graphs, probe, runne
 from lookahead.tools.batch import READ_PADDING
 from lookahead.tools.cli import main as program
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 OTHERS = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md")
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in [*DOCS.glob("*.md"), *(ROOT / name for name in OTHERS)]}
 NOT_RUN = "no test runs"
-RUN_ELSEWHERE = (CLIENTS, "run by `make test-vllm`", "run by tests/test_server.py", NOT_RUN)
+RUN_ELSEWHERE = (CLIENTS, "run by `make test-vllm`", "run by tests/server/test_server.py", NOT_RUN)
 
 
 @pytest.mark.parametrize("draw", [rooms, step, pool, budget])

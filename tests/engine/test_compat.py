@@ -22,7 +22,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead import UnsupportedModelError, compat, wrapping
 
-CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 IDS = torch.tensor([[5, 6, 7, 8]])
 LOOPS = ("_sample", "_beam_search", "_assisted_decoding")  # generate() calls them by name; `wrapping` overrides them
 

@@ -163,7 +163,7 @@ def test_what_is_no_regular_file_is_no_pool(place, tmp_path):
 def shell(line: str, place: Path) -> subprocess.CompletedProcess:
     """Run ``line``, in which ``lookahead`` is the command."""
     function = f'lookahead() {{ "{sys.executable}" -m lookahead "$@"; }}\n'
-    here = str(Path(__file__).parent.parent)
+    here = str(Path(__file__).parents[2])
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", function + line], cwd=place, capture_output=True, text=True, timeout=300,
         env=os.environ | {"PYTHONPATH": here},

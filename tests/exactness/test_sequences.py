@@ -28,8 +28,11 @@ from lookahead.passes import sharing
 from lookahead.wrapping import own_loop
 from ngram_pool import GuessTree
 
-ROOT = Path(__file__).parents[1]
-ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent))),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import setup
 from lookahead.cpu import cpp, native
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 READY = {f"lookahead/cpu/kernels/{name}" for name in setup.library_names().values()}
 has_ready_kernels = pytest.mark.skipif(
     sysconfig.get_platform() != "linux-x86_64" or platform.libc_ver()[0] != "glibc",

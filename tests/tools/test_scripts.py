@@ -8,7 +8,7 @@ import pytest
 
 from bench.pages import command_line, table
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 COMMAND_LINE = [f"lookahead.tools.{name}" for name in ("cli", "commands", "pool_commands", "chat", "terminal")]
 
 

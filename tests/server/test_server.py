@@ -1,4 +1,4 @@
-"""`lookahead serve`: a server process and OpenAI's client. tests/test_messages.py has Anthropic's."""
+"""`lookahead serve`: a server process and OpenAI's client. tests/server/test_messages.py has Anthropic's."""
 
 import asyncio
 import contextlib

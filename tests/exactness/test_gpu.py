@@ -1,6 +1,6 @@
 """On a GPU, what the other tests show on a CPU. Each test also runs on the CPU, which shows that the test is right.
 
-tests/test_graphs.py has those of CUDA graphs.
+tests/exactness/test_graphs.py has those of CUDA graphs.
 """
 
 import random

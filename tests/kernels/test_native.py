@@ -12,7 +12,7 @@ import torch
 import setup
 from lookahead.cpu import cpp, native, tree_attention
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -170,7 +170,10 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 
 @pytest.mark.parametrize("capability", LOWER.get(native.CAPABILITY, []))
 def test_kernels_are_right_on_lesser_processors(capability, tmp_path):
-    chosen = ["tests/test_tree_attention.py", "tests/test_products.py::test_products_are_what_the_formula_says"]
+    chosen = [
+        "tests/kernels/test_tree_attention.py",
+        "tests/kernels/test_products.py::test_products_are_what_the_formula_says",
+    ]
     isa = {"AVX512_BF16": "AVX512_CORE_BF16", "AVX512": "AVX512_CORE"}
     lowered = (
         {"ONEDNN_MAX_CPU_ISA": isa[capability]} if capability in isa else {"ATEN_CPU_CAPABILITY": capability.lower()}
@@ -190,7 +193,7 @@ def test_bf16_is_multiplied_right_by_a_processor_of_another_make(tmp_path):
     options = [*setup.FLAVOURS["AVX512_BF16"], f"-D__builtin_cpu_is(name)={is_other}", "-O1"]
     setup.build_library(library, setup.compiler(), options, ["-fopenmp"], [cpp.FOLDER / "products.cpp"])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "sanitized"]
-    command += ["tests/test_products.py::test_products_are_what_the_formula_says"]
+    command += ["tests/kernels/test_products.py::test_products_are_what_the_formula_says"]
     environment = os.environ | {"KERNELS": str(tmp_path), "CAPABILITY": "AVX512_BF16"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "native")])}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

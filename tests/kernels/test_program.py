@@ -21,7 +21,7 @@ from lookahead.cpu.reference import Reference
 from lookahead.models.families import PAGES, page_of
 from lookahead.passes.rounding import relative_error
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("family", "settings"), [*((family, {}) for family in FAMILIES), *VARIANTS])
