@@ -284,11 +284,6 @@ def modes_of_users() -> list[str]:
     return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to; None if it was made in inference mode, which does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
 VERSION = attrgetter("_version")
 """How often a tensor that was not made in inference mode was written to. It is no function of Python's, for `map`."""
 
