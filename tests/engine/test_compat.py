@@ -15,7 +15,8 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.modules import module as module_hooks
-from transformers import GenerationConfig, GenerationMixin, LlamaConfig
+from transformers import GenerationConfig, GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from zoo import tiny_model
 
@@ -263,6 +264,17 @@ def test_copies_of_modules(model):
     assert model.lm_head is not head
     assert copied.model is model.model
     assert not compat.is_compiled(compat.copy_of_module(model.model, {})), moved("Module.__getstate__", "torch")
+
+
+def test_multi_token_prediction():
+    """test_mtp.py reads layers in each layout."""
+    for name in ("from_pretrained", "tie_with_main_model", "_project_to_logits"):
+        assert callable(getattr(MtpModel, name, None)), moved(f"MtpModel.{name}", "transformers")
+    patterns = "_keys_to_ignore_on_load_unexpected"
+    assert hasattr(PreTrainedModel, patterns), moved(f"PreTrainedModel.{patterns}", "transformers")
+    arguments = inspect.signature(inspect.unwrap(MtpLayer.forward)).parameters
+    assert compat.CACHE in arguments, moved("arguments of MtpLayer", "transformers")
+    assert compat.get_model_conversion_mapping(tiny_model("glm4_moe")), moved("conversion mapping", "transformers")
 
 
 def test_plain_tensors():

@@ -231,7 +231,7 @@ def plain_of(kind: str, model):
 
 def spied(monkeypatch, source, seen: list):
     """Keep the texts and trees of each step that can take a guess."""
-    guesser = {MedusaSource: MedusaGuesser, EagleSource: EagleGuesser}[type(source)]
+    guesser = MedusaGuesser if isinstance(source, MedusaSource) else EagleGuesser
     propose = guesser.propose
 
     def keep(self, texts, limits):
