@@ -31,6 +31,7 @@ from lookahead.tools.server.answering import Penalties, Piece, Probabilities, St
 from lookahead.tools.server.fields import RefusedError, Wishes
 from lookahead.tools.server.prefixes import Prefixes, can_be_cut
 from lookahead.tools.server.reading import Prompt, Reader, Written
+from lookahead.tools.server.thinking import LimitThinking
 
 if TYPE_CHECKING:
     from lookahead.tools.server.grammar import Grammars
@@ -174,6 +175,8 @@ class Generations(Worker):
             processor, source = self._grammars.enforce(grammar, length)
             processors.append(processor)
             sources.append(source)
+        if prompt.thought is not None and prompt.marks is not None:
+            processors.append(LimitThinking(tokenizer, length, prompt.marks, prompt.thought))
         stop = Stop(tokenizer, length, wishes.stops, generation)
         ends = stop.ask if wishes.one_call else None
         writer = Writer(tokenizer, self._reader.parser(prompt), wishes.stops, probabilities, send, ends)
