@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.models.cache import empty_cache
 from lookahead.streaming import CONTEXT
+from lookahead.tools.audit import first_difference
 from lookahead.tools.server.answering import ends_of
 from lookahead.tools.server.fields import Asked, RefusedError, Wishes
 from lookahead.tools.server.parsing import Call, Parser, reasoning_marks, response_template
+from lookahead.tools.server.prefixes import LEAST_SHARED, can_be_cut
 from lookahead.tools.server.thinking import Marks
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ class Prompt:
     predicted: tokens of the text that the client expects.
     has_parts: whether answers have parts, which a `Parser` tells apart.
     tools: that the model may call.
+    ends: tokens of its beginnings that other prompts are likely to share, ascending, where caches cannot be cut back.
     marks: of reasoning, where answers have any. thought: its tokens, at most; None: as many as it likes.
     conversation: a chat's, if the answer is to be found again.
     """
@@ -42,6 +46,7 @@ class Prompt:
     text: str = ""
     has_parts: bool = False
     tools: list[Any] | None = None
+    ends: tuple[int, ...] = ()
     marks: Marks | None = None
     thought: int | None = None
     conversation: "Conversation | None" = None
@@ -105,6 +110,8 @@ class Reader:
         self._ends = {str(tokenizer.decode([token])): token for token in sorted(self._end_tokens)}
         self._template = response_template(tokenizer, self._ends) if tokenizer.chat_template else None
         self._marks = reasoning_marks(self._template)
+        cache = empty_cache(model)
+        self._keeps_beginnings = cache is not None and not can_be_cut(cache)
         # Others, such as Mistral's own, write tokens without a text.
         self._writes_text = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
 
@@ -201,7 +208,29 @@ class Reader:
         *_, digest = known = list(digests(messages))
         conversation = None if asked.continues else Conversation(digest, _digest(rendered))
         ids = self._with_written(asked, messages, rendered, known) or self._encode(rendered)
-        return Prompt(ids, predicted, "", True, asked.tools, conversation=conversation)
+        ends = self._shared(asked, messages, rendered, ids) if self._keeps_beginnings and not asked.continues else ()
+        return Prompt(ids, predicted, "", True, asked.tools, ends, conversation=conversation)
+
+    def _shared(self, asked: Asked, messages: list[dict], rendered: str, ids: list[int]) -> tuple[int, ...]:
+        """Return how many tokens another prompt shares, if its first question is another one, and if it goes on from
+        another answer.
+        """
+        first = next((i for i, one in enumerate(messages) if one["role"] != "system"), 0)
+        question = {"role": "user", "content": "b" if messages[first]["content"].startswith("a") else "a"}
+        try:
+            other = self._encode(self._render(asked, [*messages[:first], question], asked.tools))
+            answered = self._render(
+                asked, [*messages, {"role": "assistant", "content": "a"}], asked.tools, begins=False
+            )
+        except Exception:  # templates raise errors of many kinds
+            return ()
+        after = rendered[len(commonprefix([rendered, answered])) :]  # noqa: RUF071  (they are no paths)
+        own = self._encode(after)
+        last = len(ids) - max(len(own), 1)
+        if ids[len(ids) - len(own) :] != own or last < 1:
+            return ()
+        system = first_difference(ids, other) or 0
+        return (system, last) if LEAST_SHARED <= system < last else (last,)
 
     def _with_written(self, asked: Asked, messages: list[dict], rendered: str, known: list[bytes]) -> list[int] | None:
         """Return the tokens of a conversation, with those of the last answer in it that is kept; None if none is.
