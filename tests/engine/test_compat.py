@@ -15,7 +15,8 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.modules import module as module_hooks
-from transformers import GenerationConfig, GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers.generation import StopStringCriteria
 from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from zoo import tiny_model
@@ -48,6 +49,18 @@ def seen_in_loop(model, monkeypatch, **options) -> dict:
     monkeypatch.setattr(type(model), "_sample", loop)
     model.generate(IDS, max_new_tokens=2, **options)
     return seen
+
+
+def test_tokens_that_end_stop_strings():
+    tokenizer = AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL)
+    criterion = StopStringCriteria(tokenizer, ["):\n", "self"])
+    found = compat.tokens_that_end_stop_strings(criterion)
+    texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    can_end = {token for token, text in texts.items() if text.startswith((":\n", "\n", "elf", "lf", "f"))}
+    can_end |= {token for token, text in texts.items() if "self" in text or "):\n" in text}
+    assert found == can_end, moved("StopStringCriteria.embedding_vec", "transformers")
+    criterion.target_lens[0] = 0
+    assert compat.tokens_that_end_stop_strings(criterion) is None
 
 
 @pytest.mark.parametrize("name", LOOPS)
