@@ -23,8 +23,8 @@ NOTES = f"""\
 - Prompts are in the model's chat template if it has one, unless the command says --raw.
 - Times are by the clock: for each prompt the median of its repeats. ms/token with the prompt divides the sum over the
   prompts by their new tokens; without the prompt, it leaves out the first token and the time until the second pass
-  begins. (llama.cpp's time after the first token is its server's own account. Beside the whole request's time stands,
-  after a slash, what the server itself accounts for.)
+  begins. (llama.cpp's and OpenVINO's time of the first token is their own account. Beside the time of llama.cpp's whole
+  request stands, after a slash, what its server itself accounts for.)
 - {OURS}'s share: {OURS}'s time per token as a share of that row's, the median over the prompts; below 1, {OURS} is
   faster.
 - x plain: the sum of plain's times by that row's. The brackets hold {SPREAD:.0%} of {RESAMPLES} resamples of the
@@ -37,7 +37,7 @@ NOTES = f"""\
 - identical: prompts whose text equals plain's in every repeat, token for token; "-" for a method that draws other
   samples from the same seed. agree: share of all tokens that stand before the first difference. margin: where texts
   part, the largest gap between plain's best two tokens, in logits. llama-q8_0 and llama-q4_0 have other weights, so
-  other texts, unless the model's are of that kind.
+  other texts, unless the model's are of that kind; ortgenai computes in float32.
 - step cost: mean time of a step's forward pass, relative to steps-of-one, the same loop without guesses (for -torch
   methods, steps-of-one-torch).
 - efficiency: speed-up after the first token over steps-of-one (for -torch methods, over steps-of-one-torch), divided
