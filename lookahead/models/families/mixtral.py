@@ -38,7 +38,11 @@ class Qwen2Moe(Qwen2):
             return super().mlp(x, mlp)
         self.own(mlp, "SparseMoeBlock")
         shared = self.weigh(super().mlp(x, mlp.shared_expert), self.product(x, mlp.shared_expert_gate))
-        return self.add(self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob), shared)
+        return self.add(self.experts(x, mlp.gate, mlp.experts, self.adds_to_one(mlp.gate)), shared)
+
+    def adds_to_one(self, router: Any) -> bool:
+        """Whether the weights of a row's experts do."""
+        return bool(router.norm_topk_prob)
 
 
 class Olmoe(Llama):
