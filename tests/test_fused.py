@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 from torchao.quantization.granularity import PerGroup
+from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gptj import modeling_gptj
 from zoo import tiny_model
@@ -58,7 +59,7 @@ FAMILIES = [
     "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3",
     "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
     "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
-    "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "lfm2",
+    "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "lfm2", "lfm3",
     "qwen3_5_text", "olmo_hybrid", "mixtral", "mellum", "qwen3_next", "qwen3_5_moe_text",
     "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe",
     "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3",
@@ -66,10 +67,12 @@ FAMILIES = [
 ]  # fmt: skip
 # In older transformers, the attention of these is of their own.
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen"]
-FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT]
+FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family in CONFIG_MAPPING]
 
+STATES = [family for family in ("lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid") if family in FAMILIES]
 WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
+    "lfm3",
 }  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
@@ -126,12 +129,14 @@ VARIANTS = [
     ("apertus", {"hidden_act": "silu", "attention_bias": True}),
     ("afmoe", {"mup_enabled": False, "tie_word_embeddings": True, "attention_bias": True}),
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
+    ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["full_attention", "conv"]}),
     ("qwen3_5_text", {"attention_bias": True, "linear_key_head_dim": 12, "linear_num_key_heads": 4}),
     ("qwen3_next", {"linear_value_head_dim": 12, "layer_types": ["full_attention", "linear_attention"]}),
     ("olmo_hybrid", {"rope_parameters": {"rope_theta": None}, "linear_allow_neg_eigval": False}),
 ]
 """Of families whose settings change what is computed."""
+VARIANTS = [variant for variant in VARIANTS if variant[0] in FAMILIES]
 if not LEFT_OUT:
     VARIANTS.append(("gptj", {"n_positions": 64, "max_position_embeddings": 64, "rotary_dim": 8}))
 
@@ -249,8 +254,7 @@ def sharp_model(family, heads, window, dtype):
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     family=st.sampled_from(
-        ["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "phi3", "gpt_oss", "deepseek_v3", "lfm2"]
-        + ["qwen3_5_text", "olmo_hybrid"]
+        ["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "phi3", "gpt_oss", "deepseek_v3", *STATES]
     ),
     heads=st.sampled_from([(4, 4, 16), (6, 3, 32), (3, 3, 64)]),
     window=st.sampled_from([20, 100, 300]),

@@ -39,7 +39,9 @@ MAMBA2 = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zam
 CONVOLUTION = ("lfm2", "lfm2_moe", "lfm3")
 FAMILIES = [t for t in (*DELTA_RULE, *BY_CHANNEL, *MAMBA2, *CONVOLUTION) if t in CONFIG_MAPPING]
 KEEPS_NO_POSITIONS = {"mamba2"}
-IN_ONE_CALL = [t for t in FAMILIES if t in ("lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")]
+IN_ONE_CALL = [
+    t for t in FAMILIES if t in ("lfm2", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+]
 """Their passes."""
 WAYS = [*((family, False) for family in FAMILIES), *((family, True) for family in IN_ONE_CALL)]
 """Families, and whether passes are one call."""

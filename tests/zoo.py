@@ -101,6 +101,10 @@ ALIKE = {
         **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY},
     },
     "exaone4": {**HEAD, **MIXED},
+    "lfm3": {
+        **{"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3, **HEAD},
+        "sliding_window": WINDOW,
+    },
     "qwen3_5_text": {**HEAD, **DELTA},
     "qwen3_5_moe_text": {**HEAD, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 32},
     "olmo_hybrid": DELTA,
