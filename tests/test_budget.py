@@ -167,7 +167,7 @@ class Asked(GuessSource):
 
 @pytest.mark.parametrize("guesses", [False, True])
 def test_a_text_without_luck_is_the_same(guesses):
-    """Steps look for guesses at first, and seldom after a while. Each call's copy of the source shares its list."""
+    """Steps look for guesses at first, and seldom after a while."""
     model, ids = tiny_model("llama"), torch.arange(3, 9)[None]
     options = {"max_new_tokens": 3 * FRUITLESS, "min_new_tokens": 3 * FRUITLESS, "do_sample": True, "temperature": 9.0}
     torch.manual_seed(0)

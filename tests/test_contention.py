@@ -14,7 +14,7 @@ from draw_terminal import main as draw_picture
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.guessing.layer_skip import SkippedLayers
+from lookahead.sources.layer_skip import SkippedLayers
 from lookahead.tools import commands, contention
 from lookahead.tools.cli import main
 from lookahead.tools.contention import BUSY, Span, _between, _Clocks, _Thread, why_no_ratio

@@ -371,8 +371,8 @@ def test_the_example_of_a_source(example, capsys):
     assert model.lookahead.last.tokens_per_step > 2
 
 
-@pytest.mark.parametrize(("number", "name"), [(2, "DraftModelSource"), (3, "LayerSkipSource")])
-def test_the_examples_of_drafts(example, capsys, number, name):
+@pytest.mark.parametrize(("number", "name"), [(2, "Repeats"), (3, "DraftModelSource"), (4, "LayerSkipSource")])
+def test_the_examples_of_other_sources(example, capsys, number, name):
     names, _, _ = example
     exec(re.findall(r"```python\n(.*?)```", (DOCS / "sources.md").read_text(encoding="utf-8"), re.S)[number], names)
     assert f"{name}: asked in" in capsys.readouterr().out

@@ -17,13 +17,15 @@ from zoo import SETTINGS, VOCABULARY, tiny_model
 import lookahead
 from lookahead import DraftModelSource, LookaheadConfig, PoolSource
 from lookahead.cpu import products
-from lookahead.guessing import draft
 from lookahead.guessing.combine import Ledger
 from lookahead.models.adapter import ModelAdapter
 from lookahead.passes import capabilities
 from lookahead.passes.capabilities import find_adapter
+from lookahead.passes.costs import StepCosts
 from lookahead.passes.rounding import relative_error
 from lookahead.passes.runner import EagerRunner
+from lookahead.sources import draft
+from lookahead.sources.draft import DraftGuesser
 from lookahead.step import Step, grow
 
 DRAFTS = ["llama", "gpt2", "gemma3_text", "llama4_text", "lfm2", "bloom"]
@@ -119,6 +121,10 @@ def test_what_is_drafted_is_what_plain_passes_say(monkeypatch, draft_type, batch
     seen = []
 
     class Spied(DraftModelSource):
+        def start(self, batch):
+            return Spying(self, batch)
+
+    class Spying(DraftGuesser):
         def propose(self, texts, limits):
             trees = super().propose(texts, limits)
             seen.extend((list(text), one) for text, one in zip(texts, self._drafts, strict=False))
@@ -293,7 +299,7 @@ def test_a_draft_model_is_left_as_it_was(monkeypatch, fails):
     monkeypatch.setattr(products, "MIN_WEIGHTS", 1)
     model, small = tiny_model("llama"), tiny_model("llama", seed=1)
     kinds = []
-    compute = DraftModelSource._compute
+    compute = DraftGuesser._compute
 
     def spied(self, *args):
         kinds.append(products.are_installed(small))
@@ -301,7 +307,7 @@ def test_a_draft_model_is_left_as_it_was(monkeypatch, fails):
             raise RuntimeError("no")
         compute(self, *args)
 
-    monkeypatch.setattr(DraftModelSource, "_compute", spied)
+    monkeypatch.setattr(DraftGuesser, "_compute", spied)
     lookahead.wrap(model, LookaheadConfig(budget=4), source=DraftModelSource(small))
     if fails:
         with pytest.raises(RuntimeError, match="no"):
@@ -317,14 +323,14 @@ def test_a_draft_model_is_left_as_it_was(monkeypatch, fails):
 
 def test_a_wrapped_draft_model_is_not_unwrapped_while_it_drafts(monkeypatch):
     model, small = tiny_model("llama"), lookahead.wrap(tiny_model("llama", seed=1))
-    compute = DraftModelSource._compute
+    compute = DraftGuesser._compute
 
     def spied(self, *args):
         with pytest.raises(RuntimeError, match="while it decodes"):
             lookahead.unwrap(small)
         compute(self, *args)
 
-    monkeypatch.setattr(DraftModelSource, "_compute", spied)
+    monkeypatch.setattr(DraftGuesser, "_compute", spied)
     lookahead.wrap(model, LookaheadConfig(budget=4), source=DraftModelSource(small))
     model.generate(IDS, max_new_tokens=5, do_sample=False)
     lookahead.unwrap(small)
@@ -363,8 +369,8 @@ def test_passes_stop_where_they_do_not_pay(monkeypatch):
     """A pass of the draft model that costs as much as the model's is not made for a fraction of a token."""
     model, small = tiny_model("llama"), tiny_model("llama", seed=1)
     passes = []
-    compute = DraftModelSource._compute
-    monkeypatch.setattr(DraftModelSource, "_compute", lambda self, *args: passes.append(1) or compute(self, *args))
+    compute = DraftGuesser._compute
+    monkeypatch.setattr(DraftGuesser, "_compute", lambda self, *args: passes.append(1) or compute(self, *args))
     # Both would find that this draft model knows nothing.
     monkeypatch.setattr(draft, "SHARPENING", 0.0)
     monkeypatch.setattr(Ledger, "is_asked", lambda self, number: True)
@@ -373,7 +379,7 @@ def test_passes_stop_where_they_do_not_pay(monkeypatch):
         monkeypatch.setattr(
             draft,
             "step_costs",
-            lambda runner, dear=dear: draft.StepCosts(torch.full((8,), dear).numpy(), torch.zeros(2).numpy()),
+            lambda runner, dear=dear: StepCosts(torch.full((8,), dear).numpy(), torch.zeros(2).numpy()),
         )
         lookahead.wrap(model, LookaheadConfig(window_size=0), source=DraftModelSource(small))
         model.generate(IDS, max_new_tokens=20, do_sample=False)
@@ -388,8 +394,8 @@ def test_passes_stop_where_they_do_not_pay(monkeypatch):
 
 
 def test_statistics_say_what_each_source_did(monkeypatch):
-    passes, compute = [], DraftModelSource._compute
-    monkeypatch.setattr(DraftModelSource, "_compute", lambda *given: passes.append(1) or compute(*given))
+    passes, compute = [], DraftGuesser._compute
+    monkeypatch.setattr(DraftGuesser, "_compute", lambda *given: passes.append(1) or compute(*given))
     model, medium = tiny_model("llama"), lookahead.wrap(tiny_model("llama"))
     lookahead.wrap(model, LookaheadConfig(budget=16), source=[PoolSource(), DraftModelSource(medium)])
     for _ in range(2):

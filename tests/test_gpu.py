@@ -15,8 +15,8 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import DraftModelSource, LookaheadConfig, PoolSource
-from lookahead.guessing.layer_skip import LayerSkipSource
 from lookahead.passes.capabilities import find_adapter
+from lookahead.sources.layer_skip import LayerSkipSource
 from lookahead.tools.audit import audit
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False}

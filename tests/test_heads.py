@@ -23,9 +23,11 @@ from zoo import VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import DraftModelSource, EagleSource, LookaheadConfig, MedusaSource, PoolSource
-from lookahead.guessing import draft
 from lookahead.guessing.combine import Ledger
 from lookahead.guessing.source import Batch, Limits
+from lookahead.sources import draft
+from lookahead.sources.eagle import EagleGuesser
+from lookahead.sources.medusa import MedusaGuesser
 
 HIDDEN, LAYERS, INNER, QUERY_HEADS, KEY_HEADS, SIZE, REDUCED = 32, 8, 48, 4, 2, 8, 40
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
@@ -229,7 +231,8 @@ def plain_of(kind: str, model):
 
 def spied(monkeypatch, source, seen: list):
     """Keep the texts and trees of each step that can take a guess."""
-    propose = type(source).propose
+    guesser = {MedusaSource: MedusaGuesser, EagleSource: EagleGuesser}[type(source)]
+    propose = guesser.propose
 
     def keep(self, texts, limits):
         trees = propose(self, texts, limits)
@@ -240,7 +243,7 @@ def spied(monkeypatch, source, seen: list):
         )
         return trees
 
-    monkeypatch.setattr(type(source), "propose", keep)
+    monkeypatch.setattr(guesser, "propose", keep)
 
 
 def check_trees(plain, seen: list, sample: int) -> None:
@@ -287,9 +290,9 @@ def proposed(source, text: list[int], guesses: int, depth: int = 6, is_chain: bo
     with torch.no_grad():
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     prompt = text[:-1]
-    source.start(Batch([prompt], 0.3, VOCABULARY, None))
-    source.read(prompt, None, {layer: states[layer][0] for layer in source.needs.hidden_states})
-    (tree,) = source.propose([text], Limits([depth], guesses, 1e-4, is_chain, rate))
+    guesser = source.start(Batch([prompt], 0.3, VOCABULARY, None))
+    guesser.read(prompt, None, {layer: states[layer][0] for layer in source.needs.hidden_states})
+    (tree,) = guesser.propose([text], Limits([depth], guesses, 1e-4, is_chain, rate))
     return tree
 
 
@@ -314,9 +317,9 @@ def test_passes_stop_where_they_do_not_pay(tmp_path):
     """A pass that is too dear is not made; since its cost may have been an accident, it is tried again much later."""
     source = source_of("eagle3", deep_model(), tmp_path)
     text = list(range(5, 25))
-    source._pace.seconds = 1.0
+    source.pace.seconds = 1.0
     assert proposed(source, text, 12, rate=1e3).depths.max() == 1
-    assert source._pace.seconds < 1.0
+    assert source.pace.seconds < 1.0
     assert proposed(source, text, 12, rate=1e-3).depths.max() > 1
     for _ in range(1000):
         deepest = proposed(source, text, 12, rate=10.0).depths.max()
@@ -478,7 +481,7 @@ def test_long_prompts_are_computed_in_pieces(monkeypatch, tmp_path):
     text = [3 + i * i % 90 for i in range(90)]
     trees = []
     for chunk in (512, 7):
-        monkeypatch.setattr("lookahead.guessing.eagle.CHUNK", chunk)
+        monkeypatch.setattr("lookahead.sources.eagle.CHUNK", chunk)
         trees.append(paths_of(proposed(source_of("eagle3", deep_model(), tmp_path), text, 12)))
     assert trees[0] == pytest.approx(trees[1], rel=1e-2)
 

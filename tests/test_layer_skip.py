@@ -23,8 +23,6 @@ import lookahead
 from lookahead import DraftModelSource, LayerSkipSource, LookaheadConfig, PoolSource, UnsupportedModelError
 from lookahead.compat import is_compiled
 from lookahead.cpu import products
-from lookahead.guessing import layer_skip
-from lookahead.guessing.layer_skip import SkippedLayers, find_skipped_layers, kept_layers
 from lookahead.models import state
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes import costs
@@ -32,6 +30,8 @@ from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.passes.graphs import StepGraphs
 from lookahead.passes.runner import EagerRunner
+from lookahead.sources import layer_skip
+from lookahead.sources.layer_skip import LayerSkipGuesser, SkippedLayers, find_skipped_layers, kept_layers
 from lookahead.tools.cli import main
 from lookahead.tools.loading import load
 
@@ -144,6 +144,10 @@ def test_with_nothing_skipped_all_that_is_likeliest_is_accepted():
     followed = []
 
     class Spied(LayerSkipSource):
+        def start(self, batch):
+            return Spying(self, batch)
+
+    class Spying(LayerSkipGuesser):
         def observe(self, outcome):
             super().observe(outcome)
             for draft, emitted in zip(self._drafts, outcome.emitted, strict=True):
@@ -164,13 +168,18 @@ def test_with_nothing_skipped_all_that_is_likeliest_is_accepted():
 class Recorded(LayerSkipSource):
     """Keeps its drafts, and finds that the cache is byte for byte what it was."""
 
+    def start(self, batch):
+        return Recording(self, batch)
+
+
+class Recording(LayerSkipGuesser):
     def propose(self, texts, limits):
         before = state_of(self._of_call)
         trees = super().propose(texts, limits)
         for now, then in zip(state_of(self._of_call), before, strict=True):
             for one, other in zip(now, then, strict=True):
                 assert torch.equal(one, other), "propose has changed the cache"
-        self.seen.extend((list(text), one) for text, one in zip(texts, self._drafts, strict=False))
+        self._source.seen.extend((list(text), one) for text, one in zip(texts, self._drafts, strict=False))
         return trees
 
 
@@ -252,6 +261,10 @@ def test_a_pass_that_fails_half_way_leaves_the_cache_as_it_was(at):
         pass
 
     class Watched(LayerSkipSource):
+        def start(self, batch):
+            return Watching(self, batch)
+
+    class Watching(LayerSkipGuesser):
         def propose(self, texts, limits):
             drafting.append(True)
             before = state_of(self._of_call)

@@ -1,5 +1,6 @@
 """Trees over states: what rows compute is what single tokens compute, in every family, and nothing else is touched."""
 
+import copy
 import random
 import threading
 from copy import deepcopy
@@ -201,7 +202,9 @@ class Forked(GuessSource):
         self.answers, self.seed = answers, seed
 
     def start(self, batch):
-        self._random = random.Random(self.seed)
+        forked = copy.copy(self)
+        forked._random = random.Random(self.seed)
+        return forked
 
     def propose(self, texts, limits):
         return [self._tree(text) for text in texts]

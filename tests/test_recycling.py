@@ -18,7 +18,9 @@ from bench.recycling import (
     RECYCLED_DEPTH,
     RECYCLED_NODES,
     STATIC_TREE,
+    Goose,
     GooseSource,
+    Racer,
     RacerSource,
     TokenRecyclingSource,
     longest_match,
@@ -76,9 +78,9 @@ def test_they_guess_what_repeats(model, source):
 
 
 def begun(source, said: dict[int, list[int]]):
-    source.start(Batch([[1]], 0.0, VOCABULARY, NgramPool()))
-    source._said = said
-    return source
+    guesser = source.start(Batch([[1]], 0.0, VOCABULARY, NgramPool()))
+    guesser._said = said
+    return guesser
 
 
 def k_ary(tokens: int, k: int) -> dict[int, list[int]]:
@@ -143,7 +145,7 @@ def test_racer_takes_the_most_frequent_continuations_first(monkeypatch):
 
 def test_racer_learns_each_gram_once(model, monkeypatch):
     kept = []
-    monkeypatch.setattr(RacerSource, "end", lambda self: kept.append(self._grams))
+    monkeypatch.setattr(Racer, "end", lambda self: kept.append(self._grams))
     lookahead.wrap(model, LookaheadConfig(budget=20, window_size=0), source=RacerSource())
     try:
         ids = torch.tensor([list(range(2, 25))])
@@ -186,7 +188,7 @@ def test_goose_s_tree_is_deep_along_its_spine_and_wide_beside_it():
 
 def test_goose_learns_by_their_length_how_often_matches_come_true(model, monkeypatch):
     kept = []
-    monkeypatch.setattr(GooseSource, "end", lambda self: kept.append((self._matches_right, self._matches_seen)))
+    monkeypatch.setattr(Goose, "end", lambda self: kept.append((self._matches_right, self._matches_seen)))
     lookahead.wrap(model, LookaheadConfig(budget=20, window_size=0), source=GooseSource())
     try:
         ids = torch.tensor([[5, 6, 7, 8]])

@@ -11,8 +11,8 @@ from test_lossless import check_identical
 from zoo import VOCABULARY, tiny_model
 
 from lookahead import LookaheadConfig, PoolSource, RetrievalSource
-from lookahead.guessing.retrieval import LONGEST, MAX_PLACES
 from lookahead.guessing.source import Limits
+from lookahead.sources.retrieval import LONGEST, MAX_PLACES
 from lookahead.tools.loading import load
 
 collections = st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=5).filter(any)

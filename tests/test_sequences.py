@@ -22,7 +22,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead import GuessSource, LookaheadConfig
 from lookahead.engine import loop
-from lookahead.guessing.pool import PoolSource
+from lookahead.guessing.pool import PoolGuesser
 from lookahead.guessing.source import Needs
 from lookahead.passes import sharing
 from lookahead.wrapping import own_loop
@@ -343,12 +343,13 @@ class Wants(GuessSource):
 
     needs = Needs(hidden_states=(1,))
 
-    def propose(self, texts, limits):
-        return PoolSource.propose(self._pool, texts, limits)
-
     def start(self, batch):
-        self._pool = PoolSource()
-        self._pool.start(batch)
+        return Wanting(batch.pool)
+
+
+class Wanting(PoolGuesser):
+    def read(self, text, logits, hidden_states):
+        return
 
     def observe(self, outcome):
         assert outcome.hidden_states[1].shape[0] == len(outcome.logits)
@@ -458,14 +459,14 @@ def test_batches_that_are_sampled_at_once_draw_other_numbers():
     left = torch.get_rng_state()
 
     class Draws(GuessSource):
+        def start(self, batch):
+            return Drawing(batch.pool)
+
+    class Drawing(PoolGuesser):
         def propose(self, texts, limits):
             torch.rand(1)
-            return PoolSource.propose(pool, texts, limits)
+            return super().propose(texts, limits)
 
-        def start(self, batch):
-            pool.start(batch)
-
-    pool = PoolSource()
     lookahead.wrap(model, source=Draws())
     torch.manual_seed(0)
     model.generate(ids, **options)

@@ -1,5 +1,6 @@
 """Sources of guesses: whatever they propose, the text is plain decoding's; what they see and earn is as promised."""
 
+import copy
 import itertools
 import random
 import threading
@@ -15,12 +16,13 @@ from test_lossless import GenerateFailsError, check_identical, known_model, left
 from zoo import CHAIN_ONLY, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import GuessSource, GuessTree, LookaheadConfig, NgramPool, PoolSource, Source, Stats
+from lookahead import Guesser, GuessSource, GuessTree, LookaheadConfig, NgramPool, PoolSource, Source, Stats
 from lookahead.engine import engine as engines
 from lookahead.guessing import budget as budgets
 from lookahead.guessing import combine
 from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, PAUSE_GROWTH, TRIAL_STEPS, Budget
 from lookahead.guessing.combine import Calibration, Combined, Ledger, Mixture
+from lookahead.guessing.pool import PoolGuesser
 from lookahead.guessing.source import Batch, Limits, Needs, Outcome
 from lookahead.passes import costs
 from lookahead.passes.costs import StepCosts
@@ -66,7 +68,9 @@ class Random(GuessSource):
         return f"Random({self.seed}, {self.most}, {self.is_free}, {self.is_calibrated})"
 
     def start(self, batch):
-        self._rng = np.random.default_rng(self.seed)
+        guesser = copy.copy(self)
+        guesser._rng = np.random.default_rng(self.seed)
+        return guesser
 
     def propose(self, texts, limits):
         return [random_tree(self._rng, self.most) for _ in texts]
@@ -84,7 +88,9 @@ class Knows(GuessSource):
         return f"Knows(errs={self.errs}, ahead={self.ahead}, claim={self.claim})"
 
     def start(self, batch):
-        self._random = random.Random(0)
+        guesser = copy.copy(self)
+        guesser._random = random.Random(0)
+        return guesser
 
     def propose(self, texts, limits):
         trees = []
@@ -209,9 +215,14 @@ def test_a_tree_of_a_thousand_guesses_is_cut():
 
 
 class Follows(GuessSource):
-    """Keeps what each sequence has written, as a source with a state does."""
+    """Keeps what each sequence has written."""
 
     def start(self, batch):
+        return Following(batch)
+
+
+class Following(Guesser):
+    def __init__(self, batch):
         self._is_first, self._seen = True, [list(text) for text in batch.texts]
 
     def propose(self, texts, limits):
@@ -626,6 +637,7 @@ def test_a_source_has_no_part_in_a_call_that_its_pause_outlasts(monkeypatch, poo
 
         def start(self, batch):
             begun.append(engine.stats.calls)
+            return super().start(batch)
 
     model = tiny_model("llama")
     expected = model.generate(IDS, max_new_tokens=100, min_new_tokens=100)
@@ -662,8 +674,9 @@ def test_a_source_that_is_right_is_always_asked(monkeypatch, pool):
 def test_what_repeats_the_pool_and_takes_long_is_dropped(monkeypatch):
     """A guess that somebody else had, too, is not worth the time."""
 
-    class Repeats(PoolSource):
-        is_calibrated = False
+    class Repeats(GuessSource):
+        def propose(self, texts, limits):
+            return PoolGuesser(model.lookahead.pool).propose(texts, limits)
 
     kind = slow(Repeats, Clock(monkeypatch), 1.0)
     model = tiny_model("llama")
@@ -872,7 +885,7 @@ def test_only_what_is_asked_for_is_shown():
 
 @pytest.mark.parametrize(
     "source",
-    [3, object(), [object()], "pool", [PoolSource(), "pool"], Wrong, [Wrong]],
+    [3, object(), [object()], "pool", [PoolSource(), "pool"], Wrong, [Wrong], GuessSource(), Guesser()],
     ids=lambda source: str(source)[:20],
 )
 def test_what_is_no_source_is_refused_with_a_remedy(source):
@@ -904,10 +917,6 @@ class TooFew(GuessSource):
         return []
 
 
-class Idle(GuessSource):
-    pass
-
-
 class HasNone(GuessSource):
     def propose(self, texts, limits):
         return [None for _ in texts]
@@ -923,11 +932,10 @@ class HasNone(GuessSource):
         ),
         (TooMany(), "TooMany proposes 2 trees for 1 sequences"),
         (TooFew(), "TooFew proposes 0 trees for 1 sequences"),
-        (Idle(), "Idle proposes 0 trees for 1 sequences"),
         (Wrong(VOCABULARY), f"Wrong proposes token {VOCABULARY}, but the model knows {VOCABULARY} tokens"),
         (Wrong(2**40), f"Wrong proposes token {2**40}, but the model knows {VOCABULARY} tokens"),
     ],
-    ids=["None", "too many", "too few", "none", "beyond", "far beyond"],
+    ids=["None", "too many", "too few", "beyond", "far beyond"],
 )
 def test_wrong_trees_are_refused_by_the_name_of_their_class(source, message, others):
     model = tiny_model("llama")
@@ -939,6 +947,24 @@ def test_wrong_trees_are_refused_by_the_name_of_their_class(source, message, oth
     lookahead.wrap(model, source=PoolSource())
     assert model.generate(IDS, **GREEDY).tolist() == expected.tolist()
     model.lookahead.pool.check_integrity()
+
+
+@pytest.mark.parametrize("started", [None, 3, Wrong])
+def test_a_start_that_returns_no_guesser_is_refused_with_a_remedy(started):
+    class Notes(Wrong):
+        def start(self, batch):
+            return started
+
+    model = tiny_model("llama")
+    expected = model.generate(IDS, **GREEDY)
+    source = Notes()
+    lookahead.wrap(model, source=[PoolSource(), source])
+    with pytest.raises(
+        TypeError, match=r"start of Notes returns .* in place of a Guesser: return what guesses in this"
+    ):
+        model.generate(IDS, **GREEDY)
+    started = source
+    assert model.generate(IDS, **GREEDY).tolist() == expected.tolist()
 
 
 class Fault(Exception):
@@ -960,6 +986,7 @@ class Fails(Wrong):
 
     def start(self, batch):
         self._count("start")
+        return self
 
     def read(self, text, logits, hidden_states):
         self._count("read")
@@ -1021,13 +1048,18 @@ def test_what_a_call_notes_is_its_own():
 
     class Notes(Wrong):
         def start(self, batch):
-            self.prompt = list(batch.texts[0])
+            return Noting(batch)
+
+    class Noting(Wrong):
+        def __init__(self, batch):
+            super().__init__()
+            self.prompt, self.count = list(batch.texts[0]), 0
 
         def propose(self, texts, limits):
             if len(texts[0]) == len(self.prompt) + 1:
                 both.wait()
             assert texts[0][: len(self.prompt)] == self.prompt
-            self.count = getattr(self, "count", 0) + 1
+            self.count += 1
             return super().propose(texts, limits)
 
         def observe(self, outcome):

@@ -60,8 +60,8 @@ def test_jacobi_block_moves_on_by_what_was_accepted():
         step = lay_out(text[-1], propose(text, 10))
         source.observe(Outcome([text], [step], logits, [path], [emitted]))
 
-    source = JacobiSource(4)
-    source.start(Batch([[1, 2, 9]], temperature=1.0, vocabulary=30, pool=NgramPool(0.01)))
+    batch = Batch([[1, 2, 9]], temperature=1.0, vocabulary=30, pool=NgramPool(0.01))
+    source = JacobiSource(4).start(batch)
     assert guessed([9, 11], 10) == [9, 9, 9, 9]
     learn([9, 11], said(12, 13, 14, 15, 16), [0], [12])
     assert guessed([9, 11, 12], 10) == [13, 14, 15, 16]

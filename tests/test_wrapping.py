@@ -17,11 +17,11 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool, compat
 from lookahead.cpu import choice, native, products
-from lookahead.guessing import layer_skip
 from lookahead.guessing.budget import TRIAL_STEPS, WindowTrials
 from lookahead.models.state import state_of
 from lookahead.passes import probe
 from lookahead.passes.packed import packed_of
+from lookahead.sources import layer_skip
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 GREEDY = {"max_new_tokens": 20, "do_sample": False}

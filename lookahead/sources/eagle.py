@@ -26,12 +26,21 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from lookahead.cpu.products import linear
-from lookahead.guessing.checkpoint import Checkpoint, projection_of
-from lookahead.guessing.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpness
-from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
-from lookahead.models.adapter import vocabulary_of
-from lookahead.passes.costs import synchronize
+from lookahead.extending import (
+    Batch,
+    Guesser,
+    GuessSource,
+    Limits,
+    Needs,
+    Outcome,
+    draws_at,
+    likeliest,
+    products,
+    synchronize,
+    vocabulary_of,
+)
+from lookahead.sources.checkpoint import Checkpoint, projection_of
+from lookahead.sources.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpness
 from ngram_pool import GuessTree
 
 CHUNK = 512  # pairs of a text that one pass computes
@@ -85,7 +94,7 @@ class _Linear:
         return cls(read.take(name + ".weight", outputs, inputs), read.take_if_there(name + ".bias", outputs))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return linear(states, self._weight, self._bias)
+        return products.linear(states, self._weight, self._bias)
 
 
 class _Head:
@@ -242,11 +251,7 @@ class _Pace:
 
 
 class EagleSource(GuessSource):
-    """Proposes a tree that an EAGLE head grows best-first, as a draft model's does (EAGLE-2, section 4.1).
-
-    Each text has a cache of its own. What the model has written is computed from the model's features; guesses from the
-    head's, behind them in the same cache, where the next step overwrites them.
-    """
+    """Proposes a tree that an EAGLE head grows best-first, as a draft model's does (EAGLE-2, section 4.1)."""
 
     def __init__(self, model: PreTrainedModel, path: str | Path):
         """model: the one that the head was trained for, on its device and in its dtype, which the head takes over.
@@ -254,13 +259,25 @@ class EagleSource(GuessSource):
         path: a folder with config.json and the tensors. Where it has no embedding or projection, the model's serve.
         Raises FileNotFoundError or ValueError if the files are not those of such a head, naming the tensor.
         """
-        self._head = _Head(model, path)
-        self.needs = Needs(hidden_states=self._head.layers)
-        # Shared by all calls.
-        self._pace = _Pace()
-        self._sharpness = {has_draws: Sharpness() for has_draws in (False, True)}
+        self.head = _Head(model, path)
+        self.needs = Needs(hidden_states=self.head.layers)
+        self.pace = _Pace()
+        self.sharpness = {has_draws: Sharpness() for has_draws in (False, True)}
+        """With known draws and without."""
 
-    def start(self, batch: Batch) -> None:
+    def start(self, batch: Batch) -> "EagleGuesser":
+        return EagleGuesser(self, batch)
+
+
+class EagleGuesser(Guesser):
+    """An EAGLE head in one call.
+
+    Each text has a cache of its own. What the model has written is computed from the model's features; guesses from the
+    head's, behind them in the same cache, where the next step overwrites them.
+    """
+
+    def __init__(self, source: EagleSource, batch: Batch):
+        self._head, self._pace, self._sharpness = source.head, source.pace, source.sharpness
         self._batch = batch
         self._texts = [self._head.begin() for _ in batch.texts]
         self._drafts: list[Draft | None] = []

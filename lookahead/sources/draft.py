@@ -20,19 +20,35 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.config import LookaheadConfig
-from lookahead.cpu import products
-from lookahead.guessing.budget import Budget, Pace, average_length
-from lookahead.guessing.combine import Combined, Ledger
-from lookahead.guessing.pool import PoolSource
-from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome, draws_at, likeliest
-from lookahead.models.adapter import context_length, vocabulary_of
-from lookahead.models.cache import AnyCache
-from lookahead.passes.capabilities import can_batch, choose_runner
-from lookahead.passes.costs import StepCosts, step_costs, synchronize
-from lookahead.passes.runner import EagerRunner
-from lookahead.stats import Stats
-from lookahead.step import Step, grow, lay_out
+from lookahead.extending import (
+    AnyCache,
+    Batch,
+    Budget,
+    Combined,
+    EagerRunner,
+    Guesser,
+    GuessSource,
+    Ledger,
+    Limits,
+    LookaheadConfig,
+    Outcome,
+    Pace,
+    PoolSource,
+    Stats,
+    Step,
+    average_length,
+    can_batch,
+    choose_runner,
+    context_length,
+    draws_at,
+    grow,
+    lay_out,
+    likeliest,
+    products,
+    step_costs,
+    synchronize,
+    vocabulary_of,
+)
 from ngram_pool import GuessTree, NgramPool
 
 TOP_K = 8  # guesses after each row
@@ -242,18 +258,23 @@ class DraftModelSource(GuessSource):
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None = None):
         """config: says how to run the passes of a model that is not wrapped (`cpu_kernels`, `compile_passes`), and how
         much memory its pool has."""
-        self.model = model
+        self._given = model
         self._config = config or LookaheadConfig()
 
     @property
-    def _engine(self) -> Any:
+    def model(self) -> PreTrainedModel:
+        """The model that drafts."""
+        return self._given
+
+    @property
+    def engine(self) -> Any:
         """The `Lookahead` of a wrapped draft model, or None."""
         return vars(self.model).get("lookahead")
 
     @contextmanager
-    def _running(self) -> Iterator[EagerRunner]:
+    def running(self) -> Iterator[EagerRunner]:
         """Run passes of the draft model in this block, wrapped or not."""
-        engine, config = self._engine, self._config
+        engine, config = self.engine, self._config
         with ExitStack() as stack:
             if engine is not None:
                 config = engine.config
@@ -266,34 +287,12 @@ class DraftModelSource(GuessSource):
 
     def check(self) -> None:
         """Raise UnsupportedModelError if lookahead cannot run the draft model."""
-        with self._running():
+        with self.running():
             return
 
-    def start(self, batch: Batch) -> None:
-        self._open = ExitStack()
-        self._costs: StepCosts | None = None
-        self._temperature = batch.temperature
-        self._vocabulary = min(batch.vocabulary, vocabulary_of(self.model))
-        self._runner = self._open.enter_context(self._running())
-        if batch.has_rate:
-            self._costs = step_costs(self._runner)
-        own, stats = self._own_sources(), Stats()
-        if (engine := self._engine) is not None:
-            self._open.callback(engine.add, stats)
-        budget = Budget(None, Pace(self._costs), stats) if self._costs else Budget(MAX_ROWS, None, stats)
-        self._inner, self._inner_pace = Combined(own.sources, own.ledger, budget, stats), budget.pace
-        self._open.callback(self._inner.end)
-        self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=own.pool))
-        self._cache: AnyCache | None = None
-        self._held: list[list[int]] = [[] for _ in batch.texts]  # tokens in the cache
-        self._drafts: list[Draft] = []
-        self._steps: list[Step] = []  # what was computed and not committed yet
-        self._serves = len(batch.texts) == 1 or can_batch(self.model, self._runner.adapter)
-        self._hits, self._rows = PRIOR_HITS, PRIOR_ROWS
-
-    def _own_sources(self) -> Any:
+    def own_sources(self) -> Any:
         """The `Lookahead` of a wrapped draft model, or the `_Inner` of another."""
-        if (engine := self._engine) is None:
+        if (engine := self.engine) is None:
             if self.model not in _inner:
                 _inner.setdefault(self.model, _Inner(self._config.pool_memory_mb))
             return _inner[self.model]
@@ -302,6 +301,34 @@ class DraftModelSource(GuessSource):
                 "a draft model's own sources cannot have hidden states: wrap the draft model without its heads"
             )
         return engine
+
+    def start(self, batch: Batch) -> "DraftGuesser":
+        return DraftGuesser(self, batch)
+
+
+class DraftGuesser(Guesser):
+    """A draft model in one call."""
+
+    def __init__(self, source: DraftModelSource, batch: Batch):
+        self.model, self._temperature = source.model, batch.temperature
+        self._vocabulary = min(batch.vocabulary, vocabulary_of(self.model))
+        own, stats = source.own_sources(), Stats()
+        with ExitStack() as opening:
+            self._runner = opening.enter_context(source.running())
+            self._costs = step_costs(self._runner) if batch.has_rate else None
+            if (engine := source.engine) is not None:
+                opening.callback(engine.add, stats)
+            budget = Budget(None, Pace(self._costs), stats) if self._costs else Budget(MAX_ROWS, None, stats)
+            self._inner, self._inner_pace = Combined(own.sources, own.ledger, budget, stats), budget.pace
+            opening.callback(self._inner.end)
+            self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=own.pool))
+            self._open = opening.pop_all()
+        self._cache: AnyCache | None = None
+        self._held: list[list[int]] = [[] for _ in batch.texts]  # tokens in the cache
+        self._drafts: list[Draft] = []
+        self._steps: list[Step] = []  # what was computed and not committed yet
+        self._serves = len(batch.texts) == 1 or can_batch(self.model, self._runner.adapter)
+        self._hits, self._rows = PRIOR_HITS, PRIOR_ROWS
 
     def end(self) -> None:
         if self._costs:

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from transformers import PreTrainedTokenizerBase
 
-from lookahead.guessing.source import GuessSource, Limits
+from lookahead.extending import GuessSource, Limits
 from ngram_pool import GuessTree
 
 LONGEST = 16  # tokens of an end that is looked up; a power of two

@@ -21,19 +21,34 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.compat import attention_implementation, copy_of_module
-from lookahead.config import LookaheadConfig
-from lookahead.guessing.draft import DraftModelSource
-from lookahead.guessing.source import Batch, Limits, Outcome
-from lookahead.models.adapter import UnsupportedModelError, context_length, device_of
-from lookahead.models.cache import AnyCache, LookaheadCache
-from lookahead.models.layers import read_config
-from lookahead.models.state import State, state_of
-from lookahead.passes.capabilities import can_batch, choose_runner
-from lookahead.passes.costs import StepCosts, path_of, step_costs, time_passes, write_json
-from lookahead.passes.environment import processor
-from lookahead.passes.runner import EagerRunner
-from lookahead.step import Step, lay_out
+from lookahead.extending import (
+    AnyCache,
+    Batch,
+    EagerRunner,
+    Limits,
+    LookaheadCache,
+    LookaheadConfig,
+    Outcome,
+    State,
+    Step,
+    StepCosts,
+    UnsupportedModelError,
+    attention_implementation,
+    can_batch,
+    choose_runner,
+    context_length,
+    copy_of_module,
+    device_of,
+    lay_out,
+    path_of,
+    processor,
+    read_config,
+    state_of,
+    step_costs,
+    time_passes,
+    write_json,
+)
+from lookahead.sources.draft import DraftGuesser, DraftModelSource
 from ngram_pool import GuessTree, Source
 
 CHUNK = 8  # rows that are compared behind each beginning of a sample
@@ -57,7 +72,7 @@ class LayerSkipSource(DraftModelSource):
         if hasattr(model, "get_base_model"):  # of PEFT, which `wrap` unpacks too
             model = model.get_base_model()  # type: ignore[operator]  # a method
         super().__init__(model)
-        self._whole = model
+        self.whole = model
         count = len(_layer_list(model)[1])
         if not read_config(model).can_grow:
             raise _unsupported(model, "not all of its layers hold the keys and values of all positions")
@@ -70,32 +85,44 @@ class LayerSkipSource(DraftModelSource):
                 f"skipped={tuple(skipped)} does not fit {type(model).__name__}, whose layers are 0 to {count - 1}: "
                 "name some of them, and leave at least one to draft with"
             )
-        self._kept = [index for index in range(count) if index not in self.skipped]
+        self.kept = [index for index in range(count) if index not in self.skipped]
         _without(model, self.skipped)
 
-    def start(self, batch: Batch) -> None:
-        self._of_call: AnyCache | None = None
-        super().start(batch)
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that drafts: the whole one as it is now, without these layers."""
+        return _without(self.whole, self.skipped)
 
     @contextmanager
-    def _running(self) -> Iterator[EagerRunner]:
-        self.model = _without(self._whole, self.skipped)
-        engine = vars(self._whole).get("lookahead")
+    def running(self) -> Iterator[EagerRunner]:
+        engine = vars(self.whole).get("lookahead")
         # The whole model's kernels are in place already, or are not wanted. Its weights are not copied once more.
         config = replace(engine.config if engine is not None else LookaheadConfig(), pack_weights=False)
         runner = choose_runner(self.model, config)[0]
         if not runner.adapter.can_grow:
-            raise _unsupported(self._whole, "its passes take no mask of ours")
+            raise _unsupported(self.whole, "its passes take no mask of ours")
         try:
             yield runner
         finally:
             runner.end()
 
+    def start(self, batch: Batch) -> "LayerSkipGuesser":
+        return LayerSkipGuesser(self, batch)
+
+
+class LayerSkipGuesser(DraftGuesser):
+    """Some layers of the model that decodes, in one call, on its cache."""
+
+    def __init__(self, source: LayerSkipSource, batch: Batch):
+        self._source = source
+        self._of_call: AnyCache | None = None
+        super().__init__(source, batch)
+
     def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
-        if model is not self._whole:
+        if model is not self._source.whole:
             raise ValueError(
-                f"this LayerSkipSource drafts for another {type(self._whole).__name__} than the {type(model).__name__} "
-                "that decodes: make it of the model that is wrapped"
+                f"this LayerSkipSource drafts for another {type(self._source.whole).__name__} than the "
+                f"{type(model).__name__} that decodes: make it of the model that is wrapped"
             )
         if cache.can_rewind:
             self._of_call = cache
@@ -111,7 +138,7 @@ class LayerSkipSource(DraftModelSource):
         if self._of_call is None:
             return [GuessTree.empty() for _ in texts]
         try:
-            with self._of_call.part(self._kept) as self._cache:
+            with self._of_call.part(self._source.kept) as self._cache:
                 return super().propose(texts, limits)
         finally:
             self._cache, self._steps = None, []

@@ -12,9 +12,8 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from lookahead.cpu.products import linear
-from lookahead.guessing.checkpoint import Checkpoint, projection_of
-from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
+from lookahead.extending import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, likeliest, products
+from lookahead.sources.checkpoint import Checkpoint, projection_of
 from ngram_pool import GuessTree
 
 TOP_K = 8  # guesses of each head
@@ -30,8 +29,8 @@ class _Head:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [batch, vocabulary] from hidden states [batch, hidden]."""
         for weight, bias in self._layers:
-            states = states + functional.silu(linear(states, weight, bias))
-        return linear(states, self._projection)
+            states = states + functional.silu(products.linear(states, weight, bias))
+        return products.linear(states, self._projection)
 
 
 def _layers(
@@ -65,7 +64,8 @@ class MedusaSource(GuessSource):
         self.needs = Needs(hidden_states=(layers,))  # the last layer's output behind the final norm
         for prefix in ("medusa_heads.", "medusa_head."):
             checkpoint.tensors = {name.removeprefix(prefix): each for name, each in checkpoint.tensors.items()}
-        self._tokens: np.ndarray | None = None  # of a reduced vocabulary
+        self.tokens: np.ndarray | None = None
+        """The tokens that the heads know, of a reduced vocabulary."""
         if any(name.startswith("blocks.") for name in checkpoint.tensors):
             self._heads = self._of_vllm(checkpoint, vocabulary, hidden, head.weight)
         else:
@@ -94,7 +94,7 @@ class MedusaSource(GuessSource):
         if kept is not None:
             if not 0 <= kept.min() <= kept.max() < vocabulary:
                 raise ValueError(f"the tensor 'token_map' of {checkpoint.folder} has ids outside 0..{vocabulary - 1}")
-            self._tokens = kept.cpu().numpy()
+            self.tokens = kept.cpu().numpy()
 
         def projection(name: str | None) -> torch.Tensor:
             weight = models_own if name is None else checkpoint.take(name, None, hidden)
@@ -116,8 +116,21 @@ class MedusaSource(GuessSource):
             heads.append(_Head(layers, projection(f"lm_heads.{h}.weight") if shared is None else shared))
         return heads
 
-    def start(self, batch: Batch) -> None:
-        self._batch = batch
+    def start(self, batch: Batch) -> "MedusaGuesser":
+        return MedusaGuesser(self, batch)
+
+    def __call__(self, states: list[torch.Tensor], count: int) -> torch.Tensor:
+        """Return what the first ``count`` heads say behind each of these hidden states, [states, heads, vocabulary]."""
+        with torch.inference_mode():
+            stacked = torch.stack(states).to(self._device)
+            return torch.stack([head(stacked) for head in self._heads[:count]], dim=1)
+
+
+class MedusaGuesser(Guesser):
+    """Medusa heads in one call."""
+
+    def __init__(self, heads: MedusaSource, batch: Batch):
+        self._heads, self._batch = heads, batch
         # For each sequence, the hidden state at its last computed token, and how many tokens end with it.
         self._states: list[tuple[torch.Tensor, int] | None] = [None] * len(batch.texts)
 
@@ -143,21 +156,18 @@ class MedusaSource(GuessSource):
         ]
         if not known:
             return trees
-        heads = self._heads[: max(limits.depths)]
-        with torch.inference_mode():
-            states = torch.stack([state for _, state in known]).to(self._device)
-            logits = torch.stack([head(states) for head in heads], dim=1)
+        logits = self._heads([state for _, state in known], max(limits.depths))
         self.passes += 1
         count, size = 1 if limits.is_chain else TOP_K, self._batch.vocabulary
-        depths = [list(range(len(heads)))] * len(known)
+        depths = [list(range(logits.shape[1]))] * len(known)
         draws = draws_at([limits.draws[b] for b, _ in known] if limits.draws else [], depths, size)
-        tokens, chances = likeliest(logits[..., :size], self._batch.temperature, count, draws, self._tokens)
+        tokens, chances = likeliest(logits[..., :size], self._batch.temperature, count, draws, self._heads.tokens)
         for i, (b, _) in enumerate(known):
             trees[b] = product_tree(tokens[i, : limits.depths[b]], chances[i], limits.guesses, limits.min_probability)
         return trees
 
     def _last(self, hidden_states: dict[int, torch.Tensor]) -> torch.Tensor:
-        return hidden_states[self.needs.hidden_states[0]]
+        return hidden_states[self._heads.needs.hidden_states[0]]
 
 
 def product_tree(tokens: np.ndarray, chances: np.ndarray, guesses: int, min_probability: float) -> GuessTree:
