@@ -51,8 +51,8 @@ def test_a_page_says_what_the_model_computes(family, settings):
 def states_before(program: Program) -> dict[int, State]:
     """Of each layer that keeps one, before any token."""
     return {
-        layer: State(torch.zeros(channels, columns), torch.zeros(of_state))
-        for layer, (channels, columns, *of_state) in program.states.items()
+        layer: State(torch.zeros(shape.channels, shape.columns), torch.zeros(shape.of_state))
+        for layer, shape in program.states.items()
     }
 
 

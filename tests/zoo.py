@@ -33,6 +33,7 @@ LATENT = {
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48, "vocab_size": VOCABULARY}
 
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
 DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
     "layer_types": ["linear_attention", "full_attention"],
@@ -108,6 +109,11 @@ ALIKE = {
     "qwen3_5_text": {**HEAD, **DELTA},
     "qwen3_5_moe_text": {**HEAD, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 32},
     "olmo_hybrid": DELTA,
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **{**MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "ernie4_5": {},

@@ -34,7 +34,7 @@ constexpr int SPINS = 4096;
     DO(MOST_STATE_KEYS, 256)
 #define KINDS(DO)                                                                                                 \
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(HEADPRODUCTS) DO(SELECT) DO(JOIN) DO(ROTARY) DO(APPEND) \
-    DO(ATTEND) DO(CONVOLVE) DO(DELTA) DO(GATE) DO(XIELU)                                                      \
+    DO(ATTEND) DO(CONVOLVE) DO(DELTA) DO(SCAN) DO(GATE) DO(XIELU)                                             \
     DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(KEEP) DO(LOGITS)
 #define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED) DO(SIGMOID) DO(IDENTITY)
 
@@ -77,6 +77,7 @@ constexpr int SPINS = 4096;
     FIELD(long, separates)   /* and come to stand in two halves */                                      \
     FIELD(long, taps)        /* of a convolution, */                                                    \
     FIELD(long, first)       /* and its first channel among those of its layer */                       \
+    FIELD(const T*, skips)   /* [heads], by which a recurrence adds its values */                       \
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
     FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
@@ -97,8 +98,9 @@ constexpr int SPINS = 4096;
     FIELD(T*, inputs_of_rows)    /* and where those of the rows go (`recurrence::Inputs`) */            \
     FIELD(long, channels)                                                                               \
     FIELD(long, columns)                                                                                \
-    FIELD(float*, state)     /* of its recurrence, [heads][keys][values], */                            \
-    FIELD(float*, updates)   /* and what the rows do to it (`recurrence::State`) */                     \
+    FIELD(float*, state)     /* of its recurrence (`recurrence::State`), */                             \
+    FIELD(long, is_by_values)                                                                           \
+    FIELD(float*, updates)   /* and what the rows do to it */                                           \
     FIELD(long, state_heads)                                                                            \
     FIELD(long, state_keys)                                                                             \
     FIELD(long, state_values)
@@ -181,7 +183,7 @@ static recurrence::Inputs<T> inputs_of(const Cached<T>& cache) {
 
 template <class T>
 static recurrence::State state_of(const Cached<T>& cache) {
-    return {cache.state, cache.updates, cache.state_heads, cache.state_keys, cache.state_values};
+    return {cache.state, cache.is_by_values != 0, cache.updates, cache.state_heads, cache.state_keys, cache.state_values};
 }
 
 template <class T>
@@ -296,6 +298,28 @@ static INLINE Floats error_function(Floats x) {
     y = y * t - 0.284496736f;
     y = 1.0f - (y * t + 0.254829592f) * t * exponential<WIDTH>(-size * size);
     return x < 0 ? -y : y;
+}
+
+// RMSNorm of silu(gate) * x, whose weights are those of a row from `first` on.
+template <class T>
+static void normalize_gated(const Operation<T>& norm, long first, const T* x, const T* gate, T* out) {
+    using namespace recurrence;
+    const auto gated = [&](long i) {
+        const auto y = some(gate + i, norm.size - i);
+        return some(x + i, norm.size - i) * times_sigmoid(y, y);
+    };
+    Floats squares = {};
+    for (long i = 0; i < norm.size; i += WIDTH) squares += gated(i) * gated(i);
+    float sum = 0;
+    for (long l = 0; l < WIDTH; l++) sum += squares[l];
+    const float scale = 1 / __builtin_sqrtf(sum / norm.size + float(norm.epsilon));
+    for (long i = 0; i < norm.size; i += WIDTH) {
+        T rounded[WIDTH];
+        store(gated(i) * scale, rounded);
+        Floats y = load(rounded);
+        if (norm.weight) y *= some(norm.weight + first + i, norm.size - i);
+        store_some(y, out + i, norm.size - i);
+    }
 }
 
 // The nearest numbers of type T.
@@ -468,10 +492,13 @@ struct Thread {
     }
 
     void norm_heads(const Operation<T>& norm) {
-        T *const x = buffer(norm.x), *const out = buffer(norm.out);
+        T *const x = buffer(norm.x), *const out = buffer(norm.out), *const gate = norm.y < 0 ? nullptr : buffer(norm.y);
         for_heads(norm.width / norm.size, [&](long head, long row) {
             const long at = row * norm.width + head * norm.size;
-            normalize(norm, x + at, norm.size, out + at);
+            if (gate)
+                normalize_gated(norm, head * norm.size, x + at, gate + at, out + at);
+            else
+                normalize(norm, x + at, norm.size, out + at);
         });
     }
 
@@ -742,6 +769,20 @@ struct Thread {
         });
     }
 
+    void scan(const Operation<T>& of) {
+        const T *const queries = buffer(of.x), *const keys = buffer(of.y), *const values = buffer(of.temporary[0]);
+        const T* const times = buffer(of.temporary[1]);
+        const long heads = of.heads, of_values = heads * of.value_size;
+        for_sequences(of, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
+            const long begin = sequence.begin;
+            const recurrence::Scan<T> some = {
+                queries + begin * of.width, keys + begin * of.width, values + begin * of_values, times + begin * heads,
+                of.weight, of.bias, of.skips, buffer(of.out) + begin * of_values, of.width / of.size, sequence.rows,
+                pass.parents + begin, state_of(cache)};
+            for (long head = index; head < heads; head += pass.threads) some.compute(head, of_recurrence);
+        });
+    }
+
     // This thread's share of the numbers of each row.
     template <long ACTIVATION>
     void gate(const Operation<T>& gate) {
@@ -994,6 +1035,7 @@ struct Thread {
                 case ATTEND: attend(now); break;
                 case CONVOLVE: convolve(now); break;
                 case DELTA: delta(now); break;
+                case SCAN: scan(now); break;
                 case GATE:
                 case EXPERTS: activate_by_kind(now); break;
                 case XIELU: apply_xielu(now); break;

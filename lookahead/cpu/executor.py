@@ -30,7 +30,7 @@ _COMMITS = [ctypes.c_void_p, ctypes.c_long] * 2 + [ctypes.c_long]
 _commits = cache(partial(native.kernels, "commit", native.FLOATS, _COMMITS))
 _movers = cache(partial(native.kernels, "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
 ALIGNMENT = 64  # bytes, of each buffer
-_SHAPE = "channels", "state_heads", "state_keys", "state_values"  # of a state, in C++
+_SHAPE = "channels", "state_heads", "state_keys", "state_values", "is_by_values"  # of a state, in C++
 
 
 class _Described(NamedTuple):
@@ -86,7 +86,7 @@ def _keeps_limits(operation: op.Operation) -> bool:
             return max(size, operation.value_size) <= MAX_HEAD_DIM
         case op.Convolve(taps=taps):
             return taps <= limits["MOST_TAPS"]
-        case op.Delta(size=size):
+        case op.Delta(size=size) | op.Scan(size=size):
             return size <= limits["MOST_STATE_KEYS"]
     return True
 
@@ -245,7 +245,7 @@ class _Buffers:
                 return "heads", x.width // size
             case op.HeadProducts(heads=heads) | op.Join(heads=heads):
                 return "heads", heads
-            case op.Delta(heads=heads) if heads > 1:  # of a single head, rows are not shared out
+            case op.Delta(heads=heads) | op.Scan(heads=heads) if heads > 1:  # of a single head, rows are not shared out
                 return "heads", heads
         return None
 
@@ -381,6 +381,7 @@ class Executor:
                 case op.Norm(x):
                     names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered"
                     settings = {name: getattr(operation, name) for name in names} | {"width": x.width}
+                    settings["y"] = operation.gate
                     kind = "NORM_HEADS" if operation.of_heads else "NORM"
                 case op.HeadProducts(x, out, weight, heads, first, is_transposed):
                     settings = {"width": x.width, "size": out.width // heads, "weight": weight, "heads": heads}
@@ -410,6 +411,11 @@ class Executor:
                     kept.append(np.array([numbers[buffers.of[one]] for one in (values, decays, rates)], np.int64))
                     settings = {"width": x.width, "y": keys, "temporary": kept[-1].ctypes.data, "index": layer}
                     settings |= {"weight": log_speeds, "bias": biases, "heads": heads, "size": size, "factor": factor}
+                    settings["value_size"] = operation.value_size
+                case op.Scan(x, _, keys, values, times, log_speeds, biases, skips, layer, heads, size):
+                    kept.append(np.array([numbers[buffers.of[one]] for one in (values, times)], np.int64))
+                    settings = {"width": x.width, "y": keys, "temporary": kept[-1].ctypes.data, "index": layer}
+                    settings |= {"weight": log_speeds, "bias": biases, "skips": skips, "heads": heads, "size": size}
                     settings["value_size"] = operation.value_size
                 case op.Gate(x, _, activation, by, rounds_once):
                     settings = {"width": x.width, "activation": activations[activation.upper()], "y": by}

@@ -97,7 +97,8 @@ class Norm(Operation):
 
     weight, bias: [size]; None: as if all were 1, or 0. Each `size` numbers of a row are normed together. RMS norms
     round before they multiply with their weights, unless they round once. of_heads: x is what attention takes, queries
-    or keys, and no row of the hidden states.
+    or keys, and no row of the hidden states. gate: what is normed is silu(gate) * x, not rounded. Then the weight is
+    that of the whole row.
     """
 
     x: Value
@@ -110,12 +111,15 @@ class Norm(Operation):
     is_centered: bool = False
     of_heads: bool = False
     size: int = 0
+    gate: Value | None = None
 
     def fits(self) -> bool:
-        shapes = {tuple(tensor.shape) for tensor in self.tensors()}
+        shapes, is_gated = {tuple(tensor.shape) for tensor in self.tensors()}, self.gate is not None
         return (
             (self.is_centered or self.bias is None)
-            and shapes <= {(self.size,)}
+            and shapes <= {(self.x.width if is_gated else self.size,)}
+            and not (is_gated and (self.is_centered or self.offset or self.rounds_once or not self.of_heads))
+            and (self.gate is None or self.gate.width == self.x.width)
             and self.size > 0
             and self.x.width % self.size == 0
         )
@@ -355,6 +359,46 @@ class Delta(Operation):
         has_whole_heads = not (self.x.width % self.size or self.values.width % heads or heads % self.key_heads)
         widths = self.x.width == self.keys.width, self.out.width == self.values.width
         of_heads = {self.decays.width, self.rates.width, *(len(one) for one in (self.log_speeds, self.biases))}
+        return has_whole_heads and all(widths) and of_heads == {heads}
+
+
+@dataclass(frozen=True, eq=False)
+class Scan(Operation):
+    """The recurrence of Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): each head has a state S, [values, keys] in float32.
+
+    S = d * P + v k^T, where P is the parent's, v of `values`, d = exp(-exp(log_speeds) * t), and k = t * keys, rounded.
+    t is softplus(times + biases), of which sum and result are rounded, and out = S x + skips * v, whose terms are.
+    heads: of values; neighbouring ones share a head of queries x and keys, of `size`. log_speeds, biases, skips:
+    [heads]. The state is held and committed as that of `Delta`.
+    """
+
+    x: Value
+    out: Value
+    keys: Value
+    values: Value
+    times: Value
+    log_speeds: torch.Tensor
+    biases: torch.Tensor
+    skips: torch.Tensor
+    layer: int
+    heads: int
+    size: int
+
+    @property
+    def key_heads(self) -> int:
+        """Of queries and keys."""
+        return self.x.width // self.size
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head of values."""
+        return self.values.width // self.heads
+
+    def fits(self) -> bool:
+        heads = self.heads
+        has_whole_heads = not (self.x.width % self.size or self.values.width % heads or heads % self.key_heads)
+        widths = self.x.width == self.keys.width, self.out.width == self.values.width
+        of_heads = {self.times.width, *(len(one) for one in (self.log_speeds, self.biases, self.skips))}
         return has_whole_heads and all(widths) and of_heads == {heads}
 
 

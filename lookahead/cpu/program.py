@@ -21,6 +21,7 @@ from lookahead.cpu.operations import (
     Operation,
     Products,
     Rotary,
+    Scan,
 )
 from lookahead.cpu.products import Linear
 
@@ -45,6 +46,14 @@ class StateShape(NamedTuple):
     keys: int = 0
     """Numbers of a head of keys."""
     values: int = 0
+    is_by_values: bool = False
+    """Whether it is held as [heads, values, keys]."""
+
+    @property
+    def of_state(self) -> tuple[int, ...]:
+        """The shape of the state of its recurrence, if it has one."""
+        sizes = (self.values, self.keys) if self.is_by_values else (self.keys, self.values)
+        return (self.heads, *sizes) if self.heads else ()
 
 
 @dataclass(frozen=True)
@@ -97,9 +106,9 @@ class Program:
                 before = found.get(one.layer, StateShape(0, 0))
                 channels, columns = max(before.channels, one.first + one.x.width), max(before.columns, one.taps - 1)
                 found[one.layer] = before._replace(channels=channels, columns=columns)
-            elif isinstance(one, Delta):
-                before = found.get(one.layer, StateShape(0, 0))
-                found[one.layer] = before._replace(heads=one.heads, keys=one.size, values=one.value_size)
+            elif isinstance(one, (Delta, Scan)):
+                before, is_by_values = found.get(one.layer, StateShape(0, 0)), isinstance(one, Scan)
+                found[one.layer] = StateShape(*before[:2], one.heads, one.size, one.value_size, is_by_values)
         return found
 
     @property

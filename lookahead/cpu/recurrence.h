@@ -108,22 +108,34 @@ constexpr long MOST_KEYS = 256;          // of a head of a state
 // The state of a recurrence, S, and what the rows of a step do to it until they are committed:
 // S = decay * S of the row before + key update^T.
 struct State {
-    float* held;     // [heads][keys][values]
+    float* held;     // [heads][keys][values], or [heads][values][keys]
+    bool is_by_values;
     float* of_rows;  // [rows][heads] of a decay, keys and an update; null if all rows are committed, one behind the other
     long heads, keys, values;
 
     float* update_of(long row, long head) const { return of_rows + (row * heads + head) * (1 + keys + values); }
 
+    // Call f(number of a state by values, place in the block) for n values of a head, from `first` on. A few keys at a
+    // time, for one of the two lies across.
+    template <class F>
+    void for_block(long head, long first, long n, F f) const {
+        float* const at = held + (head * values + first) * keys;
+        for (long begin = 0; begin < keys; begin += WIDTH)
+            for (long i = 0; i < n; i++)
+                for (long key = begin; key < std::min(begin + WIDTH, keys); key++) f(at[i * keys + key], key * BLOCK + i);
+    }
+
     // n values of a head, from `first` on, as a block [keys][BLOCK], and back.
+
     void load(long head, long first, long n, float* block) const {
+        if (n < BLOCK) std::fill_n(block, keys * BLOCK, 0.0f);
+        if (is_by_values) return for_block(head, first, n, [=](float x, long i) { block[i] = x; });
         const float* from = held + head * keys * values + first;
-        for (long key = 0; key < keys; key++, from += values, block += BLOCK) {
-            std::copy_n(from, n, block);
-            std::fill(block + n, block + BLOCK, 0.0f);
-        }
+        for (long key = 0; key < keys; key++, from += values, block += BLOCK) std::copy_n(from, n, block);
     }
 
     void store(long head, long first, long n, const float* block) const {
+        if (is_by_values) return for_block(head, first, n, [=](float& x, long i) { x = block[i]; });
         float* to = held + head * keys * values + first;
         for (long key = 0; key < keys; key++, to += values, block += BLOCK) std::copy_n(block, n, to);
     }
@@ -190,6 +202,60 @@ struct BlockPlaces {
 // The floats that a thread needs for a recurrence over so many rows.
 static inline long room_for(long rows, long keys) { return keys ? (rows + 1) * (keys * (BLOCK + 2) + 2 + 6) + 16 : 0; }
 
+// The rows of one sequence, as a recurrence goes over them for one head.
+template <class T>
+struct Followed {
+    const State& state;
+    const long head, rows;
+    const long* const parents;  // as for `Convolution`
+    const BlockPlaces places;
+    float *const decays, *const keys, *const queries, *const blocks;  // [rows], [rows][keys] twice, [places][keys][BLOCK]
+
+    // room: `room_for` floats.
+    Followed(const State& state, long head, long rows, const long* parents, float* room)
+        : state(state), head(head), rows(rows), parents(parents), places(parents, rows, (long*)room),
+          decays(room + 6 * (rows + 1)), keys(decays + 2 * (rows + 1)), queries(keys + (rows + 1) * state.keys),
+          blocks((float*)(((uintptr_t)(queries + (rows + 1) * state.keys) + 63) / 64 * 64)) {}
+
+    float& scalar(long row) const { return decays[rows + 1 + row]; }  // a further number of each row
+
+    // Go from row to row, and write T* out [rows][heads][values]. updates(row, first, n, block of the row before, to): the
+    // update of n values, from `first` on; zeros behind them.
+    template <class F>
+    void follow(T* out, F updates) const {
+        const long size = state.keys, values = state.values;
+        for (long first = 0; first < values; first += BLOCK) {
+            const long n = std::min(BLOCK, values - first);
+            state.load(head, first, n, blocks);
+            for (long row = 0; row < rows; row++) {
+                const float* const from = blocks + places.of[parents[row] + 1] * size * BLOCK;
+                float* const to = blocks + places.of[row + 1] * size * BLOCK;
+                alignas(64) float sums[BLOCK], update[BLOCK];
+                updates(row, first, n, from, update);
+                advance(from, to, size, decays[row], keys + row * size, update, queries + row * size, sums);
+                T* const to_out = out + (row * state.heads + head) * values + first;
+                for (long i = 0; i < n; i += WIDTH) store_some(::load(sums + i), to_out + i, n - i);
+                if (state.of_rows) std::copy_n(update, n, state.update_of(row, head) + 1 + size + first);
+            }
+            if (!state.of_rows) state.store(head, first, n, blocks + places.of[rows] * size * BLOCK);
+        }
+        for (long row = 0; row < rows && state.of_rows; row++) {
+            float* const to = state.update_of(row, head);
+            to[0] = decays[row];
+            std::copy_n(keys + row * size, size, to + 1);
+        }
+    }
+};
+
+static inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+template <class T>
+static inline float nearest(float x) {
+    T rounded;
+    ::store(x, &rounded);
+    return number(rounded);
+}
+
 // The gated delta rule (`Delta` in operations.py) over the rows of one sequence.
 template <class T>
 struct Delta {
@@ -216,50 +282,59 @@ struct Delta {
         for (long i = 0; i < n; i += WIDTH) store_some(some(from + i, n - i) * scale, to + i, n - i);
     }
 
-    static float rounded(float x) {
-        T nearest;
-        ::store(x, &nearest);
-        return number(nearest);
+    // room: `room_for` floats.
+    void compute(long head, float* room) const {
+        const Followed<T> all(state, head, rows, parents, room);
+        const long size = state.keys, heads = state.heads;
+        for (long row = 0; row < rows; row++) {
+            const long of_keys = (row * key_heads + head / (heads / key_heads)) * size, at = row * heads + head;
+            normalize(keys + of_keys, size, 1, all.keys + row * size);
+            normalize(queries + of_keys, size, std::sqrt((float)size), all.queries + row * size);
+            const float speed = std::exp(number(log_speeds[head]));
+            all.decays[row] = std::exp(-speed * softplus(number(decays[at]) + number(biases[head])));
+            all.scalar(row) = factor * nearest<T>(1 / (1 + std::exp(-number(rates[at]))));
+        }
+        all.follow(out, [&](long row, long first, long n, const float* from, float* update) {
+            const T* const of_row = values + (row * heads + head) * state.values + first;
+            alignas(64) float sums[BLOCK];
+            recall(from, size, all.keys + row * size, sums);
+            for (long i = 0; i < BLOCK; i += WIDTH)
+                ::store(all.scalar(row) * (some(of_row + i, n - i) - all.decays[row] * ::load(sums + i)), update + i);
+        });
     }
+};
+
+// The recurrence of Mamba-2 (`Scan` in operations.py) over the rows of one sequence.
+template <class T>
+struct Scan {
+    const T *queries, *keys;                // [rows][key heads][keys]
+    const T *values, *times;                // [rows][heads][values], [rows][heads]
+    const T *log_speeds, *biases, *skips;   // [heads]
+    T* out;                                 // [rows][heads][values]
+    long key_heads, rows;
+    const long* parents;                    // as for `Convolution`
+    State state;
 
     // room: `room_for` floats.
     void compute(long head, float* room) const {
-        const long keys_of = state.keys, values_of = state.values, heads = state.heads;
-        const BlockPlaces places(parents, rows, (long*)room);
-        float* const scalars = room + 6 * (rows + 1);
-        float *const k = scalars + 2 * (rows + 1), *const q = k + (rows + 1) * keys_of;
-        float* const blocks = (float*)(((uintptr_t)(q + (rows + 1) * keys_of) + 63) / 64 * 64);
+        const Followed<T> all(state, head, rows, parents, room);
+        const long size = state.keys, heads = state.heads, width = heads * state.values;
         for (long row = 0; row < rows; row++) {
-            const long of_keys = (row * key_heads + head / (heads / key_heads)) * keys_of, at = row * heads + head;
-            normalize(keys + of_keys, keys_of, 1, k + row * keys_of);
-            normalize(queries + of_keys, keys_of, std::sqrt((float)keys_of), q + row * keys_of);
-            const float x = number(decays[at]) + number(biases[head]);
-            scalars[2 * row] = std::exp(-std::exp(number(log_speeds[head])) * (x > 20 ? x : std::log1p(std::exp(x))));
-            scalars[2 * row + 1] = factor * rounded(1 / (1 + std::exp(-number(rates[at]))));
-        }
-        for (long first = 0; first < values_of; first += BLOCK) {
-            const long n = std::min(BLOCK, values_of - first);
-            state.load(head, first, n, blocks);
-            for (long row = 0; row < rows; row++) {
-                const float* const from = blocks + places.of[parents[row] + 1] * keys_of * BLOCK;
-                float* const to = blocks + places.of[row + 1] * keys_of * BLOCK;
-                const float decay = scalars[2 * row], rate = scalars[2 * row + 1];
-                const long at = (row * heads + head) * values_of + first;
-                alignas(64) float sums[BLOCK], update[BLOCK];
-                recall(from, keys_of, k + row * keys_of, sums);
-                for (long i = 0; i < BLOCK; i += WIDTH)
-                    ::store(rate * (some(values + at + i, n - i) - decay * ::load(sums + i)), update + i);
-                advance(from, to, keys_of, decay, k + row * keys_of, update, q + row * keys_of, sums);
-                for (long i = 0; i < n; i += WIDTH) store_some(::load(sums + i), out + at + i, n - i);
-                if (state.of_rows) std::copy_n(update, n, state.update_of(row, head) + 1 + keys_of + first);
+            const long of_keys = (row * key_heads + head / (heads / key_heads)) * size;
+            const float time = nearest<T>(softplus(nearest<T>(number(times[row * heads + head]) + number(biases[head]))));
+            all.decays[row] = std::exp(-std::exp(number(log_speeds[head])) * time);
+            for (long i = 0; i < size; i++) {
+                all.keys[row * size + i] = nearest<T>(time * number(keys[of_keys + i]));
+                all.queries[row * size + i] = number(queries[of_keys + i]);
             }
-            if (!state.of_rows) state.store(head, first, n, blocks + places.of[rows] * keys_of * BLOCK);
         }
-        for (long row = 0; row < rows && state.of_rows; row++) {
-            float* const to = state.update_of(row, head);
-            to[0] = scalars[2 * row];
-            std::copy_n(k + row * keys_of, keys_of, to + 1);
-        }
+        all.follow(out, [&](long row, long first, long n, const float*, float* update) {
+            const T* const of_row = values + row * width + head * state.values + first;
+            for (long i = 0; i < BLOCK; i += WIDTH) ::store(some(of_row + i, n - i), update + i);
+        });
+        for (long row = 0; row < rows; row++)
+            for (long i = row * width + head * state.values, end = i + state.values; i < end; i++)
+                ::store(number(out[i]) + nearest<T>(number(values[i]) * number(skips[head])), out + i);
     }
 };
 

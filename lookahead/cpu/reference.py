@@ -29,7 +29,7 @@ class State(NamedTuple):
     inputs: torch.Tensor
     """The last inputs of its convolutions, [channels, columns]."""
     state: torch.Tensor
-    """Of its recurrence, [heads, keys, values]."""
+    """Of its recurrence, [heads, keys, values]; of `Scan`, [heads, values, keys]."""
 
 
 class Reference:
@@ -136,6 +136,9 @@ class Reference:
             bias = None if norm.bias is None else norm.bias.to(self.wide)
             weight = None if weight is None else self.rounded(weight.to(self.wide) + norm.offset)
             return self.rounded(functional.layer_norm(x, (norm.size,), weight, bias, norm.epsilon).flatten(1))
+        if norm.gate is not None:
+            x = x * functional.silu(self.heads(norm.gate, norm.size))
+            weight = None if weight is None else weight.unflatten(0, (-1, norm.size))
         x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
         x = x if norm.rounds_once else self.rounded(x)
         return self.rounded((x if weight is None else x * (weight.to(self.wide) + norm.offset)).flatten(1))
@@ -229,6 +232,20 @@ class Reference:
             states.append(decayed + k[row] * rates[row] * (v[row] - (decayed * k[row]).sum(1, keepdim=True)))
         self.recurrent[delta.layer] = states
         return self.rounded((torch.stack(states) * q).sum(2).flatten(1))
+
+    @computed.register
+    def _(self, scan: op.Scan) -> torch.Tensor:
+        groups, states, rounded = scan.heads // scan.key_heads, list[torch.Tensor](), self.rounded
+        q, k = (self.heads(x, scan.size).repeat_interleave(groups, dim=1) for x in (scan.x, scan.keys))
+        v = self.heads(scan.values, scan.value_size)
+        times = rounded(functional.softplus(rounded(self.values[scan.times] + scan.biases.to(self.wide))))[..., None]
+        decays, k = (-scan.log_speeds.to(self.wide).exp()[:, None] * times).exp(), rounded(times * k)
+        for row, parent in enumerate(self.parents):
+            before = states[parent] if parent >= 0 else self.states[scan.layer].state.to(self.wide)
+            states.append(decays[row, ..., None] * before + v[row][..., None] * k[row][:, None])
+        self.recurrent[scan.layer] = states
+        found = rounded((torch.stack(states) @ q[..., None])[..., 0])
+        return rounded(found + rounded(scan.skips.to(self.wide)[:, None] * v)).flatten(1)
 
     @computed.register
     def _(self, gate: op.Gate) -> torch.Tensor:

@@ -378,10 +378,10 @@ class FusedRunner(EagerRunner):
             for one, (heads, size, value_size) in zip(cache.in_place, executor.caches.values(), strict=True):
                 one.lazy_initialization(new_empty(1, heads, 0, size), new_empty(1, heads, 0, value_size))
             with torch.inference_mode(False):  # as for keys
-                for index, (channels, taken, *of_state) in executor.states.items():
+                for index, shape in executor.states.items():
                     layer: Any = cache.layers[index]
-                    state = executor.like.new_zeros(1, *of_state, dtype=torch.float32) if all(of_state) else None
-                    layer.begin(executor.like.new_zeros(1, channels, taken + 1), state)
+                    state = executor.like.new_zeros(1, *shape.of_state, dtype=torch.float32) if shape.heads else None
+                    layer.begin(executor.like.new_zeros(1, shape.channels, shape.columns + 1), state)
         caches, held = [(0, 0, 0, 0)] * executor.layers, [0] * executor.layers
         places = cache.extend(rows)
         if (buffers := self._finds(executor, b, cache)) is None:
@@ -466,6 +466,6 @@ def _fits_state(executor: Executor, shape: StateShape, layer: StateLayer) -> boo
     inputs, *states = layer.kept()
     columns = inputs.shape[2]
     is_of_shape = inputs.shape == (1, shape.channels, columns) and shape.columns <= columns <= executor.most_columns
-    has_states = [state.shape for state in states] == ([(1, *shape[2:])] if shape.heads else [])
+    has_states = [state.shape for state in states] == ([(1, *shape.of_state)] if shape.heads else [])
     are_plain = is_plain_of(inputs, executor.like.dtype) and all(is_plain_of(one, torch.float32) for one in states)
     return is_of_shape and has_states and are_plain

@@ -273,16 +273,34 @@ class RandomProgram:
         gated = self.add(op.Gate(gate, Value(gate.width), "silu", normed, rounds_once=self.rng.random() < 0.5))
         return self.products(gated, x.width)[0]
 
+    def scanned(self, x: Value) -> Value:
+        """Mamba-2 behind convolutions."""
+        keys, size = self.rng.choice([2, 8, 16, 24, 64, 128]), self.rng.choice([2, 8, 16, 24, 64, 80])
+        key_heads, groups = self.rng.randint(1, 3), self.rng.randint(1, 3)
+        heads = key_heads * groups
+        while heads * size % products.STRIDE[self.dtype]:
+            size += 1
+        width, layer, taps, first = heads * size, self.next_layer(), self.rng.randint(2, 5), 0
+        gate, *parts, times = self.products(x, width, width, key_heads * keys, key_heads * keys, heads)
+        convolved = []
+        for part in parts:
+            convolved.append(self.add(op.Gate(self.convolved(part, layer, first, taps), Value(part.width), "silu")))
+            first += part.width
+        v, k, q = convolved
+        of_heads = [self.numbers(heads) for _ in range(3)]
+        found = self.add(op.Scan(q, Value(width), k, v, times, *of_heads, layer, heads, keys))
+        weight = self.numbers(width, mean=1.0) if self.rng.random() < 0.8 else None
+        normed = op.Norm(found, Value(width), weight, 1e-5, of_heads=True, size=width // key_heads, gate=gate)
+        return self.products(self.add(normed), x.width)[0]
+
     def next_layer(self) -> int:
         """A layer of the cache, which may leave some out."""
         self.layer += self.rng.choice([1, 1, 2])
         return self.layer
 
     def mixed(self, x: Value, norms: str) -> Value:
-        kind = self.rng.choice(["attention", "attention", "short convolution", "linear attention"])
-        if kind == "short convolution":
-            return self.short_convolution(x)
-        return self.linear_attention(x) if kind == "linear attention" else self.attention(x, norms)
+        with_states = self.short_convolution, self.linear_attention, self.scanned
+        return self.attention(x, norms) if self.rng.random() < 0.5 else self.rng.choice(with_states)(x)
 
     def attended(self, q: Value, layer: int, size: int, value_size: int, width: int) -> Value:
         scaling = self.rng.choice([size**-0.5, 0.1])
@@ -489,7 +507,7 @@ class RandomRows:
         for layer, shape in program.states.items():
             columns = rng.randint(shape.columns, 8)
             inputs = memory.copy(torch.randn(shape.channels, columns).to(program.dtype))
-            self.states[layer] = State(inputs, memory.copy(torch.randn(shape[2:])))
+            self.states[layer] = State(inputs, memory.copy(torch.randn(shape.of_state)))
             of_inputs = memory.empty(rows, shape.channels, dtype=program.dtype)
             updates = memory.empty(rows, shape.heads, 1 + shape.keys + shape.values, dtype=torch.float32)
             self.of_rows.append((of_inputs, updates))

@@ -34,6 +34,7 @@ from lookahead.models.families.granite import Granite, HyperCLOVAX
 from lookahead.models.families.hunyuan import HunYuanDenseV1, HunYuanMoEV1
 from lookahead.models.families.lfm2 import Lfm2, Lfm3
 from lookahead.models.families.llama import Cwm, Llama, Ministral, Ministral3, Mistral, SeedOss, SmolLM3
+from lookahead.models.families.mamba2 import Bamba, GraniteMoeHybrid
 from lookahead.models.families.mixtral import (
     FlexOlmo,
     GraniteMoe,
@@ -62,7 +63,7 @@ PAGES: dict[str, type[Page]] = {
         Falcon, Mixtral, Mellum, Qwen2Moe, Qwen3Moe, Olmoe, FlexOlmo, GraniteMoe, GraniteMoeShared, HunYuanMoEV1,
         Glm4Moe, SolarOpen, Dots1, ExaoneMoe, HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss, DeepseekV2, DeepseekV3,
         Glm4MoeLite, AXK1, Youtu, MiniCPM3, GPTJ, CodeGen, NanoChat, Apertus, Afmoe, Lfm2, Lfm3, Qwen3_5,
-        Qwen3_5Moe, Qwen3Next, OlmoHybrid, with_images.Gemma3, with_images.Gemma4,
+        Qwen3_5Moe, Qwen3Next, OlmoHybrid, Bamba, GraniteMoeHybrid, with_images.Gemma3, with_images.Gemma4,
     )
 }  # fmt: skip
 

@@ -65,11 +65,12 @@ class GraniteMoe(Granite):
 class GraniteMoeShared(GraniteMoe):
     def feed_forward(self, x: Value, layer: Any) -> Value:
         mixed = super().feed_forward(x, layer)
-        if layer.shared_mlp is None:
-            return mixed
-        mlp = self.own(layer.shared_mlp, "MLP")
+        return mixed if layer.shared_mlp is None else self.add(mixed, self.shared(x, layer.shared_mlp))
+
+    def shared(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "MLP")
         gate, up = self.products(x, *self.parts(mlp.input_linear, mlp.input_linear.out_features // 2))
-        return self.add(mixed, self.product(self.gate(gate, mlp.activation, up), mlp.output_linear))
+        return self.product(self.gate(gate, mlp.activation, up), mlp.output_linear)
 
 
 class FlexOlmo(Olmo2):
