@@ -15,6 +15,7 @@
 #include "head_products.h"
 #include "peaks.h"
 #include "products.h"
+#include "recurrence.h"
 #include "threads.h"
 #include "tile_attention.h"
 
@@ -27,13 +28,15 @@ constexpr int SPINS = 4096;
 
 // The structures that Python fills are described once, here: each field has 8 bytes, and `describe` says its name and
 // kind. So are the limits that Python keeps: products of an operation, experts of a layer, outputs that threads share out
-// together, and bytes of a `Choice`.
-#define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8)
+// together, bytes of a `Choice`, and inputs that a convolution reads, or that a state holds of each channel, and
+// keys of a head of a state.
+#define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8) DO(MOST_TAPS, 8) \
+    DO(MOST_STATE_KEYS, 256)
 #define KINDS(DO)                                                                                                 \
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(HEADPRODUCTS) DO(SELECT) DO(JOIN) DO(ROTARY) DO(APPEND) \
-    DO(ATTEND) DO(GATE) DO(XIELU)                                                                             \
+    DO(ATTEND) DO(CONVOLVE) DO(DELTA) DO(SCAN) DO(GATE) DO(XIELU)                                             \
     DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(KEEP) DO(LOGITS)
-#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED) DO(SIGMOID)
+#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED) DO(SIGMOID) DO(IDENTITY)
 
 #define OPERATION(FIELD, T)                                                                             \
     FIELD(long, kind)                                                                                   \
@@ -44,9 +47,9 @@ constexpr int SPINS = 4096;
     FIELD(long, width)       /* numbers of a row of x */                                                \
     FIELD(long, size)        /* of these, those of a head, or those that are normed together */         \
     FIELD(long, value_size)  /* numbers of a head of values, and of what attention makes */             \
-    FIELD(const T*, weight)  /* of a norm, an embedding or heads, or sinks of attention */              \
+    FIELD(const T*, weight)  /* of a norm, an embedding, heads or taps, or sinks of attention */        \
     FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
-    FIELD(const T*, bias)    /* of a norm, or an embedding of positions; or null */                     \
+    FIELD(const T*, bias)    /* of a norm or taps, or an embedding of positions; or null */             \
     FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then two of each */   \
     FIELD(long, count)                                                                                  \
     FIELD(long, is_each_shared)  /* each product is shared out by itself, not all of them together */   \
@@ -72,6 +75,9 @@ constexpr int SPINS = 4096;
     FIELD(long, is_centered) /* a norm takes the mean away */                                           \
     FIELD(long, is_interleaved) /* neighbouring numbers turn together, */                               \
     FIELD(long, separates)   /* and come to stand in two halves */                                      \
+    FIELD(long, taps)        /* of a convolution, */                                                    \
+    FIELD(long, first)       /* and its first channel among those of its layer */                       \
+    FIELD(const T*, skips)   /* [heads], by which a recurrence adds its values */                       \
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
     FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
@@ -87,7 +93,17 @@ constexpr int SPINS = 4096;
     FIELD(long, value_stride)                                                                           \
     FIELD(long, held)        /* keys before those of the pass */                                        \
     FIELD(const bool*, hidden)   /* [rows][masked]: which of the last keys are not seen */              \
-    FIELD(long, masked)
+    FIELD(long, masked)                                                                                 \
+    FIELD(T*, inputs)        /* [channels][columns]: the last ones of its convolutions, */              \
+    FIELD(T*, inputs_of_rows)    /* and where those of the rows go (`recurrence::Inputs`) */            \
+    FIELD(long, channels)                                                                               \
+    FIELD(long, columns)                                                                                \
+    FIELD(float*, state)     /* of its recurrence (`recurrence::State`), */                             \
+    FIELD(long, is_by_values)                                                                           \
+    FIELD(float*, updates)   /* and what the rows do to it */                                           \
+    FIELD(long, state_heads)                                                                            \
+    FIELD(long, state_keys)                                                                             \
+    FIELD(long, state_values)
 
 #define SEQUENCE(FIELD, T)                                                                              \
     FIELD(long, begin)         /* its first row in the pass */                                          \
@@ -112,6 +128,7 @@ constexpr int SPINS = 4096;
     FIELD(const void*, outputs)    /* [outputs]: where the rows of each go, or null */                  \
     FIELD(const long*, ids)        /* [rows] */                                                         \
     FIELD(const long*, positions)  /* [rows] */                                                         \
+    FIELD(const long*, parents)    /* [rows]: of each row, among those of its sequence, or -1 */        \
     FIELD(const long*, places)     /* of each buffer in its room, in bytes, the private ones first */   \
     FIELD(long, private_count)                                                                          \
     FIELD(void*, shared)           /* the room of all threads */                                        \
@@ -133,6 +150,7 @@ constexpr int SPINS = 4096;
     FIELD(long, most_keys)         /* the most `keys_of_step` of a sequence */                          \
     FIELD(long, has_near)          /* whether near keys are summed apart, as those of steps must be */  \
     FIELD(long, widest)            /* numbers of a row of the widest input of a product */              \
+    FIELD(long, state_keys)        /* of the widest state of a recurrence, or 0 */                      \
     FIELD(long, threads)
 
 #define DECLARE(TYPE, NAME) TYPE NAME;
@@ -141,6 +159,7 @@ constexpr int SPINS = 4096;
 #define LIMITED(NAME, VALUE) constexpr long NAME = VALUE;
 LIMITS(LIMITED)
 #define NUMBERED(NAME) NAME,
+static_assert(MOST_TAPS == recurrence::MOST_TAPS && MOST_STATE_KEYS == recurrence::MOST_KEYS);
 enum Kind : long { KINDS(NUMBERED) };
 enum Activation : long { ACTIVATIONS(NUMBERED) };
 template <class T>
@@ -157,6 +176,16 @@ template <class T>
 struct Cached {
     CACHED(DECLARE, T)
 };
+template <class T>
+static recurrence::Inputs<T> inputs_of(const Cached<T>& cache) {
+    return {cache.inputs, cache.inputs_of_rows, cache.channels, cache.columns};
+}
+
+template <class T>
+static recurrence::State state_of(const Cached<T>& cache) {
+    return {cache.state, cache.is_by_values != 0, cache.updates, cache.state_heads, cache.state_keys, cache.state_values};
+}
+
 template <class T>
 struct Sequence {
     SEQUENCE(DECLARE, T)
@@ -271,6 +300,28 @@ static INLINE Floats error_function(Floats x) {
     return x < 0 ? -y : y;
 }
 
+// RMSNorm of silu(gate) * x, whose weights are those of a row from `first` on.
+template <class T>
+static void normalize_gated(const Operation<T>& norm, long first, const T* x, const T* gate, T* out) {
+    using namespace recurrence;
+    const auto gated = [&](long i) {
+        const auto y = some(gate + i, norm.size - i);
+        return some(x + i, norm.size - i) * times_sigmoid(y, y);
+    };
+    Floats squares = {};
+    for (long i = 0; i < norm.size; i += WIDTH) squares += gated(i) * gated(i);
+    float sum = 0;
+    for (long l = 0; l < WIDTH; l++) sum += squares[l];
+    const float scale = 1 / __builtin_sqrtf(sum / norm.size + float(norm.epsilon));
+    for (long i = 0; i < norm.size; i += WIDTH) {
+        T rounded[WIDTH];
+        store(gated(i) * scale, rounded);
+        Floats y = load(rounded);
+        if (norm.weight) y *= some(norm.weight + first + i, norm.size - i);
+        store_some(y, out + i, norm.size - i);
+    }
+}
+
 // The nearest numbers of type T.
 template <class T, class Floats>
 static INLINE Floats all_rounded_to(Floats x) {
@@ -317,6 +368,7 @@ static INLINE Floats activated(Floats x) {
     if constexpr (ACTIVATION == GELU_TANH) return times_sigmoid(x, x * (1.5957691216f + 0.0713548163f * x * x));
     if constexpr (ACTIVATION == GELU_NEW) return gelu_in_steps<T>(x);
     if constexpr (ACTIVATION == SIGMOID) return times_sigmoid(Floats{} + 1.0f, x);
+    if constexpr (ACTIVATION == IDENTITY) return x;
     const Floats positive = x < 0 ? Floats{} : x;  // NaN stays NaN
     return ACTIVATION == RELU ? positive : positive * positive;
 }
@@ -343,6 +395,19 @@ static void activate(const T* gate, const T* up, T* out, long n) {
     std::copy_n(last, n - i, out + i);
 }
 
+// The same, where the activation is not rounded before it is multiplied.
+template <long ACTIVATION, class T>
+static void activate_once(const T* gate, const T* up, T* out, long n) {
+    for (long i = 0; i < n; i += WIDTH) {
+        const long some = std::min<long>(WIDTH, n - i);
+        T gates[WIDTH] = {}, ups[WIDTH] = {}, products[WIDTH];
+        std::copy_n(gate + i, some, gates);
+        std::copy_n(up + i, some, ups);
+        store(activated<ACTIVATION, T>(load(gates)) * load(ups), products);
+        std::copy_n(products, some, out + i);
+    }
+}
+
 // n gates, each of which stands beside its number: all are bounded, and it rounds at each step, as gpt-oss does.
 template <class T>
 static void activate_bounded(const T* both, float alpha, float limit, T* out, long n) {
@@ -354,16 +419,17 @@ static void activate_bounded(const T* both, float alpha, float limit, T* out, lo
     }
 }
 
-// Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near; and where it
-// ends.
+// Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near, of recurrences;
+// and where it ends.
 template <class By>
 struct Places {
-    long at[4];
+    long at[5];
 
     explicit Places(const Pass<typename By::Number>& pass) : at{pass.private_bytes} {
         const long sizes[] = {Input<By>::bytes(pass.rows, pass.widest), attention::room_for(pass.most_keys),
-                              pass.rows * (long)sizeof(long)};
-        for (int i = 0; i < 3; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
+                              pass.rows * (long)sizeof(long),
+                              recurrence::room_for(pass.rows, pass.state_keys) * (long)sizeof(float)};
+        for (int i = 0; i < 4; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
     }
 };
 
@@ -378,6 +444,7 @@ struct Thread {
     void* const prepared;       // the input of a product, if it is not taken as it is
     void* const of_attention;
     long* const near;  // [rows], of `attention::Attention`
+    float* const of_recurrence;
     peaks::Peaks* const seen = (peaks::Peaks*)pass.peaks;  // [threads][said]
 
     void meet() { barrier.wait(pass.threads); }
@@ -425,10 +492,13 @@ struct Thread {
     }
 
     void norm_heads(const Operation<T>& norm) {
-        T *const x = buffer(norm.x), *const out = buffer(norm.out);
+        T *const x = buffer(norm.x), *const out = buffer(norm.out), *const gate = norm.y < 0 ? nullptr : buffer(norm.y);
         for_heads(norm.width / norm.size, [&](long head, long row) {
             const long at = row * norm.width + head * norm.size;
-            normalize(norm, x + at, norm.size, out + at);
+            if (gate)
+                normalize_gated(norm, head * norm.size, x + at, gate + at, out + at);
+            else
+                normalize(norm, x + at, norm.size, out + at);
         });
     }
 
@@ -673,12 +743,57 @@ struct Thread {
         }
     }
 
+    // This thread's share of the channels.
+    void convolve(const Operation<T>& of) {
+        const long begin = share(of.width, index), end = share(of.width, index + 1);
+        for_sequences(of, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
+            const recurrence::Convolution<T> some = {
+                buffer(of.x) + sequence.begin * of.width, of.weight, of.bias, buffer(of.out) + sequence.begin * of.width,
+                of.width, of.taps, sequence.rows, pass.parents + sequence.begin, inputs_of(cache), of.first};
+            some.compute(begin, end);
+        });
+    }
+
+    // This thread's heads, all rows of each.
+    void delta(const Operation<T>& of) {
+        const T *const queries = buffer(of.x), *const keys = buffer(of.y), *const values = buffer(of.temporary[0]);
+        const T *const decays = buffer(of.temporary[1]), *const rates = buffer(of.temporary[2]);
+        const long heads = of.heads, of_values = heads * of.value_size;
+        for_sequences(of, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
+            const long begin = sequence.begin;
+            const recurrence::Delta<T> some = {
+                queries + begin * of.width, keys + begin * of.width, values + begin * of_values, decays + begin * heads,
+                rates + begin * heads, of.weight, of.bias, buffer(of.out) + begin * of_values, of.width / of.size,
+                sequence.rows, float(of.factor), pass.parents + begin, state_of(cache)};
+            for (long head = index; head < heads; head += pass.threads) some.compute(head, of_recurrence);
+        });
+    }
+
+    void scan(const Operation<T>& of) {
+        const T *const queries = buffer(of.x), *const keys = buffer(of.y), *const values = buffer(of.temporary[0]);
+        const T* const times = buffer(of.temporary[1]);
+        const long heads = of.heads, of_values = heads * of.value_size;
+        for_sequences(of, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
+            const long begin = sequence.begin;
+            const recurrence::Scan<T> some = {
+                queries + begin * of.width, keys + begin * of.width, values + begin * of_values, times + begin * heads,
+                of.weight, of.bias, of.skips, buffer(of.out) + begin * of_values, of.width / of.size, sequence.rows,
+                pass.parents + begin, state_of(cache)};
+            for (long head = index; head < heads; head += pass.threads) some.compute(head, of_recurrence);
+        });
+    }
+
     // This thread's share of the numbers of each row.
     template <long ACTIVATION>
     void gate(const Operation<T>& gate) {
         const long begin = share(gate.width, index), end = share(gate.width, index + 1);
         const T *const x = buffer(gate.x), *const by = gate.y < 0 ? nullptr : buffer(gate.y);
         T* const out = buffer(gate.out);
+        if (gate.rounds_once) {
+            for (long at = begin; at < pass.rows * gate.width; at += gate.width)
+                activate_once<ACTIVATION>(x + at, by + at, out + at, end - begin);
+            return;
+        }
         for (long at = begin; at < pass.rows * gate.width; at += gate.width)
             activate<ACTIVATION>(x + at, by ? by + at : nullptr, out + at, end - begin);
     }
@@ -918,6 +1033,9 @@ struct Thread {
                 case ROTARY: rotary(now); break;
                 case APPEND: append(now); break;
                 case ATTEND: attend(now); break;
+                case CONVOLVE: convolve(now); break;
+                case DELTA: delta(now); break;
+                case SCAN: scan(now); break;
                 case GATE:
                 case EXPERTS: activate_by_kind(now); break;
                 case XIELU: apply_xielu(now); break;
@@ -945,7 +1063,7 @@ static long run(const Pass<typename By::Number>& pass) {
         here.threads = omp_get_num_threads();  // may be fewer than were asked for
         char* const own = (char*)pass.room + index * pass.room_bytes;
         const auto part = [&](int i) { return own + places.at[i]; };
-        const bool found = Thread<By>{here, barrier, index, own, part(0), part(1), (long*)part(2)}.run();
+        const bool found = Thread<By>{here, barrier, index, own, part(0), part(1), (long*)part(2), (float*)part(3)}.run();
         if (index == 0) has_nan = found;  // every thread has all rows
     }
     return has_nan;
@@ -953,7 +1071,7 @@ static long run(const Pass<typename By::Number>& pass) {
 
 template <class By>
 static void measure(const Pass<typename By::Number>& pass, long* sizes) {
-    sizes[0] = Places<By>(pass).at[3];
+    sizes[0] = Places<By>(pass).at[4];
     sizes[1] = pass.threads * pass.rows * sizeof(peaks::Peaks);
     sizes[2] = 2;  // the near keys, and what is left of a part
     for (long end = 0; end < pass.longest + pass.rows; end = attention::end_of_part(end)) sizes[2]++;
@@ -978,6 +1096,27 @@ extern "C" const char* describe_uint8() {
 #define VALUED(NAME, VALUE) #NAME "|" #VALUE ","
     return "Limit:" LIMITS(VALUED) ";Kind:" KINDS(SAID) ";Activation:" ACTIVATIONS(SAID) ";Operation:" OPERATION(NAMED, T) ";Cached:" CACHED(NAMED, T)
         ";Sequence:" SEQUENCE(NAMED, T) ";RotaryTable:" ROTARY_TABLE(NAMED, T) ";Pass:" PASS(NAMED, T);
+}
+
+// Commit rows of a sequence to the states of its cache, [layers]: a path from the root.
+template <class T>
+static void commit(const Cached<T>* layers, long layer_count, const long* path, long rows, long threads) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < layer_count; i++) {
+        const recurrence::Inputs<T> inputs = inputs_of(layers[i]);
+        const recurrence::State state = state_of(layers[i]);
+        for (long c = 0; c < inputs.channels; c++)
+            inputs.take(c, path, rows, [&](long row) { return inputs.of_rows[row * inputs.channels + c]; });
+        for (long head = 0; head < state.heads; head++) state.take(head, path, rows);
+    }
+}
+
+extern "C" void commit_float32(const Cached<float>* layers, long layer_count, const long* path, long rows, long threads) {
+    commit(layers, layer_count, path, rows, threads);
+}
+extern "C" void commit_bfloat16(const Cached<BFloat16>* layers, long layer_count, const long* path, long rows,
+                                long threads) {
+    commit(layers, layer_count, path, rows, threads);
 }
 
 // Move rows of `bytes` bytes from the columns `sources` to the columns `targets`, both ascending and targets[i] <=
