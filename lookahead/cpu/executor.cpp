@@ -521,7 +521,7 @@ struct Thread {
 
         bool is_joined() const { return parts > 1 || all.sinks; }
         long queries() const { return all.queries() * all.key_heads; }
-        long near_blocks() const { return (all.queries() + attention::LANES - 1) / attention::LANES; }
+        long near_blocks() const { return (all.queries() + attention::QUERIES - 1) / attention::QUERIES; }
         long far_items() const { return far_parts * all.key_heads * all.blocks(); }
         long items() const { return far_items() + (parts - far_parts) * all.key_heads * near_blocks(); }
     };
@@ -574,7 +574,7 @@ struct Thread {
                 const attention::Part place = part_at(attend, before + (head * some.parts + part) * some.all.queries());
                 const attention::Part* const to = some.is_joined() ? &place : nullptr;
                 if (is_near)
-                    some.all.near_block(head, block * attention::LANES, to, of_attention);
+                    some.all.near_block(head, block * attention::QUERIES, to, of_attention);
                 else
                     some.all.block(head, block % blocks * some.all.lanes(), some.ends[part], some.ends[part + 1], to,
                                    of_attention);
