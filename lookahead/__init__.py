@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from lookahead.config import LookaheadConfig
     from lookahead.engine.engine import Lookahead
     from lookahead.engine.loop import decode
-    from lookahead.guessing.draft import DraftModelSource
-    from lookahead.guessing.eagle import EagleSource
-    from lookahead.guessing.layer_skip import LayerSkipSource
-    from lookahead.guessing.medusa import MedusaSource
     from lookahead.guessing.pool import PoolSource
-    from lookahead.guessing.retrieval import RetrievalSource
-    from lookahead.guessing.source import GuessSource
+    from lookahead.guessing.source import Guesser, GuessSource
     from lookahead.models.adapter import UnsupportedModelError
     from lookahead.sequences import Sequences
+    from lookahead.sources.draft import DraftModelSource
+    from lookahead.sources.eagle import EagleSource
+    from lookahead.sources.layer_skip import LayerSkipSource
+    from lookahead.sources.medusa import MedusaSource
+    from lookahead.sources.retrieval import RetrievalSource
     from lookahead.stats import Stats
     from lookahead.streaming import stream
     from lookahead.tools.trace import Trace, trace
@@ -38,6 +38,7 @@ __all__ = [
     "EagleSource",
     "GuessSource",
     "GuessTree",
+    "Guesser",
     "LayerSkipSource",
     "Lookahead",
     "LookaheadConfig",
@@ -61,18 +62,19 @@ __all__ = [
 
 # Imported when first asked for (PEP 562), since torch, transformers and numba take seconds.
 _HOMES = {
-    "DraftModelSource": "lookahead.guessing.draft",
-    "EagleSource": "lookahead.guessing.eagle",
+    "DraftModelSource": "lookahead.sources.draft",
+    "EagleSource": "lookahead.sources.eagle",
     "GuessSource": "lookahead.guessing.source",
+    "Guesser": "lookahead.guessing.source",
     "GuessTree": "ngram_pool",
-    "LayerSkipSource": "lookahead.guessing.layer_skip",
+    "LayerSkipSource": "lookahead.sources.layer_skip",
     "Lookahead": "lookahead.engine.engine",
     "LookaheadConfig": "lookahead.config",
-    "MedusaSource": "lookahead.guessing.medusa",
+    "MedusaSource": "lookahead.sources.medusa",
     "NgramPool": "ngram_pool",
     "PoolFileError": "ngram_pool",
     "PoolSource": "lookahead.guessing.pool",
-    "RetrievalSource": "lookahead.guessing.retrieval",
+    "RetrievalSource": "lookahead.sources.retrieval",
     "Sequences": "lookahead.sequences",
     "Source": "ngram_pool",
     "Stats": "lookahead.stats",

@@ -1,6 +1,6 @@
 """Private or unstable names of torch, transformers and accelerate, each behind a function.
 
-The rest of the package does not use them. tests/test_compat.py shows which one an upgrade has moved.
+The rest of the package does not use them. tests/engine/test_compat.py shows which one an upgrade has moved.
 """
 
 import copy

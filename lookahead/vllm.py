@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 from transformers import AutoTokenizer
 
-from lookahead.guessing.pool import PoolSource
+from lookahead.guessing.pool import PoolGuesser
 from lookahead.guessing.source import Limits
 from lookahead.vocabulary import vocabulary_fingerprint
 from ngram_pool import NgramPool, Source
@@ -200,7 +200,7 @@ class PoolProposer:
             self._model.max_model_len - len(text) - 1 if new else 0 for text, new in zip(texts, written, strict=True)
         ]
         limits = Limits(rooms, self._max_guesses, threshold, is_chain=True)
-        guesses = [tree.tokens.tolist() for tree in PoolSource(self.pool).propose(texts, limits)]
+        guesses = [tree.tokens.tolist() for tree in PoolGuesser(self.pool).propose(texts, limits)]
         self._guesses = sum(map(len, guesses))
         return guesses
 

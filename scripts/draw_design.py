@@ -22,12 +22,13 @@ from ngram_pool import GuessTree, NgramPool
 from ngram_pool.kernels import KINDS, find_entries
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("tools", "engine", "guessing", "passes", "models", "cpu")
+ROOMS = ("tools", "engine", "sources", "guessing", "passes", "models", "cpu")
 AT_THE_TOP, AT_THE_BOTTOM = "wrap, stream, vllm", "step, stats, config, compat"
 ROOM_OF_MODULE = {
-    **dict.fromkeys(("wrapping", "streaming", "vllm"), AT_THE_TOP),
+    **dict.fromkeys(("wrapping", "sequences", "streaming", "vllm"), AT_THE_TOP),
     **dict.fromkeys(("step", "stats", "config", "compat", "decoding_pass", "vocabulary"), AT_THE_BOTTOM),
     **{room: room for room in ROOMS},
+    "extending": "guessing",  # a list of names
 }
 PURPOSES = {
     AT_THE_TOP: "What a user calls.",

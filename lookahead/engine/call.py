@@ -89,7 +89,7 @@ class Call:
         self._is_chain = not adapter.can_branch
         restores = adapter.has_state and not adapter.branches_states
         self._least = MIN_PROBABILITY_WITH_STATE if restores else MIN_PROBABILITY
-        windows = self._source.windows if adapter.can_branch else None
+        windows = engine.windows if adapter.can_branch else None
         self._trials = windows.trials if windows else None
         self._most_rows = 1 + self._budget.max_guesses + (windows.max_rows if windows else 0)  # of a sequence in a step
         self._batch = Batch(self._texts, temperature, vocabulary_of(model), engine.pool, pace is not None)
@@ -225,7 +225,7 @@ class Call:
         draws = self._known_draws(depths) if self._generation.do_sample else []
         limits = Limits(depths, budget.limit(len(texts)), least, self._is_chain, rate, draws)
         windows, pool, self._asked = self._source.windows, self._source.pool_alone, self._source
-        if pool is not None and not (windows and (windows.size or (windows.trials and windows.trials.level))):
+        if pool is not None and not (windows and windows.may_open):
             self._asked = pool
             return limits, pool.propose(texts, limits)
         with decoding_pass(splits_attention=False, uses_kernels=self._runner.adapter.uses_kernels):

@@ -16,7 +16,7 @@ from lookahead.guessing.budget import Pace, WindowTrials
 from lookahead.guessing.combine import Ledger, needs_of, trials_of
 from lookahead.guessing.jacobi import JacobiSource, WindowSource
 from lookahead.guessing.pool import PoolSource
-from lookahead.guessing.source import GuessSource, Needs
+from lookahead.guessing.source import GuessSource, Needs, can_guess
 from lookahead.models.adapter import ModelAdapter, vocabulary_of
 from lookahead.models.state import state_of
 from lookahead.passes.capabilities import choose_runner
@@ -83,10 +83,10 @@ class Lookahead:
         given = default_sources(self.config) if self.source is None else self.source
         self.sources: list[GuessSource] = list(given) if isinstance(given, Sequence) else [given]
         for source in self.sources:
-            if isinstance(source, type) or not isinstance(source, GuessSource):
+            if not can_guess(source):
                 raise TypeError(
                     f"source={source!r} is no source of guesses: give an object of a class that is derived from "
-                    "lookahead.GuessSource and defines propose(texts, limits)"
+                    "lookahead.GuessSource and defines propose(texts, limits), or start(batch)"
                 )
         if not self.sources:
             raise ValueError("source=[] holds no source of guesses: leave it out for the n-gram pool")
@@ -179,7 +179,7 @@ class Lookahead:
         """
         if draft_model is None:
             return self.sources
-        from lookahead.guessing.draft import DraftModelSource  # only calls with an assistant model need it
+        from lookahead.sources.draft import DraftModelSource  # only calls with an assistant model need it
 
         source = DraftModelSource(draft_model, self.config)
         trials = trials_of(source)  # not below: it makes a lock, and a fork waits for both

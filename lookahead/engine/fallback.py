@@ -147,7 +147,7 @@ def why_no_draft_model(
     tokenizers = [arguments.get(name) for name in ("tokenizer", "assistant_tokenizer")]
     if all(tokenizers) and len({vocabulary_fingerprint(tokenizer) for tokenizer in tokenizers if tokenizer}) > 1:
         return "with an assistant model of another vocabulary"
-    from lookahead.guessing.draft import DraftModelSource  # only calls with an assistant model need it
+    from lookahead.sources.draft import DraftModelSource  # only calls with an assistant model need it
 
     try:
         DraftModelSource(assistant, config).check()

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from lookahead.compat import CACHE_ARGUMENTS, dropped_mask_length
-from lookahead.guessing.source import GuessSource
+from lookahead.guessing.combine import Combined
 from lookahead.models.adapter import context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, copy_of_cache, counts_positions
 from lookahead.passes.runner import EagerRunner, Output
@@ -66,7 +66,7 @@ def is_empty(cache: Cache) -> bool:
 def prefill(
     runner: EagerRunner,
     prompts: list[Prompt],
-    source: GuessSource,
+    source: Combined,
     cache: LookaheadCache | None,
     room: int,
     portion: int | None,

@@ -1,1 +1,1 @@
-"""Sources of guesses, and how many of their guesses are verified."""
+"""What sources of guesses are, the n-gram pool as one, and how many guesses are verified."""

@@ -4,7 +4,6 @@ A claim is the probability that a source gives to a guess, once the guess's pare
 node if it proposes anything below it.
 """
 
-import copy
 import time
 from collections.abc import Container, Sequence
 from contextlib import ExitStack
@@ -15,9 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lookahead.guessing.budget import Budget, Trials, average_length
-from lookahead.guessing.jacobi import WindowSource
+from lookahead.guessing.jacobi import Windows, WindowSource
 from lookahead.guessing.pool import PoolAlone, PoolSource
-from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome
+from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome
 from lookahead.models.cache import AnyCache
 from lookahead.stats import Stats
 from ngram_pool import GuessTree, Source
@@ -193,8 +192,8 @@ def needs_of(sources: Sequence[GuessSource]) -> Needs:
     )
 
 
-class Combined(GuessSource):
-    """The sources of guesses of one call."""
+class Combined(Guesser):
+    """The guessers of one call, one for each source that has a part in it."""
 
     def __init__(
         self,
@@ -208,23 +207,21 @@ class Combined(GuessSource):
 
         stats: counts what each source does. resting: numbers of sources that have no part in this call.
         """
-        self._sources = [copy.copy(source) for source in sources]
-        self._parts = {i: source for i, source in enumerate(self._sources) if i not in resting}
-        self.needs = needs_of(list(self._parts.values()))
-        proposers = [source for source in self._parts.values() if not isinstance(source, WindowSource)]
+        self._sources = sources
+        self._parts = [i for i in range(len(sources)) if i not in resting]
+        self.needs = needs_of([sources[i] for i in self._parts])
+        proposers = [sources[i] for i in self._parts if not isinstance(sources[i], WindowSource)]
         self.stands_alone = len(proposers) == 1 and proposers[0].is_calibrated
         """Whether one source guesses alone, and its probabilities are used as they are."""
-        self.windows = next((source for source in self._sources if isinstance(source, WindowSource)), None)
-        """The source of Jacobi windows, if there is one."""
+        self.pool_alone: PoolAlone | None = None
+        """The short road, if nothing but a pool guesses: while no window is open, it may take the place of this."""
+        self.windows: Windows | None = None
+        """The Jacobi windows of the call, if there are any."""
+        self._guessers: dict[int, Guesser] = {}  # of this call, by the number of their source
         self._ledger = ledger
         self._budget = budget
         self._names = ledger.names[len(Source) :]
         self._stats = [stats.source(name) for name in self._names[: len(sources)]]
-        others = [i for i, source in enumerate(self._sources) if source is not self.windows]
-        is_pool = len(others) == 1 and type(self._sources[others[0]]) is PoolSource
-        self.pool_alone = PoolAlone(self._sources[others[0]], self._stats[others[0]]) if is_pool else None
-        """The short road, if nothing else guesses: while no window is open, a step may take it in the place of this."""
-        self._begun: list[GuessSource] = []
         self._seconds = [0.0] * len(sources)  # that each source took in the current step
         self._has_observed: set[int] = set()  # sources that have observed a step of this call
         self._window_rows = 0  # of each sequence in this step
@@ -238,27 +235,38 @@ class Combined(GuessSource):
 
     def start(self, batch: Batch) -> None:
         self._vocabulary = batch.vocabulary
-        for source in self._parts.values():
-            self._begun.append(source)
-            source.start(batch)
+        for i in self._parts:
+            guesser = self._sources[i].start(batch)
+            if not isinstance(guesser, Guesser):
+                raise TypeError(
+                    f"start of {self._names[i]} returns {guesser!r:.60} in place of a Guesser: return what guesses in "
+                    "this call, such as self"
+                )
+            self._guessers[i] = guesser
+            if isinstance(guesser, Windows):
+                self.windows = guesser
+        others = [i for i, source in enumerate(self._sources) if not isinstance(source, WindowSource)]
+        if len(others) == 1 and type(self._sources[others[0]]) is PoolSource:
+            self.pool_alone = PoolAlone(self._guessers[others[0]], self._stats[others[0]])
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
-        for source in self._parts.values():
-            source.read(text, logits, hidden_states)
+        for guesser in self._guessers.values():
+            guesser.read(text, logits, hidden_states)
 
     def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
-        for source in self._parts.values():
-            source.attach(model, cache)
+        for guesser in self._guessers.values():
+            guesser.attach(model, cache)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         self._seconds = [0.0] * len(self._sources)
         self._asked = [i for i in self._parts if self._ledger.is_asked(i)]
         proposed: list[dict[int, GuessTree]] = [{} for _ in texts]
         for i in self._asked:
-            before, began = self._sources[i].passes, time.perf_counter()
-            trees = self._sources[i].propose(texts, limits) or []
+            guesser = self._guessers[i]
+            before, began = guesser.passes, time.perf_counter()
+            trees = guesser.propose(texts, limits) or []
             self._seconds[i] += time.perf_counter() - began
-            self._stats[i].passes += self._sources[i].passes - before
+            self._stats[i].passes += guesser.passes - before
             if len(trees) != len(texts):
                 raise ValueError(f"{self._names[i]} proposes {len(trees)} trees for {len(texts)} sequences")
             for by_source, tree, depth in zip(proposed, trees, limits.depths, strict=True):
@@ -276,7 +284,7 @@ class Combined(GuessSource):
         return [tree for _, tree in merged]
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
-        rows = [source.look_ahead(limits) for source in self._parts.values()]
+        rows = [guesser.look_ahead(limits) for guesser in self._guessers.values()]
         chosen = [next((found[b] for found in rows if found[b]), []) for b in range(len(limits.depths))]
         self._window_rows = max(sum(map(len, rows)) for rows in chosen)
         return chosen
@@ -284,7 +292,7 @@ class Combined(GuessSource):
     def observe(self, outcome: Outcome) -> None:
         for i in self._asked:
             began = time.perf_counter()
-            self._sources[i].observe(outcome)
+            self._guessers[i].observe(outcome)
             self._seconds[i] += time.perf_counter() - began
         for root, path, emitted in zip(self._roots, outcome.paths, outcome.emitted, strict=True):
             if isinstance(root, Node):
@@ -322,13 +330,13 @@ class Combined(GuessSource):
         return earned, self._budget.rows(chosen, self._window_rows)
 
     def keep(self, sequences: list[int]) -> None:
-        for source in self._parts.values():
-            source.keep(sequences)
+        for guesser in self._guessers.values():
+            guesser.keep(sequences)
 
     def end(self) -> None:
-        with ExitStack() as ending:  # ends all sources, even if one raises
-            for source in self._begun:
-                ending.callback(source.end)
+        with ExitStack() as ending:  # ends all, even if one raises
+            for guesser in self._guessers.values():
+                ending.callback(guesser.end)
 
     def _verifiable(self, i: int, tree: GuessTree, depth: int, limits: Limits) -> GuessTree:
         """Return the part of a source's tree that can be verified, each node with a known number in ``sources``."""

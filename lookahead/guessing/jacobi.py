@@ -12,8 +12,8 @@ n-gram in each column, and the oldest row is dropped.
 import numpy as np
 
 from lookahead.guessing.budget import WindowTrials
-from lookahead.guessing.source import Batch, GuessSource, Limits, Outcome
-from ngram_pool import GuessTree, NgramPool, Source
+from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Outcome
+from ngram_pool import GuessTree, Source
 
 
 class JacobiWindow:
@@ -61,9 +61,11 @@ class WindowSource(GuessSource):
         """size, ngram_size: W and N of all windows, unless ``trials`` choose them."""
         self._given = (size, ngram_size) if size else None
         self.trials = trials
-        self.size: tuple[int, int] | None = None
-        """W and N of the windows that are open; None: there are none."""
-        self._windows: list[JacobiWindow | None] = []
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """W and N that windows should have now; None: there should be none."""
+        return self.trials.size if self.trials else self._given
 
     @property
     def max_rows(self) -> int:
@@ -71,9 +73,23 @@ class WindowSource(GuessSource):
         size, ngram_size = (self.trials.largest if self.trials else self._given) or (0, 1)
         return size * (ngram_size - 1)
 
-    def start(self, batch: Batch) -> None:
-        self._pool: NgramPool = batch.pool
+    def start(self, batch: Batch) -> "Windows":
+        return Windows(self, batch)
+
+
+class Windows(Guesser):
+    """The Jacobi windows of a call."""
+
+    def __init__(self, source: WindowSource, batch: Batch):
+        self._source, self._pool = source, batch.pool
+        self._windows: list[JacobiWindow | None]
         self._open(batch.texts)
+
+    @property
+    def may_open(self) -> bool:
+        """Whether the next step may have a window."""
+        trials = self._source.trials
+        return self._size is not None or (trials is not None and trials.level > 0)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         return [GuessTree.empty() for _ in texts]
@@ -93,15 +109,15 @@ class WindowSource(GuessSource):
                 ngrams = window.advance(newest, len(new))
                 if len(ngrams):
                     self._pool.learn_ngrams(ngrams)
-        if self.trials and self.trials.size != self.size:
+        if self._source.size != self._size:
             self._open(outcome.texts)
 
     def keep(self, sequences: list[int]) -> None:
         self._windows = [self._windows[b] for b in sequences]
 
     def _open(self, texts: list[list[int]]) -> None:
-        self.size = self.trials.size if self.trials else self._given
-        self._windows = [JacobiWindow(*self.size, text) if self.size and text else None for text in texts]
+        self._size = self._source.size
+        self._windows = [JacobiWindow(*self._size, text) if self._size and text else None for text in texts]
 
 
 class JacobiSource(GuessSource):
@@ -118,12 +134,20 @@ class JacobiSource(GuessSource):
         """size: number of positions in the block."""
         self.size = size
 
-    def start(self, batch: Batch) -> None:
-        self._blocks = [np.full(self.size, text[-1] if text else 0, np.int64) for text in batch.texts]
+    def start(self, batch: Batch) -> "JacobiBlocks":
+        return JacobiBlocks(self.size, batch.texts)
+
+
+class JacobiBlocks(Guesser):
+    """A block of each sequence of a call."""
+
+    def __init__(self, size: int, texts: list[list[int]]):
+        self._size = size
+        self._blocks = [np.full(size, text[-1] if text else 0, np.int64) for text in texts]
         self._accepted, self._observed = 1.0, 2.0  # of the guesses whose parent was accepted: how many were, and all
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
-        chances = (self._accepted / self._observed) ** np.arange(1, self.size + 1)
+        chances = (self._accepted / self._observed) ** np.arange(1, self._size + 1)
         return [
             GuessTree.chain(block[:depth], Source.JACOBI, chances[:depth])
             for block, depth in zip(self._blocks, limits.depths, strict=True)
@@ -134,7 +158,7 @@ class JacobiSource(GuessSource):
         for b, (step, new) in enumerate(zip(outcome.steps, outcome.emitted, strict=True)):
             first = outcome.first[b]
             following = said[first + len(new) : first + len(step)]  # row i has the output after the i-th guess
-            self._blocks[b] = np.concatenate([following, np.full(self.size, new[-1])])[: self.size]
+            self._blocks[b] = np.concatenate([following, np.full(self._size, new[-1])])[: self._size]
             self._accepted += len(new) - 1
             self._observed += min(len(new), step.guesses)
 

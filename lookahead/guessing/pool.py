@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lookahead.guessing.source import Batch, GuessSource, Limits, Needs, Outcome, likeliest
+from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, likeliest
 from lookahead.stats import SourceStats
 from ngram_pool import GuessTree, NgramPool, Source, contexts_of
 from ngram_pool.tree import Ints
@@ -24,20 +24,25 @@ class PoolSource(GuessSource):
 
     def __init__(self, pool: NgramPool | None = None):
         """pool: the wrap's pool by default."""
-        self._is_given = pool is not None
-        self._vocabulary = 2**31  # of all ids that a pool takes, until a call begins
-        if pool is not None:
-            self._pool = pool
+        self._given = pool
 
-    def start(self, batch: Batch) -> None:
-        if not self._is_given:
-            self._pool = batch.pool
-        self._temperature, self._vocabulary = batch.temperature, batch.vocabulary
-        if self._pool.largest_token >= batch.vocabulary:
+    def start(self, batch: Batch) -> "PoolGuesser":
+        """Begin a call. Raises ValueError if the pool holds tokens that the model does not know."""
+        pool = batch.pool if self._given is None else self._given
+        if pool.largest_token >= batch.vocabulary:
             raise ValueError(
-                f"the pool holds token {self._pool.largest_token}, but the model knows {batch.vocabulary} tokens: the "
+                f"the pool holds token {pool.largest_token}, but the model knows {batch.vocabulary} tokens: the "
                 "pool has another vocabulary; give one that was learned with this model's tokenizer"
             )
+        return PoolGuesser(pool, batch.temperature, batch.vocabulary)
+
+
+class PoolGuesser(Guesser):
+    """A pool in one call: it guesses, and learns what the model says."""
+
+    def __init__(self, pool: NgramPool, temperature: float = 1.0, vocabulary: int = 2**31):
+        """temperature: at which the next tokens are drawn. vocabulary: of the model; default: all ids of a pool."""
+        self._pool, self._temperature, self._vocabulary = pool, temperature, vocabulary
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if text:  # a prompt of embeddings has no text
@@ -77,14 +82,14 @@ class PoolAlone:
     paid_seconds = 0.0
     """What sources that are not free took."""
 
-    def __init__(self, source: GuessSource, stats: SourceStats):
-        """source: a `PoolSource` of a call that has begun. stats: counts what it does."""
-        self._source, self._stats = source, stats
+    def __init__(self, pool: Guesser, stats: SourceStats):
+        """pool: the only guesser. stats: counts what it does."""
+        self._pool, self._stats = pool, stats
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         """`Combined.propose` for this step."""
         began = time.perf_counter()
-        trees = self._source.propose(texts, limits)
+        trees = self._pool.propose(texts, limits)
         self._seconds = time.perf_counter() - began
         for tree in trees:
             self._stats.proposed += len(tree.tokens)
@@ -98,7 +103,7 @@ class PoolAlone:
     def observe(self, outcome: Outcome) -> None:
         """`Combined.observe` for this step."""
         began, stats = time.perf_counter(), self._stats
-        self._source.observe(outcome)
+        self._pool.observe(outcome)
         stats.asked += 1
         stats.seconds += self._seconds + time.perf_counter() - began
         for path in outcome.paths:

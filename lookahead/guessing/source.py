@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -100,26 +99,11 @@ class Outcome:
     """The row of each sequence's root."""
 
 
-@runtime_checkable
-class GuessSource(Protocol):
-    """A source of guesses: proposes what may follow the texts of a batch. A subclass must define only `propose`.
+class Guesser:
+    """Guesses in one call of generate(). What it holds belongs to this call. A subclass must define only `propose`."""
 
-    Each call of generate() works on a shallow copy. What a method assigns to ``self`` belongs to this call; what the
-    source held before is shared by all calls, also by calls in other threads.
-    """
-
-    needs: Needs = Needs()
-    is_calibrated: bool = False
-    """Whether its probabilities are used as they are. Other sources' are corrected by how often guesses came true."""
-    is_free: bool = False
-    """Whether asking it takes almost no time. Other sources are asked only while the tokens that they alone propose are
-    worth the time, and are tried again from time to time. They have no part in calls that are too short for that."""
     passes: int = 0
     """Passes of its own model or heads that it has made in this call to propose, for the statistics."""
-
-    def start(self, batch: Batch) -> None:
-        """Begin a call."""
-        return
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         """See a prompt after its prefill, once for all sequences that share it.
@@ -132,14 +116,14 @@ class GuessSource(Protocol):
     def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
         """Receive the model that decodes and the cache of the call, once, after all prompts are computed.
 
-        Before each `propose`, the cache holds all of a text but its last token. Between the methods of a source it must
-        hold nothing else (`LookaheadCache.part` lends layers).
+        Before each `propose`, the cache holds all of a text but its last token. Between the methods of a guesser it
+        must hold nothing else (`LookaheadCache.part` lends layers).
         """
         return
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         """Return, for each sequence of the batch, a tree of guesses that may follow its text."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} defines no propose(texts, limits)")
 
     def look_ahead(self, limits: Limits) -> list[list[np.ndarray]]:
         """Return, for each sequence, the rows of a Jacobi window for the step to compute; [] for no window."""
@@ -154,8 +138,34 @@ class GuessSource(Protocol):
         return
 
     def end(self) -> None:
-        """End the call; also called if it fails, even in `start`."""
+        """End the call; also called if it fails."""
         return
+
+
+class GuessSource(Guesser):
+    """A source of guesses, for all calls of a wrapped model, also in several threads at once.
+
+    Each call gets a guesser of its own from `start`, as each loop gets an iterator of its own from an iterable. A
+    source whose guesses depend on texts alone needs none: it defines `propose`, and guesses in every call itself.
+    """
+
+    needs: Needs = Needs()
+    is_calibrated: bool = False
+    """Whether its probabilities are used as they are. Other sources' are corrected by how often guesses came true."""
+    is_free: bool = False
+    """Whether asking it takes almost no time. Other sources are asked only while the tokens that they alone propose are
+    worth the time, and are tried again from time to time. They have no part in calls that are too short for that."""
+
+    def start(self, batch: Batch) -> Guesser:
+        """Begin a call: return what guesses in it."""
+        return self
+
+
+def can_guess(source: object) -> bool:
+    """Whether this is a source of guesses that proposes any, or has a guesser."""
+    return isinstance(source, GuessSource) and (
+        type(source).propose is not Guesser.propose or type(source).start is not GuessSource.start
+    )
 
 
 def likeliest(

@@ -19,10 +19,10 @@ from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import GREEDY_TEMPERATURE, Lookahead
 from lookahead.engine.recording import Recorder
 from lookahead.guessing.bigrams import bigrams_file, learn_bigrams
-from lookahead.guessing.layer_skip import find_skipped_layers
 from lookahead.models.adapter import context_length
 from lookahead.passes.costs import RUNGS, progress_bar, step_costs
 from lookahead.passes.environment import environment
+from lookahead.sources.layer_skip import find_skipped_layers
 from lookahead.stats import Stats
 from lookahead.streaming import inputs_of, render
 from lookahead.tools.audit import audit as audit_prompts

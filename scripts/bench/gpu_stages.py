@@ -64,9 +64,10 @@ def tests(plan, report) -> Result:
     """The tests that need a GPU; on a CPU, only one, because `make test` runs them all."""
     chosen = ["-k", "cpu and test_caches"]
     if plan.device.startswith("cuda"):
-        chosen = ["-m", "gpu", "tests/test_graphs.py"]
+        chosen = ["-m", "gpu", "tests/exactness/test_graphs.py"]
     return _run(
-        ["-m", "pytest", "-p", "no:cacheprovider", "-v", "--durations=10", "tests/test_gpu.py", *chosen], report
+        ["-m", "pytest", "-p", "no:cacheprovider", "-v", "--durations=10", "tests/exactness/test_gpu.py", *chosen],
+        report,
     )
 
 

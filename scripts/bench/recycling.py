@@ -16,7 +16,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from lookahead import GuessSource, GuessTree
+from lookahead import Guesser, GuessSource, GuessTree
 from lookahead.guessing.source import Batch, Limits, Needs, Outcome
 
 TOP_K = 8  # next tokens kept of each row of logits, in both papers
@@ -49,12 +49,20 @@ def static_tree() -> list[tuple[int, int]]:
 STATIC_TREE = static_tree()
 
 
-class Recycled(GuessSource):
+class PublishedSource(GuessSource):
+    """One of the methods as a source, which is never left out."""
+
+    is_free = True
+    guesser: type["Recycled"]
+
+    def start(self, batch: Batch) -> Guesser:
+        return self.guesser()
+
+
+class Recycled(Guesser):
     """What the model said after each token, where it stood last."""
 
-    is_free = True  # never left out
-
-    def start(self, batch: Batch) -> None:
+    def __init__(self) -> None:
         self._said: dict[int, list[int]] = {}
         self._right, self._seen = PRIOR * 0.5 ** np.arange(1, TOP_K + 1), np.full(TOP_K, PRIOR)
 
@@ -87,7 +95,7 @@ class Recycled(GuessSource):
             self._learn(tokens, outcome.logits[first : first + len(tokens)])
 
 
-class TokenRecyclingSource(Recycled):
+class TokenRecycling(Recycled):
     """A tree of one shape, filled with what the model said after the token of each place's parent."""
 
     def _after(self, text: list[int]) -> "Growing":
@@ -108,7 +116,7 @@ class Followed:
         self.next: dict[int, Followed] = {}
 
 
-class RacerSource(Recycled):
+class Racer(Recycled):
     """What followed the last two tokens of the text wherever they stood, most frequent first; then recycled logits.
 
     The paper looks up all suffixes of two tokens or more in an Aho-Corasick automaton of 10-grams and takes the
@@ -117,10 +125,8 @@ class RacerSource(Recycled):
     when it is full; this tree holds a call's texts whole.
     """
 
-    needs = Needs(prompt_logits=2**20)  # of all prompts
-
-    def start(self, batch: Batch) -> None:
-        super().start(batch)
+    def __init__(self) -> None:
+        super().__init__()
         self._grams = Followed()
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
@@ -178,7 +184,7 @@ class RacerSource(Recycled):
                 waiting.append((tree.add(node, token, chances[rank]), children, children >> 1))
 
 
-class GooseSource(Recycled):
+class Goose(Recycled):
     """A spine of what followed the longest match of the text's end, the latest of them; recycled logits branch from it.
 
     Matched tokens come true several times as often as recycled ones. So the tree of the likeliest guesses is deep along
@@ -186,10 +192,8 @@ class GooseSource(Recycled):
     tree grows best-first, by the share of matches of that length, and of recycled guesses of that rank, that came true.
     """
 
-    needs = RacerSource.needs
-
-    def start(self, batch: Batch) -> None:
-        super().start(batch)
+    def __init__(self) -> None:
+        super().__init__()
         self._matches_right, self._matches_seen = np.full(NGRAM + 1, PRIOR / 2), np.full(NGRAM + 1, PRIOR)
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
@@ -272,3 +276,17 @@ class Growing:
         for parent, chance in zip(self._parents[1:], self._chances[1:], strict=True):
             whole.append(whole[parent] * chance)
         return GuessTree.of(self.tokens[1:], [parent - 1 for parent in self._parents[1:]], probabilities=whole[1:])
+
+
+class TokenRecyclingSource(PublishedSource):
+    guesser = TokenRecycling
+
+
+class RacerSource(PublishedSource):
+    needs = Needs(prompt_logits=2**20)  # of all prompts
+    guesser = Racer
+
+
+class GooseSource(PublishedSource):
+    needs = RacerSource.needs
+    guesser = Goose

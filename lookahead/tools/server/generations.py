@@ -22,11 +22,11 @@ from transformers import (
 
 from lookahead.compat import CACHE
 from lookahead.engine.engine import Lookahead
-from lookahead.guessing.retrieval import LONGEST, RetrievalSource
 from lookahead.guessing.source import GuessSource
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.passes.fused import FusedRunner
 from lookahead.sequences import Sequences, seeded
+from lookahead.sources.retrieval import LONGEST, RetrievalSource
 from lookahead.tools.server.answering import Penalties, Piece, Probabilities, Stop, Writer
 from lookahead.tools.server.fields import RefusedError, Wishes
 from lookahead.tools.server.prefixes import Prefixes, can_be_cut

@@ -1,0 +1,67 @@
+"""What the engine offers to writers of sources of guesses. `lookahead.sources` imports nothing else of this package."""
+
+from lookahead.compat import attention_implementation, copy_of_module
+from lookahead.config import LookaheadConfig
+from lookahead.cpu import products
+from lookahead.guessing.budget import Budget, Pace, average_length
+from lookahead.guessing.combine import Combined, Ledger
+from lookahead.guessing.pool import PoolSource
+from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
+from lookahead.models.adapter import UnsupportedModelError, context_length, device_of, vocabulary_of
+from lookahead.models.cache import AnyCache, LookaheadCache
+from lookahead.models.layers import read_config
+from lookahead.models.state import State, state_of
+from lookahead.passes.capabilities import can_batch, choose_runner
+from lookahead.passes.costs import StepCosts, path_of, step_costs, synchronize, time_passes, write_json
+from lookahead.passes.environment import processor
+from lookahead.passes.runner import EagerRunner
+from lookahead.stats import Stats
+from lookahead.step import Step, grow, lay_out
+
+__all__ = [  # noqa: RUF022 - by what they are for
+    # What a source is, is shown, and proposes.
+    "Batch",
+    "Guesser",
+    "GuessSource",
+    "Limits",
+    "Needs",
+    "Outcome",
+    "draws_at",
+    "likeliest",
+    "Step",
+    "grow",
+    "lay_out",
+    # Sources of a draft model's own, and which of their guesses pay.
+    "Budget",
+    "Pace",
+    "average_length",
+    "Combined",
+    "Ledger",
+    "PoolSource",
+    "Stats",
+    # A model: what it is, and copies of its modules.
+    "attention_implementation",
+    "copy_of_module",
+    "LookaheadConfig",
+    "UnsupportedModelError",
+    "context_length",
+    "device_of",
+    "vocabulary_of",
+    "read_config",
+    "State",
+    "state_of",
+    # Passes over it: what runs them, on which cache, and what they cost.
+    "products",
+    "AnyCache",
+    "LookaheadCache",
+    "can_batch",
+    "choose_runner",
+    "StepCosts",
+    "path_of",
+    "step_costs",
+    "synchronize",
+    "time_passes",
+    "write_json",
+    "processor",
+    "EagerRunner",
+]

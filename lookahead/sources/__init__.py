@@ -1,0 +1,1 @@
+"""Sources of guesses beside the pool. They know `lookahead.extending` alone, as a source of your own would."""

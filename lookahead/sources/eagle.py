@@ -1,0 +1,375 @@
+"""Guesses from an EAGLE head: one layer that goes on with the model's own features.
+
+EAGLE (Li et al. 2024, arXiv 2401.15077, section 3.1) and EAGLE-2 (arXiv 2406.16858), which has the same files, read the
+last layer's output behind the final norm. EAGLE-3 (arXiv 2503.01840, section 3.1) reads three layers and has a
+vocabulary of its own. The files are those of the original repository, of vLLM, SpecForge and speculators.
+
+The head computes pairs (feature of a token, next token). What it makes of a pair is its idea of the next token's
+feature, and so of what follows:
+
+    text       a      b      c     root
+    pairs     (fa,b) (fb,c) (fc,root)    |  (f'root,guess) (f'guess,next guess) ...
+    computed by features of the model    |  by features of the head's own
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from lookahead.extending import (
+    Batch,
+    Guesser,
+    GuessSource,
+    Limits,
+    Needs,
+    Outcome,
+    draws_at,
+    likeliest,
+    products,
+    synchronize,
+    vocabulary_of,
+)
+from lookahead.sources.checkpoint import Checkpoint, projection_of
+from lookahead.sources.draft import MAX_ROWS, MIN_TOKENS, TOP_K, Draft, Sharpness
+from ngram_pool import GuessTree
+
+CHUNK = 512  # pairs of a text that one pass computes
+FADE = 0.98  # factor for the seconds of a pass that was too dear, so that it is tried again
+ROOM = 256  # places that a cache is made larger by, at least
+# Settings of a head's config.json that its layer is made of.
+LAYER_SETTINGS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
+)  # fmt: skip
+UNKNOWN_SETTINGS = ("norm_before_fc", "fc_norm", "norm_output")  # further norms that some heads have
+
+
+@dataclass
+class _Text:
+    """What the head has computed of one text, and what it can compute next."""
+
+    keys: torch.Tensor
+    """[key heads, places, size]: those of `length` pairs, and behind them those of guesses."""
+    values: torch.Tensor
+    length: int = 0
+    waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """Features of consecutive tokens that are in no pair yet, [n, width], and the place of the first in the text."""
+
+    def known(self) -> int:
+        """The number of tokens up to the last whose feature waits; -1 if none does."""
+        return self.waiting[-1][0] + len(self.waiting[-1][1]) if self.waiting else -1
+
+    def put(self, begin: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [heads, n, size] from place ``begin`` on; return all up to them."""
+        end, room = begin + keys.shape[1], self.keys.shape[1]
+        if end > room:
+            more = max(ROOM, room, end - room)
+            self.keys, self.values = (functional.pad(old, (0, 0, 0, more)) for old in (self.keys, self.values))
+        self.keys[:, begin:end], self.values[:, begin:end] = keys, values
+        return self.keys[:, :end], self.values[:, :end]
+
+    def fork(self) -> "_Text":
+        """A copy that goes its own way."""
+        return _Text(self.keys.clone(), self.values.clone(), self.length, list(self.waiting))
+
+
+class _Linear:
+    """A linear layer of a checkpoint, with a bias if there is one."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self._weight, self._bias = weight, bias
+
+    @classmethod
+    def of(cls, read: Checkpoint, name: str, outputs: int, inputs: int) -> "_Linear":
+        return cls(read.take(name + ".weight", outputs, inputs), read.take_if_there(name + ".bias", outputs))
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        return products.linear(states, self._weight, self._bias)
+
+
+class _Head:
+    """The layer of an EAGLE head, with what stands before and behind it."""
+
+    def __init__(self, model: PreTrainedModel, path: str | Path):
+        output = projection_of(model)
+        self._vocabulary, self._width = output.weight.shape
+        self.device, self._dtype = output.weight.device, output.weight.dtype
+        read = Checkpoint.read(path, self.device, self._dtype)
+        settings = read.config | read.config.get("transformer_layer_config", {})  # speculators has the layer's in there
+        for name in UNKNOWN_SETTINGS:
+            if _eagle_setting(settings, name):
+                raise ValueError(f"{read.folder}/config.json asks for {name}, which is not computed here")
+        config = LlamaConfig(**{name: settings[name] for name in LAYER_SETTINGS if settings.get(name) is not None})
+        self._hidden, self._epsilon = config.hidden_size, config.rms_norm_eps
+        self._rotary = LlamaRotaryEmbedding(config).to(self.device)
+        layer = "midlayer." if "midlayer.self_attn.q_proj.weight" in read else "layers.0."
+        self._is_third = layer + "hidden_norm.weight" in read
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.layers = _layers_read(settings, count) if self._is_third else (count,)
+        if not self._is_third and self._hidden != self._width:
+            raise ValueError(
+                f"{read.folder} has hidden_size {self._hidden}, the model has {self._width}: the head was made for "
+                "another model"
+            )
+        entering = len(self.layers) * self._width if self._is_third else 2 * self._hidden
+        self._fuse = _Linear.of(read, "fc", self._hidden, entering)
+        self._read_layer(read, layer, config)
+        self.tokens: np.ndarray | None = None
+        """Int64, the model's token for each of the head's; None if they are the same."""
+        if self._is_third:
+            self._norm_tokens = read.take(layer + "input_layernorm.weight", self._hidden)
+            self._norm_features = read.take(layer + "hidden_norm.weight", self._hidden)
+            self._norm_last = read.take("norm.weight", self._hidden)
+            self._goes_on_normed = bool(_eagle_setting(settings, "norm_before_residual"))
+            self.tokens = self._read_vocabulary(read)
+        fits = self._hidden == self._width  # so that the model's own may serve
+        self._embed: Callable[[torch.Tensor], torch.Tensor] = model.get_input_embeddings()
+        if "embed_tokens.weight" in read or not fits:
+            embedding = read.take("embed_tokens.weight", None, self._hidden)
+            if len(embedding) < vocabulary_of(model):
+                raise ValueError(
+                    f"the tensor 'embed_tokens.weight' of {read.folder} has {len(embedding)} rows for "
+                    f"{vocabulary_of(model)} tokens: the head was made for another model"
+                )
+            self._embed = partial(functional.embedding, weight=embedding)
+        self._project: Callable[[torch.Tensor], torch.Tensor] = output
+        if "lm_head.weight" in read or not fits or self.tokens is not None:
+            rows = self._vocabulary if self.tokens is None else len(self.tokens)
+            self._project = _Linear.of(read, "lm_head", rows, self._hidden)
+        read.tensors = {name: each for name, each in read.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+        read.finish()
+
+    def _read_layer(self, read: Checkpoint, layer: str, config: LlamaConfig) -> None:
+        """Take the layer's own tensors. layer: what their names begin with."""
+        hidden, inner, queries = self._hidden, config.intermediate_size, config.num_attention_heads
+        keys = config.num_key_value_heads or queries
+        self._size = config.head_dim or hidden // queries
+        self._split = [queries, keys, keys]
+        entering = (2 if self._is_third else 1) * hidden
+        self._qkv = [
+            _Linear.of(read, f"{layer}self_attn.{x}_proj", heads * self._size, entering)
+            for x, heads in zip("qkv", self._split, strict=True)
+        ]
+        self._out = _Linear.of(read, layer + "self_attn.o_proj", hidden, queries * self._size)
+        self._gate, self._up = (_Linear.of(read, f"{layer}mlp.{x}_proj", inner, hidden) for x in ("gate", "up"))
+        self._down = _Linear.of(read, layer + "mlp.down_proj", hidden, inner)
+        self._activation = ACT2FN[config.hidden_act]
+        self._norm_behind = read.take(layer + "post_attention_layernorm.weight", hidden)
+
+    def _read_vocabulary(self, read: Checkpoint) -> np.ndarray | None:
+        read.take_if_there("t2d", None)  # says the same as d2t
+        offsets = read.take_if_there("d2t", None)
+        if offsets is None:
+            return None
+        tokens = np.arange(len(offsets)) + offsets.cpu().numpy()
+        if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._vocabulary:
+            raise ValueError(f"the tensor 'd2t' of {read.folder} leads to ids outside 0..{self._vocabulary - 1}")
+        return tokens
+
+    def begin(self) -> _Text:
+        nothing = torch.zeros(self._split[1], 0, self._size, device=self.device, dtype=self._dtype)
+        return _Text(nothing, nothing)
+
+    def features(self, hidden_states: dict[int, torch.Tensor], rows: Any) -> torch.Tensor:
+        """What pairs take of these rows of the model's layers, [n, hidden]."""
+        states = torch.cat([hidden_states[i][rows].to(self.device, self._dtype) for i in self.layers], -1)
+        return self._fuse(states) if self._is_third else states
+
+    def compute(
+        self, text: _Text, begin: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
+        sees: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute pairs into the places of the cache from ``begin`` on, and return the next features, [n, hidden].
+
+        sees: bool [n, begin + n], which places of the cache each pair sees.
+        """
+        said = self._embed(torch.tensor(tokens, device=self.device)).to(self._dtype)
+        if self._is_third:
+            normed = self._normed(features, self._norm_features)
+            stream = normed if self._goes_on_normed else features
+            entering = torch.cat([self._normed(said, self._norm_tokens), normed], -1)
+        else:
+            stream = entering = self._fuse(torch.cat([said, features], -1))
+        queries, keys, values = (
+            project(entering).view(len(tokens), heads, self._size).transpose(0, 1)
+            for project, heads in zip(self._qkv, self._split, strict=True)
+        )
+        cos, sin = self._rotary(said, positions[None])
+        queries, keys = apply_rotary_pos_emb(queries[None], keys[None], cos, sin)
+        keys, values = text.put(begin, keys[0], values)
+        attended = functional.scaled_dot_product_attention(
+            queries, keys[None], values[None], sees[None, None], enable_gqa=len(queries[0]) != len(keys)
+        )
+        stream = stream + self._out(attended[0].transpose(0, 1).reshape(len(tokens), -1))
+        normed = self._normed(stream, self._norm_behind)
+        return stream + self._down(self._activation(self._gate(normed)) * self._up(normed))
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """[n, vocabulary of the head]"""
+        return self._project(self._normed(features, self._norm_last) if self._is_third else features)
+
+    def _normed(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(states.float(), weight.shape, eps=self._epsilon).to(states.dtype) * weight
+
+
+def _eagle_setting(settings: dict[str, Any], name: str) -> Any:
+    """A setting that stands in config.json itself or under eagle_config."""
+    return settings.get(name, (settings.get("eagle_config") or {}).get(name))
+
+
+def _layers_read(settings: dict[str, Any], count: int) -> tuple[int, ...]:
+    """The layers whose outputs an EAGLE-3 head reads, in a model of ``count``; 0 is the embedding, 1 the first layer.
+
+    By default, what enters layers 2, n // 2 and n - 3 of n, counted from 0. A list at the top of config.json counts in
+    the same way (vLLM, speculators); one under eagle_config names layers by their outputs, counted from 0 (SpecForge).
+    """
+    name = "eagle_aux_hidden_state_layer_ids"
+    nested = (settings.get("eagle_config") or {}).get(name)
+    layers = settings.get(name) or [layer + 1 for layer in nested or []] or [2, count // 2, count - 3]
+    if sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] > count:
+        raise ValueError(
+            f"an EAGLE-3 head that reads layers {layers} does not fit a model of {count} layers: give the layers that "
+            f"it was trained with as {name} in its config.json"
+        )
+    return tuple(layers)
+
+
+class _Pace:
+    """Seconds of a pass over guesses, as the last ones took."""
+
+    seconds = 0.0
+
+
+class EagleSource(GuessSource):
+    """Proposes a tree that an EAGLE head grows best-first, as a draft model's does (EAGLE-2, section 4.1)."""
+
+    def __init__(self, model: PreTrainedModel, path: str | Path):
+        """model: the one that the head was trained for, on its device and in its dtype, which the head takes over.
+
+        path: a folder with config.json and the tensors. Where it has no embedding or projection, the model's serve.
+        Raises FileNotFoundError or ValueError if the files are not those of such a head, naming the tensor.
+        """
+        self.head = _Head(model, path)
+        self.needs = Needs(hidden_states=self.head.layers)
+        self.pace = _Pace()
+        self.sharpness = {has_draws: Sharpness() for has_draws in (False, True)}
+        """With known draws and without."""
+
+    def start(self, batch: Batch) -> "EagleGuesser":
+        return EagleGuesser(self, batch)
+
+
+class EagleGuesser(Guesser):
+    """An EAGLE head in one call.
+
+    Each text has a cache of its own. What the model has written is computed from the model's features; guesses from the
+    head's, behind them in the same cache, where the next step overwrites them.
+    """
+
+    def __init__(self, source: EagleSource, batch: Batch):
+        self._head, self._pace, self._sharpness = source.head, source.pace, source.sharpness
+        self._batch = batch
+        self._texts = [self._head.begin() for _ in batch.texts]
+        self._drafts: list[Draft | None] = []
+
+    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+        if not (sequences := self._batch.sequences_of(text)):
+            return
+        one = self._head.begin()
+        with torch.inference_mode():
+            features = self._head.features(hidden_states, slice(None))
+            first = len(text) - len(features)
+            if first < -1:  # embeddings: only the last is followed by a token
+                features, first = features[-1:], -1
+            if len(features) > 1:
+                one.waiting.append((first, features[:-1]))
+                self._catch_up(one, text)
+            one.waiting.append((len(text) - 1, features[-1:].clone()))  # not the whole prompt's
+        for b in sequences:
+            self._texts[b] = one.fork()
+
+    def observe(self, outcome: Outcome) -> None:
+        with torch.inference_mode():
+            for one, text, path, first in zip(self._texts, outcome.texts, outcome.paths, outcome.first, strict=True):
+                rows = [first + row for row in path]
+                one.waiting.append((len(text) - 1, self._head.features(outcome.hidden_states, rows)))
+        for draft, emitted in zip(self._drafts, outcome.emitted, strict=True):
+            if draft is not None:
+                draft.teach(draft.accepted(emitted), emitted)
+
+    def keep(self, sequences: list[int]) -> None:
+        self._texts = [self._texts[b] for b in sequences]
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        self._drafts = []
+        draws = limits.draws or [None] * len(texts)
+        with torch.inference_mode():
+            return [
+                self._after(one, text, depth, limits, known)
+                for one, text, depth, known in zip(self._texts, texts, limits.depths, draws, strict=True)
+            ]
+
+    def _after(self, one: _Text, text: list[int], depth: int, limits: Limits, draws: np.ndarray | None) -> GuessTree:
+        """Grow the tree of one text, as long as passes pay."""
+        if depth <= 0 or one.known() != len(text) - 1:  # after a pause, the last token's feature is not known
+            self._drafts.append(None)
+            return GuessTree.empty()
+        features = self._catch_up(one, text)[-1:]
+        self.passes += 1
+        draft = Draft(text[-1:], self._sharpness[draws is not None])
+        self._drafts.append(draft)
+        draft.take(*self._likeliest(features, [0], draws))
+        while guesses := draft.worth_a_row(draft.candidates(depth - 1)[:MAX_ROWS], limits):
+            price = MIN_TOKENS if limits.rate is None else limits.rate * self._pace.seconds
+            if sum(guess.chance for guess in guesses) < price:
+                self._pace.seconds *= FADE
+                break
+            began = time.perf_counter()
+            for guess in guesses:
+                draft.add(guess)
+            step, new = draft.step(draft.computed), slice(draft.computed, None)
+            sees = torch.from_numpy(step.ancestors[new, 1:]).to(self._head.device)
+            sees = functional.pad(sees, (one.length, 0), value=True)  # the root is the last of the committed places
+            positions = torch.from_numpy(step.depths[new]).to(self._head.device) + len(text) - 2
+            place, above = one.length + draft.computed - 1, features[step.parents[new]]
+            made = self._head.compute(one, place, step.ids[new].tolist(), above, positions, sees)
+            self.passes += 1
+            features = torch.cat([features, made])
+            draft.take(*self._likeliest(made, step.depths[new].tolist(), draws))
+            synchronize(self._head.device)
+            took = time.perf_counter() - began
+            self._pace.seconds += (took - self._pace.seconds) * (0.1 if self._pace.seconds else 1.0)
+        return draft.tree(depth, limits.min_probability)
+
+    def _catch_up(self, one: _Text, text: list[int]) -> torch.Tensor:
+        """Compute the pairs whose features wait; return the next features of the last of them, [n, hidden]."""
+        features = torch.cat([some for _, some in one.waiting])
+        places = torch.cat([first + torch.arange(len(some)) for first, some in one.waiting]).to(self._head.device)
+        tokens = [text[first + 1 + i] for first, some in one.waiting for i in range(len(some))]
+        one.waiting.clear()
+        for begin in range(0, len(tokens), CHUNK):
+            part = slice(begin, begin + CHUNK)
+            n = len(tokens[part])
+            sees = torch.ones(n, one.length + n, dtype=torch.bool, device=self._head.device).tril(one.length)
+            made = self._head.compute(one, one.length, tokens[part], features[part], places[part], sees)
+            one.length += n
+        return made
+
+    def _likeliest(
+        self, features: torch.Tensor, depths: list[int], draws: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The likeliest tokens behind each feature and their probabilities, [n, k]. depths: of the features' tokens."""
+        size = self._batch.vocabulary
+        known, logits = draws_at([draws], [depths], size), self._head.logits(features)[:, :size]
+        tokens = self._head.tokens
+        return likeliest(logits, self._batch.temperature, TOP_K, None if known is None else known[0], tokens)

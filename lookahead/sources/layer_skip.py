@@ -1,0 +1,392 @@
+"""Guesses from some of the model's own layers, on the model's own cache: no weights, no training.
+
+A pass that leaves layers out costs less and says nearly the same (Zhang et al. 2024, "Draft & Verify", arXiv
+2309.08168, section 3; Xia et al. 2025, "SWIFT", arXiv 2410.06916). The layers that are kept read the keys and values of
+the committed tokens, which passes of the whole model have made, and append those of their guesses. The verifying pass
+computes all layers anew, so what was appended is dropped before it.
+"""
+
+import copy
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lookahead.extending import (
+    AnyCache,
+    Batch,
+    EagerRunner,
+    Limits,
+    LookaheadCache,
+    LookaheadConfig,
+    Outcome,
+    State,
+    Step,
+    StepCosts,
+    UnsupportedModelError,
+    attention_implementation,
+    can_batch,
+    choose_runner,
+    context_length,
+    copy_of_module,
+    device_of,
+    lay_out,
+    path_of,
+    processor,
+    read_config,
+    state_of,
+    step_costs,
+    time_passes,
+    write_json,
+)
+from lookahead.sources.draft import DraftGuesser, DraftModelSource
+from ngram_pool import GuessTree, Source
+
+CHUNK = 8  # rows that are compared behind each beginning of a sample
+PROMPT, SAMPLE = 256, 64  # tokens of a prompt and of what the model writes after it, at most
+LONGEST_CHAIN = 12  # guesses of the longest chain whose yield is computed
+PATIENCE = 3  # layers dropped in a row without a gain before the search ends
+
+
+class LayerSkipSource(DraftModelSource):
+    """Proposes what the model holds likely without some of its layers. It drafts for that model alone.
+
+    The layers must form one list, and each must hold the keys and values of all positions.
+    """
+
+    def __init__(self, model: PreTrainedModel, skipped: Sequence[int] | None = None):
+        """model: the one that is wrapped. skipped: indices of layers; default: those that `lookahead tune` has found.
+
+        Raises UnsupportedModelError for a model whose layers cannot be skipped, with the reason. Raises ValueError if
+        ``skipped`` does not name some of the layers, or is left out and none were found yet.
+        """
+        if hasattr(model, "get_base_model"):  # of PEFT, which `wrap` unpacks too
+            model = model.get_base_model()  # type: ignore[operator]  # a method
+        super().__init__(model)
+        self.whole = model
+        count = len(_layer_list(model)[1])
+        if not read_config(model).can_grow:
+            raise _unsupported(model, "not all of its layers hold the keys and values of all positions")
+        if skipped is None:
+            skipped = kept_layers(model).skipped
+        self.skipped = tuple(sorted(set(skipped)))
+        """Indices of the layers that are left out."""
+        if not set(self.skipped) < set(range(count)):
+            raise ValueError(
+                f"skipped={tuple(skipped)} does not fit {type(model).__name__}, whose layers are 0 to {count - 1}: "
+                "name some of them, and leave at least one to draft with"
+            )
+        self.kept = [index for index in range(count) if index not in self.skipped]
+        _without(model, self.skipped)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that drafts: the whole one as it is now, without these layers."""
+        return _without(self.whole, self.skipped)
+
+    @contextmanager
+    def running(self) -> Iterator[EagerRunner]:
+        engine = vars(self.whole).get("lookahead")
+        # The whole model's kernels are in place already, or are not wanted. Its weights are not copied once more.
+        config = replace(engine.config if engine is not None else LookaheadConfig(), pack_weights=False)
+        runner = choose_runner(self.model, config)[0]
+        if not runner.adapter.can_grow:
+            raise _unsupported(self.whole, "its passes take no mask of ours")
+        try:
+            yield runner
+        finally:
+            runner.end()
+
+    def start(self, batch: Batch) -> "LayerSkipGuesser":
+        return LayerSkipGuesser(self, batch)
+
+
+class LayerSkipGuesser(DraftGuesser):
+    """Some layers of the model that decodes, in one call, on its cache."""
+
+    def __init__(self, source: LayerSkipSource, batch: Batch):
+        self._source = source
+        self._of_call: AnyCache | None = None
+        super().__init__(source, batch)
+
+    def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
+        if model is not self._source.whole:
+            raise ValueError(
+                f"this LayerSkipSource drafts for another {type(self._source.whole).__name__} than the "
+                f"{type(model).__name__} that decodes: make it of the model that is wrapped"
+            )
+        if cache.can_rewind:
+            self._of_call = cache
+        else:
+            warnings.warn(
+                f"LayerSkipSource proposes nothing: its passes cannot append to a {type(cache).__name__}, which CUDA "
+                "graphs use. Leave out cuda_graphs or this source.",
+                stacklevel=2,
+            )
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        self._drafts = []
+        if self._of_call is None:
+            return [GuessTree.empty() for _ in texts]
+        try:
+            with self._of_call.part(self._source.kept) as self._cache:
+                return super().propose(texts, limits)
+        finally:
+            self._cache, self._steps = None, []
+
+    def observe(self, outcome: Outcome) -> None:
+        if self._drafts:
+            self._settle(outcome)
+
+    def _catch_up(self, texts: list[list[int]]) -> bool:
+        """The cache of the call lacks the last token of each text alone."""
+        self._held = [text[:-1] for text in texts]
+        return all(text[-1] < self._vocabulary for text in texts)
+
+
+def _unsupported(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} cannot draft with a part of its layers: {reason}. Give it another source of guesses."
+    )
+
+
+# The model without some layers
+
+# Of a model as it is: they go with its state, when the model changes or is unwrapped.
+_copies: WeakKeyDictionary[State, dict[tuple[int, ...], tuple[tuple, PreTrainedModel]]] = WeakKeyDictionary()
+
+
+def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return the list of the model's layers and its name. Raises UnsupportedModelError unless there is exactly one."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)  # such as the experts of a layer
+        if isinstance(module, nn.ModuleList) and len(module) == count and not is_inside:
+            found[name] = module
+    if len(found) != 1:
+        raise _unsupported(model, f"{' and '.join(found) or 'none'} of its modules is a list of its {count} layers")
+    return next(iter(found.items()))
+
+
+def _without(model: PreTrainedModel, skipped: tuple[int, ...]) -> PreTrainedModel:
+    """Return a model that shares everything with ``model`` but these layers; the same as long as ``model`` is as it is.
+
+    The layers that are kept are numbered from 0, for a cache that has no others.
+    Raises UnsupportedModelError if a module that must be copied is bound to itself.
+    """
+    made_of = attention_implementation(model.config), model.training, *map(id, model.modules())
+    known = _copies.setdefault(state_of(model), {})
+    if skipped not in known or known[skipped][0] != made_of:
+        known[skipped] = made_of, _make_without(model, skipped)
+    return known[skipped][1]
+
+
+def _make_without(model: PreTrainedModel, skipped: tuple[int, ...]) -> PreTrainedModel:
+    place, layers = _layer_list(model)
+    kept = [index for index in range(len(layers)) if index not in skipped]
+    config = copy.deepcopy(model.config)
+    text, old_text = (one.get_text_config(decoder=True) for one in (config, model.config))
+    text.num_hidden_layers = len(kept)
+    if types := getattr(text, "layer_types", None):
+        text.layer_types = [types[index] for index in kept]
+    configs = {id(model.config): config, id(old_text): text}
+    child: nn.Module = nn.ModuleList(_numbered(model, layers[index], place) for place, index in enumerate(kept))
+    while place:
+        place, _, name = place.rpartition(".")
+        child = _copied(model, model.get_submodule(place), {name: child})
+        if (own := vars(child).get("config")) is not None:
+            child.config = configs.get(id(own), own)
+    vars(child).pop("lookahead", None)  # the wrap of the whole model
+    assert isinstance(child, PreTrainedModel)
+    return child
+
+
+def _numbered(model: PreTrainedModel, module: nn.Module, number: int) -> nn.Module:
+    """Return the module with this number as its ``layer_idx``, and with that of its parts. What has none is shared."""
+    parts = {name: _numbered(model, part, number) for name, part in module.named_children()}
+    own = dict(module.named_children())
+    if "layer_idx" not in vars(module) and all(part is own[name] for name, part in parts.items()):
+        return module
+    numbered = _copied(model, module, parts)
+    if "layer_idx" in vars(module):
+        numbered.layer_idx = number  # type: ignore[assignment]  # a number, as before
+    return numbered
+
+
+def _copied(model: PreTrainedModel, module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
+    if "forward" in vars(module):  # bound to the module itself, so it would run in the place of the copy
+        raise _unsupported(model, f"the forward of its {type(module).__name__} was replaced, as accelerate does it")
+    return copy_of_module(module, children)
+
+
+# Which layers to skip
+
+
+@dataclass(frozen=True)
+class SkippedLayers:
+    """Layers that a model drafts best without."""
+
+    skipped: tuple[int, ...]
+    agreement: float
+    """The share of tokens at which the rest of the layers says what the model says."""
+    gain: float
+    """Tokens per second that are expected of single chains of their guesses, over those of steps without guesses."""
+
+    def __str__(self) -> str:
+        layers = ", ".join(map(str, self.skipped)) or "none"
+        return f"layers to skip: {layers}; without them {self.agreement:.0%} of the next tokens are the model's"
+
+    def keep(self, model: PreTrainedModel) -> Path:
+        """Write them for `LayerSkipSource`, beside the step costs. Returns the file. Raises OSError."""
+        path = _path(model)
+        write_json(path, asdict(self))
+        return path
+
+
+def kept_layers(model: PreTrainedModel) -> SkippedLayers:
+    """Read what `SkippedLayers.keep` has written. Raises ValueError, which names the remedy, if there is nothing."""
+    try:
+        data = json.loads(_path(model).read_text(encoding="utf-8"))
+        return SkippedLayers(tuple(map(int, data["skipped"])), float(data["agreement"]), float(data["gain"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"no layers are known that {type(model).__name__} drafts well without: find them by `lookahead tune "
+            f"--layer-skip --model {model.name_or_path or 'NAME_OR_PATH'}`, or give skipped=(...)"
+        ) from error
+
+
+def _path(model: PreTrainedModel) -> Path:
+    return path_of(model, "skipped layers", processor(model.device), model.dtype)
+
+
+def find_skipped_layers(
+    runner: EagerRunner,
+    prompts: Sequence[list[int]],
+    seconds: float,
+    progress: Callable[[float], None] = lambda done: None,
+) -> SkippedLayers:
+    """Find the layers to skip by greedy search, in about ``seconds``.
+
+    The layer is dropped whose loss leaves the most agreement, then the next one, until the expected tokens per second
+    no longer grow. (Draft & Verify, section 3.3, and SWIFT, section 4.2, search by Bayesian optimisation; the measure
+    is SWIFT's, with the committed keys and values of the whole model.) Agreement hardly ever grows as layers go, so a
+    layer is not tried again if its loss once left less agreement than the loss of another leaves now.
+
+    runner: of the whole model. prompts: token ids. The model goes on with each of them, and agreement is measured on
+    what it writes. progress: called with the share of the time that has passed.
+    Raises UnsupportedModelError for a model whose layers cannot be skipped, ValueError if it writes next to nothing.
+    """
+    model, adapter = runner.model, runner.adapter
+    count = len(_layer_list(model)[1])
+    if not (adapter.can_grow and can_batch(model, adapter)):
+        raise _unsupported(model, "not all of its layers hold the keys and values of all positions")
+    began = time.perf_counter()
+    samples = [sample for prompt in prompts if (sample := _Sample.after(prompt, runner)) is not None]
+    if not samples:
+        raise ValueError(f"after these prompts, {type(model).__name__} writes fewer than {CHUNK} tokens: give others")
+    costs = step_costs(runner)
+    each = seconds / (8 * count)  # for timing a pass
+
+    def measured(skipped: list[int], agreement: float) -> SkippedLayers:
+        # Timed side by side, and both eagerly: the machine's pace may have changed since the costs were measured.
+        rest, whole = (time_passes(_runner_without(runner, left_out), [(1, 0)], each) for left_out in (skipped, []))
+        # On a busy machine they may still differ by anything, but no pass saves more than the layers that it skips.
+        share = min(max(rest[1, 0] / whole[1, 0], 1 - len(skipped) / count), 1.0)
+        return SkippedLayers(tuple(sorted(skipped)), agreement, _gain(agreement, share, costs))
+
+    def is_over() -> bool:
+        passed = time.perf_counter() - began
+        progress(min(passed / seconds, 1.0))
+        return passed > seconds
+
+    dropped: list[int] = []
+    agreements = dict.fromkeys(range(count), 1.0)  # without the layer, when it was last tried
+    best = measured([], 1.0)
+    while len(dropped) < min(count - 1, len(best.skipped) + PATIENCE) and not is_over():
+        chosen = -1
+        for layer in sorted(agreements, key=lambda layer: -agreements[layer]):
+            if chosen >= 0 and (agreements[layer] <= agreements[chosen] or is_over()):
+                break
+            agreements[layer] = _agreement(_runner_without(runner, [*dropped, layer]), samples, [*dropped, layer])
+            if chosen < 0 or agreements[layer] > agreements[chosen]:
+                chosen = layer
+        dropped.append(chosen)
+        found = measured(dropped, agreements.pop(chosen))
+        if found.gain > best.gain:
+            best = found
+    return best
+
+
+@dataclass
+class _Sample:
+    """A text of the model's own, cut into chunks. Each chunk is a sequence of a batch, behind all that comes before."""
+
+    cache: LookaheadCache
+    """Of the whole model, with what comes before each chunk."""
+    steps: list[Step]
+    """The chunks, as chains of CHUNK rows."""
+    said: torch.Tensor
+    """The model's own next token after each row, int64 [chunks, CHUNK]."""
+
+    @classmethod
+    def after(cls, prompt: list[int], runner: EagerRunner) -> "_Sample | None":
+        """Have the model go on with a prompt. None if it writes less than a chunk."""
+        model, half = runner.model, context_length(runner.model) // 2
+        ids = torch.tensor([prompt[-min(PROMPT, half) :]], device=device_of(model))
+        mask, most = torch.ones_like(ids), min(SAMPLE, half)
+        text = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=most)[0]  # type: ignore[operator]
+        begins = range(ids.shape[1], len(text) - CHUNK + 1, CHUNK)
+        if not begins:
+            return None
+        whole = runner.adapter.make_cache(len(text))
+        with torch.no_grad():
+            logits = runner.read(text[None, : begins[-1] + CHUNK], whole, keep=len(begins) * CHUNK).logits
+        parts = [LookaheadCache([copy.copy(layer) for layer in whole.layers], [begin]) for begin in begins]
+        for part, begin in zip(parts, begins, strict=True):
+            part.rewind(begin)
+        cache = runner.adapter.make_cache(len(text))
+        cache.stack(parts)
+        chunks = text[begins[0] : begins[-1] + CHUNK].reshape(-1, CHUNK).tolist()
+        steps = [lay_out(chunk[0], GuessTree.chain(chunk[1:], Source.TEXT)) for chunk in chunks]
+        return cls(cache, steps, logits.argmax(-1).reshape(-1, CHUNK))
+
+
+def _runner_without(runner: EagerRunner, skipped: list[int]) -> EagerRunner:
+    """Return an eager runner of the model without these layers. All layers must be of one kind."""
+    model = _make_without(runner.model, tuple(skipped))
+    config, kept = model.config.get_text_config(decoder=True), len(runner.adapter.layers) - len(skipped)
+    return EagerRunner(model, replace(runner.adapter, config=config, layers=runner.adapter.layers[:kept]))
+
+
+def _agreement(runner: EagerRunner, samples: list[_Sample], skipped: list[int]) -> float:
+    """Return the share of rows after which the rest of the layers says what the model says.
+
+    runner: of the model without the skipped layers.
+    """
+    agrees = []
+    for sample in samples:
+        kept = [index for index in range(len(sample.cache.layers)) if index not in skipped]
+        with torch.no_grad(), sample.cache.part(kept) as cache:
+            agrees.append(runner.run(sample.steps, cache).logits.argmax(-1) == sample.said.flatten())
+    return torch.cat(agrees).float().mean().item()
+
+
+def _gain(agreement: float, share: float, costs: StepCosts) -> float:
+    """Return the expected tokens per second with chains of the best length, over those of steps without guesses.
+
+    share: the time of a draft pass over that of the whole model's, over one row.
+    """
+    lengths, one = np.arange(1, LONGEST_CHAIN + 1), costs(1, 0)
+    tokens = 1 + np.cumsum(agreement**lengths)
+    seconds = lengths * share * one + costs(1 + lengths, 0)
+    return float((tokens / seconds).max() * one)

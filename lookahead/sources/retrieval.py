@@ -1,0 +1,123 @@
+"""Guesses from a collection of texts. The longest end of a text that occurs in it is looked up there.
+
+A suffix array finds all its places at once, and what follows them makes a tree (REST, He et al. 2023, arXiv 2311.08252,
+section 3). The n-gram pool can learn the same texts in fixed memory; this source forgets nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+from transformers import PreTrainedTokenizerBase
+
+from lookahead.extending import GuessSource, Limits
+from ngram_pool import GuessTree
+
+LONGEST = 16  # tokens of an end that is looked up; a power of two
+MAX_PLACES = 64  # of an end; what follows others is not looked at
+END = -1  # stands behind each text
+
+
+class RetrievalSource(GuessSource):
+    """What follows the longest suffix of a text, up to 16 tokens, in a collection.
+
+    It takes 8 bytes for each token of the collection.
+    """
+
+    def __init__(self, texts: Iterable[Sequence[int]]):
+        """texts: token ids of each text, int in 0..2**31-1. Raises ValueError for other ids, or if there are none."""
+        parts = [np.append(np.asarray(text, np.int64), END) for text in texts]
+        tokens = np.concatenate([*parts, np.empty(0, np.int64)])
+        if not (tokens >= 0).any() or (tokens < END).any() or tokens.max() >= 2**31:
+            raise ValueError("a collection needs one token at least, and ids in 0..2**31-1")
+        if int((tokens == END).sum()) != len(parts):
+            raise ValueError(f"id {END} is no token: give ids in 0..2**31-1")
+        self._tokens = tokens.astype(np.int32)
+        self._order = _sorted_suffixes(self._tokens)
+
+    @classmethod
+    def of_files(cls, paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBase) -> "RetrievalSource":
+        """Read text files, UTF-8 with or without a byte order mark, each a text of the collection."""
+        texts = (Path(path).read_text(encoding="utf-8-sig") for path in paths)
+        return cls(tokenizer(text, add_special_tokens=False).input_ids for text in texts)
+
+    def __len__(self) -> int:
+        """Number of tokens in the collection."""
+        return int(np.count_nonzero(self._tokens != END))
+
+    def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
+        return [self._after(text, min(depth, limits.guesses)) for text, depth in zip(texts, limits.depths, strict=True)]
+
+    def _after(self, text: list[int], depth: int) -> GuessTree:
+        """The tree of what follows, with the share of each branch among the places."""
+        suffix = np.array(text[-LONGEST:], np.int64)
+        begin, end, length = _longest_match(self._tokens, self._order, suffix)
+        if not length or depth <= 0:
+            return GuessTree.empty()
+        chosen = np.unique(np.linspace(begin, end - 1, MAX_PLACES).astype(np.int64))
+        nodes: dict[tuple[int, int], int] = {}  # (parent, token): its number
+        counts: list[int] = []
+        for place in (self._order[chosen].astype(np.int64) + length).tolist():
+            parent = -1
+            for token in self._tokens[place : place + depth].tolist():
+                if token == END:
+                    break
+                parent = nodes.setdefault((parent, token), len(nodes))
+                if parent == len(counts):
+                    counts.append(0)
+                counts[parent] += 1
+        chances: list[float] = []
+        for (parent, _), count in zip(nodes, counts, strict=True):
+            above, places = (chances[parent], counts[parent]) if parent >= 0 else (1 - 0.5**length, len(chosen))
+            chances.append(above * count / (places + 1))  # as if something else had followed once more
+        return GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], probabilities=chances)
+
+
+def _sorted_suffixes(tokens: np.ndarray) -> np.ndarray:
+    """Int32 [n], all places, sorted by their next LONGEST tokens (prefix doubling, Manber and Myers 1993)."""
+    rank, length = np.unique(tokens, return_inverse=True)[1], 1
+    order = np.argsort(rank, kind="stable")
+    while length < LONGEST:
+        further = np.append(rank[length:], np.full(min(length, len(rank)), -1))[: len(rank)]
+        order = np.lexsort((further, rank))
+        is_new = (np.diff(rank[order]) != 0) | (np.diff(further[order]) != 0)
+        ranked = np.empty_like(rank)
+        ranked[order] = np.append(0, np.cumsum(is_new))
+        rank, length = ranked, 2 * length
+    return order.astype(np.int32)
+
+
+@njit(nogil=True, cache=True)
+def _first_place(tokens: np.ndarray, order: np.ndarray, part: np.ndarray, beyond: bool) -> int:
+    """Return the first index into ``order`` whose tokens are not before ``part``; beyond: are after it."""
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high) // 2
+        place, i = order[middle], 0
+        while i < len(part) and place + i < len(tokens) and tokens[place + i] == part[i]:
+            i += 1
+        is_before = i < len(part) and (place + i == len(tokens) or tokens[place + i] < part[i])
+        if is_before or (beyond and i == len(part)):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(nogil=True, cache=True)
+def _longest_match(tokens: np.ndarray, order: np.ndarray, suffix: np.ndarray) -> tuple[int, int, int]:
+    """Return the range of ``order`` that begins with the longest known end of ``suffix``, and how long that end is."""
+    found = 0, 0, 0
+    shortest, longest = 1, len(suffix)
+    while shortest <= longest:  # where a part occurs, so does each shorter one
+        length = (shortest + longest) // 2
+        part = suffix[len(suffix) - length :]
+        begin = _first_place(tokens, order, part, False)
+        end = _first_place(tokens, order, part, True)
+        if begin < end:
+            found = begin, end, length
+            shortest = length + 1
+        else:
+            longest = length - 1
+    return found

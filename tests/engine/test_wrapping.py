@@ -1,0 +1,304 @@
+"""Wrapping and unwrapping: what a wrapped model says of itself, and what threads may do to it meanwhile."""
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from test_products import small_llama
+from transformers import StoppingCriteria
+from zoo import tiny_model
+
+import lookahead
+from lookahead import LookaheadConfig, NgramPool, compat
+from lookahead.cpu import choice, native, products
+from lookahead.guessing.budget import TRIAL_STEPS, WindowTrials
+from lookahead.models.state import state_of
+from lookahead.passes import probe
+from lookahead.passes.packed import packed_of
+from lookahead.sources import layer_skip
+
+IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+
+
+class Gate(StoppingCriteria):
+    """Stops nothing; lets whoever waits know that the call is under way, and keeps it there."""
+
+    def __init__(self):
+        self.reached, self.leave = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.reached.set()
+        assert self.leave.wait(60)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lookahead.unwrap, lambda model: lookahead.wrap(model, LookaheadConfig(budget=3))],
+    ids=["unwrap", "wrap anew"],
+)
+def test_a_model_that_decodes_is_not_wrapped_or_unwrapped(change):
+    model = tiny_model("llama")
+    expected = model.generate(IDS, **GREEDY)
+    lookahead.wrap(model)
+    engine, gate, got = model.lookahead, Gate(), []
+    thread = threading.Thread(target=lambda: got.append(model.generate(IDS, stopping_criteria=[gate], **GREEDY)))
+    thread.start()
+    assert gate.reached.wait(60)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    with pytest.raises(RuntimeError, match="while it decodes: wait"):
+        change(model)
+    assert model.lookahead is engine
+    gate.leave.set()
+    thread.join(60)
+    assert torch.equal(got[0], expected)
+    for it in (model, *copies):
+        change(it)
+        assert torch.equal(it.generate(IDS, **GREEDY), expected)
+
+
+@pytest.mark.parametrize(
+    ("loop", "mode"),
+    [("_sample", {}), ("_beam_search", {"num_beams": 2}), ("_assisted_decoding", {"prompt_lookup_num_tokens": 2})],
+)
+def test_a_call_may_begin_before_and_decode_after_unwrapping(loop, mode):
+    model = lookahead.wrap(tiny_model("llama"))
+    kind = type(model)
+    expected = lookahead.unwrap(copy.deepcopy(model)).generate(IDS, **GREEDY, **mode)
+    decode = getattr(kind, loop)
+
+    def unwrapped_first(self, *args, **kwargs):
+        lookahead.unwrap(self)
+        return decode(self, *args, **kwargs)
+
+    setattr(kind, loop, unwrapped_first)
+    try:
+        assert torch.equal(model.generate(IDS, **GREEDY, **mode), expected)
+    finally:
+        setattr(kind, loop, decode)
+
+
+def test_threads_lose_no_statistics():
+    model = lookahead.wrap(tiny_model("llama"))
+    threads = [threading.Thread(target=lambda: [model.generate(IDS, **GREEDY) for _ in range(5)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.lookahead.stats.calls == 20
+    assert model.lookahead.stats.tokens == 20 * model.lookahead.last.tokens
+
+
+def test_threads_end_each_trial_of_a_window_once():
+    class Slow(int):
+        """A number that lets other threads in between reading it and writing it back."""
+
+        def __sub__(self, other):
+            threading.Event().wait(0.0005)
+            return Slow(int(self) - other)
+
+    trials = WindowTrials()
+    steps = 4 * TRIAL_STEPS
+    trials._steps_left = Slow(steps)
+    threads = [threading.Thread(target=lambda: [trials.count(0, 0.0) for _ in range(steps // 4)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert trials.size is not None, "the pause is over, and a window is on trial"
+    assert trials._steps_left == TRIAL_STEPS
+
+
+def test_what_took_a_call_over_is_said():
+    model = lookahead.wrap(tiny_model("llama"))
+    model.generate(IDS, **GREEDY)
+    assert model.lookahead.last.steps > 0
+    assert not model.lookahead.last.plain
+    ways = {
+        "beam search": {"num_beams": 2},
+        "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+        "cache_implementation='static'": {"cache_implementation": "static"},
+    }
+    for reason, options in ways.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.generate(IDS, **GREEDY, **options)
+        last = model.lookahead.last
+        assert reason in last.plain
+        assert last.steps == 0
+        assert str(last).startswith("plain decoding: lookahead does not decode")
+        assert last.as_dict()["plain"] == last.plain
+        assert reason in model.lookahead.report()
+    assert model.lookahead.stats.calls == 1
+    model.generate(IDS, **GREEDY)
+    assert not model.lookahead.last.plain
+
+
+def test_the_report_says_what_is_in_use_and_why_not_more(monkeypatch):
+    model = lookahead.wrap(small_llama())
+    report = model.lookahead.report()
+    assert report.splitlines()[:5] == [
+        "passes: eager",
+        "attention: sdpa, split into cache and step",
+        f"kernels: of our own on a CPU, for {native.CAPABILITY}",
+        "guesses: trees",
+        "sources: PoolSource, WindowSource",
+    ]
+    assert "not asked for: compiled passes (compile_passes=True)" in report
+    monkeypatch.setattr(native, "why_missing", lambda: "the C++ was never built here")
+    report = model.lookahead.report()
+    assert "kernels: torch's" in report
+    assert "given up: kernels of our own: the C++ was never built here" in report
+    bloom = lookahead.wrap(tiny_model("bloom")).lookahead.report()
+    assert "guesses: single chains" in bloom
+    graphs = lookahead.wrap(small_llama(), LookaheadConfig(cuda_graphs=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graphs.generate(IDS, **GREEDY)
+    assert "given up: CUDA graphs: it is on a device of type cpu" in graphs.lookahead.report()
+
+
+def test_a_compiler_that_fails_is_in_the_report(monkeypatch):
+    def broken(graph, inputs, options):
+        raise OSError("no such compiler")
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch._inductor, "compile", broken)
+    model = lookahead.wrap(tiny_model("biogpt"), LookaheadConfig(compile_passes=True, budget=4))
+    with pytest.warns(UserWarning, match="without compiled passes"):
+        model.generate(IDS, **GREEDY)
+    report = model.lookahead.report()
+    assert "passes: eager" in report
+    assert "given up: compiled passes: " in report
+    assert "no such compiler" in report
+    torch.compiler.reset()
+
+
+def test_a_model_that_torch_compile_returns_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"model\.compile\(\)"):
+        lookahead.wrap(torch.compile(tiny_model("llama")))
+
+
+def test_a_model_that_is_refused_is_left_as_it_was():
+    model = small_llama()
+    inner = model.model.forward
+    model.model.forward = lambda *args, cache=None, past_key_values=None, **kwargs: inner(*args, **kwargs)
+    model.__class__ = type("Forgetful", (type(model),), {})  # an architecture of its own, not one that is patched
+    with pytest.raises(lookahead.UnsupportedModelError):
+        lookahead.wrap(model)
+    assert not products.are_installed(model)
+    assert not hasattr(model, "lookahead")
+
+
+def test_wrapping_again_and_again_keeps_the_pool():
+    pool = NgramPool(0.01)
+    model = lookahead.wrap(tiny_model("llama"), pool=pool)
+    model.generate(IDS, **GREEDY)
+    stats = model.lookahead.stats
+    lookahead.wrap(model, LookaheadConfig(budget=2))
+    assert model.lookahead.pool is pool
+    assert model.lookahead.stats is stats
+    other = NgramPool(0.01)
+    assert lookahead.wrap(model, pool=other).lookahead.pool is other
+
+
+def test_a_mask_of_other_rows_is_refused_as_plain_decoding_refuses_it():
+    model, ids = tiny_model("granite"), IDS.repeat(4, 1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones(3, ids.shape[1], dtype=torch.long)}
+    with pytest.raises(RuntimeError, match="must match") as plain:
+        model.generate(**inputs, **GREEDY)
+    lookahead.wrap(model)
+    reason = "number of sequences|not of the prompt's shape"  # transformers before 5.23 does not drop such a mask
+    with pytest.warns(UserWarning, match=reason), pytest.raises(RuntimeError) as ours:
+        model.generate(**inputs, **GREEDY)
+    assert str(ours.value) == str(plain.value)
+
+
+def test_the_report_gives_no_reason_against_what_is_not_asked_for_any_more():
+    model = tiny_model("bloom")  # its attention is its own
+    for compile_passes in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lookahead.wrap(model, LookaheadConfig(compile_passes=compile_passes, budget=4, window_size=0))
+            model.generate(IDS, **GREEDY)
+        assert ("given up: compiled passes" in model.lookahead.report()) == compile_passes
+
+
+def test_a_refused_change_leaves_everything_as_it_was():
+    model = lookahead.wrap(tiny_model("llama"))
+    engine, pool = model.lookahead, model.lookahead.pool
+    with pytest.raises(TypeError, match="no source of guesses"):
+        lookahead.wrap(model, LookaheadConfig(cpu_kernels=False), pool=NgramPool(), source=object())
+    assert model.lookahead is engine
+    assert engine.pool is pool
+
+
+def test_a_probe_that_is_interrupted_leaves_the_kernels(monkeypatch):
+    model = lookahead.wrap(small_llama())
+    assert products.are_installed(model)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lookahead.wrapping.find_adapter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lookahead.wrap(model, LookaheadConfig(cpu_kernels=False))
+    assert products.are_installed(model)
+
+
+def test_a_subclass_of_the_wrapped_class_decodes():
+    """FSDP makes one."""
+    model = tiny_model("llama")
+    options = {"max_new_tokens": 10, "num_beams": 2, "do_sample": False}
+    expected = model.generate(IDS, **options)
+    lookahead.wrap(model)
+    model.__class__ = type("Sharded", (type(model),), {})
+    with pytest.warns(UserWarning, match="beam search"):
+        assert torch.equal(model.generate(IDS, **options), expected)
+    assert torch.equal(model.generate(IDS, **GREEDY), tiny_model("llama").generate(IDS, **GREEDY))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16])
+def test_another_default_dtype_changes_nothing(default):
+    model = tiny_model("llama")
+    options = {"max_new_tokens": 20, "do_sample": True, "top_k": 7}
+    torch.manual_seed(3)
+    expected = model.generate(IDS, **options)
+    torch.set_default_dtype(default)
+    try:
+        choice.can_draw.cache_clear()
+        lookahead.wrap(model)
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(IDS, **options), expected)
+        assert choice.can_draw()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        choice.can_draw.cache_clear()
+
+
+def test_the_probe_moves_the_embeddings_of_its_own_thread_alone():
+    model = tiny_model("llama").bfloat16()
+    embeddings = model.get_input_embeddings()
+    expected = embeddings(IDS)
+    with probe._moved_embeddings(model, 0), ThreadPoolExecutor(1) as other:
+        assert torch.equal(other.submit(embeddings, IDS).result(), expected)
+        assert not torch.equal(embeddings(IDS), expected)
+        assert not compat.hooks_of_users(embeddings)
+    assert torch.equal(embeddings(IDS), expected)
+
+
+def test_unwrapping_frees_copies():
+    model = lookahead.wrap(small_llama())
+    packed = weakref.ref(packed_of(model))
+    layer_skip._copies[state_of(model)] = {}
+    lookahead.unwrap(model)
+    gc.collect()
+    assert packed() is None
+    assert not layer_skip._copies
