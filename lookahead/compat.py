@@ -1,6 +1,6 @@
 """Private or unstable names of torch, transformers and accelerate, each behind a function.
 
-The rest of the package does not use them. tests/test_compat.py shows which one an upgrade has moved.
+The rest of the package does not use them. tests/engine/test_compat.py shows which one an upgrade has moved.
 """
 
 import copy
@@ -29,7 +29,7 @@ from transformers import AttentionInterface, GenerationConfig, PretrainedConfig,
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -101,6 +101,15 @@ def own_cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | 
     """What the model's forward calls a cache that is no `Cache`; None if it takes none."""
     arguments = forward_arguments(model)
     return next((name for name in ("state", "mems", "past_buckets_states", "cache") if name in arguments), None)
+
+
+def tokens_that_end_stop_strings(criterion: StopStringCriteria) -> frozenset[int] | None:
+    """The tokens in which one of its stop strings can end; None if that may be any."""
+    if not criterion.target_lens.all():  # an empty one, which ends everywhere
+        return None
+    begin = criterion.max_valid_positions * criterion.num_stop_strings
+    can_end = (criterion.embedding_vec[:, begin:-1] > 0).any(dim=1)
+    return frozenset(can_end.nonzero()[:, 0].tolist())
 
 
 def is_callers_own(cache: Cache | None) -> bool:
@@ -285,11 +294,6 @@ def modes_of_users() -> list[str]:
     """Names of the modes that now see each operation of torch, and may do another; not of a default device."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to; None if it was made in inference mode, which does not count."""
-    return None if tensor.is_inference() else tensor._version
 
 
 VERSION = attrgetter("_version")

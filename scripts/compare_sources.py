@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 import lookahead
 from bench import cli
-from bench.corpora import first_of_each, prompt_ids
+from bench.corpora import conversation, first_of_each, prompt_ids
 from bench.methods import as_inputs, forget_settings, timed_by
 from bench.pages import command_line, heading, table, write_results
 from bench.recycling import GooseSource, RacerSource, TokenRecyclingSource
@@ -218,7 +218,7 @@ def main(
         others |= {"Token Recycling": TokenRecyclingSource(), "RACER": RacerSource(), "Goose": GooseSource()}
     chosen = read_prompts(prompts_file, limit)
     chosen = first_of_each(chosen, per_category) if per_category else chosen
-    prompts = [prompt_ids(tokenizer, prompt["turns"][0], raw=False) for prompt in chosen]
+    prompts = [prompt_ids(tokenizer, conversation(prompt), raw=False) for prompt in chosen]
     where = {"command": command_line(__file__), **environment(model), "prompts": len(prompts)}
     results: list[dict] = []
     for temperature in temperatures:

@@ -23,7 +23,7 @@ from lookahead.guessing.combine import Combined, needs_of
 from lookahead.guessing.pool import PoolAlone
 from lookahead.guessing.source import Batch, Limits, Outcome
 from lookahead.models.adapter import context_length, vocabulary_of
-from lookahead.models.cache import LookaheadCache
+from lookahead.models.cache import CountedCache, LookaheadCache
 from lookahead.models.state import state_of
 from lookahead.passes.costs import synchronize
 from lookahead.passes.runner import Company, Output, Pass
@@ -323,6 +323,8 @@ class Call:
             whole.stack(caches, paddings)
         self._runner.settle(whole)
         theirs.layers = whole.layers
+        if isinstance(theirs, CountedCache):
+            theirs.length = whole.lengths[0]
 
 
 def _count_one(stats: Stats, step: Step, tree: GuessTree, path: list[int], names: Sequence[str]) -> None:

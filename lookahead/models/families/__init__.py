@@ -22,6 +22,7 @@ from lookahead.models.families.corrected import (
 from lookahead.models.families.deepseek import AXK1, DeepseekV2, DeepseekV3, Glm4MoeLite, MiniCPM3, Youtu
 from lookahead.models.families.exaone import Exaone4
 from lookahead.models.families.falcon import Falcon
+from lookahead.models.families.gated_delta import OlmoHybrid, Qwen3_5, Qwen3_5Moe, Qwen3Next
 from lookahead.models.families.gemma import Gemma, Gemma2, Gemma3, VaultGemma
 from lookahead.models.families.gemma4 import Gemma4
 from lookahead.models.families.glm import Ernie4_5, Glm, Glm4, Helium
@@ -31,7 +32,9 @@ from lookahead.models.families.gpt_oss import GptOss
 from lookahead.models.families.gptj import GPTJ, CodeGen
 from lookahead.models.families.granite import Granite, HyperCLOVAX
 from lookahead.models.families.hunyuan import HunYuanDenseV1, HunYuanMoEV1
+from lookahead.models.families.lfm2 import Lfm2, Lfm3
 from lookahead.models.families.llama import Cwm, Llama, Ministral, Ministral3, Mistral, SeedOss, SmolLM3
+from lookahead.models.families.mamba2 import Bamba, GraniteMoeHybrid
 from lookahead.models.families.mixtral import (
     FlexOlmo,
     GraniteMoe,
@@ -59,8 +62,8 @@ PAGES: dict[str, type[Page]] = {
         Arcee, Nemotron, Jais2, HunYuanDenseV1, Phi, StableLm, Starcoder2, OPT, GPT2, GPTBigCode, GPTNeoX, Persimmon,
         Falcon, Mixtral, Mellum, Qwen2Moe, Qwen3Moe, Olmoe, FlexOlmo, GraniteMoe, GraniteMoeShared, HunYuanMoEV1,
         Glm4Moe, SolarOpen, Dots1, ExaoneMoe, HYV3, MiniMaxM2, Ernie4_5_Moe, GptOss, DeepseekV2, DeepseekV3,
-        Glm4MoeLite, AXK1, Youtu, MiniCPM3, GPTJ, CodeGen, NanoChat, Apertus, Afmoe, with_images.Gemma3,
-        with_images.Gemma4,
+        Glm4MoeLite, AXK1, Youtu, MiniCPM3, GPTJ, CodeGen, NanoChat, Apertus, Afmoe, Lfm2, Lfm3, Qwen3_5,
+        Qwen3_5Moe, Qwen3Next, OlmoHybrid, Bamba, GraniteMoeHybrid, with_images.Gemma3, with_images.Gemma4,
     )
 }  # fmt: skip
 

@@ -1,0 +1,464 @@
+"""The checks must be able to fail: each defect below is planted, and the comparison with generate() has to see it."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from test_lossless import check_identical, random_prompt
+from zoo import tiny_model
+
+import lookahead
+from lookahead import LookaheadConfig, UnsupportedModelError
+from lookahead.cpu import executor, tree_attention
+from lookahead.cpu.executor import Executor
+from lookahead.engine import call
+from lookahead.engine.sampling import NextTokenRule
+from lookahead.models import attention, cache
+from lookahead.models.cache import LookaheadCache, SlidingLayer
+from lookahead.models.recurrence import StateLayer
+from lookahead.passes import capabilities, runner
+from lookahead.passes.fused import FusedRunner
+from lookahead.step import Forest, Step, Visibility
+
+
+def everyone_sees_everyone(monkeypatch):
+    original = cache.hidden
+    monkeypatch.setattr(cache, "hidden", lambda *args: np.zeros_like(original(*args)))
+
+
+def siblings_see_each_other(monkeypatch):
+    original = cache.hidden
+
+    def hidden(ancestors, *args):
+        return original(np.tril(np.ones_like(ancestors)), *args)
+
+    monkeypatch.setattr(cache, "hidden", hidden)
+
+
+def gaps_are_seen(monkeypatch):
+    original = cache.hidden
+
+    def hidden(ancestors, positions, cached, *args):
+        return original(ancestors, positions, np.maximum(cached, 0), *args)
+
+    monkeypatch.setattr(cache, "hidden", hidden)
+
+
+def fused_rows_of_another_sequence(monkeypatch):
+    original = Executor.run
+
+    def run(self, sequences, *others):
+        if len(sequences) > 1:
+            first, second, *rest = sequences
+            sequences = [first._replace(hidden=second.hidden, caches=second.caches, held=second.held), second, *rest]
+        return original(self, sequences, *others)
+
+    monkeypatch.setattr(Executor, "run", run)
+
+
+def sequences_swapped(monkeypatch):
+    original = LookaheadCache.hidden
+
+    def hidden(self, ancestors, *args):
+        return original(self, ancestors[::-1].copy(), *args)
+
+    monkeypatch.setattr(LookaheadCache, "hidden", hidden)
+
+
+def sliding_window_too_wide(monkeypatch):
+    original = Visibility.hides
+
+    def hides(self, queries, keys):
+        return None if self.window else original(self, queries, keys)
+
+    monkeypatch.setattr(Visibility, "hides", hides)
+
+
+def prefix_hidden(monkeypatch):
+    original = cache.hidden
+
+    def hidden(ancestors, positions, cached, *args):
+        cached = cached.copy()
+        cached[:, : cached.shape[1] // 2] = -1
+        return original(ancestors, positions, cached, *args)
+
+    monkeypatch.setattr(cache, "hidden", hidden)
+
+
+def half_of_the_prefix_unseen(monkeypatch):
+    original = attention.flash_attention
+
+    def part(query, key, value, mask, scaling):
+        begin = key.shape[2] // 2 if mask is None else 0
+        return original(query, key[:, :, begin:], value[:, :, begin:], mask, scaling)
+
+    in_two_parts(monkeypatch)
+    monkeypatch.setattr(attention, "flash_attention", part)
+
+
+def in_two_parts(monkeypatch):
+    """Not a defect: attention as where our kernel does not serve."""
+    monkeypatch.setattr(attention, "SHORT_CONTEXT", 0)
+    monkeypatch.setattr(tree_attention, "serves", lambda *arguments: False)
+
+
+def parts_joined_evenly(monkeypatch):
+    in_two_parts(monkeypatch)
+    monkeypatch.setattr(attention, "_joined", lambda first, _, second, __: (first + second) / 2)
+
+
+def kernel_without_its_mask(monkeypatch):
+    original = tree_attention.attend
+
+    def attend(query, key, value, mask, scaling):
+        return original(query, key, value, mask if mask is None else torch.zeros_like(mask), scaling)
+
+    monkeypatch.setattr(tree_attention, "attend", attend)
+
+
+def kernel_that_misses_the_first_key(monkeypatch):
+    original = tree_attention.attend
+
+    def attend(query, key, value, mask, scaling):
+        begin = int(mask is not None)
+        return original(query, key[:, :, begin:], value[:, :, begin:], mask, scaling)
+
+    monkeypatch.setattr(tree_attention, "attend", attend)
+
+
+def fused_pass_without_its_mask(monkeypatch):
+    original = Executor.run
+
+    def run(self, sequences, *others):
+        seen = [[(np.zeros_like(array), layers) for array, layers in one.hidden] for one in sequences]
+        return original(self, [one._replace(hidden=two) for one, two in zip(sequences, seen, strict=True)], *others)
+
+    monkeypatch.setattr(Executor, "run", run)
+
+
+def fused_pass_late_by_one(monkeypatch):
+    original = Executor.run
+
+    def run(self, sequences, *others):  # if all passes were late, no distance would change
+        late = [one._replace(positions=one.positions + (one.positions[0] > 0)) for one in sequences]
+        return original(self, late, *others)
+
+    monkeypatch.setattr(Executor, "run", run)
+
+
+def fused_pass_that_names_the_least_likely(monkeypatch):
+    original = Executor.run
+
+    def run(self, *arguments):
+        *others, likeliest = original(self, *arguments)
+        return *others, likeliest and tuple(found[..., ::-1] for found in likeliest)
+
+    monkeypatch.setattr(Executor, "run", run)
+
+
+def fused_pass_that_misses_the_first_key(monkeypatch):
+    original = FusedRunner._extend
+
+    def extend(self, executor, b, cache, rows):
+        caches, held = original(self, executor, b, cache, rows)
+        skipped = executor.caches[0].key_size * executor.like.element_size() * (held[0] > 0)
+        caches = [(keys + skipped, values + skipped, *strides) for keys, values, *strides in caches]
+        return caches, [seen - (seen > 0) for seen in held]
+
+    monkeypatch.setattr(FusedRunner, "_extend", extend)
+
+
+def positions_by_row(monkeypatch):
+    monkeypatch.setattr(Step, "positions", lambda self, length, last=None: length + np.arange(len(self)))
+
+
+def positions_late_by_one(monkeypatch):
+    monkeypatch.setattr(Step, "positions", lambda self, length, last=None: length + 1 + self.depths)
+
+
+def commit_keeps_the_first_rows(monkeypatch):
+    original = cache.keep
+    monkeypatch.setattr(
+        cache, "keep", lambda layers, paths: original(layers, [list(range(len(path))) for path in paths])
+    )
+
+
+def commit_keeps_one_row_too_many(monkeypatch):
+    original = cache.keep
+
+    def keep(layers, paths):
+        steps = [layer.columns - layer.base for layer in layers]
+        original(layers, paths)
+        for layer, step in zip(layers, steps, strict=True):
+            layer.columns += max(map(len, paths)) < step
+
+    monkeypatch.setattr(cache, "keep", keep)
+
+
+def commit_forgets_the_moved_rows(monkeypatch):
+    original = cache.keep
+    monkeypatch.setattr(cache, "keep", lambda layers, paths: original(layers, [[0] * len(path) for path in paths]))
+
+
+def sliding_rows_off_by_one(monkeypatch):
+    monkeypatch.setattr(SlidingLayer, "_most_seen", lambda self: self.sliding_window - 2)
+
+
+def states_not_put_back(monkeypatch):
+    monkeypatch.setattr(LookaheadCache, "_restore_states", lambda self: None)
+
+
+def nothing_computed_again(monkeypatch):
+    original = LookaheadCache.commit
+
+    def commit(self, steps, paths):
+        original(self, steps, paths)
+        self.replay = []
+
+    monkeypatch.setattr(LookaheadCache, "commit", commit)
+
+
+def only_parents_are_seen(monkeypatch):
+    def forest(ancestors, device):
+        parents = Forest(ancestors, device)._parents
+        seen = np.arange(ancestors.shape[1]) == parents[..., None]
+        return Forest(seen | np.eye(ancestors.shape[1], dtype=bool), device)
+
+    monkeypatch.setattr(runner, "Forest", forest)
+
+
+def siblings_update_each_other(monkeypatch):
+    monkeypatch.setattr(runner, "Forest", lambda ancestors, device: Forest(np.tril(np.ones_like(ancestors)), device))
+
+
+def windows_along_the_rows(monkeypatch):
+    def windows(self, width, held):
+        return (held + torch.arange(self.rows)[None, :, None] - torch.arange(width).flip(0)).clamp(min=0)
+
+    monkeypatch.setattr(Forest, "windows", windows)
+
+
+def rejected_rows_stay_in_the_state(monkeypatch):
+    original = StateLayer.commit
+
+    def commit(self, paths):
+        original(self, [list(range(path[-1] + 1)) if path else path for path in paths])
+
+    monkeypatch.setattr(StateLayer, "commit", commit)
+
+
+def the_state_stays_behind(monkeypatch):
+    original = StateLayer.commit
+    monkeypatch.setattr(StateLayer, "commit", lambda self, paths: original(self, [path[:-1] for path in paths]))
+
+
+def fused_rows_are_a_chain(monkeypatch):
+    original = Executor.run
+
+    def run(self, sequences, *others):
+        sequences = [one._replace(parents=np.arange(-1, len(one.ids) - 1)) for one in sequences]
+        return original(self, sequences, *others)
+
+    monkeypatch.setattr(Executor, "run", run)
+
+
+def fused_rejected_rows_stay_in_the_state(monkeypatch):
+    original = executor.Pending.apply
+    monkeypatch.setattr(executor.Pending, "apply", lambda self, path: original(self, list(range(path[-1] + 1))))
+
+
+def fused_state_stays_behind(monkeypatch):
+    original = executor.Pending.apply
+    monkeypatch.setattr(executor.Pending, "apply", lambda self, path: original(self, path[:-1]))
+
+
+def fused_state_of_another_sequence(monkeypatch):
+    original = Executor.run
+
+    def run(self, sequences, *others):
+        if len(sequences) > 1:
+            first, second, *rest = sequences
+            sequences = [first._replace(states=second.states), second, *rest]
+        return original(self, sequences, *others)
+
+    monkeypatch.setattr(Executor, "run", run)
+
+
+def first_guess_always_accepted(monkeypatch):
+    original = call.walk
+
+    def walk(steps, logits, rules, *argmax):
+        paths, tokens = original(steps, logits, rules, *argmax)
+        if len(paths[0]) == 1 and steps[0].guesses and rules[0].live:
+            paths[0].append(1)
+            tokens[0].append(int(steps[0].ids[1]))
+            rules[0].ids = torch.cat([rules[0].ids, torch.tensor([[tokens[0][-1]]])], dim=1)
+        return paths, tokens
+
+    monkeypatch.setattr(call, "walk", walk)
+
+
+def one_draw_too_many(monkeypatch):
+    original = NextTokenRule.emit
+
+    def emit(self, logits, *row):
+        torch.rand(1)
+        return original(self, logits, *row)
+
+    monkeypatch.setattr(NextTokenRule, "emit", emit)
+
+
+DEFECTS = {
+    everyone_sees_everyone: "llama",
+    siblings_see_each_other: "llama",
+    sliding_window_too_wide: "mistral",
+    prefix_hidden: "gemma2",
+    half_of_the_prefix_unseen: "llama",
+    parts_joined_evenly: "llama",
+    kernel_without_its_mask: "llama",
+    kernel_that_misses_the_first_key: "llama",
+    positions_by_row: "llama",
+    positions_late_by_one: "gpt2",
+    commit_keeps_the_first_rows: "llama",
+    commit_keeps_one_row_too_many: "llama",
+    commit_forgets_the_moved_rows: "gemma2",
+    sliding_rows_off_by_one: "mistral",
+    states_not_put_back: "zaya",
+    nothing_computed_again: "zaya",
+    only_parents_are_seen: "qwen3_next",
+    siblings_update_each_other: "mamba2",
+    windows_along_the_rows: "lfm2",
+    rejected_rows_stay_in_the_state: "mamba2",
+    the_state_stays_behind: "qwen3_next",
+    first_guess_always_accepted: "llama",
+    one_draw_too_many: "llama",
+}
+FUSED = {
+    fused_pass_without_its_mask: "llama",
+    fused_pass_late_by_one: "qwen3",
+    fused_pass_that_misses_the_first_key: "mistral",
+    fused_rows_are_a_chain: "lfm2",
+    fused_rejected_rows_stay_in_the_state: "qwen3_5_text",
+    fused_state_stays_behind: "lfm2",
+}
+IN_BATCHES = {gaps_are_seen: "llama", sequences_swapped: "llama", sliding_rows_off_by_one: "mistral"}
+IN_FUSED_BATCHES = {
+    fused_rows_of_another_sequence: "llama",
+    fused_pass_late_by_one: "qwen3",
+    fused_state_of_another_sequence: "qwen3_5_text",
+}
+OF_KERNELS = {kernel_without_its_mask, kernel_that_misses_the_first_key}  # torch's are left
+SPLIT = {half_of_the_prefix_unseen, parts_joined_evenly, *OF_KERNELS}  # the dense mask is left, or torch's kernels
+OF_STATES = {only_parents_are_seen, windows_along_the_rows, the_state_stays_behind}
+SEEN_BY_THE_PROBE = set(DEFECTS) - {
+    sliding_window_too_wide, sliding_rows_off_by_one, first_guess_always_accepted, one_draw_too_many
+}  # fmt: skip
+
+
+def name(one) -> str:
+    return getattr(one, "__name__", one)
+
+
+def check_several(model):
+    rng = random.Random(0)
+    for seed in range(8):
+        options = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
+        check_identical(model, [random_prompt(rng)], options, LookaheadConfig(budget=16, window_size=3), seed)
+
+
+def check_batches(model):
+    rng = random.Random(0)
+    for seed in range(4):
+        prompts = [random_prompt(rng) for _ in range(3)]
+        check_identical(model, prompts, {"max_new_tokens": 40, "do_sample": False}, LookaheadConfig(budget=16), seed)
+
+
+@pytest.mark.parametrize("plant", DEFECTS, ids=name)
+def test_comparison_with_generate_sees_it(plant, monkeypatch):
+    model = tiny_model(DEFECTS[plant])
+    lookahead.unwrap(lookahead.wrap(model))  # probed while all is well
+    if plant in SPLIT | OF_STATES:  # what fused passes do not use
+        monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        check_several(model)
+
+
+@pytest.mark.parametrize(
+    ("check", "model_type", "plant"),
+    [
+        *((check_several, model_type, plant) for plant, model_type in FUSED.items()),
+        *((check_batches, model_type, plant) for plant, model_type in IN_FUSED_BATCHES.items()),
+    ],
+    ids=name,
+)
+def test_comparison_with_generate_sees_it_in_fused_passes(check, model_type, plant, monkeypatch):
+    model = tiny_model(model_type)
+    lookahead.unwrap(lookahead.wrap(model))
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(model)
+
+
+def test_comparison_with_generate_sees_another_token(monkeypatch):
+    model = tiny_model("llama")
+    lookahead.unwrap(lookahead.wrap(model))
+    fused_pass_that_names_the_least_likely(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_identical(
+            model, [random_prompt(random.Random(0))], {"max_new_tokens": 40, "do_sample": False}, LookaheadConfig(), 0
+        )
+
+
+@pytest.mark.parametrize("plant", FUSED, ids=name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_of_fused_passes_sees_it(plant, dtype, monkeypatch):
+    model = tiny_model(FUSED[plant], intermediate_size=64).to(dtype)
+    adapter = capabilities.find_adapter(model)
+    assert isinstance(capabilities.fused_runner(model, adapter), FusedRunner)
+    capabilities._found.clear()
+    plant(monkeypatch)
+    assert "differ from plain decoding's" in capabilities.fused_runner(model, adapter)
+
+
+@pytest.mark.parametrize("plant", IN_BATCHES, ids=name)
+def test_comparison_of_batches_sees_it(plant, monkeypatch):
+    model = tiny_model(IN_BATCHES[plant])
+    assert capabilities.can_batch(model, capabilities.find_adapter(model))
+    monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_batches(model)
+
+
+@pytest.mark.parametrize("plant", sorted(SEEN_BY_THE_PROBE, key=name), ids=name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_at_wrap_time_sees_it(plant, dtype, monkeypatch):
+    """A defect of the masks costs the branches; one of the cache or of all positions leaves nothing to decode with."""
+    model = tiny_model(DEFECTS[plant]).to(dtype)
+    before = capabilities.find_adapter(model)
+    capabilities._found.clear()
+    plant(monkeypatch)
+    try:
+        after = capabilities.find_adapter(model)
+        assert not after.splits_attention or (plant in OF_KERNELS and not after.uses_kernels)
+        assert (before.can_branch, after.can_branch) == (True, plant in SPLIT)
+    except UnsupportedModelError as error:
+        assert type(model).__name__ in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("plant", [gaps_are_seen, sequences_swapped], ids=name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_of_batches_sees_it(plant, dtype, monkeypatch):
+    model = tiny_model(IN_BATCHES[plant]).to(dtype)
+    plant(monkeypatch)
+    assert capabilities.find_adapter(model).can_branch
+    assert not capabilities.can_batch(model, capabilities.find_adapter(model))
+
+
+def test_the_comparison_passes_without_a_defect():
+    for model_type in sorted(set(DEFECTS.values())):
+        check_several(tiny_model(model_type))
+    for model_type in sorted(set(IN_BATCHES.values())):
+        check_batches(tiny_model(model_type))

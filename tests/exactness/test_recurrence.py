@@ -1,0 +1,447 @@
+"""Trees over states: what rows compute is what single tokens compute, in every family, and nothing else is touched."""
+
+import copy
+import random
+import threading
+from copy import deepcopy
+from types import FunctionType
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_lossless import check_identical, random_cases, random_prompt
+from transformers import CONFIG_MAPPING, DynamicCache
+from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next
+from zoo import tiny_model
+
+import lookahead
+from bench.tiny_models import random_model, tiny_config
+from lookahead import LookaheadConfig
+from lookahead.cpu import executor
+from lookahead.decoding_pass import decoding_pass
+from lookahead.guessing.pool import PoolSource
+from lookahead.guessing.source import GuessSource
+from lookahead.models import branching, recurrence
+from lookahead.models.cache import LookaheadCache
+from lookahead.models.recurrence import StateLayer
+from lookahead.passes.capabilities import find_adapter, hides_padding
+from lookahead.step import Forest
+from ngram_pool import GuessTree
+
+# Families whose layers with a state compute branches, by how they do. Older transformers lack some.
+DELTA_RULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini")
+BY_CHANNEL = ("kimi_linear", "bailing_hybrid")
+MAMBA2 = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2")
+CONVOLUTION = ("lfm2", "lfm2_moe", "lfm3")
+FAMILIES = [t for t in (*DELTA_RULE, *BY_CHANNEL, *MAMBA2, *CONVOLUTION) if t in CONFIG_MAPPING]
+KEEPS_NO_POSITIONS = {"mamba2"}
+IN_ONE_CALL = [
+    t
+    for t in FAMILIES
+    if t
+    in ("bamba", "granitemoehybrid", "lfm2", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+]
+"""Their passes."""
+WAYS = [*((family, False) for family in FAMILIES), *((family, True) for family in IN_ONE_CALL)]
+"""Families, and whether passes are one call."""
+
+parents_of_trees = st.integers(1, 12).flatmap(
+    lambda rows: st.tuples(st.just(-1), *(st.integers(0, row - 1) for row in range(1, rows)))
+)
+
+
+def forest_of(trees: list[tuple[int, ...]]) -> Forest:
+    ancestors = np.zeros((len(trees), len(trees[0]), len(trees[0])), bool)
+    for b, parents in enumerate(trees):
+        for row, parent in enumerate(parents):
+            ancestors[b, row] = ancestors[b, parent] if parent >= 0 else False
+            ancestors[b, row, row] = True
+    return Forest(ancestors, torch.device("cpu"))
+
+
+def path_to(parents: tuple[int, ...], row: int) -> list[int]:
+    return [*(path_to(parents, parents[row]) if parents[row] >= 0 else []), row]
+
+
+def decays(*shape: int) -> torch.Tensor:
+    """Logarithms from about 0 to -10, as trained layers have them side by side."""
+    return -10 * torch.rand(shape) ** 4
+
+
+def computed(trees, function, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor, list]:
+    """What a function over a forest returns, and what waits for `StateLayer.commit`."""
+    forest = forest_of(trees)
+    forest.layer = StateLayer()
+    with decoding_pass(splits_attention=False, uses_kernels=False, forest=forest):
+        return *function(*args, **kwargs), forest.layer.pending
+
+
+@given(tree=parents_of_trees, seed=st.integers(0, 2**32), by_channel=st.booleans(), groups=st.sampled_from([1, 2]))
+@random_cases(40)
+def test_the_delta_rule_follows_single_tokens(tree, seed, by_channel, groups):
+    """Each row, and the state after each path, are those of transformers' function for single tokens."""
+    torch.manual_seed(seed)
+    groups = 1 if by_channel else groups
+    single = (
+        modeling_kimi_linear.recurrent_kimi_delta_attention
+        if by_channel
+        else modeling_qwen3_next.torch_recurrent_gated_delta_rule
+    )
+    trees, rows = [tree, (-1, *range(len(tree) - 1))], len(tree)
+    query, key = torch.randn(2, 2, rows, 2, 4).unbind()
+    value, beta = torch.randn(2, rows, 2 * groups, 6), torch.rand(2, rows, 2 * groups)
+    g = decays(2, rows, 2, 4) if by_channel else decays(2, rows, 2 * groups)
+    state = torch.randn(2, 2 * groups, 4, 6)
+    names = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    given_rows = query, key, value, g, beta
+    out, same, pending = computed(
+        trees, recurrence.delta_rule, query, key, value, g, beta, initial_state=state, **names
+    )
+    assert same is state
+    for last in range(rows):
+        after, paths = state.clone(), [path_to(parents, last) for parents in trees]
+        pending[0]._replace(state=after).apply(paths)
+        for b, path in enumerate(paths):
+            one = [x[b : b + 1, path] for x in given_rows]
+            one[:2] = [x.repeat_interleave(groups, 2) for x in one[:2]]
+            expected, final = single(*one, initial_state=state[b : b + 1].clone(), **names)
+            torch.testing.assert_close(out[b, path], expected[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(after[b], final[0], rtol=1e-4, atol=1e-5)
+
+
+@given(tree=parents_of_trees, seed=st.integers(0, 2**32), groups=st.sampled_from([1, 2]), skips=st.booleans())
+@random_cases(40)
+def test_the_scan_follows_single_tokens(tree, seed, groups, skips):
+    torch.manual_seed(seed)
+    trees, rows, heads = [tree, (-1, *range(len(tree) - 1))], len(tree), 4
+    hidden, dt, A = torch.randn(2, rows, heads, 6), 2 * torch.randn(2, rows, heads), -8 * torch.rand(heads) ** 2
+    B, C, D = torch.randn(2, rows, groups, 5), torch.randn(2, rows, groups, 5), torch.randn(heads) if skips else None
+    bias, state = torch.randn(heads), torch.randn(2, heads, 6, 5)
+    names = {"dt_softplus": True, "dt_limit": (0.0, 0.1)}  # single tokens know no limits
+    out, same, pending = computed(
+        trees, recurrence.scan, hidden, dt, A, B, C, chunk_size=8, D=D, dt_bias=bias, initial_states=state, **names
+    )
+    assert same is state
+    wide = [None if x is None else x[:, None].expand(-1, 6) for x in (D, bias)]
+    for last in range(rows):
+        after, paths = state.clone(), [path_to(parents, last) for parents in trees]
+        pending[0]._replace(state=after.mT).apply(paths)
+        for b, path in enumerate(paths):
+            held = state[b : b + 1].clone()
+            for row in path:
+                expected = modeling_mamba2.mamba2_selective_state_update(
+                    held,
+                    hidden[b : b + 1, row],
+                    dt[b : b + 1, row, :, None].expand(-1, -1, 6),
+                    A[:, None, None].expand(-1, 6, 5),
+                    B[b : b + 1, row],
+                    C[b : b + 1, row],
+                    *wide,
+                    dt_softplus=True,
+                )
+            torch.testing.assert_close(out[b, last], expected[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(after[b], held[0], rtol=1e-4, atol=1e-5)
+
+
+@given(
+    tree=parents_of_trees,
+    seed=st.integers(0, 2**32),
+    width=st.integers(2, 5),
+    activation=st.sampled_from([None, "silu"]),
+    has_bias=st.booleans(),
+)
+@random_cases(40)
+def test_convolutions_follow_single_tokens(tree, seed, width, activation, has_bias):
+    torch.manual_seed(seed)
+    trees, rows = [tree, (-1, *range(len(tree) - 1))], len(tree)
+    inputs, weight = torch.randn(2, 3, rows), torch.randn(3, width)
+    bias = torch.randn(3) if has_bias else None
+    layer = StateLayer()
+    layer.update_conv_state(torch.randn(2, 3, 7), conv_kernel_size=width)  # a prompt
+    held = layer.conv_states[0].clone()
+    with decoding_pass(splits_attention=False, uses_kernels=False, forest=forest_of(trees)):
+        out = recurrence.convolve(layer.update_conv_state(inputs), weight, bias, activation)
+    assert torch.equal(layer.conv_states[0], held)
+    for last in range(rows):
+        paths = [path_to(parents, last) for parents in trees]
+        after = deepcopy(layer)
+        after.commit(paths)
+        for b, path in enumerate(paths):
+            kept = held[b : b + 1].clone()
+            for row in path:
+                one = inputs[b : b + 1, :, row : row + 1]
+                expected = modeling_mamba2.causal_conv1d_update(one, kept, weight, bias, activation)
+            torch.testing.assert_close(out[b, :, last], expected[0, :, 0], rtol=1e-5, atol=1e-5)
+            assert torch.equal(after.conv_states[0][b], kept[0])
+
+
+def test_decays_of_other_branches_do_not_overflow():
+    """A row next to a branch of 63 rows, each of which decays by exp(-10): one over the other's decay is no number."""
+    torch.manual_seed(0)
+    tree = (-1, *range(62), 0)
+    query, key = torch.randn(2, 1, 64, 2, 4).unbind()
+    value, beta, state = torch.randn(1, 64, 2, 6), torch.rand(1, 64, 2), torch.randn(1, 2, 4, 6)
+    g = torch.full((1, 64, 2), -10.0)
+    g[:, -1] = -1e-3
+    out, *_ = computed([tree], recurrence.delta_rule, query, key, value, g, beta, initial_state=state)
+    path = path_to(tree, 63)
+    one = [x[:, path] for x in (query, key, value, g, beta)]
+    expected, _ = modeling_qwen3_next.torch_recurrent_gated_delta_rule(*one, initial_state=state)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[:, path], expected, rtol=1e-4, atol=1e-5)
+
+
+class Forked(GuessSource):
+    """Proposes the right token at each place, and a wrong one that it says is likelier. So paths skip rows."""
+
+    is_free = is_calibrated = True
+
+    def __init__(self, answers: list[list[int]], seed: int):
+        self.answers, self.seed = answers, seed
+
+    def start(self, batch):
+        forked = copy.copy(self)
+        forked._random = random.Random(self.seed)
+        return forked
+
+    def propose(self, texts, limits):
+        return [self._tree(text) for text in texts]
+
+    def _tree(self, text):
+        rest = next((answer[len(text) :] for answer in self.answers if answer[: len(text)] == text), [])
+        nodes, last, chance = [], -1, 1.0  # token, parent, probability
+        for token in rest[:5]:
+            wrong, chance = 0.55 * chance, 0.44 * chance
+            if self._random.random() < 0.6:
+                nodes.append(((token + 1) % 61, last, wrong))
+            nodes.append((token if self._random.random() < 0.9 else (token + 2) % 61, last, chance))
+            last = len(nodes) - 1
+        return _tree_of(*zip(*nodes, strict=True)) if nodes else GuessTree.empty()
+
+
+def _tree_of(tokens, parents, probabilities):
+    return GuessTree.of(tokens, parents, probabilities=probabilities)
+
+
+@pytest.fixture
+def paths(monkeypatch):
+    """The accepted paths of all commits."""
+    found, original = [], LookaheadCache.commit
+
+    def commit(self, steps, of_each):
+        found.extend(of_each)
+        original(self, steps, of_each)
+
+    monkeypatch.setattr(LookaheadCache, "commit", commit)
+    return found
+
+
+def prompt_of(rng: random.Random, longest: int = 30) -> torch.Tensor:
+    return random_prompt(rng, longest) % 58 + 3
+
+
+GREEDY = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+SAMPLED = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": True, "temperature": 0.8}
+
+
+def in_one_call(is_asked_for: bool) -> LookaheadConfig:
+    return LookaheadConfig(budget=16, pool_memory_mb=0.1, cpu_kernels=is_asked_for)
+
+
+@pytest.fixture
+def commits():
+    """Of passes in one call."""
+    apply = executor.Pending.apply
+    with mock.patch.object(executor.Pending, "apply", autospec=True, side_effect=apply) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("model_type", "fused"), WAYS)
+def test_texts(model_type, fused, paths, commits):
+    """Greedy and seeded, with trees whose accepted paths skip rows, in models of even and of odd sizes."""
+    rng = random.Random(model_type)
+    for shape in ("even", "odd"):
+        model = random_model(tiny_config(model_type, shape=shape))
+        adapter = find_adapter(model)
+        assert adapter.can_branch, adapter.given_up
+        assert adapter.branches_states
+        commits.reset_mock()  # those of the probe
+        for options in (GREEDY, SAMPLED):
+            prompt, seed, paths[:] = prompt_of(rng), rng.randrange(100), []
+            torch.manual_seed(seed)
+            answers = model.generate(prompt, **options).tolist()
+            check_identical(
+                model,
+                [prompt],
+                options,
+                in_one_call(fused),
+                seed,
+                source=[Forked(answers, seed), PoolSource()],
+                model_type=model_type,
+            )
+            assert any(path != list(range(len(path))) for path in paths), "no path left a branch"
+            assert commits.called == fused or shape == "odd"  # there are products that C++ does not take
+
+
+@pytest.mark.parametrize(("model_type", "fused"), WAYS)
+@pytest.mark.parametrize("pads", [False, True], ids=["equal lengths", "padding"])
+def test_batches(model_type, fused, pads, paths, commits):
+    """At their own pace, greedily, and in step, sampled."""
+    rng = random.Random(model_type)
+    model = random_model(tiny_config(model_type))
+    assert hides_padding(model, find_adapter(model))
+    commits.reset_mock()
+    for options in (GREEDY, SAMPLED):
+        prompts = [prompt_of(rng)[:, : 5 if pads else 1] if b % 2 else prompt_of(rng)[:, :1] for b in range(3)]
+        answers = [model.generate(prompt, **GREEDY)[0].tolist() for prompt in prompts]
+        stats = check_identical(
+            model, prompts, options, in_one_call(fused), 0, drift=options is SAMPLED,
+            source=[Forked(answers, 1), PoolSource()], model_type=model_type,
+        )  # fmt: skip
+        assert stats.plain == ""
+        assert commits.called == fused
+
+
+@pytest.mark.parametrize(("model_type", "fused"), [way for way in WAYS if way[0] not in KEEPS_NO_POSITIONS])
+def test_second_turns(model_type, fused, paths):
+    """On a cache that plain decoding has filled, on one that lookahead has, and back."""
+    rng = random.Random(model_type)
+    model = random_model(tiny_config(model_type))
+
+    def turns(decoders):
+        cache, ids = DynamicCache(config=model.config.get_text_config(decoder=True)), first
+        for turn, source in enumerate(decoders):
+            if source is not None:
+                lookahead.wrap(model, in_one_call(fused), source=[source, PoolSource()])
+            torch.manual_seed(turn)
+            ids = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **SAMPLED)
+            assert cache.get_seq_length() == ids.shape[1] - 1
+            if source is not None:
+                assert model.lookahead.last.plain == ""
+                lookahead.unwrap(model)
+            ids = torch.cat([ids, more[turn]], dim=1)
+        return ids.tolist()
+
+    first, more = prompt_of(rng, 10), [prompt_of(rng, 4) for _ in range(4)]
+    expected = turns([None] * 4)
+    ours = Forked(expected, 3)
+    paths.clear()
+    assert turns([None, ours, ours, None]) == expected
+    assert any(path != list(range(len(path))) for path in paths)
+
+
+def states_of(cache: DynamicCache) -> list[torch.Tensor]:
+    held = [layer.conv_states | {-1 - i: x for i, x in layer.recurrent_states.items()} for layer in with_state(cache)]
+    return [states for of_layer in held for states in of_layer.values() if states is not None]
+
+
+def with_state(cache: DynamicCache) -> list:
+    return [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("place", ["convolve", "commit", "update_conv_state", "extend", "apply"])
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_cache_survives_a_failure_within_a_pass(model_type, place, at, monkeypatch):
+    """Some layers of a step are computed, or committed, and others not."""
+    rng = random.Random(model_type)
+    model = tiny_model(model_type)
+    first, second = random_prompt(rng), random_prompt(rng)
+    cache = DynamicCache(config=model.config)
+    fused = place in ("extend", "apply")
+    if fused and model_type not in IN_ONE_CALL:
+        pytest.skip("its passes are not one call")
+    lookahead.wrap(model, in_one_call(fused))
+    ids = torch.cat([model.generate(first, past_key_values=cache, **GREEDY), second], dim=1)
+    expected = model.generate(ids, past_key_values=deepcopy(cache), **GREEDY)
+    before, length = [x.clone() for x in states_of(cache)], cache.get_seq_length()
+    owner = {"extend": LookaheadCache, "apply": executor.Pending}.get(place)
+    owner = StateLayer if hasattr(StateLayer, place) else owner
+    original = getattr(owner or recurrence, place)
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        if owner is None:
+            patch.setitem(branching._OURS, "causal_conv1d_fn", failing)
+            branching._copies.clear()
+        else:
+            patch.setattr(owner, place, failing)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, past_key_values=cache, **GREEDY)
+    branching._copies.clear()
+    assert cache.get_seq_length() == length
+    assert all(map(torch.equal, states_of(cache), before))
+    assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
+
+
+def test_other_calls_get_the_functions_of_transformers(monkeypatch):
+    """In the middle of a step of ours, another thread calls the model."""
+    model = tiny_model("qwen3_next")
+    prompt = random_prompt(random.Random(2), 12)
+    own = dict(vars(modeling_qwen3_next))
+    expected, answer = model(prompt).logits, model.generate(prompt, **GREEDY)
+    before = [(type(module), dict(vars(module))) for module in model.modules()]
+    original, seen = recurrence.delta_rule, []
+
+    def spied(*args, **kwargs):
+        other = threading.Thread(target=lambda: seen.append(model(prompt).logits))
+        other.start()
+        other.join()
+        assert vars(modeling_qwen3_next) == own
+        return original(*args, **kwargs)
+
+    monkeypatch.setitem(branching._OURS, "torch_chunk_gated_delta_rule", spied)
+    lookahead.wrap(model, LookaheadConfig(pool_memory_mb=0.1))
+    assert torch.equal(model.generate(prompt, **GREEDY), answer)
+    lookahead.unwrap(model)
+    assert seen
+    assert all(torch.equal(logits, expected) for logits in seen)
+    assert [(type(module), dict(vars(module))) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("zamba", "ZambaMambaMixer computes its state by functions that have no form over trees"),
+        ("zaya", "its cache keeps states in a LinearAttentionAndSlidingWindowAttentionLayer"),
+    ],
+)
+def test_states_without_a_form_over_trees_stay_chains(model_type, reason):
+    """Mamba-1 (Zamba's), and what computes its states itself."""
+    model = lookahead.wrap(random_model(tiny_config(model_type)))
+    prompt = prompt_of(random.Random(1))
+    model.generate(prompt, **GREEDY)
+    report = model.lookahead.report()
+    assert "guesses: single chains" in report
+    assert f"trees: {reason}" in report
+    lookahead.unwrap(model)
+
+
+def test_a_function_of_the_users_is_not_passed_over(monkeypatch):
+    """Ours would stand in its place."""
+    original = modeling_qwen3_next.causal_conv1d_fn
+    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", lambda *args, **kwargs: original(*args, **kwargs))
+    model = tiny_model("qwen3_next")
+    adapter = find_adapter(model)
+    assert not adapter.can_branch
+    assert any("causal_conv1d_fn" in reason for reason in adapter.given_up)
+
+
+def test_a_forward_that_accelerate_has_replaced_is_not_copied():
+    model = tiny_model("lfm2")
+    layer = model.model.layers[0]
+    layer.forward = FunctionType((lambda self: None).__code__, {"__name__": "accelerate.hooks"})
+    assert "was replaced" in branching.why_not(model)
+    del layer.forward
+    assert branching.why_not(model) is None
