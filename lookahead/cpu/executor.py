@@ -298,9 +298,9 @@ class Rows(NamedTuple):
 class _Crew:
     """How many threads compute a pass: torch's number, or fewer while other programs keep processors busy.
 
-    Where one thread has no processor, all wait for it at the next barrier. So if n threads lose the share f of a pass, it
-    takes 1 / (1 - f) as long at least, and n - 1 threads would take at most n / (n - 1) as long: they are quicker for
-    f > 1 / n.
+    Where one thread has no processor, all wait for it at the next barrier. So if n threads lose the share f of a pass,
+    it takes 1 / (1 - f) as long at least, and n - 1 threads would take at most n / (n - 1) as long: they are quicker
+    for f > 1 / n.
     """
 
     PASSES = 32
@@ -541,10 +541,8 @@ class Executor:
         most_keys, longest = max(table["keys_of_step"].tolist()), max(table["length"].tolist())
         layout, parts = self._parts(rows, threads, most_keys, longest.bit_length())
         shown = rows if shown is None else shown
-        logits = like.new_empty(shown, self._logits)
-        kept = {i: like.new_empty(rows, self.hidden) for i in outputs}
-        said, count = likeliest
-        count = min(count, self._logits)
+        logits, kept = like.new_empty(shown, self._logits), {i: like.new_empty(rows, self.hidden) for i in outputs}
+        said, count = likeliest[0], min(likeliest[1], self._logits)
         if not 0 < count <= MAX_COUNT or self._scales:
             said = count = 0
         tokens, probabilities = np.empty((said, count), np.int64), np.empty((said, count), np.float32)

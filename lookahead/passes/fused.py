@@ -316,7 +316,7 @@ class FusedRunner(EagerRunner):
             unseen = [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in kinds.items()]
             extended = self._extend(executor, b, cache, new)
             at = temperatures if isinstance(temperatures, float) else temperatures[b]
-            states = self._states_of(executor, cache, 0 if commits or new == 1 else new)
+            states = self._states_of(executor, cache, 0 if commits or new == 1 else new) if executor.states else []
             place = cache.lengths[0], step.computed
             rows.append(Rows(ids[0], positions[0], *extended, unseen, *place, at, step.parents, states))
             first.append(first[-1] + new)
@@ -400,8 +400,6 @@ class FusedRunner(EagerRunner):
 
         rows: 0: it commits all of them, as those of a prompt, or a root alone.
         """
-        if not executor.states:
-            return []
         itemsize, shapes = executor.like.element_size(), executor.states.values()
         of_inputs = [itemsize * rows * shape.channels for shape in shapes]
         of_states = [4 * rows * shape.heads * (1 + shape.keys + shape.values) for shape in shapes]
