@@ -267,7 +267,7 @@ def _save_trace(record: Recorder | None, conversation: Conversation, path: Path)
 def _answer(
     conversation: Conversation, line: str, streamer: StepStreamer, throughput: Throughput, options: dict
 ) -> Recorder | None:
-    """Answer a line; return the record of the answer, or None if there is none. throughput: it grows by the answer's."""
+    """Answer a line; return the record of the answer, None if there is none. throughput: grows by the answer's."""
     stop, record, span = StopWhenAsked(), Recorder(streamer), watch(conversation.model.device)
     try:
         with closing(streamer), _interrupted_by_ctrl_c(stop):
