@@ -42,9 +42,11 @@ test: lint
 
 # What a change to the engine is checked with first, in three minutes: texts, fused passes, batches, caches, the pool, the
 # layout and the budget of a step, and the planted defects.
-CORE := lossless broken fused batches cache continuation generate known_draws streaming pool budget step window
+CORE := exactness/test_lossless exactness/test_broken exactness/test_fused exactness/test_batches engine/test_cache \
+    exactness/test_continuation exactness/test_generate exactness/test_known_draws exactness/test_streaming pool/test_pool \
+    engine/test_budget engine/test_step sources/test_window
 test-core: $(WITH_TESTS)
-	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(CORE:%=tests/test_%.py)
+	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(CORE:%=tests/%.py)
 
 # The core tests with the oldest and the newest transformers that pyproject.toml admits.
 test-versions: $(WITH_TESTS)

@@ -1,6 +1,6 @@
 """Attack a wrapped model for a long time, and count what it withstood.
 
-    python scripts/attack.py cases --number 20000      random cases of tests/test_lossless.py
+    python scripts/attack.py cases --number 20000      random cases of tests/exactness/test_lossless.py
     python scripts/attack.py interrupts --number 300   interrupted calls, and the calls after them
     python scripts/attack.py cycles --wraps 1000 --calls 10000
     python scripts/attack.py threads --calls 200
@@ -91,10 +91,10 @@ def main() -> None:
 @click.option("--processes", default=os.cpu_count(), show_default="one for each core")
 @click.option("--seed", default=0, show_default=True, help="Of the first process; the next ones count up.")
 def cases(number: int, processes: int, seed: int) -> None:
-    """Random architectures, batches, masks, options and settings: the property test of tests/test_lossless.py."""
+    """Random architectures, batches, masks, options and settings: the test of tests/exactness/test_lossless.py."""
     began = time.perf_counter()
     environment = os.environ | {"LOOKAHEAD_CASES": str(-(-number // processes)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "tests/test_lossless.py", "-k", "test_any_case", "-p",
+    command = [sys.executable, "-m", "pytest", "tests/exactness/test_lossless.py", "-k", "test_any_case", "-p",
                "no:cacheprovider", "--hypothesis-show-statistics"]  # fmt: skip
     start = partial(subprocess.Popen, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     running = [start([*command, f"--hypothesis-seed={seed + i}"]) for i in range(processes)]

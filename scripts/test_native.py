@@ -22,7 +22,12 @@ sys.path.insert(0, str(ROOT))
 import setup  # noqa: E402
 
 EMULATED = "AVX512_AMX, emulated"
-TESTS = ["tests/test_tree_attention.py", "tests/test_blocks.py", "tests/test_products.py", "tests/test_known_draws.py"]
+TESTS = [
+    "tests/kernels/test_tree_attention.py",
+    "tests/kernels/test_blocks.py",
+    "tests/kernels/test_products.py",
+    "tests/exactness/test_known_draws.py",
+]
 KERNEL_TESTS = "formula or found or packed or indexed or exceptions or rounded or number or draws or likeliest"
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),

@@ -16,9 +16,11 @@ OLDEST=$(sed -n 's/.*"transformers>=\([0-9.]*\),<[0-9.]*".*/\1/p' pyproject.toml
 BEYOND=$(sed -n 's/.*"transformers>=[0-9.]*,<\([0-9.]*\)".*/\1/p' pyproject.toml)
 [ -n "$OLDEST" ] && [ -n "$BEYOND" ] || { echo "pyproject.toml names no range of transformers" >&2; exit 1; }
 # Texts, caches and batches, fused passes, what clients hand to generate(), and the private names that we use.
-CORE="tests/test_lossless.py tests/test_generate.py tests/test_batches.py tests/test_cache.py tests/test_continuation.py
-    tests/test_streaming.py tests/test_chat.py tests/test_draft.py tests/test_fused.py tests/test_integrations.py
-    tests/test_wrapping.py tests/test_compat.py tests/test_server.py"
+CORE="tests/exactness/test_lossless.py tests/exactness/test_generate.py tests/exactness/test_batches.py
+    tests/engine/test_cache.py tests/exactness/test_continuation.py tests/exactness/test_streaming.py
+    tests/tools/test_chat.py tests/sources/test_draft.py tests/exactness/test_fused.py
+    tests/exactness/test_integrations.py tests/engine/test_wrapping.py tests/engine/test_compat.py
+    tests/server/test_server.py"
 
 packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 

@@ -8,8 +8,15 @@
 // code rounds to its dtype, so does this.
 
 #include <sched.h>
+#include <time.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
+#include <climits>
 
 #include "digest.h"
 #include "head_products.h"
@@ -24,7 +31,7 @@ using namespace products;
 constexpr long BLOCK = 48;        // outputs that a thread takes at a time, by vectors
 constexpr long MOST_PARTS = 128;  // of keys, for texts of any length
 constexpr long LOOKED_AT = 512;   // logits of a row that are looked at as soon as they are there
-constexpr int SPINS = 4096;
+constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a tenth of the shortest turn of another program
 
 // The structures that Python fills are described once, here: each field has 8 bytes, and `describe` says its name and
 // kind. So are the limits that Python keeps: products of an operation, experts of a layer, outputs that threads share out
@@ -151,6 +158,7 @@ constexpr int SPINS = 4096;
     FIELD(long, has_near)          /* whether near keys are summed apart, as those of steps must be */  \
     FIELD(long, widest)            /* numbers of a row of the widest input of a product */              \
     FIELD(long, state_keys)        /* of the widest state of a recurrence, or 0 */                      \
+    FIELD(double*, lost)           /* [threads]: the share of the pass in which each had no processor */ \
     FIELD(long, threads)
 
 #define DECLARE(TYPE, NAME) TYPE NAME;
@@ -201,32 +209,54 @@ struct Pass {
     const Operation<T>& at(long i) const { return ((const Operation<T>*)operations)[i]; }
 };
 
-// Threads wait for each other in turns of the processor, and give it away if that takes long. Between two barriers, they
-// may take items in turn.
+static double seconds_of(clockid_t clock) {
+    timespec now;
+    clock_gettime(clock, &now);
+    return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
+// Threads wait for each other actively. If that takes long, another program has the processor of one of them. Then they
+// sleep, so that the system can move that thread to a processor that is free. Between two barriers, they may take items in
+// turn.
 struct Barrier {
     alignas(64) std::atomic<long> arrived{0};
-    alignas(64) std::atomic<long> phase{0};
+    alignas(64) std::atomic<int> phase{0};
+    alignas(64) std::atomic<int> asleep{0};
     alignas(64) std::atomic<long> taken{0};
 
     long take() { return taken.fetch_add(1, std::memory_order_relaxed); }
 
-    void wait(long threads) {
-        const long now = phase.load(std::memory_order_relaxed);
+    // Returns for how many seconds this thread has slept.
+    double wait(long threads) {
+        const int now = phase.load(std::memory_order_relaxed);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
             arrived.store(0, std::memory_order_relaxed);
             taken.store(0, std::memory_order_relaxed);
-            phase.store(now + 1, std::memory_order_release);
-            return;
+            phase.store(now + 1);
+            if (asleep.load()) wake();
+            return 0;
         }
-        for (int spins = 0; phase.load(std::memory_order_acquire) == now;)
-            if (++spins < SPINS) {
+        for (int spins = 0; spins < SPINS; spins++) {
+            if (phase.load(std::memory_order_acquire) != now) return 0;
 #if defined(__x86_64__)
-                __builtin_ia32_pause();
+            __builtin_ia32_pause();
 #endif
-            } else {
-                sched_yield();
-            }
+        }
+        const double begin = seconds_of(CLOCK_MONOTONIC);
+        asleep.fetch_add(1);
+        while (phase.load() == now) sleep(now);
+        asleep.fetch_sub(1);
+        return seconds_of(CLOCK_MONOTONIC) - begin;
     }
+
+   private:
+#ifdef __linux__
+    void sleep(int now) { syscall(SYS_futex, &phase, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0); }
+    void wake() { syscall(SYS_futex, &phase, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+    void sleep(int) { sched_yield(); }
+    void wake() {}
+#endif
 };
 
 // The nearest number of type T, as a float.
@@ -447,7 +477,9 @@ struct Thread {
     float* const of_recurrence;
     peaks::Peaks* const seen = (peaks::Peaks*)pass.peaks;  // [threads][said]
 
-    void meet() { barrier.wait(pass.threads); }
+    double slept = 0;  // seconds
+
+    void meet() { slept += barrier.wait(pass.threads); }
 
     T* buffer(long i) const { return (T*)((i < pass.private_count ? own : (char*)pass.shared) + pass.places[i]); }
 
@@ -591,7 +623,7 @@ struct Thread {
 
         bool is_joined() const { return parts > 1 || all.sinks; }
         long queries() const { return all.queries() * all.key_heads; }
-        long near_blocks() const { return (all.queries() + attention::LANES - 1) / attention::LANES; }
+        long near_blocks() const { return (all.queries() + attention::QUERIES - 1) / attention::QUERIES; }
         long far_items() const { return far_parts * all.key_heads * all.blocks(); }
         long items() const { return far_items() + (parts - far_parts) * all.key_heads * near_blocks(); }
     };
@@ -644,7 +676,7 @@ struct Thread {
                 const attention::Part place = part_at(attend, before + (head * some.parts + part) * some.all.queries());
                 const attention::Part* const to = some.is_joined() ? &place : nullptr;
                 if (is_near)
-                    some.all.near_block(head, block * attention::LANES, to, of_attention);
+                    some.all.near_block(head, block * attention::QUERIES, to, of_attention);
                 else
                     some.all.block(head, block % blocks * some.all.lanes(), some.ends[part], some.ends[part + 1], to,
                                    of_attention);
@@ -1019,6 +1051,7 @@ struct Thread {
 
     bool run() {
         bool has_nan = false;
+        const double began = seconds_of(CLOCK_MONOTONIC), ran = seconds_of(CLOCK_THREAD_CPUTIME_ID);
         for (long i = 0; i < pass.operation_count; i++) {
             const Operation<T>& now = pass.at(i);
             if (now.meets) meet();
@@ -1046,6 +1079,8 @@ struct Thread {
                 case LOGITS: has_nan = logits(now); break;
             }
         }
+        const double taken = seconds_of(CLOCK_MONOTONIC) - began;
+        pass.lost[index] = 1 - (slept + seconds_of(CLOCK_THREAD_CPUTIME_ID) - ran) / taken;
         return has_nan;
     }
 };

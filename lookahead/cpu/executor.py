@@ -295,6 +295,43 @@ class Rows(NamedTuple):
     """For each layer that keeps a state, in their order."""
 
 
+class _Crew:
+    """How many threads compute a pass: torch's number, or fewer while other programs keep processors busy.
+
+    Where one thread has no processor, all wait for it at the next barrier. So if n threads lose the share f of a pass,
+    it takes 1 / (1 - f) as long at least, and n - 1 threads would take at most n / (n - 1) as long: they are quicker
+    for f > 1 / n.
+    """
+
+    PASSES = 32
+    """After so many, one thread more is tried again: two passes that take twice as long cost a sixteenth then."""
+    ENOUGH = 0.75
+    """Of 1 / n, since passes do not quite take n / (n - 1) as long: they wait for memory, too."""
+
+    def __init__(self) -> None:
+        self._most = self._now = 0
+        self._lost = 0.0  # of the last passes, the last one counting half
+        self._left = 0
+
+    def size(self) -> int:
+        """Return the number of threads for the next pass."""
+        if (most := torch.get_num_threads()) != self._most:
+            self._most = self._now = most
+            self._lost = 0.0
+        return self._now
+
+    def follow(self, lost: float) -> None:
+        """lost: the largest share of the last pass in which a thread wanted a processor and had none."""
+        self._lost = (self._lost + lost) / 2
+        if self._now > 1 and self._lost > self.ENOUGH / self._now:
+            self._now, self._lost, self._left = self._now - 1, 0.0, self.PASSES
+        elif self._now < self._most:
+            self._left -= 1
+            if self._left <= 0:
+                self._now += 1
+                self._lost, self._left = self.ENOUGH / self._now, self.PASSES
+
+
 class _Layout(NamedTuple):
     """Where a pass of so many rows finds its memory, in bytes."""
 
@@ -334,6 +371,7 @@ class Executor:
         self.hidden, self._logits = logits.x.width, logits.of.outputs
         self._divisor, self._factor, self._cap = logits.divisor, logits.factor, logits.cap
         self._scales = (logits.divisor, logits.factor, logits.cap) != (1, 1, 0)
+        self._crew = _Crew()
         self._room = np.empty(0, np.uint8)
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the arguments of `_layout`
         described = _described()
@@ -496,17 +534,15 @@ class Executor:
         """
         if outputs and not 0 <= min(outputs) <= max(outputs) < self.outputs:
             raise ValueError(f"outputs={outputs}: the model has the outputs 0 to {self.outputs - 1}")
-        like, threads, ids, positions = self.like, torch.get_num_threads(), sequences[0].ids, sequences[0].positions
+        like, threads, ids, positions = self.like, self._crew.size(), sequences[0].ids, sequences[0].positions
         if len(sequences) > 1:
             ids, positions = (np.concatenate([one[i] for one in sequences]) for i in (0, 1))
         rows, table = self._attend_to(sequences), self._sequences
         most_keys, longest = max(table["keys_of_step"].tolist()), max(table["length"].tolist())
         layout, parts = self._parts(rows, threads, most_keys, longest.bit_length())
         shown = rows if shown is None else shown
-        logits = like.new_empty(shown, self._logits)
-        kept = {i: like.new_empty(rows, self.hidden) for i in outputs}
-        said, count = likeliest
-        count = min(count, self._logits)
+        logits, kept = like.new_empty(shown, self._logits), {i: like.new_empty(rows, self.hidden) for i in outputs}
+        said, count = likeliest[0], min(likeliest[1], self._logits)
         if not 0 < count <= MAX_COUNT or self._scales:
             said = count = 0
         tokens, probabilities = np.empty((said, count), np.int64), np.empty((said, count), np.float32)
@@ -528,9 +564,11 @@ class Executor:
         now.logits, now.tokens, now.probabilities = logits.data_ptr(), tokens.ctypes.data, probabilities.ctypes.data
         now.longest, now.most_keys, now.has_near = longest, most_keys, not is_prompt
         now.room_bytes, now.private_bytes, now.rows, now.shown = layout.for_each, layout.private, rows, shown
-        now.said, now.likeliest, now.threads = said, count, threads
+        lost = np.zeros(threads)
+        now.said, now.likeliest, now.threads, now.lost = said, count, threads, lost.ctypes.data
         self.digests[:] = 0
         has_nan = _kernels()[like.dtype](ctypes.byref(now))
+        self._crew.follow(max(lost.tolist()))
         if self._scales:
             logits = self._scaled(logits)
         return logits, kept, bool(has_nan), (tokens, probabilities) if said else None

@@ -593,20 +593,36 @@ AnyCache = LookaheadCache | SeparateCaches
 """What holds the sequences of a call."""
 
 
+class CountedCache(DynamicCache):
+    """A cache whose layers keep states alone, which do not say how many positions they have seen. So lookahead says it.
+
+    It goes from call to call of a wrapped model. The model's own decoding would not count.
+    """
+
+    length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+
 def empty_cache(model: PreTrainedModel) -> DynamicCache | None:
     """Make a cache for a call of generate() that the next call goes on from.
 
-    None if the model takes no such cache, or if its layers keep states alone: it then reads everything again.
+    None if the model takes no such cache, or if its layers keep states alone and it is not wrapped: it then reads
+    everything again.
     """
     if compat.cache_argument(model) is None:
         return None
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return cache if counts_positions(cache) else None
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    if counts_positions(cache):
+        return cache
+    return CountedCache(config=config) if getattr(model, "lookahead", None) is not None else None
 
 
 def counts_positions(cache: Cache) -> bool:
-    """Whether a cache knows how many positions it holds. One whose layers keep states alone does not."""
-    return any(hasattr(layer, "get_seq_length") for layer in cache.layers)
+    """Whether a cache knows how many positions it holds. One whose layers keep states alone does not by itself."""
+    return isinstance(cache, CountedCache) or any(hasattr(layer, "get_seq_length") for layer in cache.layers)
 
 
 def keep(layers: list[InPlaceLayer], paths: list[list[int]]) -> None:

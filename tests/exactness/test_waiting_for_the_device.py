@@ -1,0 +1,24 @@
+"""How often a step makes the host wait for a GPU, counted on a device that computes on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_each_token_waits_once():
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS, Path(__file__).parent)))}
+    command = [sys.executable, str(TESTS / "counted_device.py")]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for kind, found in json.loads(done.stdout).items():
+        # A token: itself, whether the text ends with it, and whether the scores left a choice. A step: whether a guess
+        # has overflowed (not the last step of a text, which may have none), and what the pool learns from its logits.
+        assert found["to host"] <= found["tokens"] + 2 * found["steps"] + 1, (kind, found)
+        # A step also waits for its pass, to time it.
+        assert found["waits"] <= found["to host"] + found["steps"], (kind, found)
+        # A step: its tokens with their positions, its mask, and the moves of what was accepted.
+        assert found["to device"] <= 3 * found["steps"], (kind, found)

@@ -1,0 +1,120 @@
+"""Programs: what a family's page says is what the model computes, and the C++ computes what the reference says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_fused import FAMILIES, LEFT_OUT, VARIANTS
+from torch import nn
+from transformers import CONFIG_MAPPING
+from zoo import tiny_model
+
+from lookahead.cpu import blocks, native
+from lookahead.cpu.executor import Executor, Rows
+from lookahead.cpu.operations import Add, Embed, Logits, Norm, Products, Value
+from lookahead.cpu.products import Linear
+from lookahead.cpu.program import Program
+from lookahead.cpu.reference import Reference, State
+from lookahead.models.families import HOMES, page_for, page_of
+from lookahead.models.families.lfm2 import Lfm3
+from lookahead.passes.rounding import relative_error
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("family", "settings"), [*((family, {}) for family in FAMILIES), *VARIANTS])
+def test_a_page_says_what_the_model_computes(family, settings):
+    model = tiny_model(family, **settings)
+    for parameter in model.parameters():  # norms and biases, too
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    page, ids = page_of(model), torch.arange(3, 12)
+    program, positions = page.program(), torch.arange(len(ids))
+    rotary = {name: page.rotary_tables(torch.zeros(1), positions[None], name) for name in program.rotaries}
+    hidden = {layer: positions[:, None] < positions for layer in program.caches}
+    for layer, unseen in hidden.items():
+        if (window := page.windows()[layer]) is not None:
+            unseen |= positions[:, None] - positions >= window
+    caches = program.caches.items()
+    empty = {layer: tuple(torch.zeros(heads, 0, size) for size in sizes) for layer, (heads, *sizes) in caches}
+    found = Reference(program, ids, positions, rotary, empty, hidden, states_before(program))
+    with torch.no_grad():
+        expected = model(ids[None], output_hidden_states=True)
+    assert relative_error(found.logits, expected.logits[0]) < 1e-5
+    for i, states in enumerate(expected.hidden_states):
+        assert relative_error(found.outputs[i], states[0]) < 1e-5
+
+
+def states_before(program: Program) -> dict[int, State]:
+    """Of each layer that keeps one, before any token."""
+    return {
+        layer: State(torch.zeros(shape.channels, shape.columns), torch.zeros(shape.of_state))
+        for layer, shape in program.states.items()
+    }
+
+
+def test_all_families_have_been_tried():
+    pages = {name: page_for(name) for name in HOMES}
+    assert [page.__name__ + page.suffix for page in pages.values()] == list(pages)
+    missing = set() if "lfm3" in CONFIG_MAPPING else {Lfm3}  # in older transformers
+    tried = {type(page_of(tiny_model(family))) for family in [*FAMILIES, *LEFT_OUT]}
+    assert tried == set(pages.values()) - missing
+
+
+def test_random_programs_are_computed_as_the_reference_says():
+    """`make test-native` runs more of them, under sanitizers."""
+    environment = os.environ | {
+        "KERNELS": str(native.FOLDER),
+        "CAPABILITY": native.CAPABILITY,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "native")]),
+    }
+    command = [sys.executable, str(ROOT / "scripts" / "native" / "fuzz.py"), "60", "0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "60 programs from 0 on: nothing found" in done.stdout, done.stdout + done.stderr
+
+
+def test_threads_meet_six_times_a_layer():
+    program = page_of(tiny_model("llama", num_hidden_layers=3)).program()
+    assert sum(Executor(program)._operations["meets"]) == 6 * 3
+
+
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize(("rows", "threads"), [(1, 1), (5, 2), (70, 3)])
+def test_a_pass_finds_the_digests_of_the_weights_that_it_reads(dtype, rows, threads):
+    x, y, z = Value(64), Value(130), Value(192)
+    linears = [Linear(torch.randn(n, 64).to(dtype)) for n in (130, 192, 700)]
+    made = [Embed(x, torch.randn(9, 64).to(dtype)), Products(x, tuple(linears[:2]), (y, z)), Logits(x, linears[2])]
+    executor, ids = Executor(Program(made), digested={0, 2}), np.arange(rows) % 9
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(2):
+            executor.run([Rows(ids, ids, [], [], [], 0)], {}, likeliest=(1, 2))
+    finally:
+        torch.set_num_threads(before)
+    assert [digest.tobytes() for digest in executor.digests[[0, 2]]] == list(map(blocks.digest_of, linears[::2]))
+    assert not executor.digests[1].any()
+
+
+def test_a_value_does_not_take_the_place_of_one_that_is_still_read():
+    """As where attention and MLP both read the hidden states before either is added."""
+    width = Value(32)
+    x, attended, more, both = (Value(32) for _ in range(4))
+    linear = Linear(torch.eye(32))
+    made = [
+        Embed(x, torch.randn(9, 32)),
+        Products(x, (linear,), (attended,)),
+        Add(x, both, attended),
+        Norm(x, width, torch.ones(32), 1e-5, size=32),
+        Products(width, (linear,), (more,)),
+        Add(both, out := Value(32), more),
+        Logits(out, linear),
+    ]
+    ids = np.arange(5)
+    logits, *_ = Executor(Program(made)).run([Rows(ids, ids, [], [], [], 0)], {})
+    expected = made[0].weight[:5]
+    expected = 2 * expected + nn.functional.rms_norm(expected, (32,), eps=1e-5)
+    assert relative_error(logits, expected) < 1e-5

@@ -1,0 +1,311 @@
+"""Turns of a conversation: what earlier ones have read and written is found again, and the answer stays the same."""
+
+import asyncio
+import json
+import random
+
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from zoo import tiny_model
+
+import lookahead
+from lookahead import DEMO_MODEL, LookaheadConfig
+from lookahead.tools.server.answering import End, Words
+from lookahead.tools.server.fields import CHAT, Wishes, read_request
+from lookahead.tools.server.generations import Generations
+from lookahead.tools.server.parsing import Call
+from lookahead.tools.server.prefixes import Prefixes, size_of
+from lookahead.tools.server.reading import Prompt, Reader, Written, digests
+
+CONFIG = LookaheadConfig(budget=6, window_size=2, ngram_size=3)
+# It writes calls in its own way, and leaves reasoning out.
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ header or '' }}"
+    "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}{# </think> #}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "x"}}]
+ASKED = [{"role": "system", "content": "import os"}, {"role": "user", "content": "def main():"}]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def read(demo, tokenizer):
+    """Reads a chat's prompt. `read.said` keeps what was written after it."""
+    written = Written()
+    reader = Reader(demo, tokenizer, written)
+
+    def prompt(messages, **more):
+        asked, wishes = read_request({"messages": messages} | more, CHAT, "demo", 4096, reader.reserved)
+        (found,) = reader.read(asked, wishes)
+        return found
+
+    def said(prompt, text, content, calls=()):
+        ids = [*prompt.ids, *tokenizer(text, add_special_tokens=False).input_ids]
+        conversation = prompt.conversation
+        written.keep(conversation.with_answer(content, [Call(*one) for one in calls]), conversation.rendered, ids)
+        return ids
+
+    prompt.said, prompt.written = said, written
+    return prompt
+
+
+def test_an_answer_is_found_as_it_was_written(read, tokenizer):
+    """With its reasoning, its blanks, and the call as the model has written it, over several turns."""
+    messages = ASKED
+    for turn, text in enumerate((
+        '<think>so  be it</think>x = 1<tool_call>{"name":"f",  "arguments":{"a":1,"b":[2]}}</tool_call><|end|>',
+        '<tool_call>{"arguments": {}, "name": "f"}</tool_call><|end|>',
+    )):  # fmt: skip
+        prompt = read(messages, tools=TOOLS)
+        content = "x = 1" if "x = 1" in text else ""
+        arguments = '{"b": [2], "a": 1}' if content else "{}"
+        ids = read.said(prompt, text, content, [("f", arguments)])
+        call = {"id": f"call{turn}", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        answer = {"role": "assistant", "content": content or None, "tool_calls": [call]}
+        messages = [*messages, answer, {"role": "tool", "tool_call_id": f"call{turn}", "content": "y = 2"}]
+        following = read(messages, tools=TOOLS)
+        assert following.ids[: len(ids)] == ids
+        assert tokenizer.decode(following.ids[len(ids) :]) == "\n[tool]\ny = 2<|end|>\n[assistant]\n"
+
+
+def test_an_answer_that_its_length_has_cut_goes_on_with_an_end(read, tokenizer):
+    ids = read.said(read(ASKED), "return [1, 2", "return [1, 2")
+    following = read([*ASKED, {"role": "assistant", "content": "return [1, 2"}, {"role": "user", "content": "z"}])
+    assert following.ids[: len(ids)] == ids
+    assert tokenizer.decode(following.ids[len(ids) :]) == "<|end|>\n[user]\nz<|end|>\n[assistant]\n"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"content": "x = 2"}, {"before": [*ASKED[:1], {"role": "user", "content": "def more():"}]},
+        {"header": "import re\n"}, {"tools": TOOLS}, {"before": ASKED[1:]}, {"content": " "},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_another_conversation_is_read_as_it_is_rendered(read, tokenizer, change):
+    read.said(read(ASKED), "<think>so</think>x = 1<|end|>", "x = 1")
+    more = {"tools": change["tools"]} if "tools" in change else {}
+    if "header" in change:
+        more["chat_template_kwargs"] = {"header": change["header"]}
+    answer = {"role": "assistant", "content": change.get("content", "x = 1")}
+    messages = [*change.get("before", ASKED), answer, {"role": "user", "content": "z"}]
+    rendered = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, tools=more.get("tools"),
+        **more.get("chat_template_kwargs", {}),
+    )  # fmt: skip
+    assert tokenizer.decode(read(messages, **more).ids) == rendered
+    assert "<think>" not in rendered
+
+
+def test_an_end_in_an_answer_is_not_taken_for_the_end_of_it(read, tokenizer):
+    read.said(read(ASKED), "a<|end|>", "a <|end|> b")
+    messages = [*ASKED, {"role": "assistant", "content": "a <|end|> b"}, {"role": "user", "content": "z"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(read(messages).ids) == rendered
+
+
+def test_a_template_that_writes_the_last_message_otherwise_is_let_alone(demo, tokenizer):
+    """Such as one that puts the tools before it. What was read then is not what stands there now."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last %}tools {% endif %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    )
+    reader = Reader(demo, tokenizer, written := Written())
+
+    def read(messages):
+        asked, wishes = read_request({"messages": messages}, CHAT, "demo", 4096, reader.reserved)
+        return reader.read(asked, wishes)[0]
+
+    prompt = read(ASKED)
+    ids = [*prompt.ids, *tokenizer("x = 1<|end|>", add_special_tokens=False).input_ids]
+    written.keep(prompt.conversation.with_answer("x = 1", []), prompt.conversation.rendered, ids)
+    messages = [*ASKED, {"role": "assistant", "content": "x = 1"}, {"role": "user", "content": "z"}]
+    assert tokenizer.decode(read(messages).ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_what_was_not_used_for_longest_is_forgotten_first():
+    written = Written(10)
+    for name in (b"a", b"b"):
+        written.keep(name, b"", [1] * 4)
+    assert written.find(b"a")
+    written.keep(b"c", b"", [2] * 4)
+    assert written.find(b"b") is None
+    assert written.find(b"a") == ([1] * 4, b"")
+    written.keep(b"c", b"", [3] * 6)
+    assert written.find(b"c") == ([3] * 6, b"")
+    written.keep(b"d", b"", [4] * 11)
+    assert [written.find(name) for name in (b"a", b"b", b"c", b"d")] == [None] * 4
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def generations(model, tokenizer, most, parallel=2):
+    engine = getattr(model, "lookahead", None)
+    written, prefixes = Written(), Prefixes(model, most)
+    return Generations(model, Reader(model, tokenizer, written), written, prefixes, engine, None, parallel)
+
+
+def answer(of, ids, most, count=1, **wishes):
+    """Return the tokens of the answers, as text, and how many of the prompt's were cached."""
+    wishes = Wishes(settings={"max_new_tokens": most} | wishes.pop("settings", {}), answers=count, **wishes)
+
+    async def ask():
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+        send = lambda number, piece: loop.call_soon_threadsafe(pieces.put_nowait, (number, piece))  # noqa: E731
+        of.begin([ids if isinstance(ids, Prompt) else Prompt(ids, [])], wishes, send)
+        texts, cached, open_ones = [""] * count, [], count
+        while open_ones:
+            number, piece = await asyncio.wait_for(pieces.get(), 60)
+            if isinstance(piece, Exception):
+                raise piece
+            if isinstance(piece, Words):
+                texts[number] += piece.text
+            open_ones -= isinstance(piece, End)
+            if isinstance(piece, End):
+                cached.append(piece.cached)
+        await of.ended()
+        return texts, cached
+
+    return asyncio.run(ask())
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    samples=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_answers_after_a_hit_are_those_of_the_cold_prompt(dtype, samples, seed):
+    """In bf16 too, where passes of our own read the prompts, also long ones, and write the answers."""
+    note(f"{dtype=} {samples=} {seed=}")
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=dtype).eval()
+    lookahead.wrap(model, CONFIG)
+    tokenizer, rng = AutoTokenizer.from_pretrained(DEMO_MODEL), random.Random(seed)
+    warm, cold = (generations(model, tokenizer, most) for most in (2**30, 0))
+    wishes = {"seed": seed, "settings": {"do_sample": samples}}
+    ids = [rng.randrange(3, 4000) for _ in range(rng.randint(20, 200))]
+    for turn in range(4):
+        (text,), (cached,) = answer(warm, ids, 24, **wishes)
+        assert answer(cold, ids, 24, **wishes) == ([text], [0])
+        assert cached > 0 or not turn
+        written = tokenizer(text, add_special_tokens=False).input_ids
+        ids = ids[: rng.randint(max(len(ids) // 2, 20), len(ids))] if rng.random() < 0.3 else ids + written
+        ids = ids + [rng.randrange(3, 4000) for _ in range(rng.randint(1, 90))]
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("family", ["lfm2", "mamba2", "gemma3_text", "llama"])
+def test_a_prompt_is_found_again_without_its_answer(family, wraps, tokenizer):
+    """Also where states and windows cannot be cut back: a prompt that goes on otherwise than the answer was."""
+    plain, model = tiny_model(family), tiny_model(family)
+    if wraps:
+        lookahead.wrap(model, CONFIG)
+    of, ids = generations(model, tokenizer, 2**30), list(range(3, 60))
+    for turn in range(3):
+        (text,), (cached,) = answer(of, ids, 12, settings={"do_sample": False})
+        wanted = plain.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
+        assert text == tokenizer.decode(wanted, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
+        reads_all = not turn or (family == "mamba2" and not wraps)  # states do not say what they have seen
+        assert cached in ([0] if reads_all else [len(ids) - 6, len(ids) - 7])
+        ids = [*ids, *(70 + turn for _ in range(6))]
+
+
+FAMILIES_WITH_STATES = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_key_heads": 2,
+                     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "lfm2": {}, "mamba2": {}, "zaya": {}, "gemma3_text": {},
+}  # fmt: skip
+SYSTEM = "import os\nimport sys\nimport json\nimport re\nfrom pathlib import Path\n"
+# As templates of reasoning models do, begins the answer with what no later turn shows.
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n<think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES_WITH_STATES)
+def test_chats_go_on_where_states_were_kept(family, tokenizer):
+    """At the end of the system's message, of the user's last one, and of the answer; the text is the cold prompt's."""
+    tokenizer.chat_template = THINKS
+    settings = FAMILIES_WITH_STATES[family] | {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    plain, model = (tiny_model(family, **settings) for _ in range(2))
+    of = generations(lookahead.wrap(model, CONFIG), tokenizer, 2**30)
+
+    def chat(*contents):
+        roles = ["system", *["user", "assistant"] * len(contents)]
+        messages = [{"role": role, "content": said} for role, said in zip(roles, contents, strict=False)]
+        asked, wishes = read_request({"messages": messages}, CHAT, "demo", 4096, of._reader.reserved)
+        (prompt,) = of._reader.read(asked, wishes)
+        (text,), (cached,) = answer(of, prompt, 12, settings={"do_sample": False})
+        wanted = plain.generate(torch.tensor([prompt.ids]), max_new_tokens=12, do_sample=False)[0, len(prompt.ids) :]
+        assert text == tokenizer.decode(wanted, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
+        return prompt.ids, text, tokenizer.decode(prompt.ids[:cached])
+
+    assert chat(SYSTEM, "def main():")[2] == ""
+    _, said, found = chat(SYSTEM, "class Reader:")
+    assert found == f"[system]\n{SYSTEM}<|end|>\n[user]\n"
+    asked = f"{found}class Reader:<|end|>\n[assistant]\n"
+    if family == "gemma3_text":  # whose windows can be cut back as long as they have not moved
+        return
+    for _ in range(2):
+        assert chat(SYSTEM, "class Reader:")[2] == asked
+        _, _, found = chat(SYSTEM, "class Reader:", "x = 1", "def more():")  # an answer that was changed
+        assert found == asked
+    ids, _, found = chat(SYSTEM, "class Reader:", said, "def more():")  # its own, with what it began with
+    assert found.startswith(f"{asked}<think>")
+    assert tokenizer.decode(ids).startswith(found)
+
+
+def test_states_that_are_kept_stay_under_their_bound(tokenizer):
+    """And two that begin with the same prompt at once write the same, whatever was kept of it."""
+    tokenizer.chat_template = THINKS
+    model = lookahead.wrap(tiny_model("lfm2", vocab_size=len(tokenizer), max_position_embeddings=1024), CONFIG)
+    for most in (0, 1, 30_000, 2**30):
+        of, texts = generations(model, tokenizer, most), set()
+        for number in range(6):
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{number // 3}"}]
+            asked, wishes = read_request({"messages": messages}, CHAT, "demo", 4096, of._reader.reserved)
+            (prompt,) = of._reader.read(asked, wishes)
+            two, _ = answer(of, prompt, 12, 2, settings={"do_sample": False})
+            assert two[0] == two[1]
+            texts.add((number // 3, two[0]))
+            assert of._prefixes.bytes == sum(size_of(kept.cache) for kept in of._prefixes._kept) <= most
+        assert len(texts) == 2
+
+
+def test_answers_to_one_prompt_follow_from_seeds_that_follow_each_other(demo, tokenizer):
+    model = lookahead.wrap(AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval(), CONFIG)
+    of, ids = generations(model, tokenizer, 2**30, parallel=3), tokenizer("def read_lines(path):\n" * 3).input_ids
+    answer(of, ids, 4)
+    three, cached = answer(of, ids, 20, 3, seed=5, settings={"do_sample": True})
+    assert cached == [len(ids) - 1] * 3
+    for number, text in enumerate(three):
+        torch.manual_seed(5 + number)
+        wanted = demo.generate(torch.tensor([ids]), do_sample=True, max_new_tokens=20)[0, len(ids) :]
+        assert text == tokenizer.decode(wanted, skip_special_tokens=True)
+    assert len(set(three)) == 3
+
+
+def test_digests_pass_over_what_no_text_depends_on():
+    call = {"id": "a", "function": {"name": "f", "arguments": {"a": 1}}}
+    of = [{"role": "assistant", "content": " x\n", "tool_calls": [call]}]
+    same = [{"role": "assistant", "content": "x", "tool_calls": [json.loads(json.dumps(call)) | {"id": "b"}]}]
+    assert list(digests(of)) == list(digests(same)) != list(digests([*same, *same]))[1:]
