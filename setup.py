@@ -28,7 +28,9 @@ from setuptools.command.build import build
 KERNELS = Path("lookahead", "cpu")
 SOURCES = Path(__file__).parent / KERNELS
 cpp = SimpleNamespace(**runpy.run_path(str(SOURCES / "cpp.py")))  # the package itself would import torch
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
+# Set where a wheel is built for another processor than this one, as linux-aarch64; sysconfig reads it, too.
+TARGET = os.environ.get("_PYTHON_HOST_PLATFORM", "")
+IS_X86 = (TARGET or platform.machine()).endswith(("x86_64", "AMD64"))
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 FLAVOURS = {  # compiler options by the processor's capability, in torch's words
     "AVX512_AMX": (*_AVX512, "-mavx512bf16", "-DHAS_TILES"),
@@ -47,6 +49,7 @@ FLAGS = (
 # Without OpenMP: torch has loaded one when the library is.
 LINKING = ("-undefined", "dynamic_lookup") if IS_MAC else ("-static-libgcc", "-Wl,--as-needed", "-s")
 OLDEST_GLIBC = 17  # 2.17; torch needs a newer one
+WITH_GLIBC = {"linux-x86_64": "x86_64", "linux-aarch64": "aarch64"}  # and how a wheel's name ends there
 
 
 class BuildError(Exception):
@@ -144,7 +147,7 @@ def build_kernels(folder: Path) -> None:
 
 def glibc_of(folder: Path) -> int | None:
     """The minor version of glibc 2 that all libraries in a folder need. None: they are for this system alone."""
-    if sysconfig.get_platform() != "linux-x86_64" or platform.libc_ver()[0] != "glibc":
+    if sysconfig.get_platform() not in WITH_GLIBC or platform.libc_ver()[0] != "glibc":
         return None
     try:
         return max([OLDEST_GLIBC, *(glibc_needed(library.read_bytes()) for library in folder.glob("*.so"))])
@@ -186,7 +189,7 @@ class BuildKernels(Command):
         self.ready = [beside / name for name in library_names().values()]
 
     def run(self) -> None:
-        is_ready = all(library.exists() for library in self.ready)
+        is_ready = not TARGET and all(library.exists() for library in self.ready)
         if is_ready and self.folder == SOURCES / "kernels":
             return
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -231,7 +234,9 @@ class Wheel(bdist_wheel):
         if self.root_is_pure:
             return super().get_tag()
         glibc = glibc_of(self.get_finalized_command("build_kernels").folder)
-        return "py3", "none", super().get_tag()[2] if glibc is None else f"manylinux_2_{glibc}_x86_64"
+        if glibc is None:
+            return "py3", "none", super().get_tag()[2]
+        return "py3", "none", f"manylinux_2_{glibc}_{WITH_GLIBC[sysconfig.get_platform()]}"
 
 
 if __name__ == "__main__":

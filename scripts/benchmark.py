@@ -11,8 +11,9 @@ the same seed, the prompt's number. OUT.md, OUT.json and the pictures are rewrit
     python scripts/benchmark.py --model M --never-slower --out OUT
 
 Prompts are Spec-Bench's question.jsonl, or any file of its format: one object a line with question_id, category and
-turns. Only the first turn is used, in the model's chat template if it has one. Peers are other libraries, on the CPU,
-each in its own Python environment (FOLDER/llama, FOLDER/vllm, FOLDER/lade) behind a worker in scripts/peers. A method
+turns, in the model's chat template if it has one. Of several turns, the last is decoded if the object also has replies,
+a text for each turn before it; else the first. Peers are other libraries, on the CPU,
+each in its own Python environment (FOLDER/llama, FOLDER/openvino, ...) behind a worker in scripts/peers. A method
 that fails gets a row with the reason.
 """
 
@@ -33,7 +34,7 @@ from transformers import BatchEncoding, PreTrainedModel
 import lookahead
 from bench import cli
 from bench.benchmark_page import draw, markdown
-from bench.corpora import RANDOM_LENGTH, category_of, first_of_each, tokenized_prompts
+from bench.corpora import RANDOM_LENGTH, category_of, conversation, first_of_each, tokenized_prompts
 from bench.methods import DEFAULT, KEEP_DRAWS, METHODS, PEERS, WITH_DRAFT_MODEL, Engines, Subject, as_inputs
 from bench.pages import command_line, write_results
 from bench.peer_process import PeerError
@@ -63,12 +64,25 @@ def bytes_of(weight: torch.Tensor) -> int:
     return sum(bytes_of(getattr(weight, name)) for name in names) or weight.nbytes
 
 
+def bytes_read(model: PreTrainedModel) -> int:
+    """Bytes of the weights that a pass of one row reads: all but an embedding that is no output layer, and experts that
+    are not chosen."""
+    chosen = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None)
+    embedding, projection = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    size = 0
+    for name, weight in model.named_parameters():
+        if weight is embedding and weight is not projection:
+            continue
+        size += bytes_of(weight) * chosen // len(weight) if ".experts." in name else bytes_of(weight)
+    return size
+
+
 def reading(model: PreTrainedModel) -> dict:
-    """Return the bytes of all weights, and the seconds that memory takes to read them in sequence: no pass takes less.
+    """Return `bytes_read`, and the seconds that memory takes to read so much in sequence.
 
     The time is the best of ten sums over up to 1 GiB of numbers.
     """
-    size = sum(map(bytes_of, model.parameters()))
+    size = bytes_read(model)
     numbers = torch.ones(min(size, 2**30) // 4, device=model.device)
     seconds = min(waited(numbers.sum, model.device) for _ in range(10))
     return {"bytes": size, "seconds": seconds * size / numbers.nbytes}
@@ -201,7 +215,7 @@ def main(
     else:
         read = read_prompts(prompts_file, limit)
         read = first_of_each(read, per_category) if per_category else read
-        texts, categories = [prompt["turns"][0] for prompt in read], list(map(category_of, read))
+        texts, categories = list(map(conversation, read)), list(map(category_of, read))
         temperatures, what = temperatures or [0.6, 0.0], prompts_file.name
     # Read the prompts of all models first, so that an error does not come after hours of measuring.
     count = len(categories)
@@ -220,8 +234,9 @@ def main(
                 options = decoding_options(max_new_tokens, temperature)
                 kind = f"{dtype}, weights in int8" if int8 else dtype
                 cell = {"model": name, "dtype": kind, "temperature": temperature, "context": context}
+                before = reading(subject.plain)
                 rows, failures = measure(subject, ids, categories, methods, options, repeats, f"{name}, {title(cell)}")
-                cell["reading"] = reading(subject.plain)
+                cell["reading"] = min(before, reading(subject.plain), key=lambda read: read["seconds"])
                 report["cells"].append({**cell, "table": summarise(rows, methods, failures), "prompts": rows})
                 versions |= {PEERS[method][0]: peer.versions for method, peer in subject.peers.items() if peer.versions}
                 report["environment"] = {

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench import cli
-from bench.corpora import prompt_ids
+from bench.corpora import conversation, prompt_ids
 from bench.methods import as_inputs, timed_by
 from bench.pages import command_line, heading, table, write_results
 from bench.timing import decoding_options
@@ -121,7 +121,7 @@ def page(where: dict, results: list[dict]) -> str:
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md and OUT.json.")
 def main(model_name, prompts_file, limit, dtype, temperatures, max_new_tokens, guesses, at_once, out) -> None:
     model, tokenizer = load(model_name, dtype, "cpu")
-    prompts = [prompt_ids(tokenizer, prompt["turns"][0], raw=False) for prompt in read_prompts(prompts_file, limit)]
+    prompts = [prompt_ids(tokenizer, conversation(prompt), raw=False) for prompt in read_prompts(prompts_file, limit)]
     where = {"command": command_line(__file__), **environment(model), "prompts": len(prompts)}
     results: list[dict] = []
     for temperature in temperatures:

@@ -10,11 +10,12 @@ from bench.speedups import OURS, RESAMPLES, SPREAD, gains, seconds_per_token, ti
 ENVIRONMENT = ("processor", "threads", "python", "torch", "transformers", "lookahead")
 
 BASELINES = (  # a token per step
-    "plain", "static-compiled", "lade-plain", "vllm-plain", "llama-plain", "llama-q8_0", "llama-q4_0",
+    "plain", "static-compiled", "lade-plain", "vllm-plain", "vllm-sgl", "llama-plain", "llama-q8_0", "llama-q4_0",
+    "openvino-plain", "ortgenai-plain",
 )  # fmt: skip
 OTHERS = (
     "prompt-lookup", "assisted", "lade-15-5-15", "vllm-ngram", "vllm-suffix", "llama-ngram-simple", "llama-ngram-mod",
-    *PUBLISHED,
+    "openvino-lookup", "economize-lookup", "ortgenai-ngram", *PUBLISHED,
 )  # fmt: skip
 FAMILIES = {"plain decoding": "tab:gray", "lookahead": "tab:blue", "others' guesses": "tab:orange"}
 
@@ -22,19 +23,21 @@ NOTES = f"""\
 - Prompts are in the model's chat template if it has one, unless the command says --raw.
 - Times are by the clock: for each prompt the median of its repeats. ms/token with the prompt divides the sum over the
   prompts by their new tokens; without the prompt, it leaves out the first token and the time until the second pass
-  begins. (llama.cpp's time after the first token is its server's own account. Beside the whole request's time stands,
-  after a slash, what the server itself accounts for.)
+  begins. (llama.cpp's and OpenVINO's time of the first token is their own account. Beside the time of llama.cpp's whole
+  request stands, after a slash, what its server itself accounts for.)
 - {OURS}'s share: {OURS}'s time per token as a share of that row's, the median over the prompts; below 1, {OURS} is
   faster.
 - x plain: the sum of plain's times by that row's. The brackets hold {SPREAD:.0%} of {RESAMPLES} resamples of the
   prompts.
+- x reading: ms/token without the prompt by the time in which as many threads read the weights of a pass once, in
+  sequence, in the same run. Guesses take it below 1, and weights in fewer bits than the model's.
 - first token: mean time until the first token exists and the second forward pass begins.
 - tokens/step: new tokens after the first, per forward pass after the prefill. The first pass of prompt-lookup and
   assisted already verifies guesses: there, all tokens per pass.
 - identical: prompts whose text equals plain's in every repeat, token for token; "-" for a method that draws other
   samples from the same seed. agree: share of all tokens that stand before the first difference. margin: where texts
   part, the largest gap between plain's best two tokens, in logits. llama-q8_0 and llama-q4_0 have other weights, so
-  other texts, unless the model's are of that kind.
+  other texts, unless the model's are of that kind; ortgenai computes in float32.
 - step cost: mean time of a step's forward pass, relative to steps-of-one, the same loop without guesses (for -torch
   methods, steps-of-one-torch).
 - efficiency: speed-up after the first token over steps-of-one (for -torch methods, over steps-of-one-torch), divided
@@ -43,7 +46,7 @@ NOTES = f"""\
 
 COLUMNS = [
     "method", "ms/token without the prompt", "with the prompt", f"{OURS}'s share, without", "with", "x plain",
-    "first token, ms", "tokens/step", "identical", "agree", "margin",
+    "x reading", "first token, ms", "tokens/step", "identical", "agree", "margin",
 ]  # fmt: skip
 STEP_COLUMNS = ["method", "x steps-of-one", "tokens/step", "step cost", "efficiency"]
 
@@ -64,9 +67,9 @@ def markdown(report: dict, pictures: list[Path]) -> str:
         size, seconds = cell["reading"]["bytes"], cell["reading"]["seconds"]
         parts += [
             f"## {cell['model']}, {title(cell)}",
-            f"Reading all weights, {size / 1e6:.0f} MB, takes {1000 * seconds:.2f} ms "
+            f"Reading the weights of a pass once, {size / 1e6:.0f} MB, takes {1000 * seconds:.2f} ms "
             f"({size / seconds / 1e9:.0f} GB/s). At one token per pass, that allows {1 / seconds:.0f} tokens/s.",
-            table(COLUMNS, (_cells(row, has_ratios=not why) for row in cell["table"]), "lrrrrrrrrrr"),
+            table(COLUMNS, (_cells(row, None if why else seconds) for row in cell["table"]), "lrrrrrrrrrrr"),
         ]
         if why:
             continue
@@ -96,16 +99,21 @@ def _number(row: dict, name: str, digits: int = 2) -> str:
     return "-" if row[name] is None else f"{row[name]:.{digits}f}"
 
 
-def _cells(row: dict, has_ratios: bool) -> list[str]:
+def _cells(row: dict, reading: float | None) -> list[str]:
+    """reading: seconds to read the weights of a pass; None for a page without ratios."""
     if "failed" in row:
         return [row["method"], f"failed: {row['failed'].replace('|', '/')}", *[""] * (len(COLUMNS) - 2)]
     low, high = row["interval"]
     own = "" if row["own_ms_per_token"] is None else f" / {row['own_ms_per_token']:.2f}"
-    ratios = [_number(row, "our_later_share"), _number(row, "our_share"),
-              f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})"]  # fmt: skip
+    ratios = [""] * 4
+    if reading:
+        later = row["ms_per_later_token"]
+        ratios = [_number(row, "our_later_share"), _number(row, "our_share"),
+                  f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})",
+                  "-" if later is None else f"{later / (1000 * reading):.2f}"]  # fmt: skip
     return [
         row["method"], _number(row, "ms_per_later_token"), _number(row, "ms_per_token") + own,
-        *(ratios if has_ratios else [""] * len(ratios)),
+        *ratios,
         _number(row, "first_token_ms", 1), _number(row, "tokens_per_step"),
         "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
         "-" if row["agreement"] is None else f"{row['agreement']:.0%}",

@@ -1,6 +1,7 @@
 """The prompts to decode, as token ids."""
 
 import collections
+import itertools
 from collections.abc import Sequence
 
 import click
@@ -34,22 +35,37 @@ def first_of_each(prompts: list[dict], count: int) -> list[dict]:
     return kept
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> list[int]:
-    """Return the tokens of a user's text in the model's chat template; with ``raw`` or without a template, of the text.
+def conversation(prompt: dict) -> list[str]:
+    """Return what a prompt says: its turns with the given replies between them, or the first turn if none are given.
 
-    Raises ClickException if the template refuses a text of a user alone.
+    Raises ClickException if there is not one reply for each turn but the last.
+    """
+    first, *others = prompt["turns"]
+    replies = prompt.get("replies", [])
+    if replies and len(replies) != len(others):
+        raise click.ClickException(f"prompt {prompt['question_id']} needs a reply for each of its turns but the last")
+    return [first, *itertools.chain.from_iterable(zip(replies, others, strict=False))]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, said: Sequence[str], raw: bool) -> list[int]:
+    """Return the tokens of what a user and the model said in turn, in the model's chat template; with ``raw`` or
+    without a template, of the texts one below the other.
+
+    Raises ClickException if the template refuses them.
     """
     if raw or tokenizer.chat_template is None:
-        return tokenizer(text).input_ids
+        return tokenizer("\n\n".join(said)).input_ids
+    roles = itertools.cycle(("user", "assistant"))
     try:
-        return render(tokenizer, [{"role": "user", "content": text}])["input_ids"][0].tolist()
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+        return render(tokenizer, messages)["input_ids"][0].tolist()
     except jinja2.TemplateError as error:
         raise click.ClickException(f"the chat template refuses a prompt: {error}; try --raw") from error
 
 
 def around(tokenizer: PreTrainedTokenizerBase, raw: bool) -> tuple[list[int], list[int]]:
     """Return the tokens that `prompt_ids` adds before and behind a text. Raises ClickException if it hides the text."""
-    ids, bare = prompt_ids(tokenizer, MARK, raw), tokenizer(MARK, add_special_tokens=False).input_ids
+    ids, bare = prompt_ids(tokenizer, [MARK], raw), tokenizer(MARK, add_special_tokens=False).input_ids
     for begin in range(len(ids)):
         if ids[begin : begin + len(bare)] == bare:
             return ids[:begin], ids[begin + len(bare) :]
@@ -83,10 +99,11 @@ def with_context(texts: list[list[int]], begin: list[int], length: int, end: Seq
 
 
 def tokenized_prompts(
-    name: str, texts: list[str] | None, contexts: list[int | None], count: int, new_tokens: int, raw: bool = False
+    name: str, texts: list[list[str]] | None, contexts: list[int | None], count: int, new_tokens: int, raw: bool = False
 ) -> dict[int | None, list[list[int]]]:
     """Return a model's prompts as token ids, for each context; without ``texts``, ``count`` prompts of random tokens.
 
+    texts: of each prompt, from `conversation`. With a context, what is said in it is one text.
     raw: do not put the texts into the model's chat template.
     Raises ClickException if the model cannot be read, or has too few positions for such prompts.
     """
@@ -100,9 +117,9 @@ def tokenized_prompts(
         if texts is None:
             prompts[None] = random_prompts(count, config.vocab_size)
         elif length is None:
-            prompts[None] = [prompt_ids(tokenizer, text, raw) for text in texts]
+            prompts[None] = [prompt_ids(tokenizer, said, raw) for said in texts]
         else:
-            bare = tokenizer(texts, add_special_tokens=False).input_ids
+            bare = tokenizer(["\n\n".join(said) for said in texts], add_special_tokens=False).input_ids
             begin, end = around(tokenizer, raw)
             prompts[length] = with_context(bare, begin, length, end)
     room = getattr(config, "max_position_embeddings", None)

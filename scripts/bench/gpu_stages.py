@@ -299,7 +299,7 @@ def texts(plan, report, *kind: str) -> Result:
         seen[prompt["category"]] += 1
     prompts = [prompt for _, prompt in sorted(by_turn, key=lambda pair: pair[0])][:limit]
     name = plan.model or str(lookahead.DEMO_MODEL)
-    turns = [prompt["turns"][0] for prompt in prompts]  # in the chat template already
+    turns = [prompt["turns"][:1] for prompt in prompts]  # in the chat template already
     ids = tokenized_prompts(name, turns, [None], len(prompts), new_tokens, raw=True)[None]
     model = _ballasted(plan) if "ballasted" in kind else name
     subject = Subject(model, _dtype(plan), plan.device, methods, None, None, timeout=180)

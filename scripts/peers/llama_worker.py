@@ -14,9 +14,7 @@ whole text, so that no token is delayed by being sent. The time after the first 
 """
 
 import atexit
-import hashlib
 import json
-import os
 import re
 import socket
 import subprocess
@@ -27,7 +25,7 @@ import urllib.request
 from argparse import Namespace
 from pathlib import Path
 
-from protocol import Answer, Decode, Request, arguments, serve
+from protocol import Answer, Decode, Request, arguments, converted, serve
 
 QUANTIZED = ("q8_0", "q4_0")
 METHODS = ("plain", "ngram-simple", "ngram-mod", *QUANTIZED)
@@ -43,13 +41,8 @@ PATIENCE = 300  # seconds that a server has to load a model
 
 def convert(model: Path, kind: str) -> Path:
     """Return the model as GGUF, and write it if it is not there. Raises RuntimeError with llama.cpp's reason."""
-    files = [(path.name, path.stat()) for path in sorted(model.glob("*.safetensors"))]
-    weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]  # altered ones are converted anew
-    digest = hashlib.sha256(repr((str(model.resolve()), weights)).encode()).hexdigest()[:12]
-    path = ROOT / "models" / f"{model.resolve().name}-{digest}-{kind}.gguf"
-    if not path.is_file():
-        path.parent.mkdir(exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
+
+    def write(unfinished: Path) -> None:
         if kind == "q4_0":  # which the script does not write
             command = [QUANTIZER, "--pure", convert(model, TYPES["float32"]), unfinished, kind]
         else:
@@ -58,8 +51,8 @@ def convert(model: Path, kind: str) -> Path:
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
             raise RuntimeError(f"llama.cpp cannot convert {model}: {said[-1]}")
-        unfinished.rename(path)
-    return path
+
+    return converted(model, f"{kind}.gguf", ROOT / "models", write)
 
 
 def body(request: Request) -> dict:

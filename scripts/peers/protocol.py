@@ -26,6 +26,7 @@ What libraries print goes to stderr. This file needs only the standard library.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -104,6 +105,23 @@ def end_tokens(model: Path) -> list[int]:
         if ids is not None:
             return ids if isinstance(ids, list) else [ids]
     return []
+
+
+def converted(model: Path, kind: str, folder: Path, convert: Callable[[Path], None]) -> Path:
+    """Return a model in the library's own format, made by ``convert`` if it is not in ``folder`` yet.
+
+    convert: writes the file or folder that it is given. kind: the end of its name. Altered weights are converted anew.
+    """
+    files = [(path.name, path.stat()) for path in sorted(model.glob("*.safetensors"))]
+    weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    digest = hashlib.sha256(repr((str(model.resolve()), weights)).encode()).hexdigest()[:12]
+    path = folder / f"{model.resolve().name}-{digest}-{kind}"
+    if not path.exists():
+        folder.mkdir(exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        convert(unfinished)
+        unfinished.rename(path)
+    return path
 
 
 def serve(load: Callable[[argparse.Namespace], tuple[Decode, dict[str, str]]], chosen: argparse.Namespace) -> None:

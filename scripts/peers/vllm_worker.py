@@ -2,6 +2,7 @@
 
 Methods (vLLM compiles the model for all of them, as is its default, and caches what it compiled):
 plain          no speculation
+sgl            the same, with SGLang's kernels for AMX (VLLM_CPU_SGL_KERNEL)
 ngram          prompt lookup, set up as in vLLM's documentation
 suffix         Arctic Inference's suffix trees, of the current prompt and answer alone
 suffix-shared  the same, also of earlier answers
@@ -21,6 +22,7 @@ OPENMP = os.path.join(sys.prefix, "lib", "libiomp5.so")
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 32}
 SPECULATION = {
     "plain": None,
+    "sgl": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
     "suffix": {**SUFFIX, "suffix_decoding_max_cached_requests": 0},
     "suffix-shared": SUFFIX,
@@ -28,7 +30,7 @@ SPECULATION = {
 }
 
 
-def settle_environment(threads: int, cache_gib: int) -> None:
+def settle_environment(threads: int, cache_gib: int, sgl: bool) -> None:
     """Start this program anew with the environment variables that vLLM needs from the start."""
     preloaded = os.environ.get("LD_PRELOAD", "")
     wanted = {
@@ -43,6 +45,7 @@ def settle_environment(threads: int, cache_gib: int) -> None:
         # The engine runs in this process: no messages between processes, and nothing polls while idle.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
+        "VLLM_CPU_SGL_KERNEL": str(int(sgl)),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -81,6 +84,8 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
     import torch
     from vllm import LLM, SamplingParams, TokensPrompt
 
+    if chosen.method == "sgl" and not torch.cpu._is_amx_tile_supported():
+        raise ValueError("SGLang's kernels need AMX, which this processor lacks: vLLM would run without them")
     repair_temperatures()
     speculation = SPECULATION[chosen.method]
     context = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
@@ -140,5 +145,5 @@ def load(chosen: Namespace) -> tuple[Decode, dict[str, str]]:
 if __name__ == "__main__":
     chosen = arguments()
     # benchmark_vllm.py keeps an engine for each method, benchmark.py one that serves long contexts.
-    settle_environment(chosen.threads, cache_gib=4 if chosen.requests == 1 else 1)
+    settle_environment(chosen.threads, 4 if chosen.requests == 1 else 1, sgl=chosen.method == "sgl")
     serve(load, chosen)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import benchmark
@@ -28,6 +29,7 @@ from lookahead.tools import contention
 from lookahead.tools.audit import choice_scores, next_logits
 from lookahead.tools.contention import BUSY, Span
 from lookahead.tools.loading import load
+from lookahead.tools.prompts import read_prompts
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +161,9 @@ def test_page(model, prompts, tmp_path):
     assert text.count("\n| guesses | steps-of-one | auto |") == 2
     assert "| method | code0 | code1 |" in text
     assert text.count("| plain | 1.00 | 1.00 |") == 2
-    assert text.count("Reading all weights, ") == 2
+    for cell in cells:
+        auto, once = rows_of(cell)["auto"], 1000 * cell["reading"]["seconds"]
+        assert f" | {auto['ms_per_later_token'] / once:.2f} | {auto['first_token_ms']:.1f} | " in text
 
 
 def test_a_busy_machine_has_no_ratios(model, prompts, tmp_path, machine):
@@ -220,8 +224,19 @@ def test_passes_of_this_model_alone_are_counted():
 def test_the_memory_limit():
     model = tiny_model("llama").bfloat16()
     found = benchmark.reading(model)
-    assert found["bytes"] == 2 * model.num_parameters()
+    assert found["bytes"] == 2 * (model.num_parameters() - model.get_input_embeddings().weight.numel())
     assert 0 < found["seconds"] < 1
+    assert benchmark.bytes_read(tiny_model("llama", tie_word_embeddings=True)) == found["bytes"] * 2
+
+
+def test_a_pass_reads_the_chosen_experts():
+    model = tiny_model("mixtral")
+    layers = [layer.mlp.experts for layer in model.model.layers]
+    left_out = sum(weight.nbytes for experts in layers for weight in experts.parameters())
+    chosen = left_out * model.config.num_experts_per_tok // model.config.num_local_experts
+    embedding = model.get_input_embeddings().weight.nbytes
+    assert 0 < chosen < left_out
+    assert benchmark.bytes_read(model) == 4 * model.num_parameters() - embedding - left_out + chosen
 
 
 @pytest.mark.parametrize("line", ["not json", '{"turns": ["x"]}', '{"question_id": 1, "category": "a", "turns": []}'])
@@ -475,7 +490,7 @@ def test_prompts_are_in_the_chat_template(chat_model):
     texts = ["def f(x):", "return y"]
 
     def written(contexts, raw=False) -> dict:
-        return corpora.tokenized_prompts(str(chat_model), texts, contexts, 2, 4, raw)
+        return corpora.tokenized_prompts(str(chat_model), [[text] for text in texts], contexts, 2, 4, raw)
 
     chats, by_length = written([None, 30])[None], written([None, 30])[30]
     assert [tokenizer.decode(ids) for ids in chats] == [f"<user>{text}\n<assistant>" for text in texts]
@@ -501,7 +516,27 @@ def test_a_template_that_does_not_fit(chat_model, template, contexts, message):
     tokenizer.chat_template = template
     tokenizer.save_pretrained(chat_model)
     with pytest.raises(click.ClickException, match=message):
-        corpora.tokenized_prompts(str(chat_model), ["one", "two"], contexts, 2, 4)
+        corpora.tokenized_prompts(str(chat_model), [["one"], ["two"]], contexts, 2, 4)
+
+
+def test_the_last_of_several_turns_is_decoded(chat_model):
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    prompt = {"question_id": 1, "turns": ["one", "three"], "replies": ["two"]}
+    said = corpora.conversation(prompt)
+    assert said == ["one", "two", "three"]
+    chat = tokenizer.decode(corpora.prompt_ids(tokenizer, said, raw=False))
+    assert chat == "<user>one\n<assistant>two\n<user>three\n<assistant>"
+    assert tokenizer.decode(corpora.prompt_ids(tokenizer, said, raw=True)) == "one\n\ntwo\n\nthree"
+    assert corpora.conversation({**prompt, "replies": []}) == ["one"]
+    with pytest.raises(click.ClickException, match="prompt 1 needs a reply"):
+        corpora.conversation({**prompt, "replies": ["two", "four"]})
+
+
+def test_the_prompts_of_chats():
+    """Benchmarks name their kinds and numbers."""
+    read = read_prompts(Path(__file__).parents[2] / "benchmarks" / "chats.jsonl", None)
+    assert [prompt["category"] for prompt in read] == ["multi-turn"] * 6 + ["code-edit"] * 6
+    assert [len(corpora.conversation(prompt)) for prompt in read] == [3, 3, 3, 3, 5, 5, *[1] * 6]
 
 
 def test_spec_bench_s_own_file(chat_model, tmp_path, monkeypatch):

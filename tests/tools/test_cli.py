@@ -10,6 +10,7 @@ import click
 import gguf
 import pytest
 import torch
+import unpack_gguf
 from click.testing import CliRunner
 from zoo import tiny_model
 
@@ -79,6 +80,18 @@ def test_a_gguf_file(tmp_path, monkeypatch):
     assert "cannot load the model on cpu" in run(PROMPT, "--model", str(tmp_path / "other.gguf")).stderr
     monkeypatch.setattr(loading, "is_gguf_available", lambda: False)
     assert "pip install gguf" in run(PROMPT, "--model", str(file)).stderr
+
+
+def test_a_gguf_file_as_a_folder(tmp_path):
+    """Other libraries read the folder, and it holds the same model."""
+    file, folder = tmp_path / "tiny.gguf", tmp_path / "tiny"
+    as_gguf(file)
+    options = ["--model", file, "--dtype", "float32", "--out", folder]
+    result = CliRunner().invoke(unpack_gguf.main, [str(option) for option in options])
+    assert result.exit_code == 0, result.output
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    command = (PROMPT, "--max-new-tokens", "40")
+    assert run(*command, "--model", str(folder)).stdout == run(*command).stdout
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.7, False), (42.1, True)])

@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lookahead import DEMO_MODEL
 
 PEERS = Path(__file__).parents[2] / "scripts" / "peers"
+LIBRARIES = ("lade", "vllm", "llama", "openvino", "economize", "ortgenai")
 UNKNOWN = dict.fromkeys(("drafted", "accepted", "first_seconds", "own_seconds"))
 REQUEST = {"prompts": [[5, 6]], "max_new_tokens": 3, "temperature": 0, "seed": 0}
 TOY = """
@@ -43,7 +45,7 @@ def peer(monkeypatch):
     """Import a module of scripts/peers."""
     monkeypatch.syspath_prepend(PEERS)
     yield importlib.import_module
-    for name in ("protocol", "lade_worker", "vllm_worker", "llama_worker"):
+    for name in ("protocol", *(f"{library}_worker" for library in LIBRARIES)):
         sys.modules.pop(name, None)
 
 
@@ -350,3 +352,144 @@ def test_requests_to_vllm(peer, monkeypatch, requests):
     assert requests > 1 or 0 < answer.first_seconds <= answer.seconds
     with pytest.raises(ValueError, match="--requests"):
         decode(replace(request, concurrency=5))
+
+
+def exported(worker, monkeypatch, tmp_path):
+    """Let a worker keep an empty export of a model below ``tmp_path``. Returns the exported models, one for each."""
+    done = []
+
+    def export(model, folder):
+        done.append(model)
+        folder.mkdir()
+
+    monkeypatch.setattr(worker, "export", export)
+    monkeypatch.setattr(worker, "version", str)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    return done
+
+
+@pytest.mark.parametrize("method", ["plain", "prompt-lookup"])
+def test_requests_to_openvino(peer, monkeypatch, tmp_path, method):
+    asked = SimpleNamespace()
+
+    class Pipeline:
+        def __init__(self, folder, device, **options):
+            asked.folder, asked.options = folder, options
+
+        def generate(self, prompt, options):
+            asked.prompt, asked.config = prompt, options
+            metrics = SimpleNamespace(
+                raw_metrics=SimpleNamespace(token_infer_durations=[1.0] * 4),
+                get_ttft=lambda: SimpleNamespace(mean=250.0),
+            )
+            return SimpleNamespace(tokens=[[7, 8, 9]], perf_metrics=metrics)
+
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda ids: ids.tolist()))
+    genai = SimpleNamespace(
+        LLMPipeline=Pipeline, SchedulerConfig=SimpleNamespace, GenerationConfig=SimpleNamespace,
+        TokenizedInputs=lambda ids, mask: (ids, mask),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    worker = peer("openvino_worker")
+    done = exported(worker, monkeypatch, tmp_path)
+    decode, _ = worker.load(chosen_by(method))
+    assert worker.load(chosen_by(method)) is not None
+    assert done == [Path(DEMO_MODEL)], "kept"
+    assert asked.folder.is_dir()
+    assert (asked.options["INFERENCE_PRECISION_HINT"], asked.options["KV_CACHE_PRECISION"]) == ("bf16", "bf16")
+    assert asked.options["scheduler_config"].enable_prefix_caching is False
+    answer = decode(peer("protocol").Request([[5, 6]], 7, 0, 1))
+    assert (answer.ids, answer.steps, answer.first_seconds) == ([[7, 8, 9]], 3, 0.25)
+    assert asked.prompt == ([[5, 6]], [[1, 1]])
+    assert asked.config.apply_chat_template is False
+    assert asked.config.stop_token_ids == set(peer("protocol").end_tokens(Path(DEMO_MODEL)))
+    assert not hasattr(asked.config, "do_sample")
+    assert hasattr(asked.config, "max_ngram_size") == ("prompt_lookup" in asked.options) == (method == "prompt-lookup")
+    decode(peer("protocol").Request([[5, 6]], 7, 0.7, 3))
+    assert (asked.config.do_sample, asked.config.temperature, asked.config.rng_seed) == (True, 0.7, 3)
+    with pytest.raises(ValueError, match="--method has to be one of plain, "):
+        worker.load(chosen_by("ngram"))
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram"])
+def test_requests_to_onnx_runtime(peer, monkeypatch, tmp_path, method):
+    asked = SimpleNamespace(search={}, speculation={})
+
+    class Config:
+        def __init__(self, folder):
+            asked.folder = Path(folder)
+
+        def overlay(self, text):
+            asked.overlay = json.loads(text)["model"]
+
+    class Parameters:
+        def __init__(self, model):
+            self.set_search_options, self.set_speculative_options = asked.search.update, asked.speculation.update
+
+    class Generator:
+        def __init__(self, model, parameters):
+            self.left = [9, 8, 2]
+
+        def append_tokens(self, prompt):
+            asked.prompt = prompt
+
+        def is_done(self):
+            return not self.left
+
+        def generate_next_token(self):
+            self.last = self.left.pop(0)
+
+        def get_next_tokens(self):
+            return [self.last]
+
+        def get_speculative_stats(self):
+            return {
+                "standard_fallback_steps": 1, "target_forward_passes": 1, "draft_tokens_evaluated": 3,
+                "draft_tokens_accepted": 1,
+            }  # fmt: skip
+
+    genai = SimpleNamespace(Config=Config, Model=lambda config: config, GeneratorParams=Parameters, Generator=Generator)
+    monkeypatch.setitem(sys.modules, "onnxruntime_genai", genai)
+    worker = peer("ortgenai_worker")
+    exported(worker, monkeypatch, tmp_path)
+    decode, _ = worker.load(chosen_by(method))
+    assert asked.folder.is_dir()
+    ends = peer("protocol").end_tokens(Path(DEMO_MODEL))
+    assert asked.overlay == {"decoder": {"session_options": {"intra_op_num_threads": 2}}, "eos_token_id": ends}
+    answer = decode(peer("protocol").Request([[5, 6]], 7, 0.7, 1))
+    assert answer.ids == [[9, 8, 2]]
+    assert (answer.steps, answer.drafted, answer.accepted) == ((2, None, None) if method == "plain" else (1, 3, 1))
+    assert asked.prompt == [5, 6]
+    assert (asked.search["max_length"], asked.search["top_k"], asked.search["temperature"]) == (9, 0, 0.7)
+    assert asked.speculation == worker.SPECULATION[method]
+    with pytest.raises(ValueError, match="--method has to be one of plain, ngram"):
+        worker.load(chosen_by("q8_0"))
+
+
+def test_requests_to_economize(peer, monkeypatch):
+    """Each streamed token has its time, and passes and guesses are economize's own counts."""
+    asked = SimpleNamespace()
+    result = SimpleNamespace(acceptance=[(7, 2), (3, 0)], cost_summary=lambda: {"exact_calls": 4})
+
+    def generate(ids, **options):
+        asked.options = options
+        for token in (ids, 7, 8):
+            options["streamer"].put(token)
+        options["on_results"]([result])
+        return torch.cat([ids, torch.tensor([[7, 8]])], -1)
+
+    economize = SimpleNamespace(apply=lambda *_: SimpleNamespace(generate=generate), DecodeConfig=SimpleNamespace)
+    lookup = SimpleNamespace(LookupConfig=SimpleNamespace)
+    for name, module in (("economize", economize), ("economize.techniques.lookup", lookup)):
+        monkeypatch.setitem(sys.modules, name, module)
+    worker = peer("economize_worker")
+    monkeypatch.setattr(worker, "version", str)
+    decode, _ = worker.load(chosen_by("lookup"))
+    answer = decode(peer("protocol").Request([[5, 6]], 7, 0, 1))
+    assert (answer.ids, answer.steps, answer.drafted, answer.accepted) == ([[7, 8]], 3, 10, 2)
+    assert 0 < answer.first_seconds <= answer.seconds
+    assert asked.options["decoding"].verifier == "greedy"
+    decode(peer("protocol").Request([[5, 6]], 7, 0.7, 1))
+    assert (asked.options["decoding"].verifier, asked.options["temperature"]) == ("rejection", 0.7)
+    with pytest.raises(ValueError, match="--method has to be lookup"):
+        worker.load(chosen_by("plain"))

@@ -103,6 +103,21 @@ def test_a_wheel_has_every_kernel_for_every_kind_of_processor(wheel):
         assert b"Root-Is-Purelib: false" in archive.read(described)
 
 
+@pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-g++"), reason="needs a cross compiler for ARM")
+def test_a_wheel_for_arm(sources, tmp_path):
+    """Built beside this machine's own libraries, one of which has the same name."""
+    sources = shutil.copytree(sources, tmp_path / "sources")
+    kernels = shutil.copytree(native.FOLDER, sources / "lookahead" / "cpu" / "kernels")
+    (kernels / f"DEFAULT-{cpp.digest()}.so").touch()
+    wheel = built(sources, tmp_path, CXX="aarch64-linux-gnu-g++", _PYTHON_HOST_PLATFORM="linux-aarch64")
+    assert wheel.name.endswith("_aarch64.whl")
+    assert "-py3-none-manylinux_2_" in wheel.name
+    library = f"lookahead/cpu/kernels/DEFAULT-{cpp.digest()}.so"
+    assert [name for name in names(wheel) if name.endswith(".so")] == [library]
+    with zipfile.ZipFile(wheel) as archive:
+        assert int.from_bytes(archive.read(library)[18:20], "little") == 183, "ELF's number of AArch64"
+
+
 def test_a_wheel_has_every_module(wheel, sources):
     modules = {str(path.relative_to(sources)) for path in sources.rglob("*.py")} - {"setup.py"}
     assert {name for name in names(wheel) if name.endswith(".py")} == modules
