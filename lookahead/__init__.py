@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lookahead.sources.eagle import EagleSource
     from lookahead.sources.layer_skip import LayerSkipSource
     from lookahead.sources.medusa import MedusaSource
+    from lookahead.sources.mtp import MtpSource
     from lookahead.sources.retrieval import RetrievalSource
     from lookahead.stats import Stats
     from lookahead.streaming import stream
@@ -43,6 +44,7 @@ __all__ = [
     "Lookahead",
     "LookaheadConfig",
     "MedusaSource",
+    "MtpSource",
     "NgramPool",
     "PoolFileError",
     "PoolSource",
@@ -71,6 +73,7 @@ _HOMES = {
     "Lookahead": "lookahead.engine.engine",
     "LookaheadConfig": "lookahead.config",
     "MedusaSource": "lookahead.sources.medusa",
+    "MtpSource": "lookahead.sources.mtp",
     "NgramPool": "ngram_pool",
     "PoolFileError": "ngram_pool",
     "PoolSource": "lookahead.guessing.pool",

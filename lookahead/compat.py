@@ -27,10 +27,13 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 from transformers import AttentionInterface, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # -- versions ---------------------------------------------------------------------------------------------------------
@@ -98,6 +101,15 @@ def own_cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | 
     """What the model's forward calls a cache that is no `Cache`; None if it takes none."""
     arguments = forward_arguments(model)
     return next((name for name in ("state", "mems", "past_buckets_states", "cache") if name in arguments), None)
+
+
+def tokens_that_end_stop_strings(criterion: StopStringCriteria) -> frozenset[int] | None:
+    """The tokens in which one of its stop strings can end; None if that may be any."""
+    if not criterion.target_lens.all():  # an empty one, which ends everywhere
+        return None
+    begin = criterion.max_valid_positions * criterion.num_stop_strings
+    can_end = (criterion.embedding_vec[:, begin:-1] > 0).any(dim=1)
+    return frozenset(can_end.nonzero()[:, 0].tolist())
 
 
 def is_callers_own(cache: Cache | None) -> bool:
@@ -284,13 +296,89 @@ def modes_of_users() -> list[str]:
     return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to; None if it was made in inference mode, which does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
 VERSION = attrgetter("_version")
 """How often a tensor that was not made in inference mode was written to. It is no function of Python's, for `map`."""
+
+
+# -- multi-token prediction -------------------------------------------------------------------------------------------
+
+MTP_COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""What configurations call the number of multi-token-prediction layers."""
+
+# Qwen's checkpoints have one such layer, whose norms and projection stand beside it. transformers knows their names
+# since 5.23, for Mellum's sake.
+_QWEN = (
+    (r"^layers\.(\d+)\.(?!(?:mtp_block|enorm|hnorm|eh_proj|post_norm)\.)", r"layers.\1.mtp_block."),
+    (r"^fc\.", "layers.0.eh_proj."),
+    (r"^pre_fc_norm_embedding\.", "layers.0.enorm."),
+    (r"^pre_fc_norm_hidden\.", "layers.0.hnorm."),
+    (r"^norm\.", "layers.0.post_norm."),
+)
+
+
+class _WithMtp:
+    """A model, with what transformers asks of one before it reads its multi-token-prediction layers."""
+
+    def __init__(self, model: PreTrainedModel, path: str):
+        self._model = model
+        self.config = copy.deepcopy(model.config)
+        self.config.name_or_path, self.config.dtype = path, model.dtype
+        text = self.config.get_text_config(decoder=True)
+        count = text.num_mtp_layers = next((n for name in MTP_COUNTS if (n := getattr(text, name, None))), 1)
+        if getattr(text, "layer_types", None) and not getattr(text, "mtp_layer_types", None):
+            text.mtp_layer_types = ["full_attention"] * count
+        if (kinds := getattr(text, "mlp_layer_types", None)) and not getattr(text, "mtp_mlp_layer_types", None):
+            text.mtp_mlp_layer_types = [kinds[-1]] * count
+        first = text.num_hidden_layers
+        # Classes name the places of the layers in the first checkpoints of their family.
+        numbers = "|".join(str(first + k) for k in range(count))
+        self._keys_to_ignore_on_load_unexpected = [r"(^|\.)mtp\.", rf"(^|\.)layers\.({numbers})\."]
+        known = getattr(model, "_weight_conversions", None)
+        known = get_model_conversion_mapping(model) if known is None else known
+        self._weight_conversions = [*(WeightRenaming(old, new) for old, new in _QWEN), *known]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def mtp_model(model: PreTrainedModel, path: str) -> MtpModel:
+    """Read the multi-token-prediction layers of a checkpoint, in the model's dtype; they share all else with the model.
+
+    Raises RuntimeError if a tensor is missing or has another shape, and what transformers raises for a model whose
+    layers it cannot make.
+    """
+    device = model.get_output_embeddings().weight.device
+    like_model: Any = _WithMtp(model, path)
+    heads = MtpModel.from_pretrained(like_model, device_map={"": device})
+    heads.set_attn_implementation("sdpa")  # which takes any mask
+    return heads.eval()
+
+
+def run_mtp_layer(
+    heads: MtpModel, layer: int, said: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, sees: torch.Tensor,
+    cache: Cache | None,
+) -> torch.Tensor:  # fmt: skip
+    """Run one of the layers over tokens of one text, and return its states of them, [n, hidden].
+
+    said: the tokens' embeddings, [n, hidden]. states: of the tokens before, which they are joined with. positions:
+    int64 [n]. sees: bool [n, keys], of the cache and then of these tokens.
+    """
+    turned, kind = None, {}
+    if heads.rotary_emb is not None:
+        if "layer_type" in inspect.signature(heads.rotary_emb.forward).parameters:
+            kind = {"layer_type": heads.config.layer_types[layer]}
+        axes = (3, 1, -1) if hasattr(heads.rotary_emb, "mrope_section") else (1, -1)  # 3 if the model also sees images
+        turned = heads.rotary_emb(said[None], position_ids=positions.expand(axes), **kind)
+    made = heads.layers[layer](
+        said[None], states[None], position_embeddings=turned, attention_mask=sees[None, None],
+        position_ids=positions[None], **{CACHE: cache},
+    )[0]  # fmt: skip
+    return heads.shared_post_norm(made) if heads.use_shared_post_norm else made
+
+
+def mtp_logits(heads: MtpModel, states: torch.Tensor) -> torch.Tensor:
+    """What the model's projection says of states that the layers have made."""
+    return heads._project_to_logits(states)
 
 
 # -- processors and kernels -------------------------------------------------------------------------------------------

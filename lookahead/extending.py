@@ -1,6 +1,6 @@
 """What the engine offers to writers of sources of guesses. `lookahead.sources` imports nothing else of this package."""
 
-from lookahead.compat import attention_implementation, copy_of_module
+from lookahead.compat import attention_implementation, copy_of_module, mtp_logits, mtp_model, run_mtp_layer
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.guessing.budget import Budget, Pace, average_length
@@ -8,7 +8,7 @@ from lookahead.guessing.combine import Combined, Ledger
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
 from lookahead.models.adapter import UnsupportedModelError, context_length, device_of, vocabulary_of
-from lookahead.models.cache import AnyCache, LookaheadCache
+from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, copy_of_cache
 from lookahead.models.layers import read_config
 from lookahead.models.state import State, state_of
 from lookahead.passes.capabilities import can_batch, choose_runner
@@ -48,12 +48,17 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "device_of",
     "vocabulary_of",
     "read_config",
+    "mtp_logits",
+    "mtp_model",
+    "run_mtp_layer",
     "State",
     "state_of",
     # Passes over it: what runs them, on which cache, and what they cost.
     "products",
     "AnyCache",
+    "InPlaceLayer",
     "LookaheadCache",
+    "copy_of_cache",
     "can_batch",
     "choose_runner",
     "StepCosts",

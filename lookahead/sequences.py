@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Sequences:
         self._texts: list[_Text] = []  # that have begun, in their order
         self._canceled: deque[Future] = deque()
         self._ledgers: dict[tuple[type, ...], Ledger] = {}  # what sources of texts have earned, by their classes
+        self._seconds = 0.0  # that the last step has taken
         self._stepping = threading.Lock()
 
     def __len__(self) -> int:
@@ -84,7 +86,11 @@ class Sequences:
             self._canceled.append(future)
 
     def step(self) -> bool:
-        """Begin a text that was submitted, or read a portion of its prompt; then take a step of all others.
+        """Begin texts that were submitted, and read portions of their prompts; then take a step of all others.
+
+        Prompts are read in the order of their texts: one portion, and further ones for as long as the last step took.
+        So no text waits for its first token for more than twice the time that its prompt and those before it take,
+        unless portions are missing (``prefill_chunk_size``).
 
         Returns whether there are texts that have not ended. Raises RuntimeError if another thread steps. An interrupt
         (KeyboardInterrupt) ends all texts.
@@ -101,12 +107,13 @@ class Sequences:
                 if text.future in canceled:
                     text.end(CancelledError())
             with torch.no_grad():  # as generate() decodes
-                if reading := next((text for text in self._texts if text.is_reading), None):
-                    reading.go_on()
+                self._read()
+                began = perf_counter()
                 live = [text for text in self._texts if text.is_live]
                 wanted = [text.wanted for text in live if text.wanted is not None]
                 for text, output in zip(live, run_together(wanted), strict=True):
                     text.go_on(output)
+                self._seconds = perf_counter() - began
         except BaseException as error:  # an interrupt, after which nobody knows how far the texts are
             for text in self._texts:
                 text.end(error)
@@ -115,6 +122,13 @@ class Sequences:
             self._texts = [text for text in self._texts if not text.future.done()]
             self._stepping.release()
         return len(self) > 0
+
+    def _read(self) -> None:
+        began = perf_counter()
+        while reading := next((text for text in self._texts if text.is_reading), None):
+            reading.go_on()
+            if perf_counter() - began >= self._seconds:
+                break
 
     def close(self) -> None:
         """Cancel all texts."""

@@ -7,8 +7,10 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation import BaseStreamer
+
+from lookahead.engine.sampling import NewTokensCriterion
 
 CONTEXT = 16  # least number of tokens that are decoded again before a new one, because decoders look back
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -109,15 +111,17 @@ def _run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: di
         thread.join()
 
 
-class StopWhenAsked(StoppingCriteria):
+class StopWhenAsked(NewTokensCriterion):
     """Ends generate() at its next token once ``asked`` is true or the main thread has ended."""
 
     def __init__(self) -> None:
         self.asked = False
 
+    def ends(self, new: list[int]) -> bool:
+        return self.asked or not threading.main_thread().is_alive()
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        stop = self.asked or not threading.main_thread().is_alive()
-        return torch.full((len(input_ids),), stop, dtype=torch.bool, device=input_ids.device)
+        return torch.full((len(input_ids),), self.ends([]), dtype=torch.bool, device=input_ids.device)
 
 
 class TextPieces:

@@ -7,6 +7,7 @@ prompt to prompt. Chat models get prompts in their chat template. The seed is th
 
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --heads FOLDER --heads FOLDER --out OUT
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --draft SMALL --temperature 0,0.7,1 --out OUT
+    python scripts/compare_sources.py --model M --prompts FILE.jsonl --mtp --out OUT
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --files NOTES --guesses 16,64 --out OUT
     python scripts/compare_sources.py --model M --prompts FILE.jsonl --published --guesses 16,64 --out OUT
 """
@@ -35,6 +36,7 @@ from lookahead import (
     Lookahead,
     LookaheadConfig,
     MedusaSource,
+    MtpSource,
     NgramPool,
     PoolSource,
     RetrievalSource,
@@ -182,6 +184,7 @@ def page(where: dict, results: list[dict]) -> str:
 @click.option("--draft", metavar="NAME_OR_PATH", help="Draft model.")
 @click.option("--files", type=cli.FOLDER, help="Folder of .txt files to look up what follows.")
 @click.option("--layer-skip", is_flag=True, help="Draft with the layers that `lookahead tune --layer-skip` found.")
+@click.option("--mtp", is_flag=True, help="The checkpoint's own multi-token-prediction layers.")
 @click.option("--published", is_flag=True, help="Token Recycling, RACER and Goose (scripts/bench/recycling.py).")
 @cli.prompts
 @cli.limit
@@ -193,7 +196,7 @@ def page(where: dict, results: list[dict]) -> str:
               help="In each step. One or several numbers, or auto.")  # fmt: skip
 @click.option("--out", type=cli.OUT, required=True, help="Write OUT.md and OUT.json.")
 def main(
-    model_name, heads, draft, files, layer_skip, published, prompts_file, limit, per_category, dtype, temperatures,
+    model_name, heads, draft, files, layer_skip, mtp, published, prompts_file, limit, per_category, dtype, temperatures,
     max_new_tokens, guesses, out,
 ) -> None:  # fmt: skip
     model, tokenizer = load(model_name, dtype, "cpu")
@@ -209,6 +212,8 @@ def main(
         others["files"] = RetrievalSource.of_files(sorted(files.rglob("*.txt")), tokenizer)
     if layer_skip:
         others["layer skip"] = LayerSkipSource(model)
+    if mtp:
+        others["MTP"] = MtpSource(model)
     if published:
         others |= {"Token Recycling": TokenRecyclingSource(), "RACER": RacerSource(), "Goose": GooseSource()}
     chosen = read_prompts(prompts_file, limit)

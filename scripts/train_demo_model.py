@@ -43,11 +43,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
     return np.concatenate([np.array([end, *encoding.ids], dtype=np.int32) for encoding in encodings])
 
 
-def sequences(tokens: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield sequences of CONTEXT + 1 ids without end; each epoch cuts at a new offset and shuffles the pieces."""
+def sequences(tokens: np.ndarray, rng: np.random.Generator, context: int = CONTEXT) -> Iterator[np.ndarray]:
+    """Yield sequences of context + 1 ids without end; each epoch cuts at a new offset and shuffles the pieces."""
     while True:
-        pieces = tokens[rng.integers(CONTEXT) :]
-        pieces = pieces[: len(pieces) // (CONTEXT + 1) * (CONTEXT + 1)].reshape(-1, CONTEXT + 1)
+        pieces = tokens[rng.integers(context) :]
+        pieces = pieces[: len(pieces) // (context + 1) * (context + 1)].reshape(-1, context + 1)
         for index in rng.permutation(len(pieces)):
             yield pieces[index]
 

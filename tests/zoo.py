@@ -33,6 +33,12 @@ LATENT = {
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48, "vocab_size": VOCABULARY}
 
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
+DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
 SETTINGS = {
     "llama": {},
     "mistral": {"sliding_window": WINDOW, **HEAD},
@@ -77,7 +83,7 @@ SETTINGS = {
     "llama4_text": {**HEAD, "attention_chunk_size": WINDOW, "num_local_experts": 2, "intermediate_size_mlp": 48},
     # Layers that keep a state: short convolution, linear attention, both kinds in one layer, states only.
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "qwen3_next": {**HEAD, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": {**HEAD, **EXPERTS, **DELTA},
     "falcon_h1": {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "zaya": {},  # computes its states by code of its own, which has no form over trees
@@ -96,6 +102,18 @@ ALIKE = {
         **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY},
     },
     "exaone4": {**HEAD, **MIXED},
+    "lfm3": {
+        **{"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3, **HEAD},
+        "sliding_window": WINDOW,
+    },
+    "qwen3_5_text": {**HEAD, **DELTA},
+    "qwen3_5_moe_text": {**HEAD, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 32},
+    "olmo_hybrid": DELTA,
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **{**MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "ernie4_5": {},

@@ -1,15 +1,16 @@
 // Attention of a step's or a prompt's tokens to the cache and to each other, for one sequence.
 //
-// Query heads that share a key head are computed together. A vector holds L of their queries; W vectors are computed at
-// a time. So one number of a key or a value serves all of them, nothing is transposed, and maxima and sums are computed
-// lane by lane. Keys are taken KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv
-// 1805.02867; Dao et al. 2022, arXiv 2205.14135, algorithm 1). Sums are in float32.
+// It goes along the keys, KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv 1805.02867;
+// Dao et al. 2022, arXiv 2205.14135, algorithm 1). In a vector of scores, a lane is a key: keys are transposed, and
+// unpacked to float32, once for all queries that share their head. In a vector of sums, a lane is a number of a value. So
+// both GEMMs have queries as rows, and no lane is idle however few queries there are. Sums are in float32.
 //
 // The bits of a sum depend on its order, and rows of a tree stand between others that they do not see. So in a step, keys
 // go by their positions. A row's near keys are those of its last NEAR to NEAR + KEYS - 1 positions. They are one block,
 // added up one by one in their order: there, a key that the row does not see has the weight 0 and leaves no trace. All
-// others are far keys, of the cache alone. Their blocks, and the parts that threads take, end at multiples of KEYS. So what
-// a row attends to is the same to the bit, whatever other rows a step has and wherever in the text it begins.
+// others are far keys, of the cache alone. Their blocks, and the parts that threads take, end at multiples of KEYS, and
+// the lane of a key follows from its position. So what a row attends to is the same to the bit, whatever other rows a step
+// has and wherever in the text it begins.
 
 #pragma once
 
@@ -20,18 +21,19 @@
 
 namespace attention {
 
+typedef Lanes<WIDTH>::Floats Floats;
+typedef Lanes<WIDTH>::Ints Ints;
+
 constexpr int KEYS = 64, MAX_SIZE = 576;
-constexpr long NEAR = 64;   // a guess is at most so deep, so that no far key is one of the step's own
-constexpr long PART = 256;  // far keys that a thread takes at a time, at least
+constexpr long NEAR = 64;    // a guess is at most so deep, so that no far key is one of the step's own
+constexpr long PART = 256;   // far keys that a thread takes at a time, at least
+constexpr int QUERIES = 48;  // of a block. To transpose keys takes a thirtieth of the GEMMs of so many
 constexpr int TILE_QUERIES = 128;  // queries that share the tiles of keys and values
-// Lanes of a vector, at most: a wider one than the processor's would stay in memory. Then vectors for sums, and lanes that
-// are computed at a time.
+// The register tile has ROWS queries by VECTORS. An FMA takes 4 cycles and two begin in each, so 8 sums or more hide that.
 #ifdef __AVX512F__
-constexpr int WIDEST = 16, REGISTERS = 24, LANES = 48;
-#elif defined(__AVX2__)
-constexpr int WIDEST = 8, REGISTERS = 8, LANES = 32;
+constexpr int ROWS = 6, VECTORS = 4;  // 24 sums, 4 vectors of b, a number of a: 29 of 32 registers
 #else
-constexpr int WIDEST = 4, REGISTERS = 8, LANES = 32;
+constexpr int ROWS = 6, VECTORS = 2;  // 12, 2 and 1: 15 of 16 registers
 #endif
 #ifdef HAS_TILES
 constexpr bool HAS_TILE_UNIT = true;
@@ -39,37 +41,97 @@ constexpr bool HAS_TILE_UNIT = true;
 constexpr bool HAS_TILE_UNIT = false;
 #endif
 constexpr float HIDDEN = std::numeric_limits<float>::lowest();
+constexpr float ABSENT = -std::numeric_limits<float>::infinity();  // the score of a lane without a key: its weight is 0
+
+// Numbers of a row that begins at the start of a vector.
+static inline long padded(long n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
 // a * b + sum, lane by lane. For pairs, both products are added, in float32.
-template <class Floats>
-static inline Floats multiply_add(float a, Floats b, Floats sum) {
-    return a * b + sum;
-}
+static INLINE Floats multiply_add(float a, Floats b, Floats sum) { return a * b + sum; }
 
 #ifdef __AVX512BF16__
 typedef int32_t Pair __attribute__((may_alias, aligned(2)));
 
-static inline Lanes<8>::Floats multiply_add(Pair a, Lanes<8>::Ints b, Lanes<8>::Floats sum) {
-    return (Lanes<8>::Floats)_mm256_dpbf16_ps((__m256)sum, (__m256bh)(Lanes<8>::Ints{} + a), (__m256bh)b);
-}
-
-static inline Lanes<16>::Floats multiply_add(Pair a, Lanes<16>::Ints b, Lanes<16>::Floats sum) {
-    return (Lanes<16>::Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(Lanes<16>::Ints{} + a), (__m512bh)b);
+static INLINE Floats multiply_add(Pair a, Ints b, Floats sum) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(Ints{} + a), (__m512bh)b);
 }
 #endif
 
-// c[i] += a[i * row + j * column] * b[j], summed over j < k, for M rows i of c and k rows j of b, of W vectors each.
-template <class By, int W, int M, class Floats, class Factors>
-static inline void multiply_tile(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b,
-                                 long k) {
-    Floats sums[M][W];
-    for (int i = 0; i < M; i++)
-        for (int w = 0; w < W; w++) sums[i][w] = c[i * W + w];
-    for (long j = 0; j < k; j++)
-        for (int i = 0; i < M; i++)
-            for (int w = 0; w < W; w++) sums[i][w] = multiply_add(a[i * row + j * column], b[j * W + w], sums[i][w]);
-    for (int i = 0; i < M; i++)
-        for (int w = 0; w < W; w++) c[i * W + w] = sums[i][w];
+// Prefetch n numbers of what is wanted KEYS keys later. A core can wait for some 16 lines at a time, so these are asked for
+// a few at a time, between products.
+template <class T>
+static INLINE void prefetch(const T* x, long n) {
+    for (long byte = 0; byte < n * long(sizeof(T)); byte += 64) __builtin_prefetch((const char*)x + byte, 0, 2);
+}
+
+// A GEMM: a[i][j] * b[j], summed over j < k in this order, times `scaling` or, if it ADDS, added to c[i] before. Rows of each
+// are so many numbers apart.
+template <class By, class B = typename By::Factor>
+struct Gemm {
+    float* c;
+    const typename By::Factor* a;
+    const B* b;  // factors, or values that become factors in registers
+    long c_row, a_row, b_row, k;
+    float scaling = 1;
+
+    // For m rows, in register tiles of about equal size, and n vectors.
+    template <bool ADDS>
+    void run(long m, long n) const {
+        const long tiles = (m + ROWS - 1) / ROWS, rows = (m + tiles - 1) / tiles;
+        for (long v = 0; v < n; v += v + VECTORS <= n ? VECTORS : 1)
+            for (long i = 0; i < m; i += rows) {
+                const Gemm some = {c + i * c_row + v * WIDTH, a + i * a_row, b + v * WIDTH, c_row, a_row, b_row, k, scaling};
+                if (v + VECTORS <= n)
+                    some.template tile_of<ADDS, VECTORS>(std::min(rows, m - i));
+                else
+                    some.template tile_of<ADDS, 1>(std::min(rows, m - i));
+            }
+    }
+
+   private:
+    template <bool ADDS, int N, int M = ROWS>
+    INLINE void tile_of(long rows) const {
+        if constexpr (M > 0) {
+            if (rows == M)
+                tile<ADDS, M, N>();
+            else
+                tile_of<ADDS, N, M - 1>(rows);
+        }
+    }
+
+    template <bool ADDS, int M, int N>
+    void tile() const {
+        Floats sums[M][N];
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int v = 0; v < N; v++) sums[i][v] = ADDS ? load(c + i * c_row + v * WIDTH) : Floats{};
+        for (long j = 0; j < k; j++) {
+            typename By::Factors factors[N];
+            if constexpr (sizeof(B) < sizeof *a) prefetch(b + (KEYS + j) * b_row, N * WIDTH);
+            UNROLL for (int v = 0; v < N; v++) factors[v] = By::load(b + j * b_row + v * WIDTH);
+            UNROLL for (int i = 0; i < M; i++)
+                UNROLL for (int v = 0; v < N; v++) sums[i][v] = multiply_add(a[i * a_row + j], factors[v], sums[i][v]);
+        }
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int v = 0; v < N; v++)
+                store(ADDS ? sums[i][v] : sums[i][v] * scaling, c + i * c_row + v * WIDTH);
+    }
+};
+
+// The bits of the first n numbers, WIDTH floats or 2 * WIDTH bf16 numbers at most, and zeros behind them.
+template <class T>
+static INLINE Ints some_bits(const T* x, long n) {
+    Ints some = {};
+    if (n >= long(sizeof some / sizeof(T))) {
+        memcpy(&some, x, sizeof some);
+        return some;
+    }
+#ifdef __AVX512F__
+    if constexpr (sizeof(T) == 2) return (Ints)_mm512_maskz_loadu_epi16((1u << n) - 1, x);
+    return (Ints)_mm512_maskz_loadu_epi32((1u << n) - 1, x);
+#else
+    memcpy(&some, x, n * sizeof(T));
+    return some;
+#endif
 }
 
 // How queries, keys, values and their weights become the factors of products. Here a product takes its numbers one by
@@ -77,32 +139,41 @@ static inline void multiply_tile(Floats* c, const typename By::Factor* a, long r
 struct BySingles {
     static constexpr int TOGETHER = 1;
     typedef float Factor;
-    template <int L>
-    using Factors = typename Lanes<L>::Floats;
+    typedef Floats Factors;
 
-    template <class Floats, class T>
-    static void put(T x, long, int lane, Floats& to) {
-        ((float*)&to)[lane] = number(x);
+    // A query of this size as factors.
+    template <class T>
+    static void take(const T* x, long size, float* to) {
+        for (long d = 0; d < size; d++) to[d] = number(x[d]);
     }
 
-    // n keys, or values, of this size as factors. They are converted into room if necessary.
-    static const float* keys(const float* x, long, long, float*) { return x; }
-    static const float* values(const float* x, long, long, float*) { return x; }
-    static const float* keys(const BFloat16* x, long n, long size, float* room) { return values(x, n, size, room); }
+    // Put lanes of keys into their row: a number of each, or two, of which the second ones go into the next row.
+    static INLINE void put(Ints lanes, const float*, float* to) { memcpy(to, &lanes, sizeof lanes); }
+    static INLINE void put(Ints lanes, const BFloat16*, float* to) {
+        const Ints low = lanes << 16, high = lanes & ~0xffff;
+        memcpy(to, &low, sizeof low), memcpy(to + KEYS, &high, sizeof high);
+    }
 
-    static const float* values(const BFloat16* x, long n, long size, float* room) {
-        long i = 0;
-        for (; i + 16 <= n * size; i += 16) {
-            const Lanes<16>::Ints some = bits<16>(x + i) << 16;
-            memcpy(room + i, &some, sizeof some);
-        }
-        for (; i < n * size; i++) room[i] = number(x[i]);
+    // n values of this size as factors, in rows of `padded` numbers. They are unpacked into room if necessary.
+    static const float* values(const float* x, long n, long size, long, float* room) {
+        if (padded(size) == size) return x;
+        for (long j = 0; j < n; j++) std::copy_n(x + j * size, size, room + j * padded(size));
         return room;
     }
+    static const float* values(const BFloat16* x, long n, long size, long, float* room) {
+        for (long j = 0; j < n; j++, x += size, room += padded(size)) {
+            prefetch(x + KEYS * size, size);
+            long d = 0;
+            for (; d + WIDTH <= size; d += WIDTH) store(load(x + d), room + d);
+            for (; d < size; d++) room[d] = number(x[d]);
+        }
+        return room - n * padded(size);
+    }
 
-    template <int W, class Floats>
-    static const Floats* weights(Floats* p, long, Floats*) {
-        return p;
+    static void round_weights(float*, long) {}
+    template <class T>
+    static INLINE Floats load(const T* x) {
+        return ::load(x);
     }
 };
 
@@ -112,62 +183,77 @@ struct BySingles {
 struct ByPairs {
     static constexpr int TOGETHER = 2;
     typedef Pair Factor;
-    template <int L>
-    using Factors = typename Lanes<L>::Ints;
+    typedef Ints Factors;
 
-    template <class Ints>
-    static void put(BFloat16 x, long d, int lane, Ints& to) {
-        ((uint32_t*)&to)[lane] |= uint32_t(x) << 16 * (d % 2);
-    }
+    static void take(const BFloat16* x, long size, Pair* to) { memcpy(to, x, size * sizeof *x); }
 
-    static const Factor* keys(const BFloat16* x, long, long, Factor*) { return (const Factor*)x; }
+    static INLINE void put(Ints lanes, const BFloat16*, Pair* to) { memcpy(to, &lanes, sizeof lanes); }
 
-    // size is a multiple of 16. If n is odd, the last value is paired with zeros.
-    static const Factor* values(const BFloat16* x, long n, long size, Factor* room) {
-        for (long j = 0; j < n; j += 2)
-            for (long d = 0; d < size; d += 16) {
-                Lanes<16>::Ints pairs = bits<16>(x + j * size + d);
-                if (j + 1 < n) pairs |= bits<16>(x + (j + 1) * size + d) << 16;
-                memcpy(room + j / 2 * size + d, &pairs, sizeof pairs);
+    // size is a multiple of WIDTH. lone: 1 if the first value is the second one of its pair, else 0.
+    static const Pair* values(const BFloat16* x, long n, long size, long lone, Pair* room) {
+        for (long j = -lone, pair = 0; j < n; j += 2, pair++)
+            for (long d = 0; d < size; d += WIDTH) {
+                Ints both = {};
+                if (j >= 0) both |= bits<WIDTH>(x + j * size + d);
+                if (j + 1 < n) both |= bits<WIDTH>(x + (j + 1) * size + d) << 16;
+                memcpy(room + pair * size + d, &both, sizeof both);
             }
         return room;
     }
 
-    template <int W, class Ints, class Floats>
-    static const Ints* weights(Floats* p, long n, Ints* room) {
-        std::fill(p + n * W, p + (n + 1) * W, Floats{});
-        for (long i = 0; i < (n + 1) / 2 * W; i++) {
-            const Floats* two = p + i / W * 2 * W + i % W;
-            room[i] = rounded<Ints>(two[0]) | rounded<Ints>(two[W]) << 16;
+    static INLINE Ints load(const Pair* x) {
+        Ints some;
+        memcpy(&some, x, sizeof some);
+        return some;
+    }
+
+    // n of them, in place.
+    static void round_weights(float* p, long n) {
+        for (long j = 0; j < n; j += WIDTH) {
+            const __m256bh some = _mm512_cvtneps_pbh(_mm512_loadu_ps(p + j));
+            memcpy((BFloat16*)p + j, &some, sizeof some);
         }
-        return room;
     }
 };
 #endif
 
-// `multiply_tile` for m rows of c. Meanwhile, `bytes` bytes from `next` on are prefetched.
-template <class By, int W, class Floats, class Factors>
-static inline void multiply(Floats* c, const typename By::Factor* a, long row, long column, const Factors* b, long m,
-                            long k, const void* next, long bytes) {
-    constexpr int TILE = std::min(8, REGISTERS / W);
-    long i = 0;
-    for (; i + TILE <= m; i += TILE) {
-        for (long byte = bytes * i / m; byte < bytes * (i + TILE) / m; byte += 64)
-            __builtin_prefetch((const char*)next + byte, 0, 2);
-        multiply_tile<By, W, TILE>(c + i * W, a + i * row, row, column, b, k);
-    }
-    for (; i < m; i++) multiply_tile<By, W, 1>(c + i * W, a + i * row, row, column, b, k);
-}
-
 // Scores that are capped: cap * tanh(score / cap).
-template <int L, class Floats>
 static inline Floats capped(Floats score, float cap) {
-    const Floats power = exponential<L>((score < 0 ? score : -score) * (2 / cap));
+    const Floats power = exponential<WIDTH>((score < 0 ? score : -score) * (2 / cap));
     const Floats size = cap * (1.0f - power) / (1.0f + power);
     return score < 0 ? -size : size;
 }
 
-// The queries of some lanes over some of the keys: unnormalised sums, to be joined with those over the other keys.
+// Write n keys of this size as columns, the first one as column `lead`: number d of all keys, or the pair in which it is,
+// is a row of KEYS factors. Columns without a key, in vectors that have one, become 0. Later keys are prefetched.
+template <class By, class T>
+static void transpose_keys(const T* x, long n, long size, long lead, typename By::Factor* to) {
+    constexpr long OF_LANE = sizeof(float) / sizeof(T), TOGETHER = OF_LANE * WIDTH;  // numbers
+    for (long column = 0; column < lead + n; column += WIDTH)
+        for (long d = 0; d < size; d += TOGETHER) {
+            const T* const from = x + (column - lead) * size + d;
+            typename By::Factor* const rows = to + d / By::TOGETHER * KEYS + column;
+            Ints v[WIDTH];
+            if (lead <= column && column + WIDTH <= lead + n && d + TOGETHER <= size) {
+                UNROLL for (int i = 0; i < WIDTH; i++) {
+                    v[i] = some_bits(from + i * size, TOGETHER);
+                    __builtin_prefetch(from + (KEYS + i) * size, 0, 2);
+                }
+                transpose(v);
+                UNROLL for (int i = 0; i < WIDTH; i++) By::put(v[i], x, rows + i * OF_LANE / By::TOGETHER * KEYS);
+                continue;
+            }
+            for (int i = 0; i < WIDTH; i++) {
+                const long key = column - lead + i;
+                v[i] = 0 <= key && key < n ? some_bits(from + i * size, size - d) : Ints{};
+            }
+            transpose(v);
+            for (int i = 0; i < WIDTH && d + i * OF_LANE < size; i++)
+                By::put(v[i], x, rows + i * OF_LANE / By::TOGETHER * KEYS);
+        }
+}
+
+// The queries of a block over some of the keys: unnormalised sums, to be joined with those over the other keys.
 struct Part {
     float* largest;  // [queries]
     float* total;    // [queries]
@@ -175,15 +261,12 @@ struct Part {
 };
 
 // What `Attention::run` needs beside registers. It lies in the caller's room, for a thread's stack may be small.
-template <class By, int L, int W>
+template <class By>
 struct Space {
-    typedef typename Lanes<L>::Floats Floats;
-    typedef typename By::template Factors<L> Factors;
-
-    Floats sums[MAX_SIZE * W];
-    Factors q[MAX_SIZE / By::TOGETHER * W], weights[KEYS / By::TOGETHER * W];
-    typename By::Factor room[KEYS / By::TOGETHER * MAX_SIZE];
-    Floats p[(KEYS + 1) * W];  // and further ones behind, if there are more near keys: see `room_for`
+    float sums[QUERIES * MAX_SIZE];         // [queries][padded value_size]
+    typename By::Factor q[QUERIES * MAX_SIZE];  // [queries][size]
+    typename By::Factor room[KEYS * MAX_SIZE];  // of keys, [size][KEYS], then of values, [keys][padded value_size]
+    float p[QUERIES * KEYS];  // scores, then weights; and further ones behind, if there are more near keys: see `room_for`
 };
 
 // The end of the part of far keys in which position `from` lies. There are two parts for each doubling of a text.
@@ -225,7 +308,7 @@ struct Attention {
     bool in_tiles() const {
         return HAS_TILE_UNIT && sizeof(T) == 2 && size % 32 == 0 && value_size % 32 == 0 && !more;
     }
-    long lanes() const { return in_tiles() ? TILE_QUERIES : LANES; }
+    long lanes() const { return in_tiles() ? TILE_QUERIES : QUERIES; }
     long blocks() const { return (queries() + lanes() - 1) / lanes(); }
 
     // Queries of a key head, from `first` on, `lanes` at most, over keys begin..end-1, the far ones. Without a part, these
@@ -238,21 +321,22 @@ struct Attention {
 #ifdef __AVX512BF16__
         if constexpr (sizeof(T) == 2)
             if (key_size() % 16 == 0 && more_size % 16 == 0 && value_size % 16 == 0 && !floats_are_faster())
-                return block_by<ByPairs>(head, first, begin, end, part, room);
+                return run<ByPairs>(head, first, begin, end, part, room);
 #endif
-        block_by<BySingles>(head, first, begin, end, part, room);
+        run<BySingles>(head, first, begin, end, part, room);
     }
 
-    // The same over the near keys, for LANES queries at most.
+    // The same over the near keys, for QUERIES queries at most.
     void near_block(long head, long first, const Part* part, void* room) const {
-        block_by<BySingles, true>(head, first, 0, keys, part, room);
+        run<BySingles, true>(head, first, 0, keys, part, room);
     }
 
     // Join `count` parts of a query of a key head. Those of all its queries lie behind those of the part before.
     void join(long head, long query, const Part& parts, long count) const {
         const long n = queries(), of = head * (heads / key_heads) + query / rows;
         const float sink = sinks ? number(sinks[of]) : HIDDEN;
-        float largest = sink, total = 0, sums[MAX_SIZE] = {};
+        float largest = sink, total = 0, sums[MAX_SIZE];
+        std::fill_n(sums, value_size, 0.0f);
         for (long i = 0; i < count; i++) largest = std::max(largest, parts.largest[i * n + query]);
         for (long i = 0; i < count; i++) {
             const float share = exponential<8>(Lanes<8>::Floats{} + parts.largest[i * n + query] - largest)[0];
@@ -265,113 +349,119 @@ struct Attention {
     }
 
    private:
-    // What is added to the score of key j of a row.
+    // Hide what a row does not see of n keys from `begin` on, whose scores these are.
     template <bool IS_NEAR>
-    float added(long row, long j) const {
-        if (near && (j < near[row]) == IS_NEAR) return HIDDEN;
-        const long masked_key = j - free();
-        if (masked_key < 0) return 0;
-        const long place = row * masked + masked_key;
-        return mask ? number(mask[place]) : (hidden ? hidden[place] : masked_key > row) ? HIDDEN : 0.0f;
+    void hide(long row, long begin, long n, float* scores) const {
+        if (near) {
+            const long at = std::min(std::max(0L, near[row] - begin), n);
+            std::fill(scores + (IS_NEAR ? 0 : at), scores + (IS_NEAR ? at : n), HIDDEN);
+        }
+        const long from = std::max(0L, free() + (is_causal() ? row + 1 : 0) - begin);
+        const long of = row * masked + begin - free();
+        for (long j = from; j < n; j++)
+            if (mask)
+                scores[j] += number(mask[of + j]);
+            else
+                scores[j] = is_causal() || hidden[of + j] ? HIDDEN : scores[j];
+    }
+
+    // Make weights of the scores of a query, and add them to its total. Scores in earlier blocks were `largest` at most.
+    // Returns what the sums of those are to be multiplied by.
+    template <bool IS_NEAR>
+    static float weigh(float* scores, long n, float& largest, Floats& total) {
+        const float before = largest;
+        Floats most = Floats{} + before;
+        for (long j = 0; j < n; j += WIDTH) {
+            const Floats some = load(scores + j);
+            most = some > most ? some : most;
+        }
+        most = over_lanes(most, [](Floats a, Floats b) { return a > b ? a : b; });
+        largest = most[0];
+        const float fade = largest > before ? exponential<WIDTH>(before - most)[0] : 1;
+        total *= fade;
+        for (long j = 0; j < n; j += WIDTH) {
+            const Floats weights = exponential<WIDTH>(load(scores + j) - most);
+            store(weights, scores + j);
+            if (!IS_NEAR) total += weights;
+        }
+        if (IS_NEAR)
+            for (long j = 0; j < n; j++) total[0] += scores[j];
+        return fade;
     }
 
     template <class By, bool IS_NEAR = false>
-    void block_by(long head, long first, long begin, long end, const Part* part, void* room) const {
-        const long left = queries() - first;
-        constexpr int NARROW = std::min(8, WIDEST);
-        if (left <= 8)
-            run<By, NARROW, 8 / NARROW, IS_NEAR>(head, first, begin, end, part, room);
-        else if (left <= 16)
-            run<By, WIDEST, 16 / WIDEST, IS_NEAR>(head, first, begin, end, part, room);
-        else if (left <= 32)
-            run<By, WIDEST, 32 / WIDEST, IS_NEAR>(head, first, begin, end, part, room);
-        else
-            run<By, WIDEST, LANES / WIDEST, IS_NEAR>(head, first, begin, end, part, room);
-    }
-
-    template <class By, int L, int W, bool IS_NEAR>
     void run(long head, long first, long begin, long end, const Part* part, void* of_thread) const {
-        typedef typename Lanes<L>::Floats Floats;
-        constexpr int TOGETHER = By::TOGETHER;
-        auto& [sums, q, weights, room, first_p] = *(Space<By, L, W>*)of_thread;
-        Floats* const p = first_p;
-        const long groups = heads / key_heads;
-        const int lanes = std::min<long>(L * W, queries() - first);
+        typedef typename By::Factor Factor;
+        constexpr long TOGETHER = By::TOGETHER;
+        auto& [sums, q, room, first_p] = *(Space<By>*)of_thread;
+        float* const p = first_p;
+        const int count = std::min<long>(QUERIES, queries() - first);
         const T *keys_here = key + head * key_stride, *values_here = value + head * value_stride;
         const T* const more_here = more + head * more_stride;
-        const long of_key = key_size();
-        Floats largest[W], total[W] = {};
-        memset(q, 0, sizeof q);
-        std::fill(sums, sums + value_size * W, Floats{});
-        std::fill(largest, largest + W, Floats{} + HIDDEN);
-        long row[L * W], least_near = keys, most_near = 0;
-        T* outs[L * W];
-        for (int lane = 0; lane < lanes; lane++) {
-            const long of = head * groups + (first + lane) / rows;
-            row[lane] = (first + lane) % rows;
-            const T* x = query + of * head_stride + row[lane] * row_stride;
-            for (long d = 0; d < size; d++) By::put(x[d], d, lane % L, q[d / TOGETHER * W + lane / L]);
-            outs[lane] = out + (row[lane] * heads + of) * value_size;
-            if (near) least_near = std::min(least_near, near[row[lane]]), most_near = std::max(most_near, near[row[lane]]);
+        const long of_key = key_size(), width = padded(value_size);
+        float largest[QUERIES];
+        Floats total[QUERIES];
+        long row[QUERIES], most_row = 0, least_near = keys;
+        const auto head_of = [&](int i) { return head * (heads / key_heads) + (first + i) / rows; };
+        for (int i = 0; i < count; i++) {
+            row[i] = (first + i) % rows, largest[i] = HIDDEN, total[i] = Floats{};
+            By::take(query + head_of(i) * head_stride + row[i] * row_stride, size, q + i * size / TOGETHER);
+            most_row = std::max(most_row, row[i]);
+            if (near) least_near = std::min(least_near, near[row[i]]);
         }
-        long from = free();  // the first key that some row does not see; near ones, behind the first that all rows have
-        if (is_causal()) {
-            end = std::min(end, from + *std::max_element(row, row + lanes) + 1);
-            from += *std::min_element(row, row + lanes) + 1;
-        }
-        if (IS_NEAR)
-            begin = least_near;
-        else
-            from = std::min(from, least_near);
+        std::fill_n(sums, count * width, 0.0f);
+        if (is_causal()) end = std::min(end, free() + most_row + 1);
+        if (IS_NEAR) begin = least_near;
         for (long n; begin < end; begin += n) {
             n = IS_NEAR ? end - begin : std::min<long>(KEYS - (start + begin) % KEYS, end - begin);
-            std::fill(p, p + n * W, Floats{});
+            const long lead = IS_NEAR ? 0 : (start + begin) % WIDTH, columns = padded(lead + n);
             for (long j = 0; j < n; j += KEYS) {
                 const long m = std::min<long>(KEYS, n - j);
-                multiply<By, W>(p + j * W, By::keys(keys_here + (begin + j) * of_key, m, of_key, room), of_key / TOGETHER,
-                                1, q, m, of_key / TOGETHER, values_here + (begin + j) * value_size,
-                                m * value_size * sizeof(T));
+                transpose_keys<By>(keys_here + (begin + j) * of_key, m, of_key, lead, room);
                 if (more)
-                    multiply<By, W>(p + j * W, By::keys(more_here + (begin + j) * more_size, m, more_size, room),
-                                    more_size / TOGETHER, 1, q + of_key / TOGETHER * W, m, more_size / TOGETHER, nullptr, 0);
+                    transpose_keys<By>(more_here + (begin + j) * more_size, m, more_size, lead,
+                                       room + of_key / TOGETHER * KEYS);
+                const Gemm<By> gemm = {p + j, q, room, columns, size / TOGETHER, KEYS, size / TOGETHER, scaling};
+                gemm.template run<false>(count, padded(lead + m) / WIDTH);
             }
-            for (long j = 0; j < n * W; j++) p[j] *= scaling;
-            if (cap)
-                for (long j = 0; j < n * W; j++) p[j] = capped<L>(p[j], cap);
-            const auto hide = [&](long j, long last) {
-                for (; j < last; j++)
-                    for (int lane = 0; lane < lanes; lane++)
-                        ((float*)(p + (j - begin) * W))[lane] += added<IS_NEAR>(row[lane], j);
-            };
-            if (IS_NEAR && least_near < most_near) hide(begin, std::min(from, most_near));
-            hide(std::max(begin, from), begin + n);
-            for (int w = 0; w < W; w++) {
-                const Floats before = largest[w];
-                for (long j = w; j < n * W; j += W) largest[w] = p[j] > largest[w] ? p[j] : largest[w];
-                const Floats fade = exponential<L>(before - largest[w]);
-                total[w] *= fade;
-                for (long d = w; d < value_size * W; d += W) sums[d] *= fade;
-                for (long j = w; j < n * W; j += W) total[w] += p[j] = exponential<L>(p[j] - largest[w]);
+            for (int i = 0; i < count; i++) {
+                float *const own = p + i * columns, *const sum = sums + i * width;
+                for (long j = 0; j < columns && cap; j += WIDTH) store(capped(load(own + j), cap), own + j);
+                std::fill(own, own + lead, ABSENT), std::fill(own + lead + n, own + columns, ABSENT);
+                hide<IS_NEAR>(row[i], begin, n, own + lead);
+                const float fade = weigh<IS_NEAR>(own, columns, largest[i], total[i]);
+                if (fade != 1)
+                    for (long d = 0; d < width; d += WIDTH) store(load(sum + d) * fade, sum + d);
+                By::round_weights(own, columns);
             }
             for (long j = 0; j < n; j += KEYS) {
-                const long m = std::min<long>(KEYS, n - j);
-                multiply<By, W>(sums, By::values(values_here + (begin + j) * value_size, m, value_size, room), 1,
-                                value_size, By::template weights<W>(p + j * W, m, weights), value_size,
-                                (m + TOGETHER - 1) / TOGETHER,
-                                keys_here + (begin + j + KEYS) * of_key, m * of_key * sizeof(T));
+                const long m = std::min<long>(KEYS, n - j), lone = lead % TOGETHER;  // values that have no pair before them
+                const T* const v = values_here + (begin + j) * value_size;
+                const Factor* const weights = (const Factor*)p + (lead + j) / TOGETHER;
+                const auto add = [&](const auto* factors) {
+                    typedef std::decay_t<decltype(*factors)> B;
+                    const Gemm<By, B> gemm = {sums, weights, factors, width, columns, width, (lone + m + TOGETHER - 1) / TOGETHER};
+                    gemm.template run<true>(count, width / WIDTH);
+                };
+                if constexpr (TOGETHER == 1)
+                    if (count <= ROWS && width == value_size) {  // else they are unpacked once for several tiles
+                        add(v);
+                        continue;
+                    }
+                add(By::values(v, m, value_size, lone, room));
             }
         }
-        const float *const of_lanes = (const float*)sums, *const totals = (const float*)total;
-        if (!part) {
-            for (int lane = 0; lane < lanes; lane++)
-                for (long d = 0; d < value_size; d++) store(of_lanes[d * W * L + lane] / totals[lane], outs[lane] + d);
-            return;
+        for (int i = 0; i < count; i++) {
+            const float all = over_lanes(total[i], [](Floats a, Floats b) { return a + b; })[0];
+            const float* const sum = sums + i * width;
+            if (part) {
+                part->largest[first + i] = largest[i], part->total[first + i] = all;
+                std::copy_n(sum, value_size, part->sums + (first + i) * value_size);
+            } else {
+                T* const to = out + (row[i] * heads + head_of(i)) * value_size;
+                for (long d = 0; d < value_size; d++) store(sum[d] / all, to + d);
+            }
         }
-        memcpy(part->largest + first, largest, lanes * sizeof(float));
-        memcpy(part->total + first, total, lanes * sizeof(float));
-        for (int lane = 0; lane < lanes; lane++)
-            for (long d = 0; d < value_size; d++)
-                part->sums[(first + lane) * value_size + d] = of_lanes[d * W * L + lane];
     }
 };
 

@@ -8,13 +8,21 @@
 // code rounds to its dtype, so does this.
 
 #include <sched.h>
+#include <time.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
+#include <climits>
 
 #include "digest.h"
 #include "head_products.h"
 #include "peaks.h"
 #include "products.h"
+#include "recurrence.h"
 #include "threads.h"
 #include "tile_attention.h"
 
@@ -23,17 +31,19 @@ using namespace products;
 constexpr long BLOCK = 48;        // outputs that a thread takes at a time, by vectors
 constexpr long MOST_PARTS = 128;  // of keys, for texts of any length
 constexpr long LOOKED_AT = 512;   // logits of a row that are looked at as soon as they are there
-constexpr int SPINS = 4096;
+constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a tenth of the shortest turn of another program
 
 // The structures that Python fills are described once, here: each field has 8 bytes, and `describe` says its name and
 // kind. So are the limits that Python keeps: products of an operation, experts of a layer, outputs that threads share out
-// together, and bytes of a `Choice`.
-#define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8)
+// together, bytes of a `Choice`, and inputs that a convolution reads, or that a state holds of each channel, and
+// keys of a head of a state.
+#define LIMITS(DO) DO(MOST_PRODUCTS, 8) DO(MOST_EXPERTS, 512) DO(OUTPUTS_TOGETHER, 16) DO(CHOICE_BYTES, 8) DO(MOST_TAPS, 8) \
+    DO(MOST_STATE_KEYS, 256)
 #define KINDS(DO)                                                                                                 \
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(HEADPRODUCTS) DO(SELECT) DO(JOIN) DO(ROTARY) DO(APPEND) \
-    DO(ATTEND) DO(GATE) DO(XIELU)                                                                             \
+    DO(ATTEND) DO(CONVOLVE) DO(DELTA) DO(SCAN) DO(GATE) DO(XIELU)                                             \
     DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(KEEP) DO(LOGITS)
-#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED) DO(SIGMOID)
+#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED) DO(SIGMOID) DO(IDENTITY)
 
 #define OPERATION(FIELD, T)                                                                             \
     FIELD(long, kind)                                                                                   \
@@ -44,9 +54,9 @@ constexpr int SPINS = 4096;
     FIELD(long, width)       /* numbers of a row of x */                                                \
     FIELD(long, size)        /* of these, those of a head, or those that are normed together */         \
     FIELD(long, value_size)  /* numbers of a head of values, and of what attention makes */             \
-    FIELD(const T*, weight)  /* of a norm, an embedding or heads, or sinks of attention */              \
+    FIELD(const T*, weight)  /* of a norm, an embedding, heads or taps, or sinks of attention */        \
     FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
-    FIELD(const T*, bias)    /* of a norm, or an embedding of positions; or null */                     \
+    FIELD(const T*, bias)    /* of a norm or taps, or an embedding of positions; or null */             \
     FIELD(const void*, products) /* [count] of `Product`; of experts: the router, then two of each */   \
     FIELD(long, count)                                                                                  \
     FIELD(long, is_each_shared)  /* each product is shared out by itself, not all of them together */   \
@@ -72,6 +82,9 @@ constexpr int SPINS = 4096;
     FIELD(long, is_centered) /* a norm takes the mean away */                                           \
     FIELD(long, is_interleaved) /* neighbouring numbers turn together, */                               \
     FIELD(long, separates)   /* and come to stand in two halves */                                      \
+    FIELD(long, taps)        /* of a convolution, */                                                    \
+    FIELD(long, first)       /* and its first channel among those of its layer */                       \
+    FIELD(const T*, skips)   /* [heads], by which a recurrence adds its values */                       \
     FIELD(long, activation)                                                                             \
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
     FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
@@ -87,7 +100,17 @@ constexpr int SPINS = 4096;
     FIELD(long, value_stride)                                                                           \
     FIELD(long, held)        /* keys before those of the pass */                                        \
     FIELD(const bool*, hidden)   /* [rows][masked]: which of the last keys are not seen */              \
-    FIELD(long, masked)
+    FIELD(long, masked)                                                                                 \
+    FIELD(T*, inputs)        /* [channels][columns]: the last ones of its convolutions, */              \
+    FIELD(T*, inputs_of_rows)    /* and where those of the rows go (`recurrence::Inputs`) */            \
+    FIELD(long, channels)                                                                               \
+    FIELD(long, columns)                                                                                \
+    FIELD(float*, state)     /* of its recurrence (`recurrence::State`), */                             \
+    FIELD(long, is_by_values)                                                                           \
+    FIELD(float*, updates)   /* and what the rows do to it */                                           \
+    FIELD(long, state_heads)                                                                            \
+    FIELD(long, state_keys)                                                                             \
+    FIELD(long, state_values)
 
 #define SEQUENCE(FIELD, T)                                                                              \
     FIELD(long, begin)         /* its first row in the pass */                                          \
@@ -112,6 +135,7 @@ constexpr int SPINS = 4096;
     FIELD(const void*, outputs)    /* [outputs]: where the rows of each go, or null */                  \
     FIELD(const long*, ids)        /* [rows] */                                                         \
     FIELD(const long*, positions)  /* [rows] */                                                         \
+    FIELD(const long*, parents)    /* [rows]: of each row, among those of its sequence, or -1 */        \
     FIELD(const long*, places)     /* of each buffer in its room, in bytes, the private ones first */   \
     FIELD(long, private_count)                                                                          \
     FIELD(void*, shared)           /* the room of all threads */                                        \
@@ -133,6 +157,8 @@ constexpr int SPINS = 4096;
     FIELD(long, most_keys)         /* the most `keys_of_step` of a sequence */                          \
     FIELD(long, has_near)          /* whether near keys are summed apart, as those of steps must be */  \
     FIELD(long, widest)            /* numbers of a row of the widest input of a product */              \
+    FIELD(long, state_keys)        /* of the widest state of a recurrence, or 0 */                      \
+    FIELD(double*, lost)           /* [threads]: the share of the pass in which each had no processor */ \
     FIELD(long, threads)
 
 #define DECLARE(TYPE, NAME) TYPE NAME;
@@ -141,6 +167,7 @@ constexpr int SPINS = 4096;
 #define LIMITED(NAME, VALUE) constexpr long NAME = VALUE;
 LIMITS(LIMITED)
 #define NUMBERED(NAME) NAME,
+static_assert(MOST_TAPS == recurrence::MOST_TAPS && MOST_STATE_KEYS == recurrence::MOST_KEYS);
 enum Kind : long { KINDS(NUMBERED) };
 enum Activation : long { ACTIVATIONS(NUMBERED) };
 template <class T>
@@ -158,6 +185,16 @@ struct Cached {
     CACHED(DECLARE, T)
 };
 template <class T>
+static recurrence::Inputs<T> inputs_of(const Cached<T>& cache) {
+    return {cache.inputs, cache.inputs_of_rows, cache.channels, cache.columns};
+}
+
+template <class T>
+static recurrence::State state_of(const Cached<T>& cache) {
+    return {cache.state, cache.is_by_values != 0, cache.updates, cache.state_heads, cache.state_keys, cache.state_values};
+}
+
+template <class T>
 struct Sequence {
     SEQUENCE(DECLARE, T)
 };
@@ -172,32 +209,54 @@ struct Pass {
     const Operation<T>& at(long i) const { return ((const Operation<T>*)operations)[i]; }
 };
 
-// Threads wait for each other in turns of the processor, and give it away if that takes long. Between two barriers, they
-// may take items in turn.
+static double seconds_of(clockid_t clock) {
+    timespec now;
+    clock_gettime(clock, &now);
+    return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
+// Threads wait for each other actively. If that takes long, another program has the processor of one of them. Then they
+// sleep, so that the system can move that thread to a processor that is free. Between two barriers, they may take items in
+// turn.
 struct Barrier {
     alignas(64) std::atomic<long> arrived{0};
-    alignas(64) std::atomic<long> phase{0};
+    alignas(64) std::atomic<int> phase{0};
+    alignas(64) std::atomic<int> asleep{0};
     alignas(64) std::atomic<long> taken{0};
 
     long take() { return taken.fetch_add(1, std::memory_order_relaxed); }
 
-    void wait(long threads) {
-        const long now = phase.load(std::memory_order_relaxed);
+    // Returns for how many seconds this thread has slept.
+    double wait(long threads) {
+        const int now = phase.load(std::memory_order_relaxed);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
             arrived.store(0, std::memory_order_relaxed);
             taken.store(0, std::memory_order_relaxed);
-            phase.store(now + 1, std::memory_order_release);
-            return;
+            phase.store(now + 1);
+            if (asleep.load()) wake();
+            return 0;
         }
-        for (int spins = 0; phase.load(std::memory_order_acquire) == now;)
-            if (++spins < SPINS) {
+        for (int spins = 0; spins < SPINS; spins++) {
+            if (phase.load(std::memory_order_acquire) != now) return 0;
 #if defined(__x86_64__)
-                __builtin_ia32_pause();
+            __builtin_ia32_pause();
 #endif
-            } else {
-                sched_yield();
-            }
+        }
+        const double begin = seconds_of(CLOCK_MONOTONIC);
+        asleep.fetch_add(1);
+        while (phase.load() == now) sleep(now);
+        asleep.fetch_sub(1);
+        return seconds_of(CLOCK_MONOTONIC) - begin;
     }
+
+   private:
+#ifdef __linux__
+    void sleep(int now) { syscall(SYS_futex, &phase, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0); }
+    void wake() { syscall(SYS_futex, &phase, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+    void sleep(int) { sched_yield(); }
+    void wake() {}
+#endif
 };
 
 // The nearest number of type T, as a float.
@@ -271,6 +330,28 @@ static INLINE Floats error_function(Floats x) {
     return x < 0 ? -y : y;
 }
 
+// RMSNorm of silu(gate) * x, whose weights are those of a row from `first` on.
+template <class T>
+static void normalize_gated(const Operation<T>& norm, long first, const T* x, const T* gate, T* out) {
+    using namespace recurrence;
+    const auto gated = [&](long i) {
+        const auto y = some(gate + i, norm.size - i);
+        return some(x + i, norm.size - i) * times_sigmoid(y, y);
+    };
+    Floats squares = {};
+    for (long i = 0; i < norm.size; i += WIDTH) squares += gated(i) * gated(i);
+    float sum = 0;
+    for (long l = 0; l < WIDTH; l++) sum += squares[l];
+    const float scale = 1 / __builtin_sqrtf(sum / norm.size + float(norm.epsilon));
+    for (long i = 0; i < norm.size; i += WIDTH) {
+        T rounded[WIDTH];
+        store(gated(i) * scale, rounded);
+        Floats y = load(rounded);
+        if (norm.weight) y *= some(norm.weight + first + i, norm.size - i);
+        store_some(y, out + i, norm.size - i);
+    }
+}
+
 // The nearest numbers of type T.
 template <class T, class Floats>
 static INLINE Floats all_rounded_to(Floats x) {
@@ -317,6 +398,7 @@ static INLINE Floats activated(Floats x) {
     if constexpr (ACTIVATION == GELU_TANH) return times_sigmoid(x, x * (1.5957691216f + 0.0713548163f * x * x));
     if constexpr (ACTIVATION == GELU_NEW) return gelu_in_steps<T>(x);
     if constexpr (ACTIVATION == SIGMOID) return times_sigmoid(Floats{} + 1.0f, x);
+    if constexpr (ACTIVATION == IDENTITY) return x;
     const Floats positive = x < 0 ? Floats{} : x;  // NaN stays NaN
     return ACTIVATION == RELU ? positive : positive * positive;
 }
@@ -343,6 +425,19 @@ static void activate(const T* gate, const T* up, T* out, long n) {
     std::copy_n(last, n - i, out + i);
 }
 
+// The same, where the activation is not rounded before it is multiplied.
+template <long ACTIVATION, class T>
+static void activate_once(const T* gate, const T* up, T* out, long n) {
+    for (long i = 0; i < n; i += WIDTH) {
+        const long some = std::min<long>(WIDTH, n - i);
+        T gates[WIDTH] = {}, ups[WIDTH] = {}, products[WIDTH];
+        std::copy_n(gate + i, some, gates);
+        std::copy_n(up + i, some, ups);
+        store(activated<ACTIVATION, T>(load(gates)) * load(ups), products);
+        std::copy_n(products, some, out + i);
+    }
+}
+
 // n gates, each of which stands beside its number: all are bounded, and it rounds at each step, as gpt-oss does.
 template <class T>
 static void activate_bounded(const T* both, float alpha, float limit, T* out, long n) {
@@ -354,16 +449,17 @@ static void activate_bounded(const T* both, float alpha, float limit, T* out, lo
     }
 }
 
-// Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near; and where it
-// ends.
+// Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near, of recurrences;
+// and where it ends.
 template <class By>
 struct Places {
-    long at[4];
+    long at[5];
 
     explicit Places(const Pass<typename By::Number>& pass) : at{pass.private_bytes} {
         const long sizes[] = {Input<By>::bytes(pass.rows, pass.widest), attention::room_for(pass.most_keys),
-                              pass.rows * (long)sizeof(long)};
-        for (int i = 0; i < 3; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
+                              pass.rows * (long)sizeof(long),
+                              recurrence::room_for(pass.rows, pass.state_keys) * (long)sizeof(float)};
+        for (int i = 0; i < 4; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
     }
 };
 
@@ -378,9 +474,12 @@ struct Thread {
     void* const prepared;       // the input of a product, if it is not taken as it is
     void* const of_attention;
     long* const near;  // [rows], of `attention::Attention`
+    float* const of_recurrence;
     peaks::Peaks* const seen = (peaks::Peaks*)pass.peaks;  // [threads][said]
 
-    void meet() { barrier.wait(pass.threads); }
+    double slept = 0;  // seconds
+
+    void meet() { slept += barrier.wait(pass.threads); }
 
     T* buffer(long i) const { return (T*)((i < pass.private_count ? own : (char*)pass.shared) + pass.places[i]); }
 
@@ -425,10 +524,13 @@ struct Thread {
     }
 
     void norm_heads(const Operation<T>& norm) {
-        T *const x = buffer(norm.x), *const out = buffer(norm.out);
+        T *const x = buffer(norm.x), *const out = buffer(norm.out), *const gate = norm.y < 0 ? nullptr : buffer(norm.y);
         for_heads(norm.width / norm.size, [&](long head, long row) {
             const long at = row * norm.width + head * norm.size;
-            normalize(norm, x + at, norm.size, out + at);
+            if (gate)
+                normalize_gated(norm, head * norm.size, x + at, gate + at, out + at);
+            else
+                normalize(norm, x + at, norm.size, out + at);
         });
     }
 
@@ -521,7 +623,7 @@ struct Thread {
 
         bool is_joined() const { return parts > 1 || all.sinks; }
         long queries() const { return all.queries() * all.key_heads; }
-        long near_blocks() const { return (all.queries() + attention::LANES - 1) / attention::LANES; }
+        long near_blocks() const { return (all.queries() + attention::QUERIES - 1) / attention::QUERIES; }
         long far_items() const { return far_parts * all.key_heads * all.blocks(); }
         long items() const { return far_items() + (parts - far_parts) * all.key_heads * near_blocks(); }
     };
@@ -574,7 +676,7 @@ struct Thread {
                 const attention::Part place = part_at(attend, before + (head * some.parts + part) * some.all.queries());
                 const attention::Part* const to = some.is_joined() ? &place : nullptr;
                 if (is_near)
-                    some.all.near_block(head, block * attention::LANES, to, of_attention);
+                    some.all.near_block(head, block * attention::QUERIES, to, of_attention);
                 else
                     some.all.block(head, block % blocks * some.all.lanes(), some.ends[part], some.ends[part + 1], to,
                                    of_attention);
@@ -673,12 +775,57 @@ struct Thread {
         }
     }
 
+    // This thread's share of the channels.
+    void convolve(const Operation<T>& of) {
+        const long begin = share(of.width, index), end = share(of.width, index + 1);
+        for_sequences(of, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
+            const recurrence::Convolution<T> some = {
+                buffer(of.x) + sequence.begin * of.width, of.weight, of.bias, buffer(of.out) + sequence.begin * of.width,
+                of.width, of.taps, sequence.rows, pass.parents + sequence.begin, inputs_of(cache), of.first};
+            some.compute(begin, end);
+        });
+    }
+
+    // This thread's heads, all rows of each.
+    void delta(const Operation<T>& of) {
+        const T *const queries = buffer(of.x), *const keys = buffer(of.y), *const values = buffer(of.temporary[0]);
+        const T *const decays = buffer(of.temporary[1]), *const rates = buffer(of.temporary[2]);
+        const long heads = of.heads, of_values = heads * of.value_size;
+        for_sequences(of, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
+            const long begin = sequence.begin;
+            const recurrence::Delta<T> some = {
+                queries + begin * of.width, keys + begin * of.width, values + begin * of_values, decays + begin * heads,
+                rates + begin * heads, of.weight, of.bias, buffer(of.out) + begin * of_values, of.width / of.size,
+                sequence.rows, float(of.factor), pass.parents + begin, state_of(cache)};
+            for (long head = index; head < heads; head += pass.threads) some.compute(head, of_recurrence);
+        });
+    }
+
+    void scan(const Operation<T>& of) {
+        const T *const queries = buffer(of.x), *const keys = buffer(of.y), *const values = buffer(of.temporary[0]);
+        const T* const times = buffer(of.temporary[1]);
+        const long heads = of.heads, of_values = heads * of.value_size;
+        for_sequences(of, [&](const Sequence<T>& sequence, const Cached<T>& cache) {
+            const long begin = sequence.begin;
+            const recurrence::Scan<T> some = {
+                queries + begin * of.width, keys + begin * of.width, values + begin * of_values, times + begin * heads,
+                of.weight, of.bias, of.skips, buffer(of.out) + begin * of_values, of.width / of.size, sequence.rows,
+                pass.parents + begin, state_of(cache)};
+            for (long head = index; head < heads; head += pass.threads) some.compute(head, of_recurrence);
+        });
+    }
+
     // This thread's share of the numbers of each row.
     template <long ACTIVATION>
     void gate(const Operation<T>& gate) {
         const long begin = share(gate.width, index), end = share(gate.width, index + 1);
         const T *const x = buffer(gate.x), *const by = gate.y < 0 ? nullptr : buffer(gate.y);
         T* const out = buffer(gate.out);
+        if (gate.rounds_once) {
+            for (long at = begin; at < pass.rows * gate.width; at += gate.width)
+                activate_once<ACTIVATION>(x + at, by + at, out + at, end - begin);
+            return;
+        }
         for (long at = begin; at < pass.rows * gate.width; at += gate.width)
             activate<ACTIVATION>(x + at, by ? by + at : nullptr, out + at, end - begin);
     }
@@ -904,6 +1051,7 @@ struct Thread {
 
     bool run() {
         bool has_nan = false;
+        const double began = seconds_of(CLOCK_MONOTONIC), ran = seconds_of(CLOCK_THREAD_CPUTIME_ID);
         for (long i = 0; i < pass.operation_count; i++) {
             const Operation<T>& now = pass.at(i);
             if (now.meets) meet();
@@ -918,6 +1066,9 @@ struct Thread {
                 case ROTARY: rotary(now); break;
                 case APPEND: append(now); break;
                 case ATTEND: attend(now); break;
+                case CONVOLVE: convolve(now); break;
+                case DELTA: delta(now); break;
+                case SCAN: scan(now); break;
                 case GATE:
                 case EXPERTS: activate_by_kind(now); break;
                 case XIELU: apply_xielu(now); break;
@@ -928,6 +1079,8 @@ struct Thread {
                 case LOGITS: has_nan = logits(now); break;
             }
         }
+        const double taken = seconds_of(CLOCK_MONOTONIC) - began;
+        pass.lost[index] = 1 - (slept + seconds_of(CLOCK_THREAD_CPUTIME_ID) - ran) / taken;
         return has_nan;
     }
 };
@@ -945,7 +1098,7 @@ static long run(const Pass<typename By::Number>& pass) {
         here.threads = omp_get_num_threads();  // may be fewer than were asked for
         char* const own = (char*)pass.room + index * pass.room_bytes;
         const auto part = [&](int i) { return own + places.at[i]; };
-        const bool found = Thread<By>{here, barrier, index, own, part(0), part(1), (long*)part(2)}.run();
+        const bool found = Thread<By>{here, barrier, index, own, part(0), part(1), (long*)part(2), (float*)part(3)}.run();
         if (index == 0) has_nan = found;  // every thread has all rows
     }
     return has_nan;
@@ -953,7 +1106,7 @@ static long run(const Pass<typename By::Number>& pass) {
 
 template <class By>
 static void measure(const Pass<typename By::Number>& pass, long* sizes) {
-    sizes[0] = Places<By>(pass).at[3];
+    sizes[0] = Places<By>(pass).at[4];
     sizes[1] = pass.threads * pass.rows * sizeof(peaks::Peaks);
     sizes[2] = 2;  // the near keys, and what is left of a part
     for (long end = 0; end < pass.longest + pass.rows; end = attention::end_of_part(end)) sizes[2]++;
@@ -978,6 +1131,27 @@ extern "C" const char* describe_uint8() {
 #define VALUED(NAME, VALUE) #NAME "|" #VALUE ","
     return "Limit:" LIMITS(VALUED) ";Kind:" KINDS(SAID) ";Activation:" ACTIVATIONS(SAID) ";Operation:" OPERATION(NAMED, T) ";Cached:" CACHED(NAMED, T)
         ";Sequence:" SEQUENCE(NAMED, T) ";RotaryTable:" ROTARY_TABLE(NAMED, T) ";Pass:" PASS(NAMED, T);
+}
+
+// Commit rows of a sequence to the states of its cache, [layers]: a path from the root.
+template <class T>
+static void commit(const Cached<T>* layers, long layer_count, const long* path, long rows, long threads) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < layer_count; i++) {
+        const recurrence::Inputs<T> inputs = inputs_of(layers[i]);
+        const recurrence::State state = state_of(layers[i]);
+        for (long c = 0; c < inputs.channels; c++)
+            inputs.take(c, path, rows, [&](long row) { return inputs.of_rows[row * inputs.channels + c]; });
+        for (long head = 0; head < state.heads; head++) state.take(head, path, rows);
+    }
+}
+
+extern "C" void commit_float32(const Cached<float>* layers, long layer_count, const long* path, long rows, long threads) {
+    commit(layers, layer_count, path, rows, threads);
+}
+extern "C" void commit_bfloat16(const Cached<BFloat16>* layers, long layer_count, const long* path, long rows,
+                                long threads) {
+    commit(layers, layer_count, path, rows, threads);
 }
 
 // Move rows of `bytes` bytes from the columns `sources` to the columns `targets`, both ascending and targets[i] <=

@@ -6,7 +6,7 @@ copied, except what `blocks` makes smaller.
 """
 
 import ctypes
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate, count
 from typing import Any, NamedTuple
@@ -26,8 +26,11 @@ _kernels = cache(partial(native.kernels, "run", native.FLOATS, [ctypes.c_void_p]
 _sizes = cache(partial(native.kernels, "sizes", native.FLOATS, [ctypes.c_void_p] * 2))
 _describe = cache(partial(native.kernels, "describe", (torch.uint8,), [], ctypes.c_char_p))
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
+_COMMITS = [ctypes.c_void_p, ctypes.c_long] * 2 + [ctypes.c_long]
+_commits = cache(partial(native.kernels, "commit", native.FLOATS, _COMMITS))
 _movers = cache(partial(native.kernels, "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
 ALIGNMENT = 64  # bytes, of each buffer
+_SHAPE = "channels", "state_heads", "state_keys", "state_values", "is_by_values"  # of a state, in C++
 
 
 class _Described(NamedTuple):
@@ -81,6 +84,10 @@ def _keeps_limits(operation: op.Operation) -> bool:
             return count <= limits["MOST_EXPERTS"] and inner % limits["OUTPUTS_TOGETHER"] == 0
         case op.Attend(size=size):
             return max(size, operation.value_size) <= MAX_HEAD_DIM
+        case op.Convolve(taps=taps):
+            return taps <= limits["MOST_TAPS"]
+        case op.Delta(size=size) | op.Scan(size=size):
+            return size <= limits["MOST_STATE_KEYS"]
     return True
 
 
@@ -160,7 +167,8 @@ class _Buffers:
         self._itemsize = program.dtype.itemsize
         self.meets: list[bool] = []
         """For each operation, whether threads meet before it."""
-        gates = [operation for operation in program.operations if isinstance(operation, (op.Gate, op.Xielu))]
+        by_outputs = op.Gate, op.Xielu, op.Convolve
+        gates = [operation for operation in program.operations if isinstance(operation, by_outputs)]
         self._gated = {value for gate in gates for value in gate.read()}
         self._last = {value: i for i, operation in enumerate(program.operations) for value in operation.read()}
         self._free: list[_Buffer] = []
@@ -169,7 +177,7 @@ class _Buffers:
         self.all.sort(key=lambda buffer: not buffer.is_private)
 
     def is_each_shared(self, operation: op.Operation) -> bool:
-        """Whether each product is shared out by itself, because a gate goes on with the same outputs."""
+        """Whether each product is shared out by itself, because a gate or the like goes on with the same outputs."""
         return isinstance(operation, op.Products) and self._gated.issuperset(operation.outs)
 
     def _place(self, i: int, operation: op.Operation) -> None:
@@ -226,7 +234,7 @@ class _Buffers:
         match operation:
             case op.Products(outs=outs) if self.is_each_shared(operation):
                 return "outputs", outs[0].width
-            case op.Gate(x=x) | op.Xielu(x=x):
+            case op.Gate(x=x) | op.Xielu(x=x) | op.Convolve(x=x):
                 return "outputs", x.width
             case (
                 op.Norm(x=x, size=size, of_heads=True)
@@ -237,12 +245,28 @@ class _Buffers:
                 return "heads", x.width // size
             case op.HeadProducts(heads=heads) | op.Join(heads=heads):
                 return "heads", heads
+            case op.Delta(heads=heads) | op.Scan(heads=heads) if heads > 1:  # of a single head, rows are not shared out
+                return "heads", heads
         return None
 
 
 def _conflict(buffer: _Buffer, part: Part, writes: bool) -> bool:
     """Whether a thread may need what another one has done to the buffer since they have met, or spoil it."""
     return any((writes or wrote) and (part is None or part != other) for other, wrote in buffer.used)
+
+
+class Places(NamedTuple):
+    """Where a layer of a cache keeps its state, and what the rows of a pass do to it."""
+
+    inputs: int
+    """The address of the last inputs of its convolutions, [channels, columns]."""
+    inputs_of_rows: int
+    """The address of those of the rows, [T, channels]; 0: the pass commits all rows, one behind the other."""
+    columns: int
+    state: int
+    """The address of that of its recurrence, [heads, keys, values], or 0."""
+    updates: int
+    """The address of what the rows do to it, float32 [T, heads, 1 + keys + values]; 0: as for inputs."""
 
 
 class Rows(NamedTuple):
@@ -265,6 +289,47 @@ class Rows(NamedTuple):
     """Rows of the same step, right before these, that other passes have computed."""
     temperature: float = 1.0
     """Of the probabilities of the likeliest tokens."""
+    parents: np.ndarray | None = None
+    """Of each row, its parent among the rows, or -1: int64 [T]. Layers that keep a state need it."""
+    states: Sequence["Places"] = ()
+    """For each layer that keeps a state, in their order."""
+
+
+class _Crew:
+    """How many threads compute a pass: torch's number, or fewer while other programs keep processors busy.
+
+    Where one thread has no processor, all wait for it at the next barrier. So if n threads lose the share f of a pass,
+    it takes 1 / (1 - f) as long at least, and n - 1 threads would take at most n / (n - 1) as long: they are quicker
+    for f > 1 / n.
+    """
+
+    PASSES = 32
+    """After so many, one thread more is tried again: two passes that take twice as long cost a sixteenth then."""
+    ENOUGH = 0.75
+    """Of 1 / n, since passes do not quite take n / (n - 1) as long: they wait for memory, too."""
+
+    def __init__(self) -> None:
+        self._most = self._now = 0
+        self._lost = 0.0  # of the last passes, the last one counting half
+        self._left = 0
+
+    def size(self) -> int:
+        """Return the number of threads for the next pass."""
+        if (most := torch.get_num_threads()) != self._most:
+            self._most = self._now = most
+            self._lost = 0.0
+        return self._now
+
+    def follow(self, lost: float) -> None:
+        """lost: the largest share of the last pass in which a thread wanted a processor and had none."""
+        self._lost = (self._lost + lost) / 2
+        if self._now > 1 and self._lost > self.ENOUGH / self._now:
+            self._now, self._lost, self._left = self._now - 1, 0.0, self.PASSES
+        elif self._now < self._most:
+            self._left -= 1
+            if self._left <= 0:
+                self._now += 1
+                self._lost, self._left = self.ENOUGH / self._now, self.PASSES
 
 
 class _Layout(NamedTuple):
@@ -298,6 +363,7 @@ class Executor:
         self._digests = [linear.digest for linear in copied]
         self._made = [(linear.weight, linear.scales, linear.offsets) for linear in copied]
         self.caches, self.rotaries, self.positions = program.caches, program.rotaries, program.positions
+        self.states, self.layers = program.states, 1 + max([*program.caches, *program.states], default=-1)
         self.vocabulary, self.like = program.vocabulary, torch.empty(0, dtype=program.dtype, device="cpu")
         self.outputs = len([one for one in program.operations if isinstance(one, op.Keep)])
         logits = program.operations[-1]
@@ -305,16 +371,19 @@ class Executor:
         self.hidden, self._logits = logits.x.width, logits.of.outputs
         self._divisor, self._factor, self._cap = logits.divisor, logits.factor, logits.cap
         self._scales = (logits.divisor, logits.factor, logits.cap) != (1, 1, 0)
+        self._crew = _Crew()
         self._room = np.empty(0, np.uint8)
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the arguments of `_layout`
         described = _described()
+        self.most_columns = described.limits["MOST_TAPS"]
+        """Inputs that a state may hold of each channel."""
         buffers = _Buffers(program)
         self._widths = {kind: [one.width for one in buffers.all if one.is_private == kind] for kind in (True, False)}
         self._attends = [one for one in program.operations if isinstance(one, op.Attend)]
         self._operations = np.zeros(len(program.operations), described.operation)
         addresses = self.digests.ctypes.data + self.digests.strides[0] * np.arange(len(self.digests))
         self._products = self._lay_out(program, buffers, [int(a) * (i in digested) for i, a in enumerate(addresses)])
-        self._cached = np.zeros((0, len(self.caches)), described.cached)  # by sequence and layer
+        self._cached = np.zeros((0, self.layers), described.cached)  # by sequence and layer
         self._places: list[Sequence[tuple[int, int, int, int]]] = []  # the `Rows.caches` that stand in `_cached`
         self._rotary_tables = np.zeros(len(self.rotaries), described.rotary_table)
         self._rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # in these tables
@@ -324,11 +393,12 @@ class Executor:
         self._pass = described.arguments(
             operations=self._operations.ctypes.data,
             operation_count=len(self._operations),
-            layers=len(self.caches),
+            layers=self.layers,
             rotaries=self._rotary_tables.ctypes.data,
             outputs=self._outputs.ctypes.data,
             private_count=len(self._widths[True]),
             widest=max(inputs),
+            state_keys=max((shape.keys for shape in self.states.values()), default=0),
         )
 
     def _lay_out(self, program: Program, buffers: _Buffers, digests: list[int]) -> list[np.ndarray]:
@@ -349,6 +419,7 @@ class Executor:
                 case op.Norm(x):
                     names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered"
                     settings = {name: getattr(operation, name) for name in names} | {"width": x.width}
+                    settings["y"] = operation.gate
                     kind = "NORM_HEADS" if operation.of_heads else "NORM"
                 case op.HeadProducts(x, out, weight, heads, first, is_transposed):
                     settings = {"width": x.width, "size": out.width // heads, "weight": weight, "heads": heads}
@@ -371,8 +442,22 @@ class Executor:
                     settings["is_latent"] = operation.is_latent
                 case op.Weigh(x, _, by):
                     settings = {"width": x.width, "y": by}
-                case op.Gate(x, _, activation, by):
+                case op.Convolve(x, _, weight, layer, bias, first):
+                    settings = {"width": x.width, "weight": weight, "bias": bias, "index": layer}
+                    settings |= {"taps": operation.taps, "first": first}
+                case op.Delta(x, _, keys, values, decays, rates, log_speeds, biases, layer, heads, size, factor):
+                    kept.append(np.array([numbers[buffers.of[one]] for one in (values, decays, rates)], np.int64))
+                    settings = {"width": x.width, "y": keys, "temporary": kept[-1].ctypes.data, "index": layer}
+                    settings |= {"weight": log_speeds, "bias": biases, "heads": heads, "size": size, "factor": factor}
+                    settings["value_size"] = operation.value_size
+                case op.Scan(x, _, keys, values, times, log_speeds, biases, skips, layer, heads, size):
+                    kept.append(np.array([numbers[buffers.of[one]] for one in (values, times)], np.int64))
+                    settings = {"width": x.width, "y": keys, "temporary": kept[-1].ctypes.data, "index": layer}
+                    settings |= {"weight": log_speeds, "bias": biases, "skips": skips, "heads": heads, "size": size}
+                    settings["value_size"] = operation.value_size
+                case op.Gate(x, _, activation, by, rounds_once):
                     settings = {"width": x.width, "activation": activations[activation.upper()], "y": by}
+                    settings["rounds_once"] = rounds_once
                 case op.Xielu(x, _, positive, negative, beta, least):
                     settings = {"width": x.width, "factor": positive, "alpha": negative}
                     settings |= {"offset": beta, "limit": least}
@@ -449,17 +534,15 @@ class Executor:
         """
         if outputs and not 0 <= min(outputs) <= max(outputs) < self.outputs:
             raise ValueError(f"outputs={outputs}: the model has the outputs 0 to {self.outputs - 1}")
-        like, threads, ids, positions = self.like, torch.get_num_threads(), sequences[0].ids, sequences[0].positions
+        like, threads, ids, positions = self.like, self._crew.size(), sequences[0].ids, sequences[0].positions
         if len(sequences) > 1:
             ids, positions = (np.concatenate([one[i] for one in sequences]) for i in (0, 1))
         rows, table = self._attend_to(sequences), self._sequences
         most_keys, longest = max(table["keys_of_step"].tolist()), max(table["length"].tolist())
         layout, parts = self._parts(rows, threads, most_keys, longest.bit_length())
         shown = rows if shown is None else shown
-        logits = like.new_empty(shown, self._logits)
-        kept = {i: like.new_empty(rows, self.hidden) for i in outputs}
-        said, count = likeliest
-        count = min(count, self._logits)
+        logits, kept = like.new_empty(shown, self._logits), {i: like.new_empty(rows, self.hidden) for i in outputs}
+        said, count = likeliest[0], min(likeliest[1], self._logits)
         if not 0 < count <= MAX_COUNT or self._scales:
             said = count = 0
         tokens, probabilities = np.empty((said, count), np.int64), np.empty((said, count), np.float32)
@@ -472,15 +555,20 @@ class Executor:
             self._outputs[:] = [pointer(kept.get(i)) for i in range(self.outputs)] if kept else 0
         now = self._pass
         now.ids, now.positions, now.places = ids.ctypes.data, positions.ctypes.data, layout.places.ctypes.data
+        if self.states:
+            parents = np.concatenate([one.parents for one in sequences])  # type: ignore[misc]  # each has some
+            now.parents = parents.ctypes.data
         for name, address in parts.items():
             setattr(now, name, address)
         now.sequences, now.sequence_count, now.caches = table.ctypes.data, len(sequences), self._cached.ctypes.data
         now.logits, now.tokens, now.probabilities = logits.data_ptr(), tokens.ctypes.data, probabilities.ctypes.data
         now.longest, now.most_keys, now.has_near = longest, most_keys, not is_prompt
         now.room_bytes, now.private_bytes, now.rows, now.shown = layout.for_each, layout.private, rows, shown
-        now.said, now.likeliest, now.threads = said, count, threads
+        lost = np.zeros(threads)
+        now.said, now.likeliest, now.threads, now.lost = said, count, threads, lost.ctypes.data
         self.digests[:] = 0
         has_nan = _kernels()[like.dtype](ctypes.byref(now))
+        self._crew.follow(max(lost.tolist()))
         if self._scales:
             logits = self._scaled(logits)
         return logits, kept, bool(has_nan), (tokens, probabilities) if said else None
@@ -497,7 +585,10 @@ class Executor:
         """Write down where the rows of each sequence are, and which keys they see. Return the number of all rows."""
         count, begin, described = len(sequences), 0, _described()
         if len(self._cached) < count:
-            self._cached, self._places = np.zeros((count, len(self.caches)), described.cached), [[]] * count
+            self._cached, self._places = np.zeros((count, self.layers), described.cached), [[]] * count
+            for layer, shape in self.states.items():
+                for name, value in zip(_SHAPE, (shape.channels, *shape[2:]), strict=True):
+                    self._cached[:, layer][name] = value
         found = []
         for b, one in enumerate(sequences):
             table, rows = self._cached[b], len(one.ids)
@@ -511,8 +602,15 @@ class Executor:
             for array, layers in one.hidden:
                 rows_of = slice(None) if len(one.hidden) == 1 else layers
                 table["hidden"][rows_of], table["masked"][rows_of] = array.ctypes.data, array.shape[1]
+            for layer, state in zip(self.states, one.states, strict=True):
+                for name, value in zip(Places._fields, state, strict=True):
+                    table[name][layer] = value
         self._sequences = np.array(found, described.sequence)
         return begin
+
+    def pending(self, b: int, held: object) -> "Pending":
+        """Return what the rows of the last pass do to the states of sequence b. held: what its `Places` lie in."""
+        return Pending(_commits()[self.like.dtype], self._cached[b].copy(), held)
 
     def _parts(self, *layout: int) -> tuple["_Layout", dict[str, int]]:
         """Make `_room` for a pass. Return its layout, and the addresses of the parts by their names in C++.
@@ -531,7 +629,7 @@ class Executor:
         """most_keys: of a step. bits: of the most positions before a step."""
         now, of_row = self._pass, self.like.element_size() * rows
         (*private, of_private), (*shared, of_shared) = (
-            _places(of_row * width for width in self._widths[kind]) for kind in (True, False)
+            places_of(of_row * width for width in self._widths[kind]) for kind in (True, False)
         )
         now.rows, now.threads, now.most_keys, now.longest = rows, threads, most_keys, 2**bits
         now.private_bytes = of_private
@@ -543,7 +641,7 @@ class Executor:
         of_parts = 4 * rows * most_parts
         sizes = {"shared": of_shared, "room": threads * for_each, "peaks": of_peaks, "sums": of_parts * of_heads}
         sizes |= {"largest": of_parts * queries, "total": of_parts * queries}
-        *begins, end = _places(sizes.values())
+        *begins, end = places_of(sizes.values())
         parts = dict(zip(sizes, begins, strict=True))
         return _Layout(for_each, of_private, parts, end, np.array([*private, *shared], np.int64))
 
@@ -588,7 +686,20 @@ class Executor:
         self._rotary, self._turned = rotary, min((len(cos) for cos, _ in pairs), default=0)
 
 
-def _places(sizes: Iterable[int]) -> list[int]:
+class Pending:
+    """What the rows of a pass do to the states of a sequence's cache, once it is known which of them are accepted."""
+
+    def __init__(self, commit: Callable[..., None], layers: np.ndarray, held: object):
+        """layers: what C++ knows of each layer. held: what keeps the memory alive to which they refer."""
+        self._commit, self._layers, self._held = commit, layers, held
+
+    def apply(self, path: list[int]) -> None:
+        """Take these rows into the states: a path from the root."""
+        rows, threads = np.array(path, np.int64), torch.get_num_threads()
+        self._commit(self._layers.ctypes.data, len(self._layers), rows.ctypes.data, len(rows), threads)
+
+
+def places_of(sizes: Iterable[int]) -> list[int]:
     """Where parts of these sizes in bytes begin, one behind the other, and where the last one ends."""
     return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 

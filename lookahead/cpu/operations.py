@@ -13,7 +13,7 @@ from lookahead.cpu.products import Format, Linear, is_plain_of
 
 LANES = 16
 """Numbers of the longest vector."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared", "sigmoid"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared", "sigmoid", "identity"]
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula."""
 
 
@@ -97,7 +97,8 @@ class Norm(Operation):
 
     weight, bias: [size]; None: as if all were 1, or 0. Each `size` numbers of a row are normed together. RMS norms
     round before they multiply with their weights, unless they round once. of_heads: x is what attention takes, queries
-    or keys, and no row of the hidden states.
+    or keys, and no row of the hidden states. gate: what is normed is silu(gate) * x, not rounded. Then the weight is
+    that of the whole row.
     """
 
     x: Value
@@ -110,12 +111,15 @@ class Norm(Operation):
     is_centered: bool = False
     of_heads: bool = False
     size: int = 0
+    gate: Value | None = None
 
     def fits(self) -> bool:
-        shapes = {tuple(tensor.shape) for tensor in self.tensors()}
+        shapes, is_gated = {tuple(tensor.shape) for tensor in self.tensors()}, self.gate is not None
         return (
             (self.is_centered or self.bias is None)
-            and shapes <= {(self.size,)}
+            and shapes <= {(self.x.width if is_gated else self.size,)}
+            and not (is_gated and (self.is_centered or self.offset or self.rounds_once or not self.of_heads))
+            and (self.gate is None or self.gate.width == self.x.width)
             and self.size > 0
             and self.x.width % self.size == 0
         )
@@ -290,13 +294,123 @@ class Attend(Operation):
 
 
 @dataclass(frozen=True, eq=False)
+class Convolve(Operation):
+    """Each number of a row, and those of the rows before it at the same place, by weights of this place.
+
+    out = weight[:, -1] * x + weight[:, -2] * x of the parent + ... + bias. weight: [width, taps]. bias: [width]. Before
+    the first rows of a step stand the inputs that a layer of the cache holds, for this operation from its channel
+    `first` on. The layer takes the inputs of the accepted rows when they are committed.
+    """
+
+    x: Value
+    out: Value
+    weight: torch.Tensor
+    layer: int
+    bias: torch.Tensor | None = None
+    first: int = 0
+
+    @property
+    def taps(self) -> int:
+        """How many numbers are added up."""
+        return self.weight.shape[1]
+
+    def fits(self) -> bool:
+        width = self.x.width
+        is_of_width = self.weight.shape == (width, self.taps) and (self.bias is None or self.bias.shape == (width,))
+        return is_of_width and self.taps > 1 and self.first >= 0
+
+
+@dataclass(frozen=True, eq=False)
+class Delta(Operation):
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464): each head has a state S, [keys, values] in float32.
+
+    S = d * P + k u^T, where P is the parent's, u = r * (v - d * P^T k), and out = S^T q. Queries x and keys are divided
+    by their length, queries also by the root of `size`. d = exp(-exp(log_speeds) * softplus(decays + biases)), and r =
+    factor * sigmoid(rates), whose sigmoid is rounded. heads: of values; neighbouring ones share a head of queries and
+    keys, of this size. log_speeds, biases: [heads]. Before the first rows of a step comes the state that a layer of the
+    cache holds. It takes the updates of the accepted rows when they are committed.
+    """
+
+    x: Value
+    out: Value
+    keys: Value
+    values: Value
+    decays: Value
+    rates: Value
+    log_speeds: torch.Tensor
+    biases: torch.Tensor
+    layer: int
+    heads: int
+    size: int
+    factor: float = 1.0
+
+    @property
+    def key_heads(self) -> int:
+        """Of queries and keys."""
+        return self.x.width // self.size
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head of values."""
+        return self.values.width // self.heads
+
+    def fits(self) -> bool:
+        heads = self.heads
+        has_whole_heads = not (self.x.width % self.size or self.values.width % heads or heads % self.key_heads)
+        widths = self.x.width == self.keys.width, self.out.width == self.values.width
+        of_heads = {self.decays.width, self.rates.width, *(len(one) for one in (self.log_speeds, self.biases))}
+        return has_whole_heads and all(widths) and of_heads == {heads}
+
+
+@dataclass(frozen=True, eq=False)
+class Scan(Operation):
+    """The recurrence of Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): each head has a state S, [values, keys] in float32.
+
+    S = d * P + v k^T, where P is the parent's, v of `values`, d = exp(-exp(log_speeds) * t), and k = t * keys, rounded.
+    t is softplus(times + biases), of which sum and result are rounded, and out = S x + skips * v, whose terms are.
+    heads: of values; neighbouring ones share a head of queries x and keys, of `size`. log_speeds, biases, skips:
+    [heads]. The state is held and committed as that of `Delta`.
+    """
+
+    x: Value
+    out: Value
+    keys: Value
+    values: Value
+    times: Value
+    log_speeds: torch.Tensor
+    biases: torch.Tensor
+    skips: torch.Tensor
+    layer: int
+    heads: int
+    size: int
+
+    @property
+    def key_heads(self) -> int:
+        """Of queries and keys."""
+        return self.x.width // self.size
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head of values."""
+        return self.values.width // self.heads
+
+    def fits(self) -> bool:
+        heads = self.heads
+        has_whole_heads = not (self.x.width % self.size or self.values.width % heads or heads % self.key_heads)
+        widths = self.x.width == self.keys.width, self.out.width == self.values.width
+        of_heads = {self.times.width, *(len(one) for one in (self.log_speeds, self.biases, self.skips))}
+        return has_whole_heads and all(widths) and of_heads == {heads}
+
+
+@dataclass(frozen=True, eq=False)
 class Gate(Operation):
-    """out = activation(x), rounded, and * by if there is such a value."""
+    """out = activation(x), rounded unless it rounds once, and * by if there is such a value."""
 
     x: Value
     out: Value
     activation: Activation
     by: Value | None = None
+    rounds_once: bool = False
 
     def fits(self) -> bool:
         return self.by is None or self.by.width == self.x.width

@@ -2,9 +2,9 @@
 
 torch reorders the weights of a linear layer in each call. For the few rows of a step, this takes longer than the
 product itself. Our kernel reads the weights as they are. So nothing is copied, and every change of a weight takes
-effect. Layers with the same input, such as query, key and value, are computed in one call. Weights that torchao holds
-in int8 are read in int8, with a scale for each output or for each group of inputs. Long prompts are left to torch; in
-bf16 on processors without instructions for it, to our kernel or to torch's float32, whichever is quicker.
+effect. Weights that torchao holds in int8 are read in int8, with a scale for each output or for each group of inputs.
+Long prompts are left to torch; in bf16 on processors without instructions for it, to our kernel or to torch's float32,
+whichever is quicker.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lookahead.compat import int8_weight, pre_hooks
+from lookahead.compat import int8_weight
 from lookahead.cpu import native
-from lookahead.decoding_pass import DecodingPass, current_pass
+from lookahead.decoding_pass import current_pass
 
 MIN_WEIGHTS = 2**16  # Weights in one call, at least. Below this, torch is faster.
 MAX_ROWS = 64  # Rows of an input, at most. Beyond this, torch is faster, except for these dtypes:
@@ -31,8 +31,6 @@ MANY_ROWS = 128  # Beyond this, torch's products in float32 are quicker than our
 AT_ONCE = 2**22  # although the weights have to be converted: so many at a time, at most.
 STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads at a time
 _PLAIN = nn.Parameter, torch.Tensor
-# Names of layers in a module that usually have the same input. If they do not, only time is lost.
-SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 kernels = cache(partial(native.kernels, "multiply", native.FLOATS, _ARGUMENTS))
 _rooms = cache(partial(native.kernels, "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
@@ -211,24 +209,10 @@ class DecodingLinear(nn.Linear):
         if not torch.compiler.is_compiling():  # `passes.compiled` puts our products into its programs itself
             decoding = current_pass()
             if decoding is not None and decoding.uses_kernels:
-                product = decoding.product(id(self), input)
-                if product is not None:
-                    return product
                 linear = Linear.of(self)
                 if _serves(input, linear):
-                    return self._multiply(input, linear, decoding)
+                    return multiply(input, [linear])[0]
         return nn.Linear.forward(self, input)  # accelerate may call this for a layer that is no longer of this class
-
-    def _multiply(self, input: torch.Tensor, linear: Linear, decoding: DecodingPass) -> torch.Tensor:
-        """Return this layer's product. The products of its siblings are kept until they are called."""
-        linears: dict[int, Linear] = {}
-        for layer in decoding.siblings.get(id(self), ()):
-            if layer is not self and (of_layer := _taken_early(layer, input)) is not None:
-                linears[id(layer)] = of_layer
-        own, *others = multiply(input, [linear, *linears.values()])
-        if others:
-            decoding.keep(input, dict(zip(linears, others, strict=True)))
-        return own
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -241,33 +225,12 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return nn.functional.linear(input, weight, bias)
 
 
-def install(model: nn.Module) -> list[nn.Module]:
+def install(model: nn.Module) -> list[nn.Linear]:
     """Make the larger plain linear layers `DecodingLinear`, and return them. Parameters and hooks stay as they are."""
-    installed: list[nn.Module] = []
-    for module in model.modules():
-        alone = [(module,)] if type(module) is nn.Linear else []
-        for layers in [*_same_input(module, nn.Linear), *alone]:
-            if sum(layer.weight.numel() for layer in layers) >= MIN_WEIGHTS:
-                for layer in layers:
-                    layer.__class__ = DecodingLinear
-                installed += layers
-    return installed
-
-
-def siblings(model: nn.Module) -> dict[int, tuple[nn.Linear, ...]]:
-    """Return, by the id of each `DecodingLinear`, the layers with the same input, itself included.
-
-    Called anew for each generate(): the layers do not refer to each other, and a model's layers may be replaced.
-    """
-    groups = (layers for module in model.modules() for layers in _same_input(module, DecodingLinear))
-    return {id(layer): layers for layers in groups for layer in layers}
-
-
-def _same_input(module: nn.Module, kind: type[nn.Linear]) -> list[tuple[nn.Linear, ...]]:
-    """Return groups of a module's layers, all of this class, that have the same input."""
-    children = dict(module.named_children())
-    groups = [[layer for name in names if type(layer := children.get(name)) is kind] for names in SAME_INPUT]
-    return [tuple(layers) for layers in groups if len(set(layers)) > 1]
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear and layer.weight.numel() >= MIN_WEIGHTS]
+    for layer in layers:
+        layer.__class__ = DecodingLinear
+    return layers
 
 
 def are_installed(model: nn.Module) -> bool:
@@ -326,14 +289,6 @@ def _multiply_floats(input: torch.Tensor, linear: Linear) -> torch.Tensor:
         bias = None if linear.bias is None else linear.bias[part].float()
         out_rows[:, part] = nn.functional.linear(rows, linear.weight[part].float(), bias)
     return out
-
-
-def _taken_early(layer: nn.Linear, input: torch.Tensor) -> Linear | None:
-    """The tensors of a layer if its product can be computed before the layer is called, else None."""
-    if type(layer) is not DecodingLinear or pre_hooks(layer) or "forward" in vars(layer):  # its call may differ
-        return None
-    linear = Linear.of(layer)
-    return linear if _serves(input, linear) else None
 
 
 def _serves(input: torch.Tensor, linear: Linear) -> bool:

@@ -10,7 +10,19 @@ from typing import NamedTuple
 
 import torch
 
-from lookahead.cpu.operations import Append, Attend, Embed, Experts, Logits, Operation, Products, Rotary
+from lookahead.cpu.operations import (
+    Append,
+    Attend,
+    Convolve,
+    Delta,
+    Embed,
+    Experts,
+    Logits,
+    Operation,
+    Products,
+    Rotary,
+    Scan,
+)
 from lookahead.cpu.products import Linear
 
 
@@ -20,6 +32,28 @@ class CacheShape(NamedTuple):
     heads: int
     key_size: int
     value_size: int
+
+
+class StateShape(NamedTuple):
+    """What a layer of the cache keeps of all positions together."""
+
+    channels: int
+    """Of its convolutions."""
+    columns: int
+    """The last inputs that these read."""
+    heads: int = 0
+    """Of its recurrence, if it has one."""
+    keys: int = 0
+    """Numbers of a head of keys."""
+    values: int = 0
+    is_by_values: bool = False
+    """Whether it is held as [heads, values, keys]."""
+
+    @property
+    def of_state(self) -> tuple[int, ...]:
+        """The shape of the state of its recurrence, if it has one."""
+        sizes = (self.values, self.keys) if self.is_by_values else (self.keys, self.values)
+        return (self.heads, *sizes) if self.heads else ()
 
 
 @dataclass(frozen=True)
@@ -58,10 +92,24 @@ class Program:
         return found
 
     @property
-    def caches(self) -> list[CacheShape]:
-        """Of each layer of the cache."""
+    def caches(self) -> dict[int, CacheShape]:
+        """Of the layers of the cache that hold keys and values, in their order."""
         appends = [operation for operation in self.operations if isinstance(operation, Append)]
-        return [CacheShape(append.heads, append.size, append.value_size) for append in appends]
+        return {append.layer: CacheShape(append.heads, append.size, append.value_size) for append in appends}
+
+    @property
+    def states(self) -> dict[int, StateShape]:
+        """Of the layers of the cache that keep a state, in their order."""
+        found: dict[int, StateShape] = {}
+        for one in self.operations:
+            if isinstance(one, Convolve):
+                before = found.get(one.layer, StateShape(0, 0))
+                channels, columns = max(before.channels, one.first + one.x.width), max(before.columns, one.taps - 1)
+                found[one.layer] = before._replace(channels=channels, columns=columns)
+            elif isinstance(one, (Delta, Scan)):
+                before, is_by_values = found.get(one.layer, StateShape(0, 0)), isinstance(one, Scan)
+                found[one.layer] = StateShape(*before[:2], one.heads, one.size, one.value_size, is_by_values)
+        return found
 
     @property
     def linears(self) -> list[Linear]:
@@ -90,7 +138,7 @@ class Program:
         return first
 
     def fits(self) -> bool:
-        """Whether all operations fit, each layer of the cache is filled once in order, and all tensors can be read."""
+        """Whether all operations fit, layers of the cache are filled once and in order, and all tensors can be read."""
         dtype = self.dtype
         return (
             all(operation.fits() for operation in self.operations)
@@ -100,19 +148,19 @@ class Program:
         )
 
     def _fits_cache(self) -> bool:
-        held: list[CacheShape] = []
+        held: dict[int, CacheShape] = {}
         for operation in self.operations:
             if isinstance(operation, Append):
-                if operation.layer != len(held):
+                if operation.layer <= max(held, default=-1):
                     return False
-                held.append(CacheShape(operation.heads, operation.size, operation.value_size))
+                held[operation.layer] = CacheShape(operation.heads, operation.size, operation.value_size)
             elif isinstance(operation, Attend):
                 size, value_size = operation.size, operation.value_size
                 sizes = (value_size, size - value_size) if operation.is_latent else (size, value_size)
                 shape = CacheShape(operation.key_heads, *sizes)
-                if operation.layer >= len(held) or held[operation.layer] != shape:
+                if held.get(operation.layer) != shape:
                     return False
-        return bool(held)
+        return bool(held or self.states)
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "Program":
         """The same program with other linear layers, which `change` makes of its own."""

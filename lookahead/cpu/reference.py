@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, singledispatchmethod
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -18,7 +19,17 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
     "relu_squared": lambda x: functional.relu(x).square(),
     "sigmoid": torch.sigmoid,
+    "identity": lambda x: x,
 }
+
+
+class State(NamedTuple):
+    """What a layer keeps of the text before a pass."""
+
+    inputs: torch.Tensor
+    """The last inputs of its convolutions, [channels, columns]."""
+    state: torch.Tensor
+    """Of its recurrence, [heads, keys, values]; of `Scan`, [heads, values, keys]."""
 
 
 class Reference:
@@ -30,18 +41,27 @@ class Reference:
         ids: torch.Tensor,
         positions: torch.Tensor,
         rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        hidden: Sequence[torch.Tensor],
+        caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        hidden: Mapping[int, torch.Tensor],
+        states: Mapping[int, State] | None = None,
+        parents: Sequence[int] | None = None,
         wide: torch.dtype = torch.float32,
     ):
         """ids, positions: int64 [T]. rotary: by name, cosines and sines [positions, rotary] of all positions.
 
-        caches: for each layer, keys and values [key heads, held, head size] before this pass. hidden: for each layer,
-        which of the last keys each row must not see, bool [T, keys].
+        caches: by layer, keys and values [key heads, held, head size] before this pass. hidden: by layer, which of the
+        last keys each row must not see, bool [T, keys]. states: by layer, before this pass. parents: of each row, its
+        parent or -1; default: the rows are a chain.
         """
         self.dtype, self.wide = program.dtype, wide
         self.ids, self.positions, self.rotary, self.hidden = ids, positions, rotary, hidden
-        self.caches = [(keys.to(wide), values.to(wide)) for keys, values in caches]
+        self.caches = {layer: (keys.to(wide), values.to(wide)) for layer, (keys, values) in caches.items()}
+        self.states = states or {}
+        self.parents = range(-1, len(ids) - 1) if parents is None else parents
+        self.inputs: dict[int, dict[int, torch.Tensor]] = {}
+        """Of the convolutions of a layer, by their first channel."""
+        self.recurrent: dict[int, list[torch.Tensor]] = {}
+        """The state of a layer behind each row."""
         self.values: dict[op.Value, torch.Tensor] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         """What was kept: [T, hidden] by number."""
@@ -55,6 +75,21 @@ class Reference:
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.dtype).to(self.wide)
+
+    def states_after(self, path: Sequence[int]) -> dict[int, State]:
+        """What layers keep when these rows are committed."""
+        found = {}
+        for layer, (held, state) in self.states.items():
+            inputs = held.to(self.wide)
+            if layer in self.inputs:
+                new = torch.cat([x for _, x in sorted(self.inputs[layer].items())], dim=1)
+                inputs = torch.cat([inputs, new[path].T], dim=1)[:, -held.shape[1] :]
+            found[layer] = State(inputs, self.recurrent[layer][path[-1]] if layer in self.recurrent else state)
+        return found
+
+    def path_to(self, row: int) -> list[int]:
+        """A row's ancestors and itself."""
+        return [*(self.path_to(self.parents[row]) if self.parents[row] >= 0 else []), row]
 
     def heads(self, x: op.Value, size: int) -> torch.Tensor:
         """[T, heads, size]."""
@@ -101,6 +136,9 @@ class Reference:
             bias = None if norm.bias is None else norm.bias.to(self.wide)
             weight = None if weight is None else self.rounded(weight.to(self.wide) + norm.offset)
             return self.rounded(functional.layer_norm(x, (norm.size,), weight, bias, norm.epsilon).flatten(1))
+        if norm.gate is not None:
+            x = x * functional.silu(self.heads(norm.gate, norm.size))
+            weight = None if weight is None else weight.unflatten(0, (-1, norm.size))
         x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
         x = x if norm.rounds_once else self.rounded(x)
         return self.rounded((x if weight is None else x * (weight.to(self.wide) + norm.offset)).flatten(1))
@@ -168,8 +206,53 @@ class Reference:
         return self.rounded((weights @ values).transpose(0, 1).flatten(1))
 
     @computed.register
+    def _(self, convolve: op.Convolve) -> torch.Tensor:
+        x, weight, width = self.values[convolve.x], convolve.weight.to(self.wide), convolve.x.width
+        self.inputs.setdefault(convolve.layer, {})[convolve.first] = x
+        held = self.states[convolve.layer].inputs[convolve.first : convolve.first + width].to(self.wide)
+        sums = torch.zeros_like(x) if convolve.bias is None else convolve.bias.to(self.wide).repeat(len(x), 1)
+        for row in range(len(x)):
+            before = torch.cat([held, x[self.path_to(row)].T], dim=1)[:, -convolve.taps :]
+            sums[row] += (before * weight).sum(1)
+        return self.rounded(sums)
+
+    @computed.register
+    def _(self, delta: op.Delta) -> torch.Tensor:
+        groups, states = delta.heads // delta.key_heads, list[torch.Tensor]()
+        q, k = (self.heads(x, delta.size) for x in (delta.x, delta.keys))
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        q, k = (x.repeat_interleave(groups, dim=1)[..., None] for x in (q / delta.size**0.5, k))
+        v = self.heads(delta.values, delta.value_size)[..., None, :]
+        times = functional.softplus(self.values[delta.decays] + delta.biases.to(self.wide))
+        decays = (-delta.log_speeds.to(self.wide).exp() * times).exp()[..., None, None]
+        rates = delta.factor * self.rounded(self.values[delta.rates].sigmoid())[..., None, None]
+        for row, parent in enumerate(self.parents):
+            before = states[parent] if parent >= 0 else self.states[delta.layer].state.to(self.wide)
+            decayed = decays[row] * before
+            states.append(decayed + k[row] * rates[row] * (v[row] - (decayed * k[row]).sum(1, keepdim=True)))
+        self.recurrent[delta.layer] = states
+        return self.rounded((torch.stack(states) * q).sum(2).flatten(1))
+
+    @computed.register
+    def _(self, scan: op.Scan) -> torch.Tensor:
+        groups, states, rounded = scan.heads // scan.key_heads, list[torch.Tensor](), self.rounded
+        q, k = (self.heads(x, scan.size).repeat_interleave(groups, dim=1) for x in (scan.x, scan.keys))
+        v = self.heads(scan.values, scan.value_size)
+        times = rounded(functional.softplus(rounded(self.values[scan.times] + scan.biases.to(self.wide))))[..., None]
+        decays, k = (-scan.log_speeds.to(self.wide).exp()[:, None] * times).exp(), rounded(times * k)
+        for row, parent in enumerate(self.parents):
+            before = states[parent] if parent >= 0 else self.states[scan.layer].state.to(self.wide)
+            states.append(decays[row, ..., None] * before + v[row][..., None] * k[row][:, None])
+        self.recurrent[scan.layer] = states
+        found = rounded((torch.stack(states) @ q[..., None])[..., 0])
+        return rounded(found + rounded(scan.skips.to(self.wide)[:, None] * v)).flatten(1)
+
+    @computed.register
     def _(self, gate: op.Gate) -> torch.Tensor:
-        x = self.activated(self.values[gate.x], gate.activation)
+        x = self.values[gate.x]
+        if gate.rounds_once and gate.by is not None:
+            return self.rounded(ACTIVATIONS[gate.activation](x) * self.values[gate.by])
+        x = self.activated(x, gate.activation)
         return x if gate.by is None else self.rounded(x * self.values[gate.by])
 
     @computed.register

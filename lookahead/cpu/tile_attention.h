@@ -14,7 +14,7 @@ namespace attention {
 
 #ifdef HAS_TILES
 
-using products::DEPTH, products::Floats, products::Ints, products::repeat, products::SIDE;
+using products::DEPTH, products::repeat, products::SIDE;
 
 struct TileBlock {
     static constexpr long KEYS = 256, GROUPS = TILE_QUERIES / SIDE, STEPS = MAX_SIZE / DEPTH, PLACES = MAX_SIZE / SIDE;
@@ -50,7 +50,7 @@ struct TileBlock {
                 const long offset = head_of(group, lane) * all.head_stride + row[group][lane] * all.row_stride;
                 v[lane] = *(const products::Unaligned<Ints>*)(all.query + offset + step * DEPTH);
             }
-            products::transpose(v);
+            transpose(v);
             memcpy(queries[group][step], v, sizeof v);
         }
         for (auto& of_lane : sums[group]) std::fill(of_lane, of_lane + value_size / SIDE, Floats{});
@@ -135,7 +135,7 @@ struct TileBlock {
             }
             v[i] = halves[0] | halves[1] << 16;
         }
-        products::transpose(v);
+        transpose(v);
         memcpy(weights[j / DEPTH], v, sizeof v);
         return added[0] + added[1];
     }
@@ -179,7 +179,7 @@ struct TileBlock {
                     added[lane] = (Ints)bytes != 0 ? Floats{} + HIDDEN : Floats{};
                 }
             }
-            products::transpose(added);
+            transpose(added);
         }
         for (long i = 0; i < std::min<long>(n, SIDE); i++) places[i] += added[i];
     }
@@ -222,8 +222,8 @@ static void block_in_tiles(const Attention<BFloat16>& all, long head, long first
 
 // Bytes of a thread's room for `Attention::block`, and for `near_block` of a step with so many keys of its own.
 static inline long room_for(long keys_of_step) {
-    const long more = std::max(0L, NEAR + keys_of_step);  // beside the KEYS that all have
-    const long bytes = sizeof(Space<BySingles, WIDEST, LANES / WIDEST>) + more * LANES * (long)sizeof(float);
+    const long more = padded(std::max(0L, NEAR + keys_of_step));  // beside the KEYS that all have
+    const long bytes = sizeof(Space<BySingles>) + more * QUERIES * (long)sizeof(float);
 #ifdef HAS_TILES
     return (std::max<long>(bytes, sizeof(TileBlock)) + 63) / 64 * 64;
 #else

@@ -65,28 +65,6 @@ struct TileUnit {
     TileUnit(const TileUnit&) = delete;
 };
 
-// Swap the lanes of 16 vectors: lane i of vector j becomes lane j of vector i.
-template <int STEP, int... I, class Vector>
-static INLINE void exchange(Vector* v, std::integer_sequence<int, I...>) {
-    UNROLL for (int i = 0; i < SIDE; i++) {
-        if (i & STEP) continue;
-        const Vector a = v[i], b = v[i + STEP];
-#ifdef __clang__
-        v[i] = __builtin_shufflevector(a, b, (I & STEP ? SIDE + I - STEP : I)...);
-        v[i + STEP] = __builtin_shufflevector(a, b, (I & STEP ? SIDE + I : I + STEP)...);
-#else
-        v[i] = __builtin_shuffle(a, b, Ints{(I & STEP ? SIDE + I - STEP : I)...});
-        v[i + STEP] = __builtin_shuffle(a, b, Ints{(I & STEP ? SIDE + I : I + STEP)...});
-#endif
-    }
-}
-
-template <class Vector>
-static INLINE void transpose(Vector* v) {
-    const auto lanes = std::make_integer_sequence<int, SIDE>();
-    exchange<1>(v, lanes), exchange<2>(v, lanes), exchange<4>(v, lanes), exchange<8>(v, lanes);
-}
-
 // Call f(integral_constant<int, 0>), f(integral_constant<int, 1>), ..., N times.
 template <class F, int... I>
 static INLINE void repeat(F f, std::integer_sequence<int, I...>) {

@@ -4,9 +4,13 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+
+#define UNROLL _Pragma("GCC unroll 64")
+#define INLINE inline __attribute__((always_inline))
 
 typedef uint16_t BFloat16;
 
@@ -96,6 +100,21 @@ static inline Lanes<WIDTH>::Floats load(const BFloat16* x) { return (Lanes<WIDTH
 // exp(x) for x <= 0, to 2 units in the last place. 0 for x < -87. NaN stays NaN.
 template <int L, class Floats = typename Lanes<L>::Floats, class Ints = typename Lanes<L>::Ints>
 static inline Floats exponential(Floats x) {
+#ifdef __AVX512F__
+    if constexpr (L == 16) {  // it rounds by adding 1.5 * 2^23, and scales without a shift
+        const Floats shifted = x * 1.44269504f + 0x1.8p23f, n = shifted - 0x1.8p23f;
+        const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+        Floats y = r * 1.98756915e-4f + 1.39819995e-3f;  // Cephes, expf
+        y = y * r + 8.33345191e-3f;
+        y = y * r + 4.16657959e-2f;
+        y = y * r + 1.66666655e-1f;
+        y = y * r + 5.00000012e-1f;
+        y = y * r + 1.0f;
+        y = y * r + 1.0f;
+        const __mmask16 stays = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+        return (Floats)_mm512_maskz_scalef_ps(stays, (__m512)y, (__m512)n);
+    }
+#endif
     Floats least = Floats{} - 87.0f;
     Ints gone = x < least;
     Floats within = gone ? least : x;
@@ -109,4 +128,70 @@ static inline Floats exponential(Floats x) {
     y = y * r + 5.00000012e-1f;
     y = y * r * r + r + 1.0f;
     return gone ? Floats{} : (Floats)((Ints)y + (power << 23));
+}
+
+// Lanes I of the vectors a and b, one behind the other.
+template <int... I, class Vector>
+static INLINE Vector shuffled(Vector a, Vector b) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, I...);
+#else
+    return __builtin_shuffle(a, b, typename Lanes<sizeof...(I)>::Ints{I...});
+#endif
+}
+
+// Swap the lanes of as many vectors as they have: lane i of vector j becomes lane j of vector i.
+template <int STEP = 1, class Vector, int... I>
+static INLINE void transpose(Vector* v, std::integer_sequence<int, I...> lanes) {
+    constexpr int N = sizeof...(I);
+    if constexpr (STEP < N) {
+        UNROLL for (int i = 0; i < N; i++) {
+            if (i & STEP) continue;
+            const Vector a = v[i], b = v[i + STEP];
+            v[i] = shuffled<(I & STEP ? N + I - STEP : I)...>(a, b);
+            v[i + STEP] = shuffled<(I & STEP ? N + I : I + STEP)...>(a, b);
+        }
+        transpose<2 * STEP>(v, lanes);
+    }
+}
+
+template <class Vector>
+static INLINE void transpose(Vector* v) {
+    constexpr int N = sizeof(Vector) / sizeof(float);
+#ifdef __AVX512F__
+    if constexpr (N == 16) {  // by shuffles that need no registers for their places
+        __m512i a[N], b[N];
+        UNROLL for (int i = 0; i < N; i += 2) {
+            a[i] = _mm512_unpacklo_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+            a[i + 1] = _mm512_unpackhi_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+        }
+        UNROLL for (int i = 0; i < N; i += 4) UNROLL for (int j = 0; j < 2; j++) {
+            b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + j + 2]);
+            b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + j + 2]);
+        }
+        UNROLL for (int j = 0; j < 4; j++) {  // a quarter of b[4 * i + j] holds four numbers of lane j, 4 + j, ...
+            const __m512i even = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), odd = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xdd);
+            const __m512i more = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88);
+            const __m512i rest = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xdd);
+            v[j] = (Vector)_mm512_shuffle_i32x4(even, more, 0x88), v[8 + j] = (Vector)_mm512_shuffle_i32x4(even, more, 0xdd);
+            v[4 + j] = (Vector)_mm512_shuffle_i32x4(odd, rest, 0x88), v[12 + j] = (Vector)_mm512_shuffle_i32x4(odd, rest, 0xdd);
+        }
+        return;
+    }
+#endif
+    transpose(v, std::make_integer_sequence<int, N>());
+}
+
+// f of all lanes, two at a time by halves: in all lanes, of a function that does not heed their order.
+template <int STEP, class F, int... I>
+static INLINE Lanes<WIDTH>::Floats over_lanes(Lanes<WIDTH>::Floats v, F f, std::integer_sequence<int, I...> lanes) {
+    if constexpr (STEP == 0)
+        return v;
+    else
+        return over_lanes<STEP / 2>(f(v, shuffled<(I ^ STEP)...>(v, v)), f, lanes);
+}
+
+template <class F>
+static INLINE Lanes<WIDTH>::Floats over_lanes(Lanes<WIDTH>::Floats v, F f) {
+    return over_lanes<WIDTH / 2>(v, f, std::make_integer_sequence<int, WIDTH>());
 }

@@ -31,9 +31,6 @@ struct Codes {
     uint8_t two;
 };
 
-#define UNROLL _Pragma("GCC unroll 64")
-#define INLINE inline __attribute__((always_inline))
-
 // L bytes as integers. GCC's own conversion takes them one by one.
 static INLINE Ints widened(const int8_t* x) {
 #if defined(__AVX512F__)

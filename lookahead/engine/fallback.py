@@ -11,6 +11,7 @@ from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import UnsupportedModelError, context_length
+from lookahead.models.cache import CountedCache, counts_positions
 from lookahead.models.families import has_page
 from lookahead.models.layers import ropes_of
 from lookahead.models.state import state_of
@@ -91,11 +92,11 @@ def why_plain(
     embeds = model_kwargs.get("inputs_embeds")
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
-    if compat.is_callers_own(cache) and not adapter.counts_positions:
+    if cache is not None and compat.is_callers_own(cache) and not counts_positions(cache):
         return "on a cache of states alone, which do not say how much of the prompt they hold"
-    if cache is not None and type(cache) is not DynamicCache:
+    if cache is not None and type(cache) not in (DynamicCache, CountedCache):
         return f"on a cache of type {type(cache).__name__}"
-    if cache is not None and not (is_empty(cache) or adapter.can_take_over(cache, model)):
+    if cache is not None and not ((is_empty(cache) and not held) or adapter.can_take_over(cache, model)):
         return "on a cache whose layers are not such as this model fills: their kind, length, dtype or device"
     if held and len(ids) > 1:
         return "batches on a cache that is passed in"

@@ -8,18 +8,21 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import (
     BaseStreamer,
     EosTokenCriteria,
     MaxLengthCriteria,
+    StopStringCriteria,
     logits_process,
     stopping_criteria,
 )
 
+from lookahead.compat import tokens_that_end_stop_strings
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
 from lookahead.engine.draws import KNOWN_DRAWS, Race, RaceInBatch
@@ -57,6 +60,25 @@ def for_sequence(processor: LogitsProcessor, b: int) -> LogitsProcessor:
     return processor
 
 
+class NewTokensCriterion(StoppingCriteria):
+    """A criterion that looks at the tokens of one text, without its prompt, so that no tensor need be made of them."""
+
+    def ends(self, new: list[int]) -> bool:
+        """Whether a text ends with the last of its tokens. It is asked after each of them; it must not change them."""
+        raise NotImplementedError
+
+
+class Ends(NamedTuple):
+    """What ends a sequence of the usual case."""
+
+    length: int
+    """Of prompt and text."""
+    tokens: frozenset[int]
+    own: list[NewTokensCriterion]
+    asked: list[tuple[frozenset[int], StoppingCriteria]]
+    """Criteria that can end a sequence with these tokens alone, so that they are asked behind no others."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of a call of generate() that all its rules share."""
@@ -87,7 +109,8 @@ class NextTokenRule:
     ):
         """ids: int64 [sequences, n], the prompts. draws: what draws the tokens; default: torch's own generator."""
         self._ids = ids
-        self._new: list[int] = []  # tokens of the only sequence that are not in `_ids` yet
+        self._width = ids.shape[1]
+        self._new: list[int] = []  # in the usual case, the emitted tokens, of which `_ids` may lack the last ones
         self.scores: tuple[torch.Tensor, ...] | None = () if settings.keep_scores else None
         self.logits: tuple[torch.Tensor, ...] | None = () if settings.keep_logits else None
         self._unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
@@ -102,15 +125,15 @@ class NextTokenRule:
         warp = _warp_of(processors) if settings.do_sample else None if processors else Warp()
         ends = _ends(criteria)
         is_usual = len(ids) == 1 and not (settings.keep_scores or settings.keep_logits)
-        self._usual = (warp, *ends) if is_usual and warp is not None and ends is not None else None
+        self._usual = (warp, ends) if is_usual and warp is not None and ends is not None else None
         self.takes_argmax = self._usual is not None and not settings.do_sample
         """Whether the next token is the one with the largest logit, and nobody else looks at the logits."""
 
     @property
     def ids(self) -> torch.Tensor:
         """Prompts and emitted tokens, int64 [sequences, n]."""
-        if self._new:
-            self._ids, self._new = torch.cat([self._ids, self._ids.new_tensor([self._new])], dim=-1), []
+        if missing := self._new[self._ids.shape[1] - self._width :]:
+            self._ids = torch.cat([self._ids, self._ids.new_tensor([missing])], dim=-1)
         return self._ids
 
     def known_draws(self, count: int) -> np.ndarray | None:
@@ -166,6 +189,8 @@ class NextTokenRule:
         if any(spoiled):
             raise FloatingPointError(self._no_choice())
         emitted = [tokens[sequence] for sequence in self.live]
+        if self._usual is not None:
+            self._new += emitted
         if self._settings.pad_token is not None or not any(unfinished):
             self._keep([sequence for sequence in self.live if unfinished[sequence]])
         if self._settings.streamer is not None:
@@ -187,9 +212,14 @@ class NextTokenRule:
     def take(self, token: int) -> None:
         """Record and stream the next token of the only sequence, in the usual case, where it was chosen otherwise."""
         assert self._usual is not None
-        _, max_length, ends = self._usual
+        _, ends = self._usual
         self._new.append(token)
-        if token in ends or self._ids.shape[1] + len(self._new) >= max_length:
+        is_over = token in ends.tokens or self._width + len(self._new) >= ends.length
+        for criterion in ends.own:  # all of them, for they may note what they see
+            is_over |= criterion.ends(self._new)
+        for tokens, asked in ends.asked:
+            is_over = is_over or (token in tokens and asked(self.ids, None))  # type: ignore[arg-type]  # no scores
+        if is_over:
             self._keep([])
         if self._settings.streamer is not None:
             self._settings.streamer.put(torch.tensor([token]))
@@ -284,16 +314,20 @@ def _warp_of(processors: LogitsProcessorList) -> Warp | None:
     return warp if warp.top_k <= choice.MAX_TOP_K else None
 
 
-def _ends(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int]] | None:
-    """Return the length at which a sequence ends, and the tokens that end it; None if other criteria have a say."""
-    max_length, ends = 2**62, frozenset[int]()
+def _ends(criteria: StoppingCriteriaList) -> Ends | None:
+    """Return what ends a sequence; None if other criteria have a say."""
+    ends = Ends(2**62, frozenset(), [], [])
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria and criterion.max_length <= (
             criterion.max_position_embeddings or 2**62
         ):
-            max_length = min(max_length, criterion.max_length)
+            ends = ends._replace(length=min(ends.length, criterion.max_length))
         elif type(criterion) is EosTokenCriteria:
-            ends |= set(criterion.eos_token_id.tolist())
+            ends = ends._replace(tokens=ends.tokens | set(criterion.eos_token_id.tolist()))
+        elif isinstance(criterion, NewTokensCriterion):
+            ends.own.append(criterion)
+        elif type(criterion) is StopStringCriteria and (tokens := tokens_that_end_stop_strings(criterion)) is not None:
+            ends.asked.append((tokens, criterion))
         else:  # also a length that makes transformers warn
             return None
-    return max_length, ends
+    return ends

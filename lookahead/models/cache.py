@@ -22,6 +22,7 @@ it was before the step, and the accepted tokens are computed again, ahead of the
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -366,14 +367,19 @@ class LookaheadCache(Cache):
         """The last accepted tokens, if the layers do not hold them. The next pass computes them again."""
         self.paddings: list[int] | None = None
         """Columns of padding before each sequence, if they stand as in plain decoding; usually, they begin together."""
-        self.in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
+        self.in_place_at = [index for index, layer in enumerate(layers) if isinstance(layer, InPlaceLayer)]
+        self.in_place = [layers[index] for index in self.in_place_at]
         """The layers that hold keys and values: all, unless some keep a state, or use those of other layers."""
+        self.states_at = [index for index, layer in enumerate(layers) if isinstance(layer, StateLayer)]
         alike: dict[tuple, list[int]] = {}
         for index, layer in enumerate(layers):
             if isinstance(layer, InPlaceLayer):
                 alike.setdefault((type(layer), getattr(layer, "sliding_window", None)), []).append(index)
         self._kinds = list(alike.values())  # indices of layers that usually have the same columns
-        self._states = [layer for layer in layers if isinstance(layer, StateLayer)]
+        self._states = [layers[index] for index in self.states_at]
+        self.pending: executor.Pending | None = None
+        """What the rows of the last pass do to the states, if it was one call, and where it is."""
+        self.room = np.empty(0, np.uint8)
         ours = InPlaceLayer, StateLayer
         self._with_state = [x for x in layers if not isinstance(x, ours) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []
@@ -393,6 +399,7 @@ class LookaheadCache(Cache):
                 for layer in layers:
                     layer.make_room(new)
         self._before = [_copy_of_state(vars(layer)) for layer in self._with_state] if self._with_state else []
+        self.pending = None
         for layer in self._states:
             layer.pending = []
 
@@ -414,8 +421,8 @@ class LookaheadCache(Cache):
         return extended
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return the keys of all layers that are in place, then their values, all columns."""
-        return [*map(_KEYS, self.in_place), *map(_VALUES, self.in_place)]
+        """Return the keys of all layers that are in place, then their values, all columns; then all states."""
+        return [*map(_KEYS, self.in_place), *map(_VALUES, self.in_place), *chain(*map(StateLayer.kept, self._states))]
 
     def hidden(
         self, ancestors: np.ndarray, positions: np.ndarray, kinds: Mapping[Visibility, Sequence[int]], of_step: bool
@@ -452,6 +459,9 @@ class LookaheadCache(Cache):
         keep(list(filter(_IS_INITIALIZED, self.in_place)), paths)
         for layer in self._states:
             layer.commit(paths)
+        if self.pending is not None:
+            self.pending.apply(paths[0])
+            self.pending = None
         self.lengths, self.replay, self._before = lengths, replay, []
 
     def _restore_states(self) -> None:
@@ -465,6 +475,11 @@ class LookaheadCache(Cache):
             if type(layer) is InPlaceLayer and layer.is_initialized:
                 layer.update(*(x.new_zeros((*x.shape[:2], count, x.shape[3])) for x in layer.buffers))
         self.lengths = [length + count for length in self.lengths]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer holds anything."""
+        return not any(map(_IS_INITIALIZED, self.in_place)) and not any(map(StateLayer.kept, self._states))
 
     @property
     def can_rewind(self) -> bool:
@@ -534,7 +549,7 @@ class LookaheadCache(Cache):
 class SeparateCaches:
     """A cache of its own for each sequence of a batch. They join and leave between steps, and nothing is moved."""
 
-    replay: Sequence[int] = ()  # none has a state
+    replay: Sequence[int] = ()  # none has a state that is restored
 
     def __init__(self, caches: Iterable[LookaheadCache]):
         self.each = list(caches)
@@ -578,20 +593,36 @@ AnyCache = LookaheadCache | SeparateCaches
 """What holds the sequences of a call."""
 
 
+class CountedCache(DynamicCache):
+    """A cache whose layers keep states alone, which do not say how many positions they have seen. So lookahead says it.
+
+    It goes from call to call of a wrapped model. The model's own decoding would not count.
+    """
+
+    length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+
 def empty_cache(model: PreTrainedModel) -> DynamicCache | None:
     """Make a cache for a call of generate() that the next call goes on from.
 
-    None if the model takes no such cache, or if its layers keep states alone: it then reads everything again.
+    None if the model takes no such cache, or if its layers keep states alone and it is not wrapped: it then reads
+    everything again.
     """
     if compat.cache_argument(model) is None:
         return None
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return cache if counts_positions(cache) else None
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    if counts_positions(cache):
+        return cache
+    return CountedCache(config=config) if getattr(model, "lookahead", None) is not None else None
 
 
 def counts_positions(cache: Cache) -> bool:
-    """Whether a cache knows how many positions it holds. One whose layers keep states alone does not."""
-    return any(hasattr(layer, "get_seq_length") for layer in cache.layers)
+    """Whether a cache knows how many positions it holds. One whose layers keep states alone does not by itself."""
+    return isinstance(cache, CountedCache) or any(hasattr(layer, "get_seq_length") for layer in cache.layers)
 
 
 def keep(layers: list[InPlaceLayer], paths: list[list[int]]) -> None:

@@ -112,6 +112,17 @@ class StateLayer(LinearAttentionLayer):
             pending.apply(paths)
         self.pending = []
 
+    def kept(self) -> list[torch.Tensor]:
+        """Return its states."""
+        return [x for states in (self.conv_states, self.recurrent_states) for x in states.values() if x is not None]
+
+    def begin(self, inputs: torch.Tensor, state: torch.Tensor | None) -> None:
+        """Hold zeros, as before any token, like the inputs of a convolution, [1, channels, columns], and the state of a
+        recurrence, [1, heads, keys, values].
+        """
+        self.lazy_initialization(conv_states=inputs, recurrent_states=state)
+        self.has_previous_state[0] = True
+
     def take(self, theirs: LinearAttentionLayer) -> None:
         """Hold copies of the states of a layer of transformers'."""
         for name in vars(LinearAttentionLayer()):

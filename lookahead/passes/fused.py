@@ -14,14 +14,25 @@ from transformers import PreTrainedModel
 
 from lookahead.compat import VERSION, attention_implementation, int8_weight, registered_attention, tensors_of
 from lookahead.cpu import native
-from lookahead.cpu.executor import Executor, Rows, bytes_to_copy, can_digest, serves, weight_bytes
+from lookahead.cpu.executor import (
+    ALIGNMENT,
+    Executor,
+    Places,
+    Rows,
+    bytes_to_copy,
+    can_digest,
+    places_of,
+    serves,
+    weight_bytes,
+)
 from lookahead.cpu.operations import Experts
-from lookahead.cpu.products import is_plain_of
-from lookahead.cpu.program import CacheShape, Program
+from lookahead.cpu.products import is_plain_of, pointer
+from lookahead.cpu.program import CacheShape, Program, StateShape
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.models.families import Page, UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds, ropes_of
+from lookahead.models.recurrence import StateLayer
 from lookahead.models.state import state_of
 from lookahead.passes.packed import Packs, ReadyProgram, packed_of
 from lookahead.passes.runner import EagerRunner, Likeliest, Output
@@ -254,9 +265,8 @@ class FusedRunner(EagerRunner):
         if not (is_known and self._placeholders.isdisjoint(tokens)):
             return False
         for b, cache in enumerate(caches):
-            layers = cache.in_place
-            is_empty = not any(map(_IS_INITIALIZED, layers))
-            if len(layers) != len(executor.caches) or not (is_empty or self._finds(executor, b, cache)):
+            has_layers = (cache.in_place_at, cache.states_at) == (list(executor.caches), list(executor.states))
+            if not (has_layers and (cache.is_empty or self._finds(executor, b, cache))):
                 return False
         return True
 
@@ -266,9 +276,11 @@ class FusedRunner(EagerRunner):
         known += [None] * (b + 1 - len(known))
         found = known[b]
         if found is None or not all(map(operator.is_, tensors, found.tensors)):
-            if not all(map(partial(_fits, executor.like.dtype), executor.caches, cache.in_place)):
+            dtype, states = executor.like.dtype, map(cache.layers.__getitem__, executor.states)
+            fits = all(map(partial(_fits, dtype), executor.caches.values(), cache.in_place))
+            if not (fits and all(map(partial(_fits_state, executor), executor.states.values(), states))):
                 return None
-            found = known[b] = _Buffers(tensors)
+            found = known[b] = _Buffers(tensors, list(executor.caches))
         return found if list(map(_ADDRESS, tensors)) == found.addresses else None
 
     def _compute(
@@ -280,7 +292,8 @@ class FusedRunner(EagerRunner):
         shown: int | None = None,
         is_prompt: bool = False,
     ) -> Output:
-        """Run a step of each sequence. shown: rows whose logits are returned, the last ones; default: all.
+        """Run a step of each sequence. shown: rows whose logits are returned, the last ones; default: all. If it is
+        given, the rows are those of a prompt, and states are committed.
         is_prompt: as for `Executor.run`.
 
         Raises UnknownModelError, before it changes a cache, if the rotary embedding has become another one.
@@ -294,6 +307,7 @@ class FusedRunner(EagerRunner):
         most = max([max(positions[0].tolist()) for _, positions, _ in laid_out])
         if executor.positions is not None and most >= executor.positions:
             raise UnknownModelError("its table of positions ends")
+        commits = shown is not None
         rotary, kinds, rows, first = self._rotary_of(most, executor), self.adapter.kinds, [], [0]
         count, temperatures = likeliest
         for b, (step, cache, (ids, positions, ancestors)) in enumerate(zip(steps, caches, laid_out, strict=True)):
@@ -302,11 +316,16 @@ class FusedRunner(EagerRunner):
             unseen = [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in kinds.items()]
             extended = self._extend(executor, b, cache, new)
             at = temperatures if isinstance(temperatures, float) else temperatures[b]
-            rows.append(Rows(ids[0], positions[0], *extended, unseen, cache.lengths[0], step.computed, at))
+            states = self._states_of(executor, cache, 0 if commits or new == 1 else new) if executor.states else []
+            place = cache.lengths[0], step.computed
+            rows.append(Rows(ids[0], positions[0], *extended, unseen, *place, at, step.parents, states))
             first.append(first[-1] + new)
         end = first.pop()
         said = 0 if shown else end if len(steps) > 1 else 1 + steps[0].guesses - steps[0].computed
         logits, outputs, has_nan, found = executor.run(rows, rotary, self.requested, shown, (said, count), is_prompt)
+        for b, (cache, one) in enumerate(zip(caches, rows, strict=True)):
+            if executor.states and not commits and len(one.ids) > 1:
+                cache.pending = executor.pending(b, (cache.room, cache.buffers()))
         if executor is self._first:
             self._compare(executor)
         argmax = None
@@ -354,22 +373,46 @@ class FusedRunner(EagerRunner):
         self, executor: Executor, b: int, cache: LookaheadCache, rows: int
     ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
         """Append rows to all layers of the cache of sequence ``b``. Return `Rows.caches` and `Rows.held`."""
-        layers = cache.in_place  # they come first
-        if not layers[0].is_initialized:
+        if cache.is_empty:
             new_empty = executor.like.new_empty
-            for layer, (heads, size, value_size) in zip(layers, executor.caches, strict=True):
-                layer.lazy_initialization(new_empty(1, heads, 0, size), new_empty(1, heads, 0, value_size))
-        caches, held = [(0, 0, 0, 0)] * len(layers), [0] * len(layers)
+            for one, (heads, size, value_size) in zip(cache.in_place, executor.caches.values(), strict=True):
+                one.lazy_initialization(new_empty(1, heads, 0, size), new_empty(1, heads, 0, value_size))
+            with torch.inference_mode(False):  # as for keys
+                for index, shape in executor.states.items():
+                    layer: Any = cache.layers[index]
+                    state = executor.like.new_zeros(1, *shape.of_state, dtype=torch.float32) if shape.heads else None
+                    layer.begin(executor.like.new_zeros(1, shape.channels, shape.columns + 1), state)
+        caches, held = [(0, 0, 0, 0)] * executor.layers, [0] * executor.layers
         places = cache.extend(rows)
         if (buffers := self._finds(executor, b, cache)) is None:
             raise RuntimeError("the buffers of the cache have changed while a pass began")
         addresses, columns, strides = buffers.addresses, buffers.columns, buffers.strides
         for indices, first, seen in places:
-            for i in indices:
-                j = i + len(layers)
+            for index in indices:
+                i = buffers.numbers[index]
+                j = i + len(buffers.numbers)
                 keys, values = addresses[i] + first * columns[i], addresses[j] + first * columns[j]
-                held[i], caches[i] = seen, (keys, values, strides[i], strides[j])
+                held[index], caches[index] = seen, (keys, values, strides[i], strides[j])
         return caches, held
+
+    def _states_of(self, executor: Executor, cache: LookaheadCache, rows: int) -> list[Places]:
+        """Return where a pass finds the states of a cache, and where it leaves what this many rows do to them.
+
+        rows: 0: it commits all of them, as those of a prompt, or a root alone.
+        """
+        itemsize, shapes = executor.like.element_size(), executor.states.values()
+        of_inputs = [itemsize * rows * shape.channels for shape in shapes]
+        of_states = [4 * rows * shape.heads * (1 + shape.keys + shape.values) for shape in shapes]
+        *begins, end = places_of([*of_inputs, *of_states])
+        if cache.room.nbytes < end + ALIGNMENT:
+            cache.room = np.empty(end + ALIGNMENT, np.uint8)
+        address = -(-cache.room.ctypes.data // ALIGNMENT) * ALIGNMENT
+        places, held = [], iter(cache.buffers()[2 * len(executor.caches) :])
+        for i, shape in enumerate(shapes):
+            inputs, state = next(held), next(held) if shape.heads else None
+            of_inputs_at, updates_at = ((address + begins[j]) * (rows > 0) for j in (i, i + len(shapes)))
+            places.append(Places(inputs.data_ptr(), of_inputs_at, inputs.shape[2], pointer(state), updates_at))
+        return places
 
 
 def _page_of(model: PreTrainedModel, adapter: ModelAdapter) -> Page:
@@ -394,10 +437,12 @@ def _executor_of(found: Program) -> Executor:
 class _Buffers:
     """Where the keys and values of all layers are. The tensors are held, so that their addresses stay theirs."""
 
-    def __init__(self, tensors: list[torch.Tensor]):
-        """tensors: `LookaheadCache.buffers`."""
+    def __init__(self, tensors: list[torch.Tensor], layers: list[int]):
+        """tensors: `LookaheadCache.buffers`. layers: those of the cache that hold keys and values."""
         self.tensors = tensors
+        self.numbers = {layer: i for i, layer in enumerate(layers)}
         self.addresses = list(map(_ADDRESS, tensors))
+        tensors = tensors[: 2 * len(layers)]
         self.strides = [tensor.stride(1) for tensor in tensors]
         """Numbers from head to head."""
         self.columns = [tensor.shape[3] * tensor.element_size() for tensor in tensors]
@@ -412,3 +457,13 @@ def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
     room = keys.shape[2]
     are_of_shape = keys.shape == (1, heads, room, of_key) and values.shape == (1, heads, room, of_value)
     return are_of_shape and room >= layer.columns and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
+
+
+def _fits_state(executor: Executor, shape: StateShape, layer: StateLayer) -> bool:
+    """Whether C++ can read and write the state of a layer of the cache."""
+    inputs, *states = layer.kept()
+    columns = inputs.shape[2]
+    is_of_shape = inputs.shape == (1, shape.channels, columns) and shape.columns <= columns <= executor.most_columns
+    has_states = [state.shape for state in states] == ([(1, *shape.of_state)] if shape.heads else [])
+    are_plain = is_plain_of(inputs, executor.like.dtype) and all(is_plain_of(one, torch.float32) for one in states)
+    return is_of_shape and has_states and are_plain

@@ -12,17 +12,14 @@ some steps faster.
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.compat import forward_arguments
-from lookahead.cpu import products
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.branching import branching
@@ -184,15 +181,10 @@ class EagerRunner:
             self.run([step], cache)
             cache.commit([step], [[0]])
 
-    @cached_property
-    def _siblings(self) -> dict[int, tuple[nn.Linear, ...]]:
-        """`products.siblings`, looked up once in a call, when its first eager pass needs it."""
-        return products.siblings(self.model) if self.adapter.uses_kernels else {}
-
     def _in_pass(self, forest: Forest | None = None) -> AbstractContextManager[None]:
         """The context of each call of the model."""
         adapter = self.adapter
-        return decoding_pass(adapter.splits_attention, adapter.uses_kernels, siblings=self._siblings, forest=forest)
+        return decoding_pass(adapter.splits_attention, adapter.uses_kernels, forest=forest)
 
 
 class Pass(NamedTuple):

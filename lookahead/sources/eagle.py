@@ -55,19 +55,12 @@ UNKNOWN_SETTINGS = ("norm_before_fc", "fc_norm", "norm_output")  # further norms
 
 
 @dataclass
-class _Text:
-    """What the head has computed of one text, and what it can compute next."""
+class _KeysAndValues:
+    """What an EAGLE head keeps of the pairs of one text, and behind them of guesses."""
 
     keys: torch.Tensor
-    """[key heads, places, size]: those of `length` pairs, and behind them those of guesses."""
+    """[key heads, places, size]"""
     values: torch.Tensor
-    length: int = 0
-    waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """Features of consecutive tokens that are in no pair yet, [n, width], and the place of the first in the text."""
-
-    def known(self) -> int:
-        """The number of tokens up to the last whose feature waits; -1 if none does."""
-        return self.waiting[-1][0] + len(self.waiting[-1][1]) if self.waiting else -1
 
     def put(self, begin: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values [heads, n, size] from place ``begin`` on; return all up to them."""
@@ -78,9 +71,28 @@ class _Text:
         self.keys[:, begin:end], self.values[:, begin:end] = keys, values
         return self.keys[:, :end], self.values[:, :end]
 
-    def fork(self) -> "_Text":
+    def fork(self) -> "_KeysAndValues":
         """A copy that goes its own way."""
-        return _Text(self.keys.clone(), self.values.clone(), self.length, list(self.waiting))
+        return _KeysAndValues(self.keys.clone(), self.values.clone())
+
+
+@dataclass
+class Text:
+    """What a head has computed of one text, and what it can compute next."""
+
+    kept: Any
+    """Of `length` pairs, and behind them of guesses: what the head makes, with a method `fork`."""
+    length: int = 0
+    waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """Features of consecutive tokens that are in no pair yet, [n, width], and the place of the first in the text."""
+
+    def known(self) -> int:
+        """The number of tokens up to the last whose feature waits; -1 if none does."""
+        return self.waiting[-1][0] + len(self.waiting[-1][1]) if self.waiting else -1
+
+    def fork(self) -> "Text":
+        """A copy that goes its own way."""
+        return Text(self.kept.fork(), self.length, list(self.waiting))
 
 
 class _Linear:
@@ -176,9 +188,9 @@ class _Head:
             raise ValueError(f"the tensor 'd2t' of {read.folder} leads to ids outside 0..{self._vocabulary - 1}")
         return tokens
 
-    def begin(self) -> _Text:
+    def begin(self) -> Text:
         nothing = torch.zeros(self._split[1], 0, self._size, device=self.device, dtype=self._dtype)
-        return _Text(nothing, nothing)
+        return Text(_KeysAndValues(nothing, nothing))
 
     def features(self, hidden_states: dict[int, torch.Tensor], rows: Any) -> torch.Tensor:
         """What pairs take of these rows of the model's layers, [n, hidden]."""
@@ -186,12 +198,13 @@ class _Head:
         return self._fuse(states) if self._is_third else states
 
     def compute(
-        self, text: _Text, begin: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
-        sees: torch.Tensor,
+        self, text: Text, begin: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
+        sees: torch.Tensor, depths: list[int],
     ) -> torch.Tensor:  # fmt: skip
         """Compute pairs into the places of the cache from ``begin`` on, and return the next features, [n, hidden].
 
-        sees: bool [n, begin + n], which places of the cache each pair sees.
+        sees: bool [n, begin + n], which places of the cache each pair sees. depths: of the tokens below the root, 0 in
+        the text: an EAGLE head computes all of them alike.
         """
         said = self._embed(torch.tensor(tokens, device=self.device)).to(self._dtype)
         if self._is_third:
@@ -206,7 +219,7 @@ class _Head:
         )
         cos, sin = self._rotary(said, positions[None])
         queries, keys = apply_rotary_pos_emb(queries[None], keys[None], cos, sin)
-        keys, values = text.put(begin, keys[0], values)
+        keys, values = text.kept.put(begin, keys[0], values)
         attended = functional.scaled_dot_product_attention(
             queries, keys[None], values[None], sees[None, None], enable_gqa=len(queries[0]) != len(keys)
         )
@@ -214,8 +227,8 @@ class _Head:
         normed = self._normed(stream, self._norm_behind)
         return stream + self._down(self._activation(self._gate(normed)) * self._up(normed))
 
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """[n, vocabulary of the head]"""
+    def logits(self, features: torch.Tensor, depths: list[int]) -> torch.Tensor:
+        """[n, vocabulary of the head]. depths: as for `compute`."""
         return self._project(self._normed(features, self._norm_last) if self._is_third else features)
 
     def _normed(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -244,7 +257,7 @@ def _layers_read(settings: dict[str, Any], count: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-class _Pace:
+class _PassTime:
     """Seconds of a pass over guesses, as the last ones took."""
 
     seconds = 0.0
@@ -259,9 +272,13 @@ class EagleSource(GuessSource):
         path: a folder with config.json and the tensors. Where it has no embedding or projection, the model's serve.
         Raises FileNotFoundError or ValueError if the files are not those of such a head, naming the tensor.
         """
-        self.head = _Head(model, path)
-        self.needs = Needs(hidden_states=self.head.layers)
-        self.pace = _Pace()
+        self._begin_with(_Head(model, path))
+
+    def _begin_with(self, head: Any) -> None:
+        """head: a `_Head`, or what has its methods."""
+        self.head = head
+        self.needs = Needs(hidden_states=head.layers)
+        self.pass_time = _PassTime()
         self.sharpness = {has_draws: Sharpness() for has_draws in (False, True)}
         """With known draws and without."""
 
@@ -277,7 +294,7 @@ class EagleGuesser(Guesser):
     """
 
     def __init__(self, source: EagleSource, batch: Batch):
-        self._head, self._pace, self._sharpness = source.head, source.pace, source.sharpness
+        self._head, self._pass_time, self._sharpness = source.head, source.pass_time, source.sharpness
         self._batch = batch
         self._texts = [self._head.begin() for _ in batch.texts]
         self._drafts: list[Draft | None] = []
@@ -319,7 +336,7 @@ class EagleGuesser(Guesser):
                 for one, text, depth, known in zip(self._texts, texts, limits.depths, draws, strict=True)
             ]
 
-    def _after(self, one: _Text, text: list[int], depth: int, limits: Limits, draws: np.ndarray | None) -> GuessTree:
+    def _after(self, one: Text, text: list[int], depth: int, limits: Limits, draws: np.ndarray | None) -> GuessTree:
         """Grow the tree of one text, as long as passes pay."""
         if depth <= 0 or one.known() != len(text) - 1:  # after a pause, the last token's feature is not known
             self._drafts.append(None)
@@ -330,9 +347,9 @@ class EagleGuesser(Guesser):
         self._drafts.append(draft)
         draft.take(*self._likeliest(features, [0], draws))
         while guesses := draft.worth_a_row(draft.candidates(depth - 1)[:MAX_ROWS], limits):
-            price = MIN_TOKENS if limits.rate is None else limits.rate * self._pace.seconds
+            price = MIN_TOKENS if limits.rate is None else limits.rate * self._pass_time.seconds
             if sum(guess.chance for guess in guesses) < price:
-                self._pace.seconds *= FADE
+                self._pass_time.seconds *= FADE
                 break
             began = time.perf_counter()
             for guess in guesses:
@@ -342,16 +359,17 @@ class EagleGuesser(Guesser):
             sees = functional.pad(sees, (one.length, 0), value=True)  # the root is the last of the committed places
             positions = torch.from_numpy(step.depths[new]).to(self._head.device) + len(text) - 2
             place, above = one.length + draft.computed - 1, features[step.parents[new]]
-            made = self._head.compute(one, place, step.ids[new].tolist(), above, positions, sees)
+            depths = step.depths[new].tolist()
+            made = self._head.compute(one, place, step.ids[new].tolist(), above, positions, sees, depths)
             self.passes += 1
             features = torch.cat([features, made])
-            draft.take(*self._likeliest(made, step.depths[new].tolist(), draws))
+            draft.take(*self._likeliest(made, depths, draws))
             synchronize(self._head.device)
             took = time.perf_counter() - began
-            self._pace.seconds += (took - self._pace.seconds) * (0.1 if self._pace.seconds else 1.0)
+            self._pass_time.seconds += (took - self._pass_time.seconds) * (0.1 if self._pass_time.seconds else 1.0)
         return draft.tree(depth, limits.min_probability)
 
-    def _catch_up(self, one: _Text, text: list[int]) -> torch.Tensor:
+    def _catch_up(self, one: Text, text: list[int]) -> torch.Tensor:
         """Compute the pairs whose features wait; return the next features of the last of them, [n, hidden]."""
         features = torch.cat([some for _, some in one.waiting])
         places = torch.cat([first + torch.arange(len(some)) for first, some in one.waiting]).to(self._head.device)
@@ -361,7 +379,7 @@ class EagleGuesser(Guesser):
             part = slice(begin, begin + CHUNK)
             n = len(tokens[part])
             sees = torch.ones(n, one.length + n, dtype=torch.bool, device=self._head.device).tril(one.length)
-            made = self._head.compute(one, one.length, tokens[part], features[part], places[part], sees)
+            made = self._head.compute(one, one.length, tokens[part], features[part], places[part], sees, [0] * n)
             one.length += n
         return made
 
@@ -370,6 +388,6 @@ class EagleGuesser(Guesser):
     ) -> tuple[np.ndarray, np.ndarray]:
         """The likeliest tokens behind each feature and their probabilities, [n, k]. depths: of the features' tokens."""
         size = self._batch.vocabulary
-        known, logits = draws_at([draws], [depths], size), self._head.logits(features)[:, :size]
+        known, logits = draws_at([draws], [depths], size), self._head.logits(features, depths)[:, :size]
         tokens = self._head.tokens
         return likeliest(logits, self._batch.temperature, TOP_K, None if known is None else known[0], tokens)

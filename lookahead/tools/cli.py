@@ -135,6 +135,8 @@ decoding_options = _options(
                  show_default=True, help="Length N of the window's n-grams."),
     click.option("--assistant", metavar="NAME_OR_PATH",
                  help="Draft model of the same vocabulary: one more source of guesses."),
+    click.option("--mtp", is_flag=True,
+                 help="Guess with the checkpoint's own multi-token-prediction layers, too."),
     pass_options,
 )  # fmt: skip
 pool_option = click.option("--pool", "pool_path", type=FILE, metavar="FILE",

@@ -14,8 +14,9 @@ from transformers.utils import is_accelerate_available, is_gguf_available
 
 from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
-from lookahead.engine.engine import Lookahead
+from lookahead.engine.engine import Lookahead, default_sources
 from lookahead.models.adapter import UnsupportedModelError
+from lookahead.sources.mtp import MtpSource
 from lookahead.vocabulary import vocabulary_fingerprint
 from lookahead.wrapping import engine_of, wrap
 from ngram_pool import NgramPool, PoolFileError
@@ -81,6 +82,7 @@ def load_wrapped(
     pool_path: str | None,
     strategy: str,
     assistant: str | None = None,
+    mtp: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Lookahead | None, dict]:
     """Load and wrap a model as the options of a command say; with the strategy "plain", do not wrap it.
@@ -90,8 +92,9 @@ def load_wrapped(
     Returns the model, its tokenizer, its `Lookahead` (None: plain) and the arguments for model.generate().
     """
     check_pool(pool_path, strategy)
-    if assistant is not None and strategy == "plain":
-        raise click.UsageError("--assistant has no effect with --strategy plain: leave one of them out")
+    for option, is_given in (("--assistant", assistant is not None), ("--mtp", mtp)):
+        if is_given and strategy == "plain":
+            raise click.UsageError(f"{option} has no effect with --strategy plain: leave one of them out")
     settings = {name: options.pop(name) for name in LookaheadConfig.__dataclass_fields__ if name in options}
     options = {name: value for name, value in options.items() if value is not None}
     if options.get("temperature") == 0:
@@ -114,8 +117,14 @@ def load_wrapped(
             raise click.UsageError(
                 f"--assistant {assistant!r} has another vocabulary than the model: choose one that shares it"
             )
+    sources = None
+    if mtp:
+        try:
+            sources = [*default_sources(config), MtpSource(model)]
+        except ValueError as error:
+            raise click.ClickException(f"--mtp: {error}") from error
     with decoding(), told_if_long("trying how the model can be decoded"):
-        return model, tokenizer, engine_of(wrap(model, config, pool)), options
+        return model, tokenizer, engine_of(wrap(model, config, pool, sources)), options
 
 
 @contextmanager

@@ -19,11 +19,11 @@ import torch
 
 from lookahead.cpu import blocks, choice, executor, likeliest, native, products, tree_attention
 from lookahead.cpu import operations as op
-from lookahead.cpu.executor import Executor, Rows
+from lookahead.cpu.executor import Executor, Places, Rows
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
-from lookahead.cpu.reference import ACTIVATIONS, Reference
+from lookahead.cpu.reference import ACTIVATIONS, Reference, State
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -134,7 +134,8 @@ class RandomProgram:
     def __init__(self, rng: random.Random, memory: Guarded, dtype: torch.dtype, size: int, heads: int, key_heads: int):
         self.rng, self.memory, self.dtype = rng, memory, dtype
         self.size, self.heads, self.key_heads = size, heads, key_heads
-        self.shapes: list[tuple[int, int]] = []  # of layers of the cache: numbers of a head of keys, and of values
+        self.layer = -1  # of the cache
+        self.shapes: dict[int, tuple[int, int]] = {}  # by layer of the cache: numbers of a head of keys, and of values
         self.latents: set[int] = set()
         self.operations: list[op.Operation] = []
         self.kept = 0
@@ -176,7 +177,7 @@ class RandomProgram:
 
     def attention(self, x: Value, norms: str) -> Value:
         size = value_size = self.size
-        lenders = [layer for layer in range(len(self.shapes)) if layer not in self.latents]
+        lenders = [layer for layer in self.shapes if layer not in self.latents]
         if lenders and self.rng.random() < 0.2:  # the keys and values of another layer
             layer = self.rng.choice(lenders)
             size, value_size = self.shapes[layer]
@@ -211,9 +212,10 @@ class RandomProgram:
                 self.add(op.Rotary(part, Value(part.width), size, name, self.turns_once, self.is_interleaved))
                 for part in (q, k)
             )
-        self.operations.append(op.Append(k, v, len(self.shapes), size))
-        self.shapes.append((size, value_size))
-        return self.attended(q, len(self.shapes) - 1, size, value_size, x.width)
+        layer = self.next_layer()
+        self.operations.append(op.Append(k, v, layer, size))
+        self.shapes[layer] = size, value_size
+        return self.attended(q, layer, size, value_size, x.width)
 
     def latent_attention(self, x: Value) -> Value:
         turned, latent, heads = self.size, products.STRIDE[self.dtype] * self.rng.randint(1, 4), self.heads
@@ -228,13 +230,77 @@ class RandomProgram:
         q, k = (self.add(op.Rotary(part, Value(part.width), *settings)) for part in (q, k))
         sought = self.add(op.HeadProducts(rest, Value(heads * latent), weight, heads, 0, True))
         q = self.add(op.Join(sought, Value(sought.width + q.width), q, heads))
-        layer, size = len(self.shapes), latent + turned
+        layer, size = self.next_layer(), latent + turned
         self.operations.append(op.Append(self.norm(c, latent), k, layer, latent))
-        self.shapes.append((latent, turned))
+        self.shapes[layer] = latent, turned
         self.latents.add(layer)
         found = op.Attend(q, Value(heads * latent), layer, size, 1, size**-0.5, is_latent=True)
         values = op.HeadProducts(self.add(found), Value(heads * value_size), weight, heads, width, False)
         return self.products(self.add(values), x.width)[0]
+
+    def convolved(self, x: Value, layer: int, first: int = 0, taps: int = 3) -> Value:
+        weight = self.numbers(x.width, taps)
+        bias = self.numbers(x.width) if self.rng.random() < 0.3 else None
+        return self.add(op.Convolve(x, Value(x.width), weight, layer, bias, first))
+
+    def short_convolution(self, x: Value) -> Value:
+        """Between gates, as in LFM2."""
+        width, taps = products.STRIDE[self.dtype] * self.rng.randint(1, 3), self.rng.randint(2, 8)
+        before, after, inner = self.products(x, width, width, width)
+        inner = self.add(op.Gate(inner, Value(width), "identity", before))
+        inner = self.convolved(inner, self.next_layer(), taps=taps)
+        return self.products(self.add(op.Gate(inner, Value(width), "identity", after)), x.width)[0]
+
+    def linear_attention(self, x: Value) -> Value:
+        """The gated delta rule behind convolutions."""
+        keys, values = (self.rng.choice([2, 8, 16, 24, 64, 128]) for _ in range(2))
+        key_heads, groups = self.rng.randint(1, 3), self.rng.randint(1, 2)
+        heads = key_heads * groups
+        while heads * values % products.STRIDE[self.dtype]:
+            values += 1
+        widths = key_heads * keys, key_heads * keys, heads * values
+        layer, taps, first = self.next_layer(), self.rng.randint(2, 5), 0
+        *parts, gate, decays, rates = self.products(x, *widths, heads * values, heads, heads)
+        convolved = []
+        for part in parts:
+            convolved.append(self.add(op.Gate(self.convolved(part, layer, first, taps), Value(part.width), "silu")))
+            first += part.width
+        q, k, v = convolved
+        out, factor = Value(heads * values), self.rng.choice([1.0, 2.0])
+        speeds = self.numbers(heads), self.numbers(heads)
+        delta = self.add(op.Delta(q, out, k, v, decays, rates, *speeds, layer, heads, keys, factor))
+        normed = self.norm(delta, values, chance=0.7)
+        gated = self.add(op.Gate(gate, Value(gate.width), "silu", normed, rounds_once=self.rng.random() < 0.5))
+        return self.products(gated, x.width)[0]
+
+    def scanned(self, x: Value) -> Value:
+        """Mamba-2 behind convolutions."""
+        keys, size = self.rng.choice([2, 8, 16, 24, 64, 128]), self.rng.choice([2, 8, 16, 24, 64, 80])
+        key_heads, groups = self.rng.randint(1, 3), self.rng.randint(1, 3)
+        heads = key_heads * groups
+        while heads * size % products.STRIDE[self.dtype]:
+            size += 1
+        width, layer, taps, first = heads * size, self.next_layer(), self.rng.randint(2, 5), 0
+        gate, *parts, times = self.products(x, width, width, key_heads * keys, key_heads * keys, heads)
+        convolved = []
+        for part in parts:
+            convolved.append(self.add(op.Gate(self.convolved(part, layer, first, taps), Value(part.width), "silu")))
+            first += part.width
+        v, k, q = convolved
+        of_heads = [self.numbers(heads) for _ in range(3)]
+        found = self.add(op.Scan(q, Value(width), k, v, times, *of_heads, layer, heads, keys))
+        weight = self.numbers(width, mean=1.0) if self.rng.random() < 0.8 else None
+        normed = op.Norm(found, Value(width), weight, 1e-5, of_heads=True, size=width // key_heads, gate=gate)
+        return self.products(self.add(normed), x.width)[0]
+
+    def next_layer(self) -> int:
+        """A layer of the cache, which may leave some out."""
+        self.layer += self.rng.choice([1, 1, 2])
+        return self.layer
+
+    def mixed(self, x: Value, norms: str) -> Value:
+        with_states = self.short_convolution, self.linear_attention, self.scanned
+        return self.attention(x, norms) if self.rng.random() < 0.5 else self.rng.choice(with_states)(x)
 
     def attended(self, q: Value, layer: int, size: int, value_size: int, width: int) -> Value:
         scaling = self.rng.choice([size**-0.5, 0.1])
@@ -310,7 +376,7 @@ class RandomProgram:
         embedding = self.memory.copy(torch.randn(vocabulary, width).to(self.dtype))
         x = self.keep(self.add(op.Embed(Value(width), embedding, self.rng.choice([1.0, 3.0]), table, offset)))
         for layer in range(layers):
-            attended = self.attention(self.norm(x, chance=0.7), norms)
+            attended = self.mixed(self.norm(x, chance=0.7), norms)
             if is_parallel:
                 x = self.more(self.more(x, attended), self.mlp(self.norm(x, chance=0.7), intermediate))
             else:
@@ -386,7 +452,9 @@ def run_program(seed: int) -> str:
                 assert (found[0] == again).all()
                 np.testing.assert_allclose(found[1], chances, rtol=1e-4, atol=1e-7)
             kernels_alone(rng, memory, logits, plain[0], heads, key_heads, size, shapes[0].held)
-            for one in drawn:
+            for b, (one, expected) in enumerate(zip(drawn, plain, strict=True)):
+                if program.states:
+                    one.commit(ready, b, expected, rng, allowed)
                 one.move(rng)
     return text
 
@@ -418,34 +486,67 @@ class RandomRows:
 
     def __init__(self, shape: SequenceShape, rng: random.Random, memory: Guarded, program: Program):
         rows, held, computed, dropped = self.shape = shape
-        capacity, layers = held + rows, range(len(program.caches))
-        self.caches = [
-            [memory.copy(torch.randn(heads, capacity, size).to(program.dtype)) for size in sizes]
-            for heads, *sizes in program.caches
-        ]
-        self.before = [[states[:, :held].clone() for states in cache] for cache in self.caches]
+        capacity, layers = held + rows, [*program.caches, *program.states]
+        self.caches = {
+            layer: [memory.copy(torch.randn(heads, capacity, size).to(program.dtype)) for size in sizes]
+            for layer, (heads, *sizes) in program.caches.items()
+        }
+        self.before = {layer: [part[:, :held].clone() for part in cache] for layer, cache in self.caches.items()}
         self.ids = memory.copy(torch.randint(len(program.embedding), (rows,)))
         self.positions = memory.copy((dropped + held + torch.randint(rows, (rows,))).long())
         masked = rows + (rng.randint(0, held) if rng.random() < 0.3 else 0)
         self.hidden = torch.rand(rows, masked) < 0.4
         self.hidden[:, masked - rows :] &= ~torch.eye(rows, dtype=torch.bool)
-        places = [
-            (keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0)) for keys, values in self.caches
-        ]
+        places = [(0, 0, 0, 0)] * (max(layers) + 1)
+        for layer, (keys, values) in self.caches.items():
+            places[layer] = keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0)
+        is_chain = rng.random() < 0.5
+        self.parents = [row - 1 if is_chain else rng.randint(-1, row - 1) for row in range(rows)]
+        self.commits = is_chain and rng.random() < 0.5
+        self.states, self.of_rows = {}, []
+        for layer, shape in program.states.items():
+            columns = rng.randint(shape.columns, 8)
+            inputs = memory.copy(torch.randn(shape.channels, columns).to(program.dtype))
+            self.states[layer] = State(inputs, memory.copy(torch.randn(shape.of_state)))
+            of_inputs = memory.empty(rows, shape.channels, dtype=program.dtype)
+            updates = memory.empty(rows, shape.heads, 1 + shape.keys + shape.values, dtype=torch.float32)
+            self.of_rows.append((of_inputs, updates))
+        self.states_before = {layer: State(*(part.clone() for part in state)) for layer, state in self.states.items()}
+        of_states = [
+            Places(
+                inputs.data_ptr(), of_inputs.data_ptr() * (not self.commits), inputs.shape[1],
+                state.data_ptr() * (state.numel() > 0), updates.data_ptr() * (not self.commits),
+            )
+            for (inputs, state), (of_inputs, updates) in zip(self.states.values(), self.of_rows, strict=True)
+        ]  # fmt: skip
         self.rows = Rows(
-            self.ids.numpy(), self.positions.numpy(), places, [held] * len(layers),
+            self.ids.numpy(), self.positions.numpy(), places, [held] * len(places),
             [(memory.copy(self.hidden).numpy(), list(layers))], dropped + held - computed, computed, 0.8,
+            np.array(self.parents), of_states,
         )  # fmt: skip
 
     def computed_plainly(self, program: Program, rotary: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Reference:
-        before, hidden = [tuple(cache) for cache in self.before], [self.hidden] * len(self.before)
-        return Reference(program, self.ids, self.positions, rotary, before, hidden, torch.float64)
+        before, hidden = {i: tuple(cache) for i, cache in self.before.items()}, dict.fromkeys(self.before, self.hidden)
+        states = self.states_before, self.parents
+        return Reference(program, self.ids, self.positions, rotary, before, hidden, *states, torch.float64)
+
+    def commit(self, ready: Executor, b: int, plain: Reference, rng: random.Random, allowed: float) -> None:
+        """Commit a path, or nothing if the pass has done it."""
+        path = list(range(self.shape.rows)) if self.commits else plain.path_to(rng.randrange(self.shape.rows))
+        if not self.commits:
+            for layer, state in self.states.items():
+                assert all(map(torch.equal, state, self.states_before[layer])), "a pass has changed a state"
+            ready.pending(b, self).apply(path)
+        for layer, state in plain.states_after(path).items():
+            for what, got, expected in zip(State._fields, self.states[layer], state, strict=True):
+                if got.numel():
+                    assert_near(got, expected, allowed, f"{what} of layer {layer}", 1.0)
 
     def move(self, rng: random.Random) -> None:
         """Keep some of the rows, as a commit does."""
         rows, held, _, _ = self.shape
         sources = np.sort(np.array(rng.sample(range(held, held + rows), rng.randint(1, rows)), np.int64))
-        buffers = [states[None] for cache in self.caches for states in cache]
+        buffers = [states[None] for cache in self.caches.values() for states in cache]
         for alike in ([one for one in buffers if one.shape == shape] for shape in {one.shape for one in buffers}):
             moved = [buffer[:, :, torch.from_numpy(sources)].clone() for buffer in alike]
             assert executor.can_move(alike)

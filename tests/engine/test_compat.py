@@ -15,7 +15,9 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.modules import module as module_hooks
-from transformers import GenerationConfig, GenerationMixin, LlamaConfig
+from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers.generation import StopStringCriteria
+from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from zoo import tiny_model
 
@@ -47,6 +49,18 @@ def seen_in_loop(model, monkeypatch, **options) -> dict:
     monkeypatch.setattr(type(model), "_sample", loop)
     model.generate(IDS, max_new_tokens=2, **options)
     return seen
+
+
+def test_tokens_that_end_stop_strings():
+    tokenizer = AutoTokenizer.from_pretrained(lookahead.DEMO_MODEL)
+    criterion = StopStringCriteria(tokenizer, ["):\n", "self"])
+    found = compat.tokens_that_end_stop_strings(criterion)
+    texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    can_end = {token for token, text in texts.items() if text.startswith((":\n", "\n", "elf", "lf", "f"))}
+    can_end |= {token for token, text in texts.items() if "self" in text or "):\n" in text}
+    assert found == can_end, moved("StopStringCriteria.embedding_vec", "transformers")
+    criterion.target_lens[0] = 0
+    assert compat.tokens_that_end_stop_strings(criterion) is None
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -265,6 +279,17 @@ def test_copies_of_modules(model):
     assert not compat.is_compiled(compat.copy_of_module(model.model, {})), moved("Module.__getstate__", "torch")
 
 
+def test_multi_token_prediction():
+    """test_mtp.py reads layers in each layout."""
+    for name in ("from_pretrained", "tie_with_main_model", "_project_to_logits"):
+        assert callable(getattr(MtpModel, name, None)), moved(f"MtpModel.{name}", "transformers")
+    patterns = "_keys_to_ignore_on_load_unexpected"
+    assert hasattr(PreTrainedModel, patterns), moved(f"PreTrainedModel.{patterns}", "transformers")
+    arguments = inspect.signature(inspect.unwrap(MtpLayer.forward)).parameters
+    assert compat.CACHE in arguments, moved("arguments of MtpLayer", "transformers")
+    assert compat.get_model_conversion_mapping(tiny_model("glm4_moe")), moved("conversion mapping", "transformers")
+
+
 def test_plain_tensors():
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -314,12 +339,9 @@ def test_weights_in_int8_by_groups(dtype):
 
 def test_versions_of_tensors():
     tensor = torch.zeros(2)
-    before = compat.version_of(tensor)
+    before = compat.VERSION(tensor)
     tensor.add_(1)
-    assert compat.version_of(tensor) > before, moved("Tensor._version", "torch")
-    with torch.inference_mode():
-        assert compat.version_of(torch.zeros(2)) is None
-    assert compat.VERSION(tensor) == compat.version_of(tensor)
+    assert compat.VERSION(tensor) > before, moved("Tensor._version", "torch")
 
 
 def test_tensors_of_modules():

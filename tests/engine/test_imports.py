@@ -75,6 +75,7 @@ def test_what_is_not_asked_for_is_not_loaded():
         "graphs",
         "layer_skip",
         "medusa",
+        "mtp",
         "recycling",
         "retrieval",
         "tools",

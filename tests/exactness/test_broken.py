@@ -10,7 +10,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
-from lookahead.cpu import tree_attention
+from lookahead.cpu import executor, tree_attention
 from lookahead.cpu.executor import Executor
 from lookahead.engine import call
 from lookahead.engine.sampling import NextTokenRule
@@ -253,6 +253,38 @@ def the_state_stays_behind(monkeypatch):
     monkeypatch.setattr(StateLayer, "commit", lambda self, paths: original(self, [path[:-1] for path in paths]))
 
 
+def fused_rows_are_a_chain(monkeypatch):
+    original = Executor.run
+
+    def run(self, sequences, *others):
+        sequences = [one._replace(parents=np.arange(-1, len(one.ids) - 1)) for one in sequences]
+        return original(self, sequences, *others)
+
+    monkeypatch.setattr(Executor, "run", run)
+
+
+def fused_rejected_rows_stay_in_the_state(monkeypatch):
+    original = executor.Pending.apply
+    monkeypatch.setattr(executor.Pending, "apply", lambda self, path: original(self, list(range(path[-1] + 1))))
+
+
+def fused_state_stays_behind(monkeypatch):
+    original = executor.Pending.apply
+    monkeypatch.setattr(executor.Pending, "apply", lambda self, path: original(self, path[:-1]))
+
+
+def fused_state_of_another_sequence(monkeypatch):
+    original = Executor.run
+
+    def run(self, sequences, *others):
+        if len(sequences) > 1:
+            first, second, *rest = sequences
+            sequences = [first._replace(states=second.states), second, *rest]
+        return original(self, sequences, *others)
+
+    monkeypatch.setattr(Executor, "run", run)
+
+
 def first_guess_always_accepted(monkeypatch):
     original = call.walk
 
@@ -306,11 +338,19 @@ FUSED = {
     fused_pass_without_its_mask: "llama",
     fused_pass_late_by_one: "qwen3",
     fused_pass_that_misses_the_first_key: "mistral",
+    fused_rows_are_a_chain: "lfm2",
+    fused_rejected_rows_stay_in_the_state: "qwen3_5_text",
+    fused_state_stays_behind: "lfm2",
 }
 IN_BATCHES = {gaps_are_seen: "llama", sequences_swapped: "llama", sliding_rows_off_by_one: "mistral"}
-IN_FUSED_BATCHES = {fused_rows_of_another_sequence: "llama", fused_pass_late_by_one: "qwen3"}
+IN_FUSED_BATCHES = {
+    fused_rows_of_another_sequence: "llama",
+    fused_pass_late_by_one: "qwen3",
+    fused_state_of_another_sequence: "qwen3_5_text",
+}
 OF_KERNELS = {kernel_without_its_mask, kernel_that_misses_the_first_key}  # torch's are left
 SPLIT = {half_of_the_prefix_unseen, parts_joined_evenly, *OF_KERNELS}  # the dense mask is left, or torch's kernels
+OF_STATES = {only_parents_are_seen, windows_along_the_rows, the_state_stays_behind}
 SEEN_BY_THE_PROBE = set(DEFECTS) - {
     sliding_window_too_wide, sliding_rows_off_by_one, first_guess_always_accepted, one_draw_too_many
 }  # fmt: skip
@@ -338,7 +378,7 @@ def check_batches(model):
 def test_comparison_with_generate_sees_it(plant, monkeypatch):
     model = tiny_model(DEFECTS[plant])
     lookahead.unwrap(lookahead.wrap(model))  # probed while all is well
-    if plant in SPLIT:  # what fused passes do not use
+    if plant in SPLIT | OF_STATES:  # what fused passes do not use
         monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):

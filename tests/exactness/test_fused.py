@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 from torchao.quantization.granularity import PerGroup
+from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gptj import modeling_gptj
 from zoo import tiny_model
@@ -27,6 +28,7 @@ from lookahead.cpu import blocks, executor, native, products
 from lookahead.cpu import likeliest as fast
 from lookahead.models.cache import SeparateCaches, copy_of_cache
 from lookahead.models.families import UnknownModelError, page_of
+from lookahead.models.recurrence import StateLayer
 from lookahead.passes import capabilities, fused
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.packed import packed_of
@@ -57,17 +59,20 @@ FAMILIES = [
     "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3",
     "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
     "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
-    "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "mixtral", "mellum",
+    "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "lfm2", "lfm3",
+    "qwen3_5_text", "olmo_hybrid", "bamba", "mixtral", "granitemoehybrid", "mellum", "qwen3_next", "qwen3_5_moe_text",
     "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe",
     "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3",
     "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
 ]  # fmt: skip
 # In older transformers, the attention of these is of their own.
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen"]
-FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT]
+FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family in CONFIG_MAPPING]
 
+STATES = [family for family in ("lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "bamba") if family in FAMILIES]
 WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
+    "lfm3",
 }  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
@@ -124,8 +129,15 @@ VARIANTS = [
     ("apertus", {"hidden_act": "silu", "attention_bias": True}),
     ("afmoe", {"mup_enabled": False, "tie_word_embeddings": True, "attention_bias": True}),
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
+    ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}),
+    ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["full_attention", "conv"]}),
+    ("qwen3_5_text", {"attention_bias": True, "linear_key_head_dim": 12, "linear_num_key_heads": 4}),
+    ("qwen3_next", {"linear_value_head_dim": 12, "layer_types": ["full_attention", "linear_attention"]}),
+    ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    ("olmo_hybrid", {"rope_parameters": {"rope_theta": None}, "linear_allow_neg_eigval": False}),
 ]
 """Of families whose settings change what is computed."""
+VARIANTS = [variant for variant in VARIANTS if variant[0] in FAMILIES]
 if not LEFT_OUT:
     VARIANTS.append(("gptj", {"n_positions": 64, "max_position_embeddings": 64, "rotary_dim": 8}))
 
@@ -205,12 +217,22 @@ def test_it_computes_what_the_model_computes(
                     path.append(children[int(rng.integers(len(children)))])
                 for cache in caches:
                     cache.commit([step], [path])
+        assert_states_alike(caches, allowed)
         for mine, theirs in zip(caches[1].in_place, caches[0].in_place, strict=True):
             assert mine.keys.shape == theirs.keys.shape
             for ours, own in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
                 assert relative_error(ours.flatten(0, 2), own.flatten(0, 2)) < allowed
     finally:
         torch.set_num_threads(before)
+
+
+def assert_states_alike(caches, allowed):
+    states = [
+        [states for layer in cache.layers if isinstance(layer, StateLayer) for states in layer.kept()]
+        for cache in caches
+    ]
+    for ours, theirs in zip(*states, strict=True):
+        assert relative_error(ours.flatten(0, 1), theirs.flatten(0, 1)) < allowed
 
 
 @lru_cache(maxsize=8)
@@ -233,7 +255,7 @@ def sharp_model(family, heads, window, dtype):
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     family=st.sampled_from(
-        ["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "phi3", "gpt_oss", "deepseek_v3"]
+        ["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "phi3", "gpt_oss", "deepseek_v3", *STATES]
     ),
     heads=st.sampled_from([(4, 4, 16), (6, 3, 32), (3, 3, 64)]),
     window=st.sampled_from([20, 100, 300]),
@@ -364,6 +386,7 @@ def test_it_reads_prompts_as_the_model_does(family, counts, keep, dtype, packs, 
             assert found.hidden_states[layer].shape == expected.hidden_states[layer].shape
             assert relative_error(found.hidden_states[layer], expected.hidden_states[layer]) < allowed
     assert caches[1].lengths == caches[0].lengths == [sum(counts)]
+    assert_states_alike(caches, allowed)
     for mine, theirs in zip(caches[1].in_place, caches[0].in_place, strict=True):
         window = getattr(mine, "sliding_window", 2**20) - 1
         for ours, own in ((mine.keys, theirs.keys), (mine.values, theirs.values)):

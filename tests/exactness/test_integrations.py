@@ -2,12 +2,15 @@
 
 import random
 import re
+from functools import cache
 
 import pytest
 import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
 from outlines_core import Guide, Index, Vocabulary
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from test_lossless import random_prompt
+from test_lossless import random_cases, random_prompt
 from torchao.quantization import (
     Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
@@ -25,11 +28,13 @@ from transformers import (
     WatermarkDetector,
     WatermarkingConfig,
 )
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from zoo import END, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, compat
 from lookahead.engine import fallback
+from lookahead.engine.sampling import NewTokensCriterion
 from lookahead.tools.audit import _judge, audit, first_difference, next_logits
 from lookahead.tools.loading import load
 
@@ -359,6 +364,66 @@ def test_stop_strings_across_tokens(options):
     for stop, short in zip(stops, expected, strict=True):
         ours = generate(model, ids, max_new_tokens=60, stop_strings=[stop], tokenizer=tokenizer, **options)
         assert ours == short, stop
+
+
+class EndsBehind(NewTokensCriterion):
+    """Ends a text behind a number of its tokens, and notes what it was shown."""
+
+    def __init__(self, prompt, most):
+        self._prompt, self._most, self.seen = prompt, most, []
+
+    def ends(self, new):
+        self.seen.append(list(new))
+        return len(new) >= self._most
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([self.ends(input_ids[0, self._prompt :].tolist())])
+
+
+@cache
+def packaged():
+    model, tokenizer = load(None)
+    ids = tokenizer("def read_lines(path):\n", return_tensors="pt").input_ids
+    return model, tokenizer, ids, tokenizer.decode(generate(model, ids, max_new_tokens=60))
+
+
+@random_cases(30)
+@given(
+    cuts=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 6)), max_size=3),
+    strange=st.lists(st.text("\n ab(é", min_size=1, max_size=3), max_size=2),
+    most=st.integers(1, 60),
+    eos=st.integers(0, 59),
+    way=st.sampled_from([GREEDY, SAMPLING]),
+    budget=st.sampled_from([0, 3, 16]),
+)
+def test_what_ends_a_text_is_asked_without_tensors(cuts, strange, most, eos, way, budget):
+    """Where a text ends by its tokens alone, no criterion of transformers is called for a token that cannot end it."""
+    note(f"{cuts=} {strange=} {most=} {eos=} {way=} {budget=}")
+    model, tokenizer, ids, text = packaged()
+    stops = [cut for begin, length in cuts if (cut := text[begin : begin + length])] + strange
+    options = way | {"max_new_tokens": 60, "eos_token_id": [0, tokenizer(text).input_ids[eos]]}
+    options |= {"stop_strings": stops, "tokenizer": tokenizer} if stops else {}
+    theirs, ours = (EndsBehind(ids.shape[1], most) for _ in range(2))
+    expected = generate(model, ids, **options, stopping_criteria=[theirs])
+    lookahead.wrap(model, LookaheadConfig(budget=budget))
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            for criterion in (EosTokenCriteria, MaxLengthCriteria):
+                patched.setattr(criterion, "__call__", None)
+            found = generate(model, ids, **options, stopping_criteria=[ours])
+    finally:
+        lookahead.unwrap(model)
+    assert found == expected
+    assert ours.seen == theirs.seen
+
+
+def test_an_empty_stop_string_ends_everything():
+    model, tokenizer, ids, _ = packaged()
+    options = {"stop_strings": ["", "never written"], "tokenizer": tokenizer, **GREEDY}
+    expected = generate(model, ids, **options)
+    lookahead.wrap(model)
+    assert generate(model, ids, **options) == expected
+    lookahead.unwrap(model)
 
 
 def test_max_time_stops_between_tokens_of_a_step(model):

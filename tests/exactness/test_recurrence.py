@@ -5,6 +5,7 @@ import random
 import threading
 from copy import deepcopy
 from types import FunctionType
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from zoo import tiny_model
 import lookahead
 from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig
+from lookahead.cpu import executor
 from lookahead.decoding_pass import decoding_pass
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource
@@ -38,6 +40,15 @@ MAMBA2 = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zam
 CONVOLUTION = ("lfm2", "lfm2_moe", "lfm3")
 FAMILIES = [t for t in (*DELTA_RULE, *BY_CHANNEL, *MAMBA2, *CONVOLUTION) if t in CONFIG_MAPPING]
 KEEPS_NO_POSITIONS = {"mamba2"}
+IN_ONE_CALL = [
+    t
+    for t in FAMILIES
+    if t
+    in ("bamba", "granitemoehybrid", "lfm2", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+]
+"""Their passes."""
+WAYS = [*((family, False) for family in FAMILIES), *((family, True) for family in IN_ONE_CALL)]
+"""Families, and whether passes are one call."""
 
 parents_of_trees = st.integers(1, 12).flatmap(
     lambda rows: st.tuples(st.just(-1), *(st.integers(0, row - 1) for row in range(1, rows)))
@@ -238,8 +249,20 @@ GREEDY = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
 SAMPLED = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": True, "temperature": 0.8}
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_texts(model_type, paths):
+def in_one_call(is_asked_for: bool) -> LookaheadConfig:
+    return LookaheadConfig(budget=16, pool_memory_mb=0.1, cpu_kernels=is_asked_for)
+
+
+@pytest.fixture
+def commits():
+    """Of passes in one call."""
+    apply = executor.Pending.apply
+    with mock.patch.object(executor.Pending, "apply", autospec=True, side_effect=apply) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("model_type", "fused"), WAYS)
+def test_texts(model_type, fused, paths, commits):
     """Greedy and seeded, with trees whose accepted paths skip rows, in models of even and of odd sizes."""
     rng = random.Random(model_type)
     for shape in ("even", "odd"):
@@ -247,42 +270,45 @@ def test_texts(model_type, paths):
         adapter = find_adapter(model)
         assert adapter.can_branch, adapter.given_up
         assert adapter.branches_states
+        commits.reset_mock()  # those of the probe
         for options in (GREEDY, SAMPLED):
             prompt, seed, paths[:] = prompt_of(rng), rng.randrange(100), []
             torch.manual_seed(seed)
             answers = model.generate(prompt, **options).tolist()
-            config = LookaheadConfig(budget=16, pool_memory_mb=0.1)
             check_identical(
                 model,
                 [prompt],
                 options,
-                config,
+                in_one_call(fused),
                 seed,
                 source=[Forked(answers, seed), PoolSource()],
                 model_type=model_type,
             )
             assert any(path != list(range(len(path))) for path in paths), "no path left a branch"
+            assert commits.called == fused or shape == "odd"  # there are products that C++ does not take
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(("model_type", "fused"), WAYS)
 @pytest.mark.parametrize("pads", [False, True], ids=["equal lengths", "padding"])
-def test_batches(model_type, pads, paths):
+def test_batches(model_type, fused, pads, paths, commits):
     """At their own pace, greedily, and in step, sampled."""
     rng = random.Random(model_type)
     model = random_model(tiny_config(model_type))
     assert hides_padding(model, find_adapter(model))
+    commits.reset_mock()
     for options in (GREEDY, SAMPLED):
         prompts = [prompt_of(rng)[:, : 5 if pads else 1] if b % 2 else prompt_of(rng)[:, :1] for b in range(3)]
         answers = [model.generate(prompt, **GREEDY)[0].tolist() for prompt in prompts]
         stats = check_identical(
-            model, prompts, options, LookaheadConfig(budget=16), 0, drift=options is SAMPLED,
+            model, prompts, options, in_one_call(fused), 0, drift=options is SAMPLED,
             source=[Forked(answers, 1), PoolSource()], model_type=model_type,
         )  # fmt: skip
         assert stats.plain == ""
+        assert commits.called == fused
 
 
-@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - KEEPS_NO_POSITIONS))
-def test_second_turns(model_type, paths):
+@pytest.mark.parametrize(("model_type", "fused"), [way for way in WAYS if way[0] not in KEEPS_NO_POSITIONS])
+def test_second_turns(model_type, fused, paths):
     """On a cache that plain decoding has filled, on one that lookahead has, and back."""
     rng = random.Random(model_type)
     model = random_model(tiny_config(model_type))
@@ -291,7 +317,7 @@ def test_second_turns(model_type, paths):
         cache, ids = DynamicCache(config=model.config.get_text_config(decoder=True)), first
         for turn, source in enumerate(decoders):
             if source is not None:
-                lookahead.wrap(model, LookaheadConfig(pool_memory_mb=0.1), source=[source, PoolSource()])
+                lookahead.wrap(model, in_one_call(fused), source=[source, PoolSource()])
             torch.manual_seed(turn)
             ids = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **SAMPLED)
             assert cache.get_seq_length() == ids.shape[1] - 1
@@ -319,7 +345,7 @@ def with_state(cache: DynamicCache) -> list:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "lfm2"])
-@pytest.mark.parametrize("place", ["convolve", "commit", "update_conv_state"])
+@pytest.mark.parametrize("place", ["convolve", "commit", "update_conv_state", "extend", "apply"])
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_cache_survives_a_failure_within_a_pass(model_type, place, at, monkeypatch):
     """Some layers of a step are computed, or committed, and others not."""
@@ -327,11 +353,15 @@ def test_a_cache_survives_a_failure_within_a_pass(model_type, place, at, monkeyp
     model = tiny_model(model_type)
     first, second = random_prompt(rng), random_prompt(rng)
     cache = DynamicCache(config=model.config)
-    lookahead.wrap(model, LookaheadConfig(budget=16, pool_memory_mb=0.1))
+    fused = place in ("extend", "apply")
+    if fused and model_type not in IN_ONE_CALL:
+        pytest.skip("its passes are not one call")
+    lookahead.wrap(model, in_one_call(fused))
     ids = torch.cat([model.generate(first, past_key_values=cache, **GREEDY), second], dim=1)
     expected = model.generate(ids, past_key_values=deepcopy(cache), **GREEDY)
     before, length = [x.clone() for x in states_of(cache)], cache.get_seq_length()
-    owner = StateLayer if hasattr(StateLayer, place) else None
+    owner = {"extend": LookaheadCache, "apply": executor.Pending}.get(place)
+    owner = StateLayer if hasattr(StateLayer, place) else owner
     original = getattr(owner or recurrence, place)
     calls = []
 

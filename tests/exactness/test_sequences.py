@@ -20,7 +20,7 @@ from transformers.generation import BaseStreamer
 from zoo import tiny_model
 
 import lookahead
-from lookahead import GuessSource, LookaheadConfig
+from lookahead import GuessSource, LookaheadConfig, sequences
 from lookahead.engine import loop
 from lookahead.guessing.pool import PoolGuesser
 from lookahead.guessing.source import Needs
@@ -122,6 +122,56 @@ def test_a_step_runs_one_pass_for_all(companies):
     together(model, [{"ids": ids, **OPTIONS} for ids in prompts(4)])
     assert max(companies) == 4
     assert sum(companies) > 3 * len(companies)
+
+
+@pytest.mark.parametrize(("of_portion", "of_step"), [(1, 5), (2, 3), (5, 1)])
+def test_a_first_token_waits_for_twice_the_reading_of_prompts(monkeypatch, of_portion, of_step):
+    """By a clock that portions and steps move on, while another text is written."""
+    now, first = 0.0, {}
+    go_on, run_together = sequences._Text.go_on, sequences.run_together
+
+    def goes_on(text, output=None):
+        nonlocal now
+        now += of_portion if output is None else 0
+        go_on(text, output)
+
+    def runs(passes):
+        nonlocal now
+        now += of_step if passes else 0
+        return run_together(passes)
+
+    class Notes(BaseStreamer):
+        def __init__(self, number):
+            self.number, self.puts = number, 0
+
+        def put(self, value):
+            self.puts += 1
+            if self.puts == 2:  # the prompt comes first
+                first[self.number] = now
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(sequences, "perf_counter", lambda: now)
+    monkeypatch.setattr(sequences._Text, "go_on", goes_on)
+    monkeypatch.setattr(sequences, "run_together", runs)
+    model = lookahead.wrap(tiny_model("llama", **SIZES), LookaheadConfig(budget=0))
+    texts = lookahead.Sequences(model)
+    texts.submit(prompts(1)[0], max_new_tokens=200, min_new_tokens=200, do_sample=False)
+    while texts._texts == [] or texts._texts[0].is_reading:
+        texts.step()
+    texts.step()
+    begun, lengths = now, [30, 5, 60, 3, 8, 100]
+    for number, length in enumerate(lengths):
+        ids = torch.arange(length)[None] % 90 + 3
+        texts.submit(ids, max_new_tokens=9, do_sample=False, prefill_chunk_size=8, streamer=Notes(number))
+    while len(first) < len(lengths):
+        texts.step()
+    reading = 0
+    for number, length in enumerate(lengths):
+        reading += of_portion * -(-length // 8)
+        assert first[number] - begun <= 2 * reading + of_step
+    assert list(first) == sorted(first)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -22,7 +22,7 @@ import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cpu import native, products
 from lookahead.cpu.products import DecodingLinear, Linear, install, remove
-from lookahead.decoding_pass import current_pass, decoding_pass
+from lookahead.decoding_pass import decoding_pass
 from lookahead.passes.graphs import StepGraphs
 from ngram_pool import GuessTree
 
@@ -41,16 +41,16 @@ def small_llama(dtype: torch.dtype = torch.float32, tied: bool = True) -> LlamaF
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def pass_of(model):
+def kernels_pass():
     """What a pass of the decoding loop runs in."""
-    return decoding_pass(splits_attention=False, uses_kernels=True, siblings=products.siblings(model))
+    return decoding_pass(splits_attention=False, uses_kernels=True)
 
 
 def logits(model, length: int = 9, in_a_pass: bool = False) -> torch.Tensor:
     with torch.no_grad():
         if not in_a_pass:
             return model(torch.arange(length)[None]).logits
-        with pass_of(model):
+        with kernels_pass():
             return model(torch.arange(length)[None]).logits
 
 
@@ -159,7 +159,6 @@ def test_every_architecture_computes_the_same(name, monkeypatch):
     assert_near(logits(model, in_a_pass=True), plain)
     remove(model.modules())
     assert not any(isinstance(module, DecodingLinear) for module in model.modules())
-    assert not products.siblings(model)
 
 
 @pytest.mark.parametrize("slow", [(), (torch.bfloat16,)])
@@ -207,7 +206,7 @@ def test_many_rows_are_rounded_once(rows, strides, outputs, bias, at_once, seed)
     dtype=st.sampled_from(DTYPES),
     inference=st.booleans(),
 )
-def test_siblings_get_each_its_own(calls, outputs, bias, dtype, inference):
+def test_layers_get_each_its_own(calls, outputs, bias, dtype, inference):
     """Whichever is called, in whatever order, with whatever of two inputs, its weight replaced meanwhile or not."""
     note(f"{calls=} {outputs=} {bias=} {dtype=} {inference=}")
     torch.manual_seed(len(calls))
@@ -219,8 +218,7 @@ def test_siblings_get_each_its_own(calls, outputs, bias, dtype, inference):
     mode = torch.inference_mode() if inference else torch.no_grad()
     with mock.patch.object(products, "MIN_WEIGHTS", 0):
         install(model)
-    assert set(products.siblings(model)) == {id(layer) for layer in model.values()}
-    with mode, pass_of(model):
+    with mode, kernels_pass():
         for number, x, replaced in calls:
             layer = model[names[number]]
             if replaced:
@@ -228,19 +226,16 @@ def test_siblings_get_each_its_own(calls, outputs, bias, dtype, inference):
                     layer.weight = torch.nn.Parameter(torch.randn_like(layer.weight), requires_grad=False)
             x = inputs[x]
             if replaced:
-                x = x + 1  # what was computed ahead, of an input before, is not for this one
+                x = x + 1
             expected = functional.linear(x, layer.weight, layer.bias)
             torch.testing.assert_close(layer(x), expected, atol=5e-2, rtol=2e-2)
 
 
-def test_layers_given_the_same_input_are_one_product(multiplied):
+def test_each_layer_is_one_product(multiplied):
     model = small_llama()
     install(model)
     logits(model, in_a_pass=True)
-    assert multiplied == [3, 1, 2, 1] * 2 + [1]
-    with torch.no_grad(), pass_of(model):
-        model(torch.arange(9)[None])
-        assert not current_pass()._products, "every product was asked for"
+    assert multiplied == [1] * 11, "two layers of each attention are too small"
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -249,7 +244,7 @@ def test_an_input_written_to_in_between_is_multiplied_anew(inference):
     install(mlp)
     mlp.up_proj.register_forward_pre_hook(lambda layer, inputs: inputs[0].neg_())
     mode = torch.inference_mode() if inference else torch.no_grad()
-    with mode, pass_of(mlp):
+    with mode, kernels_pass():
         input = input.clone()
         expected = functional.linear(input, mlp.gate_proj.weight), functional.linear(-input, mlp.up_proj.weight)
         assert_near(mlp.gate_proj(input), expected[0])
@@ -260,7 +255,7 @@ def test_one_layer_under_two_names():
     layer = torch.nn.Linear(256, 256)
     model, input = torch.nn.ModuleDict({"q_proj": layer, "k_proj": layer}), torch.randn(3, 256)
     install(model)
-    with torch.no_grad(), pass_of(model):
+    with torch.no_grad(), kernels_pass():
         expected = functional.linear(input, layer.weight, layer.bias)
         assert_near(model["q_proj"](input), expected)
         assert_near(model["k_proj"](input), expected)
@@ -378,9 +373,6 @@ def test_nobody_else_sees_a_difference(dtype, tied, tmp_path):
         assert is_as_before(copied)
         assert torch.equal(logits(copied, in_a_pass=True), in_a_pass)
         assert (copied.lm_head.weight is copied.model.embed_tokens.weight) == tied
-        attention = copied.model.layers[0].self_attn
-        of_q = products.siblings(copied)[id(attention.q_proj)]
-        assert of_q == (attention.q_proj, attention.k_proj, attention.v_proj)
     lookahead.unwrap(model)
     assert dict(model.named_parameters()).items() == weights.items()
     assert all(weight is weights[name] for name, weight in model.named_parameters())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_fused import FAMILIES, LEFT_OUT, VARIANTS
 from torch import nn
+from transformers import CONFIG_MAPPING
 from zoo import tiny_model
 
 from lookahead.cpu import blocks, native
@@ -17,8 +18,9 @@ from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.operations import Add, Embed, Logits, Norm, Products, Value
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
-from lookahead.cpu.reference import Reference
-from lookahead.models.families import PAGES, page_of
+from lookahead.cpu.reference import Reference, State
+from lookahead.models.families import HOMES, page_for, page_of
+from lookahead.models.families.lfm2 import Lfm3
 from lookahead.passes.rounding import relative_error
 
 ROOT = Path(__file__).parents[2]
@@ -32,12 +34,13 @@ def test_a_page_says_what_the_model_computes(family, settings):
     page, ids = page_of(model), torch.arange(3, 12)
     program, positions = page.program(), torch.arange(len(ids))
     rotary = {name: page.rotary_tables(torch.zeros(1), positions[None], name) for name in program.rotaries}
-    hidden = [positions[:, None] < positions for _ in program.caches]
-    for unseen, window in zip(hidden, page.windows(), strict=False):  # layers that cache nothing come last
-        if window is not None:
+    hidden = {layer: positions[:, None] < positions for layer in program.caches}
+    for layer, unseen in hidden.items():
+        if (window := page.windows()[layer]) is not None:
             unseen |= positions[:, None] - positions >= window
-    empty = [tuple(torch.zeros(heads, 0, size) for size in sizes) for heads, *sizes in program.caches]
-    found = Reference(program, ids, positions, rotary, empty, hidden)
+    caches = program.caches.items()
+    empty = {layer: tuple(torch.zeros(heads, 0, size) for size in sizes) for layer, (heads, *sizes) in caches}
+    found = Reference(program, ids, positions, rotary, empty, hidden, states_before(program))
     with torch.no_grad():
         expected = model(ids[None], output_hidden_states=True)
     assert relative_error(found.logits, expected.logits[0]) < 1e-5
@@ -45,8 +48,20 @@ def test_a_page_says_what_the_model_computes(family, settings):
         assert relative_error(found.outputs[i], states[0]) < 1e-5
 
 
+def states_before(program: Program) -> dict[int, State]:
+    """Of each layer that keeps one, before any token."""
+    return {
+        layer: State(torch.zeros(shape.channels, shape.columns), torch.zeros(shape.of_state))
+        for layer, shape in program.states.items()
+    }
+
+
 def test_all_families_have_been_tried():
-    assert {type(page_of(tiny_model(family))) for family in [*FAMILIES, *LEFT_OUT]} == set(PAGES.values())
+    pages = {name: page_for(name) for name in HOMES}
+    assert [page.__name__ + page.suffix for page in pages.values()] == list(pages)
+    missing = set() if "lfm3" in CONFIG_MAPPING else {Lfm3}  # in older transformers
+    tried = {type(page_of(tiny_model(family))) for family in [*FAMILIES, *LEFT_OUT]}
+    assert tried == set(pages.values()) - missing
 
 
 def test_random_programs_are_computed_as_the_reference_says():

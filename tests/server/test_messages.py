@@ -216,7 +216,7 @@ def test_a_developer_is_the_system(path, field):
         ({"messages": [{"role": "user", "content": 5}]}, "a text, or a list of blocks"),
         ({"messages": [{"role": "user", "content": []}]}, "messages must hold a text"),
         ({"tool_choice": {"type": "any"}}, "where there are no tools"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "not told how much to think"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "answers mark no reasoning"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools must be of type function"),
         ({"stop": "x"}, "give stop_sequences instead"),
         ({"mcp_servers": []}, "mcp_servers is not served"),

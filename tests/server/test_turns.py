@@ -17,7 +17,7 @@ from lookahead.tools.server.answering import End, Words
 from lookahead.tools.server.fields import CHAT, Wishes, read_request
 from lookahead.tools.server.generations import Generations
 from lookahead.tools.server.parsing import Call
-from lookahead.tools.server.prefixes import Prefixes
+from lookahead.tools.server.prefixes import Prefixes, size_of
 from lookahead.tools.server.reading import Prompt, Reader, Written, digests
 
 CONFIG = LookaheadConfig(budget=6, window_size=2, ngram_size=3)
@@ -170,7 +170,7 @@ def answer(of, ids, most, count=1, **wishes):
     async def ask():
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
         send = lambda number, piece: loop.call_soon_threadsafe(pieces.put_nowait, (number, piece))  # noqa: E731
-        of.begin([Prompt(ids, [])], wishes, send)
+        of.begin([ids if isinstance(ids, Prompt) else Prompt(ids, [])], wishes, send)
         texts, cached, open_ones = [""] * count, [], count
         while open_ones:
             number, piece = await asyncio.wait_for(pieces.get(), 60)
@@ -223,8 +223,72 @@ def test_a_prompt_is_found_again_without_its_answer(family, wraps, tokenizer):
         (text,), (cached,) = answer(of, ids, 12, settings={"do_sample": False})
         wanted = plain.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
         assert text == tokenizer.decode(wanted, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
-        assert cached in ([0] if family == "mamba2" or not turn else [len(ids) - 6, len(ids) - 7])
+        reads_all = not turn or (family == "mamba2" and not wraps)  # states do not say what they have seen
+        assert cached in ([0] if reads_all else [len(ids) - 6, len(ids) - 7])
         ids = [*ids, *(70 + turn for _ in range(6))]
+
+
+FAMILIES_WITH_STATES = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_key_heads": 2,
+                     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "lfm2": {}, "mamba2": {}, "zaya": {}, "gemma3_text": {},
+}  # fmt: skip
+SYSTEM = "import os\nimport sys\nimport json\nimport re\nfrom pathlib import Path\n"
+# As templates of reasoning models do, begins the answer with what no later turn shows.
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n<think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES_WITH_STATES)
+def test_chats_go_on_where_states_were_kept(family, tokenizer):
+    """At the end of the system's message, of the user's last one, and of the answer; the text is the cold prompt's."""
+    tokenizer.chat_template = THINKS
+    settings = FAMILIES_WITH_STATES[family] | {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    plain, model = (tiny_model(family, **settings) for _ in range(2))
+    of = generations(lookahead.wrap(model, CONFIG), tokenizer, 2**30)
+
+    def chat(*contents):
+        roles = ["system", *["user", "assistant"] * len(contents)]
+        messages = [{"role": role, "content": said} for role, said in zip(roles, contents, strict=False)]
+        asked, wishes = read_request({"messages": messages}, CHAT, "demo", 4096, of._reader.reserved)
+        (prompt,) = of._reader.read(asked, wishes)
+        (text,), (cached,) = answer(of, prompt, 12, settings={"do_sample": False})
+        wanted = plain.generate(torch.tensor([prompt.ids]), max_new_tokens=12, do_sample=False)[0, len(prompt.ids) :]
+        assert text == tokenizer.decode(wanted, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
+        return prompt.ids, text, tokenizer.decode(prompt.ids[:cached])
+
+    assert chat(SYSTEM, "def main():")[2] == ""
+    _, said, found = chat(SYSTEM, "class Reader:")
+    assert found == f"[system]\n{SYSTEM}<|end|>\n[user]\n"
+    asked = f"{found}class Reader:<|end|>\n[assistant]\n"
+    if family == "gemma3_text":  # whose windows can be cut back as long as they have not moved
+        return
+    for _ in range(2):
+        assert chat(SYSTEM, "class Reader:")[2] == asked
+        _, _, found = chat(SYSTEM, "class Reader:", "x = 1", "def more():")  # an answer that was changed
+        assert found == asked
+    ids, _, found = chat(SYSTEM, "class Reader:", said, "def more():")  # its own, with what it began with
+    assert found.startswith(f"{asked}<think>")
+    assert tokenizer.decode(ids).startswith(found)
+
+
+def test_states_that_are_kept_stay_under_their_bound(tokenizer):
+    """And two that begin with the same prompt at once write the same, whatever was kept of it."""
+    tokenizer.chat_template = THINKS
+    model = lookahead.wrap(tiny_model("lfm2", vocab_size=len(tokenizer), max_position_embeddings=1024), CONFIG)
+    for most in (0, 1, 30_000, 2**30):
+        of, texts = generations(model, tokenizer, most), set()
+        for number in range(6):
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{number // 3}"}]
+            asked, wishes = read_request({"messages": messages}, CHAT, "demo", 4096, of._reader.reserved)
+            (prompt,) = of._reader.read(asked, wishes)
+            two, _ = answer(of, prompt, 12, 2, settings={"do_sample": False})
+            assert two[0] == two[1]
+            texts.add((number // 3, two[0]))
+            assert of._prefixes.bytes == sum(size_of(kept.cache) for kept in of._prefixes._kept) <= most
+        assert len(texts) == 2
 
 
 def test_answers_to_one_prompt_follow_from_seeds_that_follow_each_other(demo, tokenizer):

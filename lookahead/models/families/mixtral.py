@@ -38,7 +38,11 @@ class Qwen2Moe(Qwen2):
             return super().mlp(x, mlp)
         self.own(mlp, "SparseMoeBlock")
         shared = self.weigh(super().mlp(x, mlp.shared_expert), self.product(x, mlp.shared_expert_gate))
-        return self.add(self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob), shared)
+        return self.add(self.experts(x, mlp.gate, mlp.experts, self.adds_to_one(mlp.gate)), shared)
+
+    def adds_to_one(self, router: Any) -> bool:
+        """Whether the weights of a row's experts do."""
+        return bool(router.norm_topk_prob)
 
 
 class Olmoe(Llama):
@@ -61,11 +65,12 @@ class GraniteMoe(Granite):
 class GraniteMoeShared(GraniteMoe):
     def feed_forward(self, x: Value, layer: Any) -> Value:
         mixed = super().feed_forward(x, layer)
-        if layer.shared_mlp is None:
-            return mixed
-        mlp = self.own(layer.shared_mlp, "MLP")
+        return mixed if layer.shared_mlp is None else self.add(mixed, self.shared(x, layer.shared_mlp))
+
+    def shared(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "MLP")
         gate, up = self.products(x, *self.parts(mlp.input_linear, mlp.input_linear.out_features // 2))
-        return self.add(mixed, self.product(self.gate(gate, mlp.activation, up), mlp.output_linear))
+        return self.product(self.gate(gate, mlp.activation, up), mlp.output_linear)
 
 
 class FlexOlmo(Olmo2):

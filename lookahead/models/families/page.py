@@ -121,10 +121,14 @@ class Page:
     def layers(self, inner: Any) -> Iterator[Any]:
         """Yield the layers that the model computes, each at the place of the cache that it fills."""
         layers = getattr(inner, self.layers_at)[: inner.config.num_hidden_layers]
-        if [getattr(layer, self.attention_at).layer_idx for layer in layers] != list(range(len(layers))):
+        if [self.mixer(layer).layer_idx for layer in layers] != list(range(len(layers))):
             raise UnknownModelError("its layers are not in the order of their layer_idx, by which they find the cache")
         for layer in layers:
             yield self.own(layer, self.layer_class)
+
+    def mixer(self, layer: Any) -> Any:
+        """Return the part of a layer that the cache is for."""
+        return getattr(layer, self.attention_at)
 
     def linear(self, module: Any) -> Linear:
         """Return the tensors of a linear layer."""
@@ -231,12 +235,12 @@ class Page:
         """Append keys and values to the cache, and attend to it.
 
         size, scaling: if attention does not name them as usual. dropout: the name of attention's setting or module of
-        it. cap: None: scores are not capped. layer: of the cache, if it is not the attention's own. Without keys and
-        values, it has them already. is_latent: as for `Attend`, with one head of keys.
+        it, if it has one. cap: None: scores are not capped. layer: of the cache, if it is not the attention's own.
+        Without keys and values, it has them already. is_latent: as for `Attend`, with one head of keys.
         """
         if not attention.is_causal:
             raise UnknownModelError("its attention is not causal")
-        rate = getattr(attention, dropout)
+        rate = getattr(attention, dropout) if dropout else 0
         if attention.training and getattr(rate, "p", rate):
             raise UnknownModelError("its attention is in training mode, and drops weights")
         layer, size = attention.layer_idx if layer is None else layer, size or attention.head_dim
@@ -251,6 +255,20 @@ class Page:
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))
+
+    def times(self, x: Value, by: Value) -> Value:
+        return self._add(op.Gate(x, Value(x.width), "identity", by))
+
+    def convolve(self, x: Value, module: Any, layer: int, first: int = 0) -> Value:
+        """Convolve channels of a layer of the cache, from the module's channel ``first`` on."""
+        self._plain(module, nn.Conv1d)
+        channels, _, taps = module.weight.shape
+        usual = {"groups": channels, "padding": (taps - 1,), "stride": (1,), "dilation": (1,), "padding_mode": "zeros"}
+        if any(getattr(module, name) != value for name, value in usual.items()):
+            raise UnknownModelError("its convolutions are not causal, or not of one channel each")
+        weight, bias = module.weight.detach()[first : first + x.width, 0], module.bias
+        bias = None if bias is None else bias.detach()[first : first + x.width]
+        return self._add(op.Convolve(x, Value(x.width), weight, layer, bias, first))
 
     def experts(
         self,

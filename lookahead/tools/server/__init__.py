@@ -6,6 +6,7 @@ reading       prompts, with the tokens that the model has written in earlier tur
 generations   answers that are decoded at the same time, and the call of ``model.generate``
 prefixes      caches that earlier requests have left
 answering     from tokens to pieces of text, stop strings, probabilities
+thinking      how long a model reasons
 parsing       reasoning, text and calls in an answer
 forms         the form of an answer; chats, responses and messages are those of one API each
 metrics       counts

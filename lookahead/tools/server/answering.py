@@ -81,15 +81,16 @@ class Stop(StopWhenAsked):
         """End the text with its next token."""
         self.asked = True
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        stop = super().__call__(input_ids, scores, **kwargs)
-        self.has_ended = int(input_ids[0, -1]) in self._ends
+    def ends(self, new: list[int]) -> bool:
+        is_stop = False
         if self._stops:
-            text = self._tokenizer.decode(input_ids[0, self._prompt :][-self._reach :], skip_special_tokens=True)
+            text = self._tokenizer.decode(new[-self._reach :], skip_special_tokens=True)
             is_stop = any(one in text for one in self._stops)
-            stop |= is_stop
-            self.has_ended |= is_stop
-        return stop
+        self.has_ended = is_stop or new[-1] in self._ends
+        return is_stop or super().ends(new)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return input_ids.new_tensor([self.ends(input_ids[0, self._prompt :].tolist())], dtype=torch.bool)
 
 
 def ends_of(generation: GenerationConfig) -> set[int]:

@@ -55,6 +55,7 @@ class Wishes:
     presence, frequency: what is taken from the logit of a token that the answer has, once and for each time.
     one_call: whether an answer ends with its first call of a tool.
     demand: what is enforced.
+    thought: tokens of reasoning in an answer, at most; None: as many as it likes.
     """
 
     seed: int | None = None
@@ -67,6 +68,7 @@ class Wishes:
     frequency: float = 0.0
     one_call: bool = False
     demand: Demand = Demand()
+    thought: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,12 @@ class Asked:
     prompts: texts, or tokens.
     continues: whether the last message, the model's own, goes on; otherwise the model begins a new one.
     tools, variables: for the chat template.
+    effort: how much the model is to reason, one of EFFORTS, for the chat template; None: as it does by itself.
     streams: whether the answer comes as a stream.
     usage_apart: whether the stream ends with an event of the usage alone.
     usage_always: whether each event has the usage so far.
     echoes: whether answers begin with their prompts.
+    told: fields that a response repeats.
     """
 
     messages: list[dict] | None = None
@@ -88,10 +92,12 @@ class Asked:
     continues: bool = False
     tools: list[Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    effort: str | None = None
     streams: bool = False
     usage_apart: bool = False
     usage_always: bool = False
     echoes: bool = False
+    told: dict[str, Any] = field(default_factory=dict)
 
 
 def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: Collection[str]) -> tuple[Asked, Wishes]:
@@ -132,11 +138,12 @@ def _wishes(body: dict, path: str, vocabulary: int) -> Wishes:
     settings |= {name: body[name] if name in NOT_FLOATS else float(body[name]) for name in OF_SAMPLING if name in body}
     stop = body.get("stop", body.get("stop_sequences", ()))
     logprobs = body.get("logprobs") if path == COMPLETION else body.get("top_logprobs", 0)
-    if path == CHAT and not body.get("logprobs"):
+    if (path == CHAT and not body.get("logprobs")) or (path == RESPONSE and not body.get("include")):
         if logprobs:
-            raise RefusedError("top_logprobs must be left out where logprobs is not true")
+            where = "logprobs is not true" if path == CHAT else f"include does not hold {LOGPROBS!r}"
+            raise RefusedError(f"top_logprobs must be left out where {where}")
         logprobs = None
-    elif path not in (CHAT, COMPLETION):
+    elif path in (MESSAGE, COUNT):
         logprobs = None
     choice = body["tool_choice"] if isinstance(body.get("tool_choice"), dict) else {}
     return Wishes(
@@ -150,7 +157,16 @@ def _wishes(body: dict, path: str, vocabulary: int) -> Wishes:
         float(body.get("frequency_penalty", 0)),
         not body.get("parallel_tool_calls", True) or choice.get("disable_parallel_tool_use", False),
         Demand(_schema(body), _to_be_called(body, path)),
+        body.get("thinking", {}).get("budget_tokens"),
     )
+
+
+def _effort(body: dict) -> str | None:
+    """Return how much the model is to reason, by one of EFFORTS."""
+    thinking = body.get("thinking", {}).get("type")
+    if thinking is not None:
+        return {"disabled": "none", "enabled": "medium"}.get(thinking)
+    return body.get("reasoning_effort") or body.get("reasoning", {}).get("effort")
 
 
 def _schema(body: dict) -> dict | None:
@@ -209,9 +225,11 @@ def _asked(body: dict, path: str, vocabulary: int, reserved: Collection[str]) ->
         continues=path in (MESSAGE, COUNT) and messages[-1]["role"] == "assistant",
         tools=tools,
         variables=_variables(body.get("chat_template_kwargs", {}), reserved),
+        effort=_effort(body),
         streams=streams,
         usage_apart=path == CHAT and options.get("include_usage", False),
         usage_always=path == CHAT and options.get("continuous_usage_stats", False),
+        told={name: body[name] for name in REPEATED if name in body} if path == RESPONSE else {},
     )
 
 
@@ -296,6 +314,9 @@ LIKELIEST: Check = (
     lambda value: _whole(value) and 0 <= value <= MOST_LIKELIEST,
     f"a whole number from 0 to {MOST_LIKELIEST}",
 )
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORT: Check = (lambda value: value in EFFORTS, f"one of {', '.join(EFFORTS)}")
+LOGPROBS = "message.output_text.logprobs"  # what a response can include
 TOOL_CHOICE: Check = (
     lambda value: (
         value in ("auto", "none", "required")
@@ -388,6 +409,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "functions": _only([], "left out: give tools instead"),
         "function_call": _only("none", "left out: give tools instead"),
         "modalities": _only(["text"], '["text"], because nothing else is written'),
+        "reasoning_effort": EFFORT,
         "response_format": (_is_format, "of type text, json_object, or json_schema with a json_schema and its schema"),
         "verbosity": _only("medium", '"medium", because nothing else is enforced'),
     }
@@ -405,16 +427,23 @@ FIELDS: dict[str, dict[str, Check]] = {
     | OF_COMPLETIONS,
     RESPONSE: {
         "input": OF_ALL_NEEDED["input"],
-        "top_logprobs": _only(0, "left out, because responses come without probabilities"),
+        "top_logprobs": LIKELIEST,
         "chat_template_kwargs": AN_OBJECT,
         "instructions": A_TEXT,
         "max_output_tokens": NEW_TOKENS,
         "background": _only(False, "false, because an answer is given to the request for it"),
-        "include": _only([], "empty, because answers hold nothing else"),
+        "include": (
+            lambda value: isinstance(value, list) and all(one == LOGPROBS for one in value),
+            f'["{LOGPROBS}"] or empty, because answers hold nothing else',
+        ),
         "truncation": _only("disabled", '"disabled": a prompt that is too long is refused'),
         "reasoning": (
-            lambda value: isinstance(value, dict) and all(one is None for one in value.values()),
-            "left out, because the model is not told how much to reason",
+            lambda value: (
+                isinstance(value, dict)
+                and all(one is None for name, one in value.items() if name != "effort")
+                and value.get("effort") in (None, *EFFORTS)
+            ),
+            f"an object whose effort is one of {', '.join(EFFORTS)}, and that holds nothing else",
         ),
         "text": (
             lambda value: (
@@ -446,9 +475,18 @@ OF_MESSAGES: dict[str, Check] = {
         'an object of type "auto", "none" or "any", or of type "tool" with a name',
     ),
     "thinking": (
-        lambda value: isinstance(value, dict) and value.get("type") == "disabled",
-        '{"type": "disabled"}, because the model is not told how much to think: if its chat template has a variable '
-        "for that, give it in chat_template_kwargs",
+        lambda value: (
+            isinstance(value, dict)
+            and (
+                (value.get("type") in ("disabled", "adaptive") and value.keys() == {"type"})
+                or (
+                    value.get("type") == "enabled"
+                    and value.keys() == {"type", "budget_tokens"}
+                    and NEW_TOKENS[0](value["budget_tokens"])
+                )
+            )
+        ),
+        'an object of type "disabled" or "adaptive", or of type "enabled" with budget_tokens, a whole number above 0',
     ),
     "chat_template_kwargs": AN_OBJECT,
     "stop_sequences": (
@@ -463,6 +501,10 @@ PASSED_OVER = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "cache_control", "container", "inference_geo",
 }  # fmt: skip
+REPEATED = (  # in a response
+    "instructions", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "top_logprobs",
+    "max_output_tokens", "reasoning", "text",
+)  # fmt: skip
 GENERATION: dict[str, Check] = {
     "do_sample": FLAG,
     "temperature": TEMPERATURE,
@@ -497,7 +539,6 @@ INSTEAD: dict[Any, str] = {
     (CHAT, "stop_sequences"): "give stop instead",
     (CHAT, "system"): "give a message whose role is system instead",
     (CHAT, "prompt"): f"give messages instead, or ask {COMPLETION}",
-    (CHAT, "reasoning_effort"): "if the model's chat template has a variable for it, give that in chat_template_kwargs",
     "max_output_tokens": "give max_tokens instead",
     "max_completion_tokens": "give max_tokens instead",
     "previous_response_id": "answers are not kept; send the whole conversation as input",

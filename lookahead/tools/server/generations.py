@@ -24,6 +24,7 @@ from lookahead.compat import CACHE
 from lookahead.engine.engine import Lookahead
 from lookahead.guessing.source import GuessSource
 from lookahead.models.adapter import context_length, vocabulary_of
+from lookahead.models.cache import CountedCache
 from lookahead.passes.fused import FusedRunner
 from lookahead.sequences import Sequences, seeded
 from lookahead.sources.retrieval import LONGEST, RetrievalSource
@@ -31,6 +32,7 @@ from lookahead.tools.server.answering import Penalties, Piece, Probabilities, St
 from lookahead.tools.server.fields import RefusedError, Wishes
 from lookahead.tools.server.prefixes import Prefixes, can_be_cut
 from lookahead.tools.server.reading import Prompt, Reader, Written
+from lookahead.tools.server.thinking import LimitThinking
 
 if TYPE_CHECKING:
     from lookahead.tools.server.grammar import Grammars
@@ -174,6 +176,8 @@ class Generations(Worker):
             processor, source = self._grammars.enforce(grammar, length)
             processors.append(processor)
             sources.append(source)
+        if prompt.thought is not None and prompt.marks is not None:
+            processors.append(LimitThinking(tokenizer, length, prompt.marks, prompt.thought))
         stop = Stop(tokenizer, length, wishes.stops, generation)
         ends = stop.ask if wishes.one_call else None
         writer = Writer(tokenizer, self._reader.parser(prompt), wishes.stops, probabilities, send, ends)
@@ -239,8 +243,10 @@ class Generations(Worker):
     ) -> Generator[Future, Any, Piece]:
         """Decode an answer, and return its end. shares: whether others go on from the same prompt."""
         cache, cached = self._prefixes.take(prompt.ids, shares)
-        if cache is not None and len(prompt.ids) - cached > 1 and not can_be_cut(cache):
-            yield from self._read(prompt.ids[:-1], cache)
+        if cache is not None and not can_be_cut(cache):
+            for end in prompt.ends or (len(prompt.ids) - 1,):
+                if cache is not None and end > cached:
+                    cache = yield from self._read(prompt.ids[:end], cache)
         given = generation, seed, processors, sources, stop, writer
         ids, cache = yield from self._generate(prompt.ids, cache, *given)
         if cache is not None:
@@ -251,14 +257,16 @@ class Generations(Worker):
             self._written.keep(said, conversation.rendered, ids)
         return writer.finish(stop.has_ended, cached)
 
-    def _read(self, ids: list[int], cache: DynamicCache) -> Generator[Future, Any, None]:
-        """Let the cache hold the beginning of a prompt, and keep a copy of it."""
+    def _read(self, ids: list[int], cache: DynamicCache) -> Generator[Future, Any, DynamicCache | None]:
+        """Let the cache hold the beginning of a prompt, and keep a copy of it. Return what `_generate` does of it."""
         generation = self._settings()
         generation.update(max_new_tokens=1, do_sample=False, temperature=None, top_k=None, top_p=None)
         tokenizer = self._reader.tokenizer
         stop, unread = Stop(tokenizer, len(ids), (), generation), Writer(tokenizer, None, (), None, lambda _: None)
-        yield from self._generate(ids, cache, generation, 0, [], [], stop, unread)
-        self._prefixes.keep_copy(ids, cache)
+        _, read = yield from self._generate(ids, cache, generation, 0, [], [], stop, unread)
+        if read is not None:
+            self._prefixes.keep_copy(ids, read)
+        return read
 
     def _generate(
         self,
@@ -271,7 +279,10 @@ class Generations(Worker):
         stop: Stop,
         writer: Writer,
     ) -> Generator[Future, Any, tuple[list[int], DynamicCache | None]]:
-        """Return a prompt with its answer, and the cache, which holds all of it but the last token."""
+        """Return a prompt with its answer, and the cache, which holds all of it but the last token.
+
+        None in its place if there is none, or if the model's own decoding has not counted what it holds.
+        """
         model = self._model
         inputs = torch.tensor([ids], device=model.device)
         options: dict[str, Any] = {
@@ -292,7 +303,8 @@ class Generations(Worker):
                 output = model.generate(input_ids=inputs, assistant_model=self._assistant, **options)  # type: ignore[operator]  # a method
         if cache is None:
             return output[0].tolist(), None
-        return output.sequences[0].tolist(), cache
+        is_counted = not isinstance(cache, CountedCache) or writer.stats is not None
+        return output.sequences[0].tolist(), cache if is_counted else None
 
 
 def portion(model: PreTrainedModel, engine: Lookahead | None) -> int | None:

@@ -52,11 +52,9 @@ class Grammars:
             rules += self._calls(fields.get("tool_calls"), prompt.tools or [], demand.calls, many)
             bodies.append("calls")
         thought = ""
-        if prompt.has_parts and "reasoning_content" in fields:
-            opens, closes = fields["reasoning_content"]["open"], fields["reasoning_content"]["close"]
-            has_begun = str(self.tokenizer.decode(prompt.ids)).rstrip().endswith(opens)
-            thought = "thought " if has_begun else f"({self._literal(opens)} thought)? "
-            rules.append(f"thought[suffix={json.dumps(closes)}]: /(?s:.*)/")
+        if (marks := prompt.marks) is not None:
+            thought = "thought " if marks.have_begun else f"({self._literal(marks.opens)} thought)? "
+            rules.append(f"thought[suffix={json.dumps(marks.closes)}]: /(?s:.*)/")
         start = rf"start: {thought}/\n{{0,2}}/ ({' | '.join(bodies)})"
         grammar = LLMatcher.grammar_from_lark("\n".join([start if thought else f"start: {' | '.join(bodies)}", *rules]))
         if wrong := LLMatcher.validate_grammar(grammar, self.reads):

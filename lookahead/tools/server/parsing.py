@@ -60,6 +60,13 @@ def response_template(tokenizer: PreTrainedTokenizerBase, ends: Iterable[str]) -
     return {"defaults": {"role": "assistant"}, "start_anchor": anchor, "fields": fields}
 
 
+def reasoning_marks(template: dict | None) -> tuple[str, str] | None:
+    """Return what opens and what closes reasoning by a response template; None if that is not two texts."""
+    fields = (template or {}).get("fields", {})
+    marks = [(fields[name].get("open"), fields[name].get("close")) for name in REASONING_FIELDS if name in fields]
+    return marks[0] if marks and all(isinstance(mark, str) and mark for mark in marks[0]) else None
+
+
 def _before_answers(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what the chat template writes before an answer; "" if that cannot be told."""
     asked = [{"role": "user", "content": "x"}]

@@ -20,6 +20,8 @@ class _Kept:
     """What the cache holds."""
     cache: DynamicCache
     bytes: int
+    stays: bool
+    """Whether it is copied for each prompt that goes on from it."""
 
 
 class Prefixes:
@@ -28,7 +30,7 @@ class Prefixes:
     Only one thread may use them. Caches are handed out: a call of generate() changes the one that it was given, and
     `keep` takes it back with the longer text. A cache of which the prompt needs a part is copied, so that the text it
     belongs to can go on, too. Where layers cannot be cut back (states, windows that have moved on), a prompt must begin
-    with all of a text, so prompts are kept without their answers, too.
+    with all of a text, so beginnings of prompts are kept, too (`Prompt.ends`).
     """
 
     def __init__(self, model: PreTrainedModel, most: int):
@@ -46,7 +48,7 @@ class Prefixes:
         """
         self.prompt_tokens += len(ids)
         for shared, kept in self._that_share(ids):
-            if shares or shared < len(kept.text):
+            if shares or kept.stays or shared < len(kept.text):
                 cache = cut(kept.cache, shared - len(kept.text))
                 if cache is None:
                     continue
@@ -60,23 +62,24 @@ class Prefixes:
             return cache, shared
         return self._empty(), 0
 
-    def keep(self, ids: list[int], cache: DynamicCache) -> None:
-        """Keep a cache. ids: the text, of which the cache holds the beginning."""
+    def keep(self, ids: list[int], cache: DynamicCache, stays: bool = False) -> None:
+        """Keep a cache. ids: the text, of which the cache holds the beginning. stays: when it is handed out, too."""
         text = ids[: cache.get_seq_length()]
         for i, kept in enumerate(self._kept):
             if kept.text == text:  # of another answer to the same prompt
+                stays |= kept.stays
                 self.bytes -= self._kept.pop(i).bytes
                 break
-        self._kept.append(_Kept(text, cache, size_of(cache)))
+        self._kept.append(_Kept(text, cache, size_of(cache), stays))
         self.bytes += self._kept[-1].bytes
         while self.bytes > self._most:
             self.bytes -= self._kept.pop(0).bytes
 
     def keep_copy(self, ids: list[int], cache: DynamicCache) -> None:
-        """Keep a copy of a cache, as `keep` does."""
-        copied = copy(cache)
-        copied.layers = [copy_of(layer) for layer in cache.layers]
-        self.keep(ids, copied)
+        """Keep a copy of a cache for all prompts that go on from it."""
+        copied = cut(cache, 0)
+        assert copied is not None
+        self.keep(ids, copied, stays=True)
 
     def _that_share(self, ids: list[int]) -> list[tuple[int, _Kept]]:
         """Return the texts that share enough with a prompt, and how many tokens. The longest, and newest, is first.
@@ -109,7 +112,8 @@ def cut(cache: DynamicCache, tokens: int) -> DynamicCache | None:
     copied = copy(cache)
     copied.layers = [copy_of(layer) for layer in cache.layers]
     try:
-        copied.crop(tokens)
+        if tokens:
+            copied.crop(tokens)
     except RuntimeError:
         return None
     return copied

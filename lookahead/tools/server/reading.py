@@ -6,16 +6,21 @@ import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.models.cache import empty_cache
+from lookahead.streaming import CONTEXT
+from lookahead.tools.audit import first_difference
 from lookahead.tools.server.answering import ends_of
 from lookahead.tools.server.fields import Asked, RefusedError, Wishes
-from lookahead.tools.server.parsing import Call, Parser, response_template
+from lookahead.tools.server.parsing import Call, Parser, reasoning_marks, response_template
+from lookahead.tools.server.prefixes import LEAST_SHARED, can_be_cut
+from lookahead.tools.server.thinking import Marks
 
 if TYPE_CHECKING:
     from lookahead.tools.server.grammar import Grammars
@@ -31,6 +36,8 @@ class Prompt:
     predicted: tokens of the text that the client expects.
     has_parts: whether answers have parts, which a `Parser` tells apart.
     tools: that the model may call.
+    ends: tokens of its beginnings that other prompts are likely to share, ascending, where caches cannot be cut back.
+    marks: of reasoning, where answers have any. thought: its tokens, at most; None: as many as it likes.
     conversation: a chat's, if the answer is to be found again.
     """
 
@@ -39,6 +46,9 @@ class Prompt:
     text: str = ""
     has_parts: bool = False
     tools: list[Any] | None = None
+    ends: tuple[int, ...] = ()
+    marks: Marks | None = None
+    thought: int | None = None
     conversation: "Conversation | None" = None
 
 
@@ -99,6 +109,9 @@ class Reader:
         self._end_tokens = ends_of(model.generation_config)  # type: ignore[arg-type]  # a model that generates has one
         self._ends = {str(tokenizer.decode([token])): token for token in sorted(self._end_tokens)}
         self._template = response_template(tokenizer, self._ends) if tokenizer.chat_template else None
+        self._marks = reasoning_marks(self._template)
+        cache = empty_cache(model)
+        self._keeps_beginnings = cache is not None and not can_be_cut(cache)
         # Others, such as Mistral's own, write tokens without a text.
         self._writes_text = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
 
@@ -115,7 +128,9 @@ class Reader:
             predicted = self._encode(wishes.prediction) if wishes.prediction else []
             if asked.messages is None:
                 return [self._plain(prompt, predicted) for prompt in asked.prompts]
-            return [self._chat(asked, asked.messages, predicted)]
+            asked, most = self._told_how_to_think(asked, wishes.thought)
+            prompt = self._chat(asked, asked.messages or [], predicted)
+            return [replace(prompt, marks=self._marks_behind(prompt.ids), thought=most)]
         except RefusedError:
             raise
         except Exception as error:  # templates raise errors of many kinds
@@ -132,6 +147,42 @@ class Reader:
         if not prompt.has_parts or self._template is None:
             return None
         return Parser(self.tokenizer, self._template, str(self.tokenizer.decode(prompt.ids)), prompt.tools)
+
+    def _told_how_to_think(self, asked: Asked, most: int | None) -> tuple[Asked, int | None]:
+        """Return the request with variables for the chat template, and the tokens of reasoning, at most.
+
+        What no variable can say is said by the length of the reasoning, if that is none.
+        """
+        effort, variables = asked.effort, dict[str, Any]()
+        knows = {name for name in ("enable_thinking", "reasoning_effort") if self._takes(name)}
+        if effort is not None:
+            thinks = effort != "none"
+            if "enable_thinking" in knows:
+                variables["enable_thinking"] = thinks
+            if "reasoning_effort" in knows and (thinks or "enable_thinking" not in knows):
+                variables["reasoning_effort"] = effort
+            if not thinks and not knows and self._marks is not None:
+                most = 0
+            if thinks and not knows and self._marks is None:
+                raise RefusedError(
+                    "thinking, reasoning and reasoning_effort must be left out: the model's chat template has no "
+                    "variable for them, and its answers mark no reasoning"
+                )
+        if most is not None and self._marks is None and effort != "none":
+            raise RefusedError("thinking must have no budget_tokens: the model's answers do not mark their reasoning")
+        return replace(asked, variables=variables | asked.variables), most
+
+    def _takes(self, name: str) -> bool:
+        """Whether the chat template has such a variable."""
+        templates = self.tokenizer.chat_template
+        return name in str(templates) or name in inspect.signature(self.tokenizer.apply_chat_template).parameters
+
+    def _marks_behind(self, prompt: list[int]) -> Marks | None:
+        if self._marks is None:
+            return None
+        opens, closes = self._marks
+        last = str(self.tokenizer.decode(prompt[-CONTEXT:]))
+        return Marks(opens, closes, last.rstrip().endswith(opens))
 
     def _plain(self, prompt: str | list[int], predicted: list[int]) -> Prompt:
         if isinstance(prompt, str):
@@ -157,7 +208,29 @@ class Reader:
         *_, digest = known = list(digests(messages))
         conversation = None if asked.continues else Conversation(digest, _digest(rendered))
         ids = self._with_written(asked, messages, rendered, known) or self._encode(rendered)
-        return Prompt(ids, predicted, "", True, asked.tools, conversation)
+        ends = self._shared(asked, messages, rendered, ids) if self._keeps_beginnings and not asked.continues else ()
+        return Prompt(ids, predicted, "", True, asked.tools, ends, conversation=conversation)
+
+    def _shared(self, asked: Asked, messages: list[dict], rendered: str, ids: list[int]) -> tuple[int, ...]:
+        """Return how many tokens another prompt shares, if its first question is another one, and if it goes on from
+        another answer.
+        """
+        first = next((i for i, one in enumerate(messages) if one["role"] != "system"), 0)
+        question = {"role": "user", "content": "b" if messages[first]["content"].startswith("a") else "a"}
+        try:
+            other = self._encode(self._render(asked, [*messages[:first], question], asked.tools))
+            answered = self._render(
+                asked, [*messages, {"role": "assistant", "content": "a"}], asked.tools, begins=False
+            )
+        except Exception:  # templates raise errors of many kinds
+            return ()
+        after = rendered[len(commonprefix([rendered, answered])) :]  # noqa: RUF071  (they are no paths)
+        own = self._encode(after)
+        last = len(ids) - max(len(own), 1)
+        if ids[len(ids) - len(own) :] != own or last < 1:
+            return ()
+        system = first_difference(ids, other) or 0
+        return (system, last) if LEAST_SHARED <= system < last else (last,)
 
     def _with_written(self, asked: Asked, messages: list[dict], rendered: str, known: list[bytes]) -> list[int] | None:
         """Return the tokens of a conversation, with those of the last answer in it that is kept; None if none is.

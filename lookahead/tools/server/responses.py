@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lookahead.tools.server.answering import Piece, Words
+from lookahead.tools.server.chats import probabilities
 from lookahead.tools.server.forms import Form, event, new_name
 from lookahead.tools.server.parsing import REASONING, TEXT, Call
 
@@ -33,7 +34,9 @@ class Response(Form):
             part = self._items[-1]["content"][0]
             part["text"] += piece.text
             if piece.kind == TEXT:
-                yield self._of_item("response.output_text.delta", delta=piece.text, logprobs=[])
+                logprobs = probabilities(piece.likelihoods)["content"]
+                part["logprobs"] += logprobs
+                yield self._of_item("response.output_text.delta", delta=piece.text, logprobs=logprobs)
             else:
                 yield self._of_item("response.reasoning_text.delta", delta=piece.text)
         elif isinstance(piece, Call):
@@ -84,7 +87,7 @@ class Response(Form):
         self._items.append(item | {"status": "in_progress"})
         yield self._item_event("added")
         part = (
-            {"type": "output_text", "text": "", "annotations": []}
+            {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             if kind == TEXT
             else {"type": "reasoning_text", "text": ""}
         )
@@ -98,7 +101,7 @@ class Response(Form):
         item = self._items[-1]
         (part,) = item["content"]
         if kind == TEXT:
-            yield self._of_item("response.output_text.done", text=part["text"], logprobs=[])
+            yield self._of_item("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
         else:
             yield self._of_item("response.reasoning_text.done", text=part["text"])
         yield self._of_item("response.content_part.done", part=part)
@@ -123,7 +126,7 @@ class Response(Form):
             "output": self._items, "error": None, "instructions": None, "metadata": {}, "tools": [],
             "tool_choice": "auto", "parallel_tool_calls": True, "temperature": None, "top_p": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        }  # fmt: skip
+        } | self.asked.told  # fmt: skip
         if status in ("completed", "incomplete"):
             response |= {"usage": self.usage(), "completed_at": int(time.time())}
         return response

@@ -1,0 +1,87 @@
+"""LFM2 (arXiv 2511.23404) and LFM3: short convolutions between gates, and a few layers of attention."""
+
+from typing import Any
+
+from torch import nn
+
+from lookahead.cpu import operations as op
+from lookahead.cpu.operations import Value
+from lookahead.models.families.llama import Llama
+
+
+class Lfm2(Llama):
+    last_norm = "embedding_norm"
+    output_projection = "out_proj"
+
+    def mixer(self, layer: Any) -> Any:
+        return layer.self_attn if layer.is_attention_layer else layer.conv
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        x = self.add(x, self.mixed(self.norm(x, layer.operator_norm), layer, name))
+        return self.add(x, self.mlp(self.norm(x, layer.ffn_norm), layer.feed_forward))
+
+    def mixed(self, x: Value, layer: Any, name: str) -> Value:
+        if layer.is_attention_layer:
+            return self.attention(x, layer.self_attn, name)
+        return self.convolution(x, layer.conv)
+
+    def convolution(self, x: Value, conv: Any) -> Value:
+        width = self.own(conv, "ShortConv").out_proj.in_features
+        before, after, inner = self.products(x, *self.parts(conv.in_proj, width, width))
+        convolved = self.convolve(self.times(inner, before), conv.conv, conv.layer_idx)
+        return self.product(self.times(convolved, after), conv.out_proj)
+
+    def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
+        return self.attend(q, k, v, attention, dropout="")
+
+    def normed(self, q: Value, k: Value, attention: Any) -> tuple[Value, Value]:
+        size = attention.head_dim
+        return self.norm_heads(q, attention.q_layernorm, size), self.norm_heads(k, attention.k_layernorm, size)
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().turned(*self.normed(q, k, attention), attention, name)
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "MLP")
+        gate, up = self.products(x, self.linear(mlp.w1), self.linear(mlp.w3))
+        return self.product(self._add(op.Gate(gate, Value(gate.width), "silu", up)), mlp.w2)
+
+    def windows(self) -> list[int | None]:
+        return [0 if kind == "conv" else None for kind in self.inner.config.layer_types]
+
+
+class Lfm3(Lfm2):
+    """Attention is gated by heads, and some of it slides. Norms may also stand behind the parts of a layer."""
+
+    output_projection = "o_proj"
+    rotary_rounds_once = True
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        mixed = self.mixed(self.norm(x, layer.operator_norm), layer, name)
+        x = self.add(x, self.norm_behind(mixed, layer.post_operator_norm))
+        more = self.mlp(self.norm(x, layer.ffn_norm), layer.feed_forward)
+        return self.add(x, self.norm_behind(more, layer.post_ffn_norm))
+
+    def norm_behind(self, x: Value, norm: Any) -> Value:
+        return x if type(norm) is nn.Identity else self.norm(x, norm)
+
+    def attention(self, x: Value, attention: Any, name: str) -> Value:
+        if attention.g_proj is None:
+            return super().attention(x, attention, name)
+        size = self.own(attention, "Attention").head_dim
+        q, k, v, by_heads = self.products(x, *self.projections(attention), self.linear(attention.g_proj))
+        q, k = self.turned(q, k, attention, name)
+        gate = self.select(by_heads, size=1, group=1, first=0, repeats=size)
+        gated = op.Gate(gate, Value(gate.width), "sigmoid", self.attended(q, k, v, attention))
+        return self.product(self._add(gated), attention.o_proj)
+
+    def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
+        return self.attend(q, k, v, attention)
+
+    def normed(self, q: Value, k: Value, attention: Any) -> tuple[Value, Value]:
+        return Llama.normed(self, q, k, attention)
+
+    def windows(self) -> list[int | None]:
+        config, found = self.inner.config, super().windows()
+        kinds = zip(found, config.layer_types, strict=True)
+        return [config.sliding_window if kind == "sliding_attention" else window for window, kind in kinds]

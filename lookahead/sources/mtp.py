@@ -1,0 +1,120 @@
+"""Guesses from a checkpoint's own multi-token-prediction layers, which were trained together with the model.
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.2), GLM-4.5, Qwen3-Next, Qwen3.5 and others publish one or several decoder
+layers behind the model's. Layer d joins a state of the token before with a token, and predicts the token d + 2 places
+after that state's:
+
+    S[0] of token j  =  layer 0 (the model's last state of token j - 1, token j)
+    S[d] of token j  =  layer d (S[d - 1] of token j - 1, token j)
+
+What follows a guess at depth m below the root is predicted from its S[m], and from the last layer's where there are not
+so many, with which the guesses go on as an EAGLE head does with its own features.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from lookahead.extending import InPlaceLayer, LookaheadCache, copy_of_cache, mtp_logits, mtp_model, run_mtp_layer
+from lookahead.sources.checkpoint import projection_of
+from lookahead.sources.eagle import EagleSource, Text
+
+
+@dataclass
+class _Kept:
+    """What the layers keep of one text, and behind it of guesses."""
+
+    cache: LookaheadCache
+    """A layer of it for each of ours."""
+    positions: torch.Tensor
+    """Int64 [places]"""
+    last: torch.Tensor | None = None
+    """[layers, hidden]: what they made of the last token of the text; None before the first."""
+
+    def fork(self) -> "_Kept":
+        """A copy that goes its own way."""
+        return _Kept(copy_of_cache(self.cache), self.positions, self.last)
+
+
+class _Layers:
+    """The layers, in the place of an EAGLE head. Their features are the S of a token, [n, layers, hidden]."""
+
+    tokens = None  # the vocabulary is the model's
+
+    def __init__(self, model: PreTrainedModel, path: str):
+        self.device = projection_of(model).weight.device
+        try:
+            self._model = mtp_model(model, path)
+        except (RuntimeError, ValueError, OSError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{path} holds no multi-token-prediction layers that fit {type(model).__name__}: {error}"
+            ) from error
+        config = self._model.config
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(self._model.layers)
+        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"multi-token-prediction layers of {', '.join(sorted(unknown))} are not computed here")
+        self._kinds, self._window = kinds, getattr(config, "sliding_window", None) or 0
+        self.layers = (model.config.get_text_config(decoder=True).num_hidden_layers,)
+
+    def begin(self) -> Text:
+        layers = [InPlaceLayer() for _ in self._model.layers]
+        return Text(_Kept(LookaheadCache(layers), torch.zeros(0, dtype=torch.int64, device=self.device)))
+
+    def features(self, hidden_states: dict[int, torch.Tensor], rows: slice | list[int]) -> torch.Tensor:
+        """The model's last states at these rows, [n, hidden]."""
+        return hidden_states[self.layers[0]][rows].to(self.device, self._model.dtype)
+
+    def compute(
+        self, text: Text, begin: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
+        sees: torch.Tensor, depths: list[int],
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute tokens into the places of the cache from ``begin`` on, and return their S.
+
+        features: of the tokens before: of those of the text, the model's last states, [n, hidden]; of guesses, the S of
+        their parents. sees: bool [n, begin + n], which places each token sees. depths: of the tokens below the root, 0
+        in the text.
+        """
+        kept, count = text.kept, len(self._model.layers)
+        kept.cache.rewind(begin)
+        kept.positions = torch.cat([kept.positions[:begin], positions])
+        said = self._model.embed_tokens(torch.tensor(tokens, device=self.device)).to(features)
+        made: list[torch.Tensor] = []
+        for d in range(count):
+            if features.ndim == 3:
+                # Where a guess is deeper than there are layers, the last one goes on with its own.
+                deep = torch.tensor(depths, device=self.device) >= count
+                entering = features[:, max(d - 1, 0)]
+                if d == count - 1:
+                    entering = torch.where(deep[:, None], features[:, d], entering)
+            elif d == 0:
+                entering = features
+            else:
+                before = features[0] if kept.last is None else kept.last[d - 1]
+                entering = torch.cat([before[None], made[-1][:-1]])
+            near = sees
+            if self._kinds[d] == "sliding_attention":
+                near = sees & (kept.positions[None] > positions[:, None] - self._window)
+            made.append(run_mtp_layer(self._model, d, said, entering, positions, near, kept.cache))
+        states = torch.stack(made, 1)
+        if features.ndim == 2:
+            kept.last = states[-1]
+        return states
+
+    def logits(self, states: torch.Tensor, depths: list[int]) -> torch.Tensor:
+        """[n, vocabulary]"""
+        layers = torch.tensor(depths, device=self.device).clamp(max=states.shape[1] - 1)
+        return mtp_logits(self._model, states[torch.arange(len(states), device=self.device), layers])
+
+
+class MtpSource(EagleSource):
+    """Proposes a tree that a checkpoint's multi-token-prediction layers grow best-first, as `EagleSource` does."""
+
+    def __init__(self, model: PreTrainedModel, path: str | Path | None = None):
+        """model: on its device and in its dtype, which the layers take over.
+
+        path: folder or name of the checkpoint; by default, where the model was loaded from.
+        Raises ValueError if the checkpoint has no such layers, naming the tensors, or some that are not computed here.
+        """
+        self._begin_with(_Layers(model, str(path or model.name_or_path)))

@@ -1,0 +1,272 @@
+"""How long a model reasons: what chat templates are told, and budgets, which end reasoning by its mark."""
+
+import contextlib
+import json
+import random
+from functools import cache
+
+import openai
+import pytest
+import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
+from server_process import ask, connect, running
+from test_lossless import random_cases
+from test_messages import events
+from test_server import idle
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+
+import lookahead
+from lookahead import DEMO_MODEL, LookaheadConfig
+from lookahead.tools.server.fields import CHAT, COUNT, MESSAGE, RESPONSE, RefusedError, read_request
+from lookahead.tools.server.reading import Reader, Written
+from lookahead.tools.server.thinking import LimitThinking, Marks
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: "
+    "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% else %}<think></think>\n{% endif %}"
+    "{% endif %}{# </think> #}"
+)
+WITH_EFFORT = "{{ reasoning_effort or 'no effort' }}" + TEMPLATE
+MARKS_ALONE = (
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}{# </think> #}"
+)
+ASKED = [{"role": "user", "content": "def main():"}]
+BODIES = {
+    CHAT: {"messages": ASKED}, RESPONSE: {"input": "def main():"}, MESSAGE: {"messages": ASKED, "max_tokens": 40},
+    COUNT: {"messages": ASKED},
+}  # fmt: skip
+
+
+@cache
+def demo():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval(), tokenizer
+
+
+@random_cases(25)
+@given(
+    seed=st.integers(0, 99),
+    most=st.integers(0, 40),
+    temperature=st.sampled_from([None, 0.8, 1.5]),
+    begun=st.booleans(),
+    budget=st.sampled_from([0, 3, 16]),
+)
+def test_a_budget_ends_reasoning_and_the_text_is_that_of_generate(seed, most, temperature, begun, budget):
+    """The mark is of several tokens here, and guesses lie on both sides of it."""
+    note(f"{seed=} {most=} {temperature=} {begun=} {budget=}")
+    model, tokenizer = demo()
+    prompt = "def f():\n    <think> x = 1 </think>\n" * 2 + ("<think>" if begun else "    ")
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    opens = "<think>" if begun else random.Random(seed).choice(["=", "def", "(", "\n"])
+    options = {"max_new_tokens": 60, "do_sample": temperature is not None}
+    options |= {"temperature": temperature} if temperature else {}
+
+    def limited():
+        marks = Marks(opens, "</think>", begun)
+        return LogitsProcessorList([LimitThinking(tokenizer, ids.shape[1], marks, most)])
+
+    torch.manual_seed(seed)
+    expected = model.generate(ids, **options, logits_processor=limited())[0].tolist()
+    lookahead.wrap(model, LookaheadConfig(budget=budget))
+    try:
+        texts = lookahead.Sequences(model)
+        future = texts.submit(ids, seed=seed, **options, logits_processor=limited())
+        while texts.step():
+            pass
+    finally:
+        lookahead.unwrap(model)
+    assert future.result()[0].tolist() == expected
+    if begun:
+        new = expected[ids.shape[1] :]
+        closing = tokenizer("</think>", add_special_tokens=False).input_ids
+        written = tokenizer.decode(new[:most])
+        assert "</think>" in written or new[most : most + len(closing)] == closing[: max(60 - most, 0)]
+
+
+def limits(most, begun, *texts):
+    """Feed a text token by token; return how often the mark was forced, and what was written."""
+    _, tokenizer = demo()
+    limit, written = LimitThinking(tokenizer, 0, Marks("<think>", "</think>", begun), most), []
+    for text in texts:
+        for token in tokenizer(text, add_special_tokens=False).input_ids:
+            while True:
+                scores = limit(torch.tensor([written], dtype=torch.long), torch.zeros(1, 4096))
+                if not scores.isinf().any():
+                    break
+                written.append(int(scores.argmax()))
+            written.append(token)
+    return tokenizer.decode(written)
+
+
+def test_what_counts():
+    assert limits(100, True, "ab cd", "</think>", "x = 1" * 50) == "ab cd</think>" + "x = 1" * 50
+    text = limits(5, False, "a = 1\n" * 9, "<think>", "x\n" * 9)
+    assert text.startswith("a = 1\n" * 9 + "<think>")
+    assert text.count("</think>") == 1
+    # It begins again, and has nothing left.
+    assert limits(0, False, "<think>", "</think>", "a", "<think>", "b") == "<think></think></think>a<think></think>b"
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "effort", "thought"),
+    [
+        (CHAT, {}, None, None),
+        (CHAT, {"reasoning_effort": None}, None, None),
+        (CHAT, {"reasoning_effort": "high"}, "high", None),
+        (RESPONSE, {"reasoning": {"effort": "none", "summary": None}}, "none", None),
+        (RESPONSE, {"reasoning": {}}, None, None),
+        (MESSAGE, {"thinking": {"type": "disabled"}}, "none", None),
+        (MESSAGE, {"thinking": {"type": "adaptive"}}, None, None),
+        (MESSAGE, {"thinking": {"type": "enabled", "budget_tokens": 2**70}}, "medium", 2**70),
+        (COUNT, {"thinking": {"type": "enabled", "budget_tokens": 1}}, "medium", 1),
+    ],
+)
+def test_what_requests_say(path, said, effort, thought):
+    asked, wishes = read_request(BODIES[path] | said, path, "demo", 4096, ())
+    assert (asked.effort, wishes.thought) == (effort, thought)
+
+
+NAN, NO_TEXT = float("nan"), [None, 5, True, [], {}, {"type": 5}]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "values"),
+    [
+        (CHAT, "reasoning_effort", ["", "most", 1, NAN, True, ["low"], {"effort": "low"}, "x" * 9999]),
+        (RESPONSE, "reasoning", ["low", 1, NAN, [], {"effort": 1}, {"effort": []}, {"summary": "auto"}, {"budget": 5}]),
+        (RESPONSE, "include", ["message.output_text.logprobs", 5, [5], [[]], ["reasoning.encrypted_content"], {}]),
+        (RESPONSE, "top_logprobs", [-1, 21, NAN, 1.0, True, "5", [], 2**70]),
+        (MESSAGE, "thinking", [
+            "enabled", 5, NAN, [], {}, {"type": None}, {"type": "enabled"}, {"type": "disabled", "budget_tokens": 5},
+            {"type": "adaptive", "x": 1}, {"type": []}, *(
+                {"type": "enabled", "budget_tokens": tokens} for tokens in (0, -1, 1.5, NAN, True, "9", None, [], 1e99)
+            ),
+        ]),
+    ],
+)  # fmt: skip
+def test_other_values_are_refused_by_name(path, name, values):
+    for value in values:
+        with pytest.raises(RefusedError, match=f"^{name} must be"):
+            read_request(BODIES[path] | {name: value}, path, "demo", 4096, ())
+    with pytest.raises(RefusedError, match="top_logprobs must be left out where"):
+        read_request(BODIES[RESPONSE] | {"top_logprobs": 1, "include": []}, RESPONSE, "demo", 4096, ())
+
+
+def prompt_of(template, path=CHAT, **said):
+    model, tokenizer = demo()
+    tokenizer.chat_template = template
+    reader = Reader(model, tokenizer, Written(0))
+    asked, wishes = read_request(BODIES[path] | said, path, "demo", 4096, reader.reserved)
+    (prompt,) = reader.read(asked, wishes)
+    return tokenizer.decode(prompt.ids), prompt
+
+
+def test_templates_are_told_in_their_own_words():
+    text, prompt = prompt_of(TEMPLATE, reasoning_effort="low")
+    assert text.endswith("<think>\n")
+    assert prompt.marks == Marks("<think>", "</think>", True)
+    text, prompt = prompt_of(TEMPLATE, reasoning_effort="none")
+    assert text.endswith("</think>\n")
+    assert (prompt.marks.have_begun, prompt.thought) == (False, None)
+    for effort, begin, end in (("high", "high", "<think>\n"), ("none", "no effort", "</think>\n")):
+        text, _ = prompt_of(WITH_EFFORT, reasoning_effort=effort)
+        assert text.startswith(f"{begin}user")
+        assert text.endswith(end)
+    own = {"enable_thinking": True, "reasoning_effort": "xhigh"}  # a variable that is given goes before
+    text, _ = prompt_of(WITH_EFFORT, reasoning_effort="none", chat_template_kwargs=own)
+    assert text.startswith("xhigh")
+    assert text.endswith("<think>\n")
+
+
+def test_what_no_template_can_be_told():
+    for said in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 7}):
+        _, prompt = prompt_of(MARKS_ALONE, MESSAGE, thinking=said)
+        assert prompt.thought == said.get("budget_tokens", 0)  # the mark is forced at once
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    _, prompt = prompt_of(plain, MESSAGE, thinking={"type": "disabled"})
+    assert (prompt.thought, prompt.marks) == (None, None)
+    for path, said in (
+        (CHAT, {"reasoning_effort": "low"}), (RESPONSE, {"reasoning": {"effort": "low"}}),
+        (MESSAGE, {"thinking": {"type": "enabled", "budget_tokens": 7}}),
+    ):  # fmt: skip
+        with pytest.raises(RefusedError, match="thinking, reasoning and reasoning_effort must be left out"):
+            prompt_of(plain, path, **said)
+    with pytest.raises(RefusedError, match="thinking must have no budget_tokens"):
+        prompt_of("{{ enable_thinking }}" + plain, MESSAGE, thinking={"type": "enabled", "budget_tokens": 7})
+
+
+SERVER = f"""if True:
+    import uvicorn
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import lookahead
+    from lookahead.tools.server import make_app
+
+    tokenizer = AutoTokenizer.from_pretrained({str(DEMO_MODEL)!r})
+    tokenizer.chat_template = {TEMPLATE!r}
+    model = lookahead.wrap(AutoModelForCausalLM.from_pretrained({str(DEMO_MODEL)!r}).eval())
+    uvicorn.run(make_app(model, tokenizer, "thinks"), port=0)
+"""
+
+
+@pytest.fixture(scope="module")
+def address():
+    with running("-c", SERVER) as address:
+        yield address
+
+
+def test_a_message_has_a_short_thought(address):
+    body = {"messages": ASKED, "max_tokens": 60, "temperature": 0}
+    _, whole = ask(address, MESSAGE, **body)
+    assert [block["type"] for block in whole["content"]] == ["thinking"]  # it never ends by itself
+    thinking = {"type": "enabled", "budget_tokens": 9}
+    status, short = ask(address, MESSAGE, **body, thinking=thinking)
+    assert status == 200, short
+    assert [block["type"] for block in short["content"]] == ["thinking", "text"]
+    assert whole["content"][0]["thinking"].startswith(short["content"][0]["thinking"].rstrip())
+    told = events(address, **body, thinking=thinking)
+    pieces = {"thinking_delta": "", "text_delta": ""}
+    for name, event in told:
+        if name == "content_block_delta":
+            kind = event["delta"]["type"]
+            pieces[kind] += event["delta"][kind.partition("_")[0]]
+    assert list(pieces.values()) == [short["content"][0]["thinking"], short["content"][1]["text"]]
+    _, none = ask(address, MESSAGE, **body | {"max_tokens": 3}, thinking={"type": "disabled"})
+    assert [block["type"] for block in none["content"]] == ["text"]
+
+
+def test_a_stream_that_is_cancelled_while_it_thinks(address):
+    body = {"messages": ASKED, "max_tokens": 900, "temperature": 1.5, "seed": 1, "stream": True}
+    body["thinking"] = {"type": "enabled", "budget_tokens": 600}
+    with contextlib.closing(connect(address)) as connection:
+        connection.request("POST", MESSAGE, json.dumps(body), {"Content-Type": "application/json"})
+        assert b"message_start" in connection.getresponse().read(200)
+    assert idle(address)
+    test_a_message_has_a_short_thought(address)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_have_probabilities_and_repeat_what_was_said(address, stream):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        options = {"model": "thinks", "input": "def main():", "max_output_tokens": 3, "temperature": 0}
+        options |= {"reasoning": {"effort": "none"}, "parallel_tool_calls": False, "tool_choice": "none"}
+        options |= {"tools": [{"type": "function", "name": "f", "parameters": {}, "strict": False}]}
+        options |= {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+        response = client.responses.create(**options, stream=stream)
+        if stream:
+            told = list(response)
+            response = told[-1].response
+            deltas = [one for event in told if event.type == "response.output_text.delta" for one in event.logprobs]
+        part = response.output[0].content[0]
+        assert len(part.logprobs) == 3
+        assert "".join(one.token for one in part.logprobs).strip() == part.text.strip()
+        for one in part.logprobs:
+            assert len(one.top_logprobs) == 3
+            assert one.top_logprobs[0].logprob == one.logprob <= 0
+        if stream:
+            assert [(one.token, one.logprob) for one in deltas] == [(one.token, one.logprob) for one in part.logprobs]
+        assert (response.tool_choice, response.parallel_tool_calls) == ("none", False)
+        assert (response.tools[0].name, response.max_output_tokens, response.temperature) == ("f", 3, 0)
+        plain = client.responses.create(model="thinks", input="x", max_output_tokens=3, reasoning={"effort": "none"})
+        assert (plain.tool_choice, plain.parallel_tool_calls) == ("auto", True)
+        assert plain.output[0].content[0].logprobs == []
