@@ -97,6 +97,7 @@ class Call:
         self._rests = self._is_spoiled = self._is_changed = False
         self._company: Company | None = None  # of the last pass
         self._own_rows = 0  # in it
+        self._length = 0  # of the texts before the step under way, on average
 
     def decode(self) -> Decoding:
         """Return what generate() returns. Yields None at once, when it counts as a call under way.
@@ -214,7 +215,8 @@ class Call:
 
     def _guess(self, texts: list[list[int]], last: list[int]) -> tuple[Limits, list[GuessTree]]:
         """Return all guesses for the next step, and the limits that they keep. last: as for `EagerRunner.run`."""
-        budget, cache, length = self._budget, self._cache, average_length(texts)
+        budget, cache = self._budget, self._cache
+        self._length = length = average_length(texts)
         self._rests = budget.rests
         depths = [0] * len(texts)
         if not (self._rests or self._is_spoiled or self._is_changed or len(cache.replay) > MAX_REPLAYED):
@@ -225,7 +227,7 @@ class Call:
         draws = self._known_draws(depths) if self._generation.do_sample else []
         limits = Limits(depths, budget.limit(len(texts)), least, self._is_chain, rate, draws)
         windows, pool, self._asked = self._source.windows, self._source.pool_alone, self._source
-        if pool is not None and not (windows and windows.may_open):
+        if pool is not None and not (windows and (windows.size or (self._trials and self._trials.level))):
             self._asked = pool
             return limits, pool.propose(texts, limits)
         with decoding_pass(splits_attention=False, uses_kernels=self._runner.adapter.uses_kernels):
@@ -238,7 +240,7 @@ class Call:
         windows = self._asked.look_ahead(limits)
         window_rows = max([sum(map(len, rows)) for rows in windows])
         others = self._company.rows - self._own_rows if self._company else 0  # as in the last pass
-        chosen = self._budget.choose(guessed, average_length(texts), window_rows, others)
+        chosen = self._budget.choose(guessed, self._length, window_rows, others)
         planned = zip(texts, chosen, windows, strict=True)
         return [lay_out(text[-1], tree, rows) for text, tree, rows in planned], chosen
 
@@ -258,7 +260,7 @@ class Call:
     def _learn(self, outcome: Outcome, guessed: list[GuessTree], chosen: list[GuessTree]) -> None:
         """Show the outcome to the sources, and count the tokens that the step has earned."""
         self._asked.observe(outcome)
-        paid, length = self._asked.paid_seconds, average_length(outcome.texts)
+        paid, length = self._asked.paid_seconds, self._length
         self._budget.count(guessed, chosen, outcome, length, paid, self._rests, self._company)
         if self._trials and self._budget.pace:
             is_open = self._trials.level > 0
@@ -284,7 +286,7 @@ class Call:
             text += tokens
             _count_one(self.stats, step, tree, path, self._names)
         if self._budget.pace and not (self._rests or self._is_changed):
-            length, in_pass, sequences = average_length(outcome.texts), times[2] - times[1], len(outcome.steps)
+            length, in_pass, sequences = self._length, times[2] - times[1], len(outcome.steps)
             overhead = time.perf_counter() - times[0] - in_pass - self._asked.paid_seconds
             if (company := self._company) is not None:  # what other threads do meanwhile is no overhead of this call
                 self._budget.time(company.rows, length, company.seconds, None, company.sequences)

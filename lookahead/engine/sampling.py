@@ -217,7 +217,9 @@ class NextTokenRule:
         is_over = token in ends.tokens or self._width + len(self._new) >= ends.length
         for criterion in ends.own:  # all of them, for they may note what they see
             is_over |= criterion.ends(self._new)
-        if is_over or any(token in tokens and criterion(self.ids, None) for tokens, criterion in ends.asked):  # type: ignore[arg-type]  # no scores are kept
+        for tokens, asked in ends.asked:
+            is_over = is_over or (token in tokens and asked(self.ids, None))  # type: ignore[arg-type]  # no scores
+        if is_over:
             self._keep([])
         if self._settings.streamer is not None:
             self._settings.streamer.put(torch.tensor([token]))

@@ -82,14 +82,10 @@ class Windows(Guesser):
 
     def __init__(self, source: WindowSource, batch: Batch):
         self._source, self._pool = source, batch.pool
+        self.size: tuple[int, int] | None
+        """W and N of the windows that are open; None: there are none."""
         self._windows: list[JacobiWindow | None]
         self._open(batch.texts)
-
-    @property
-    def may_open(self) -> bool:
-        """Whether the next step may have a window."""
-        trials = self._source.trials
-        return self._size is not None or (trials is not None and trials.level > 0)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         return [GuessTree.empty() for _ in texts]
@@ -109,15 +105,15 @@ class Windows(Guesser):
                 ngrams = window.advance(newest, len(new))
                 if len(ngrams):
                     self._pool.learn_ngrams(ngrams)
-        if self._source.size != self._size:
+        if self._source.size != self.size:
             self._open(outcome.texts)
 
     def keep(self, sequences: list[int]) -> None:
         self._windows = [self._windows[b] for b in sequences]
 
     def _open(self, texts: list[list[int]]) -> None:
-        self._size = self._source.size
-        self._windows = [JacobiWindow(*self._size, text) if self._size and text else None for text in texts]
+        self.size = self._source.size
+        self._windows = [JacobiWindow(*self.size, text) if self.size and text else None for text in texts]
 
 
 class JacobiSource(GuessSource):

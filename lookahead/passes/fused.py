@@ -266,7 +266,7 @@ class FusedRunner(EagerRunner):
             return False
         for b, cache in enumerate(caches):
             has_layers = (cache.in_place_at, cache.states_at) == (list(executor.caches), list(executor.states))
-            if not (has_layers and (cache.is_empty or self._finds(executor, b, cache))):
+            if not (has_layers and (self._finds(executor, b, cache) or cache.is_empty)):
                 return False
         return True
 
@@ -316,16 +316,16 @@ class FusedRunner(EagerRunner):
             unseen = [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in kinds.items()]
             extended = self._extend(executor, b, cache, new)
             at = temperatures if isinstance(temperatures, float) else temperatures[b]
-            states = self._states_of(executor, cache, 0 if commits or new == 1 else new)
+            states = self._states_of(executor, cache, 0 if commits or new == 1 else new) if executor.states else []
             place = cache.lengths[0], step.computed
             rows.append(Rows(ids[0], positions[0], *extended, unseen, *place, at, step.parents, states))
             first.append(first[-1] + new)
         end = first.pop()
         said = 0 if shown else end if len(steps) > 1 else 1 + steps[0].guesses - steps[0].computed
         logits, outputs, has_nan, found = executor.run(rows, rotary, self.requested, shown, (said, count), is_prompt)
-        for b, (cache, one) in enumerate(zip(caches, rows, strict=True)):
-            if executor.states and not commits and len(one.ids) > 1:
-                cache.pending = executor.pending(b, (cache.room, cache.buffers()))
+        for b, one in enumerate(rows if executor.states and not commits else []):
+            if len(one.ids) > 1:
+                caches[b].pending = executor.pending(b, (caches[b].room, caches[b].buffers()))
         if executor is self._first:
             self._compare(executor)
         argmax = None
@@ -373,7 +373,7 @@ class FusedRunner(EagerRunner):
         self, executor: Executor, b: int, cache: LookaheadCache, rows: int
     ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
         """Append rows to all layers of the cache of sequence ``b``. Return `Rows.caches` and `Rows.held`."""
-        if cache.is_empty:
+        if not all(map(_IS_INITIALIZED, cache.in_place)) or (executor.states and cache.is_empty):
             new_empty = executor.like.new_empty
             for one, (heads, size, value_size) in zip(cache.in_place, executor.caches.values(), strict=True):
                 one.lazy_initialization(new_empty(1, heads, 0, size), new_empty(1, heads, 0, value_size))
@@ -400,8 +400,6 @@ class FusedRunner(EagerRunner):
 
         rows: 0: it commits all of them, as those of a prompt, or a root alone.
         """
-        if not executor.states:
-            return []
         itemsize, shapes = executor.like.element_size(), executor.states.values()
         of_inputs = [itemsize * rows * shape.channels for shape in shapes]
         of_states = [4 * rows * shape.heads * (1 + shape.keys + shape.values) for shape in shapes]

@@ -257,7 +257,7 @@ def _layers_read(settings: dict[str, Any], count: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-class _Pace:
+class _PassTime:
     """Seconds of a pass over guesses, as the last ones took."""
 
     seconds = 0.0
@@ -278,7 +278,7 @@ class EagleSource(GuessSource):
         """head: a `_Head`, or what has its methods."""
         self.head = head
         self.needs = Needs(hidden_states=head.layers)
-        self.pace = _Pace()
+        self.pass_time = _PassTime()
         self.sharpness = {has_draws: Sharpness() for has_draws in (False, True)}
         """With known draws and without."""
 
@@ -294,7 +294,7 @@ class EagleGuesser(Guesser):
     """
 
     def __init__(self, source: EagleSource, batch: Batch):
-        self._head, self._pace, self._sharpness = source.head, source.pace, source.sharpness
+        self._head, self._pass_time, self._sharpness = source.head, source.pass_time, source.sharpness
         self._batch = batch
         self._texts = [self._head.begin() for _ in batch.texts]
         self._drafts: list[Draft | None] = []
@@ -347,9 +347,9 @@ class EagleGuesser(Guesser):
         self._drafts.append(draft)
         draft.take(*self._likeliest(features, [0], draws))
         while guesses := draft.worth_a_row(draft.candidates(depth - 1)[:MAX_ROWS], limits):
-            price = MIN_TOKENS if limits.rate is None else limits.rate * self._pace.seconds
+            price = MIN_TOKENS if limits.rate is None else limits.rate * self._pass_time.seconds
             if sum(guess.chance for guess in guesses) < price:
-                self._pace.seconds *= FADE
+                self._pass_time.seconds *= FADE
                 break
             began = time.perf_counter()
             for guess in guesses:
@@ -366,7 +366,7 @@ class EagleGuesser(Guesser):
             draft.take(*self._likeliest(made, depths, draws))
             synchronize(self._head.device)
             took = time.perf_counter() - began
-            self._pace.seconds += (took - self._pace.seconds) * (0.1 if self._pace.seconds else 1.0)
+            self._pass_time.seconds += (took - self._pass_time.seconds) * (0.1 if self._pass_time.seconds else 1.0)
         return draft.tree(depth, limits.min_probability)
 
     def _catch_up(self, one: Text, text: list[int]) -> torch.Tensor:

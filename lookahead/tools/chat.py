@@ -146,7 +146,7 @@ class Conversation:
 
 
 @dataclass
-class Pace:
+class Throughput:
     """How fast the answers of a conversation came, without their first tokens and so without the time of the turns."""
 
     tokens: int = 0
@@ -178,7 +178,7 @@ def converse(
     """
     if sys.stdin.isatty():
         click.echo("/help lists the commands, /exit or Ctrl-D leaves; Ctrl-C stops an answer", err=True)
-    record, pace = None, Pace()  # of the last answer, and of all
+    record, throughput = None, Throughput()  # of the last answer, and of all
     for line in _lines():
         command, _, argument = line.strip().partition(" ")
         argument = argument.strip()
@@ -193,9 +193,9 @@ def converse(
             click.echo(_instruct(conversation, argument), err=True)
         elif command == "/stats":
             click.echo(in_plain_words(stats, len(conversation.tokens), context_length(conversation.model)))
-            if plain is not None and pace.tokens:
+            if plain is not None and throughput.tokens:
                 with suppress(KeyboardInterrupt):  # while plain decoding is measured
-                    click.echo(_compared(pace, plain))
+                    click.echo(_compared(throughput, plain))
         elif command == "/trace":
             click.echo(_save_trace(record, conversation, Path(argument or "trace.html")), err=True)
         elif command == "/help":
@@ -203,7 +203,7 @@ def converse(
         elif COMMAND.fullmatch(command):
             click.echo(f"no such command: {command}; /help lists them", err=True)
         else:
-            record = _answer(conversation, line, make_streamer(), pace, options) or record
+            record = _answer(conversation, line, make_streamer(), throughput, options) or record
 
 
 def _check_text(content: str) -> None:
@@ -242,11 +242,11 @@ def in_plain_words(stats: Stats | None, held: int, context: int) -> str:
     return "\n".join([*lines, f"tokens of context in use: {held:,}{room}"])
 
 
-def _compared(pace: Pace, plain: PlainDecoding) -> str:
+def _compared(throughput: Throughput, plain: PlainDecoding) -> str:
     """Return how fast the answers came beside plain decoding, which may be measured now."""
-    ours, rate = pace.tokens / pace.seconds, plain.rate()
-    ratio = times_plain(ours, pace.span, rate)
-    if why_no_ratio(pace.span, rate.span):
+    ours, rate = throughput.tokens / throughput.seconds, plain.rate()
+    ratio = times_plain(ours, throughput.span, rate)
+    if why_no_ratio(throughput.span, rate.span):
         return ratio
     return f"{ratio}: {ours:.1f} tokens/s in the answers, {rate.per_second:.1f} by the model's own generate()"
 
@@ -265,9 +265,9 @@ def _save_trace(record: Recorder | None, conversation: Conversation, path: Path)
 
 
 def _answer(
-    conversation: Conversation, line: str, streamer: StepStreamer, pace: Pace, options: dict
+    conversation: Conversation, line: str, streamer: StepStreamer, throughput: Throughput, options: dict
 ) -> Recorder | None:
-    """Answer a line; return the record of the answer, or None if there is none. pace: the answer's is added to it."""
+    """Answer a line; return the record of the answer, None if there is none. throughput: grows by the answer's."""
     stop, record, span = StopWhenAsked(), Recorder(streamer), watch(conversation.model.device)
     try:
         with closing(streamer), _interrupted_by_ctrl_c(stop):
@@ -277,7 +277,7 @@ def _answer(
     except KeyboardInterrupt:
         click.echo("\ninterrupted: this turn is forgotten", err=True)
     else:
-        pace.add(record, span())
+        throughput.add(record, span())
         if stop.asked:
             click.echo("interrupted", err=True)
         if conversation.is_full:

@@ -29,7 +29,7 @@ from zoo import ALIKE, SETTINGS, tiny_model
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.models import attention
-from lookahead.models.families import PAGES
+from lookahead.models.families import HOMES, page_for
 from lookahead.models.state import State, state_of
 from lookahead.passes import probe, verdicts
 from lookahead.passes.capabilities import find_adapter
@@ -474,7 +474,7 @@ OF_OTHERS = {
     "alibi": True, "scale_embeddings": True, "mlp_bias": True, "attention_bias": True,
 }  # fmt: skip
 TYPES = {AutoConfig.for_model(kind).__class__.__name__.removesuffix("Config"): kind for kind in (*SETTINGS, *ALIKE)}
-FUSED = [TYPES.get(page.__name__, TYPES.get(f"{page.__name__}Text")) for page in PAGES.values()]
+FUSED = [TYPES.get(page.__name__, TYPES.get(f"{page.__name__}Text")) for page in map(page_for, HOMES)]
 
 
 @settings(max_examples=200, deadline=None)

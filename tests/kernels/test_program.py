@@ -19,7 +19,7 @@ from lookahead.cpu.operations import Add, Embed, Logits, Norm, Products, Value
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import Reference, State
-from lookahead.models.families import PAGES, page_of
+from lookahead.models.families import HOMES, page_for, page_of
 from lookahead.models.families.lfm2 import Lfm3
 from lookahead.passes.rounding import relative_error
 
@@ -57,8 +57,11 @@ def states_before(program: Program) -> dict[int, State]:
 
 
 def test_all_families_have_been_tried():
+    pages = {name: page_for(name) for name in HOMES}
+    assert [page.__name__ + page.suffix for page in pages.values()] == list(pages)
     missing = set() if "lfm3" in CONFIG_MAPPING else {Lfm3}  # in older transformers
-    assert {type(page_of(tiny_model(family))) for family in [*FAMILIES, *LEFT_OUT]} == set(PAGES.values()) - missing
+    tried = {type(page_of(tiny_model(family))) for family in [*FAMILIES, *LEFT_OUT]}
+    assert tried == set(pages.values()) - missing
 
 
 def test_random_programs_are_computed_as_the_reference_says():

@@ -317,9 +317,9 @@ def test_passes_stop_where_they_do_not_pay(tmp_path):
     """A pass that is too dear is not made; since its cost may have been an accident, it is tried again much later."""
     source = source_of("eagle3", deep_model(), tmp_path)
     text = list(range(5, 25))
-    source.pace.seconds = 1.0
+    source.pass_time.seconds = 1.0
     assert proposed(source, text, 12, rate=1e3).depths.max() == 1
-    assert source.pace.seconds < 1.0
+    assert source.pass_time.seconds < 1.0
     assert proposed(source, text, 12, rate=1e-3).depths.max() > 1
     for _ in range(1000):
         deepest = proposed(source, text, 12, rate=10.0).depths.max()
