@@ -29,7 +29,7 @@ from transformers import AttentionInterface, GenerationConfig, PretrainedConfig,
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput, stopping_criteria
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -103,8 +103,10 @@ def own_cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str | 
     return next((name for name in ("state", "mems", "past_buckets_states", "cache") if name in arguments), None)
 
 
-def tokens_that_end_stop_strings(criterion: StopStringCriteria) -> frozenset[int] | None:
-    """The tokens in which one of its stop strings can end; None if that may be any."""
+def tokens_that_end_stop_strings(criterion: Any) -> frozenset[int] | None:
+    """The tokens in which a stop string of transformers' criterion can end; None if any may be, or of another one."""
+    if type(criterion) is not getattr(stopping_criteria, "StopStringCriteria", None):
+        return None
     if not criterion.target_lens.all():  # an empty one, which ends everywhere
         return None
     begin = criterion.max_valid_positions * criterion.num_stop_strings

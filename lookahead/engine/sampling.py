@@ -17,7 +17,6 @@ from transformers.generation import (
     BaseStreamer,
     EosTokenCriteria,
     MaxLengthCriteria,
-    StopStringCriteria,
     logits_process,
     stopping_criteria,
 )
@@ -326,7 +325,7 @@ def _ends(criteria: StoppingCriteriaList) -> Ends | None:
             ends = ends._replace(tokens=ends.tokens | set(criterion.eos_token_id.tolist()))
         elif isinstance(criterion, NewTokensCriterion):
             ends.own.append(criterion)
-        elif type(criterion) is StopStringCriteria and (tokens := tokens_that_end_stop_strings(criterion)) is not None:
+        elif (tokens := tokens_that_end_stop_strings(criterion)) is not None:
             ends.asked.append((tokens, criterion))
         else:  # also a length that makes transformers warn
             return None
