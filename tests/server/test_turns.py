@@ -267,12 +267,12 @@ def test_chats_go_on_where_states_were_kept(family, tokenizer):
     asked = f"{found}class Reader:<|end|>\n[assistant]\n"
     if family == "gemma3_text":  # whose windows can be cut back as long as they have not moved
         return
-    for _ in range(2):
+    for answered in ("x = 1", "y = 2"):  # answers that were changed
         assert chat(SYSTEM, "class Reader:")[2] == asked
-        _, _, found = chat(SYSTEM, "class Reader:", "x = 1", "def more():")  # an answer that was changed
+        _, _, found = chat(SYSTEM, "class Reader:", answered, "def more():")
         assert found == asked
-    ids, _, found = chat(SYSTEM, "class Reader:", said, "def more():")  # its own, with what it began with
-    assert found.startswith(f"{asked}<think>")
+    ids, _, found = chat(SYSTEM, "class Reader:", said, "def more():")  # its own
+    assert found.startswith(f"[system]\n{SYSTEM}")  # what it wrote may be read as other tokens, also the first
     assert tokenizer.decode(ids).startswith(found)
 
 
