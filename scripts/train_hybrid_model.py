@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.modeling_layers import MtpLayer
 
 from bench.training import descend, optimizers, standard_library
+from lookahead.compat import CACHE
 
 WEIGHT = 0.3  # of the second loss
 PASSAGE = 500  # characters of a prompt
@@ -55,8 +56,8 @@ def losses(model: Qwen3_5ForCausalLM, mtp: MtpLayer, ids: torch.Tensor) -> tuple
         said = model.get_input_embeddings()(ids[:, 1:-1])
         positions = torch.arange(1, ids.shape[1] - 1)[None]
         further = mtp(
-            said, states[:, :-1], position_embeddings=model.model.rotary_emb(said, positions), attention_mask=None,
-            position_ids=positions, cache=None,
+            said, states[:, :-1], attention_mask=None, position_ids=positions,
+            position_embeddings=model.model.rotary_emb(said, positions.expand(3, 1, -1)), **{CACHE: None},
         )  # fmt: skip
         logits = model.lm_head(torch.cat([states, further], 1)).float()
     first, second = logits.split([states.shape[1], further.shape[1]], 1)

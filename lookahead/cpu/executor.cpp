@@ -338,7 +338,7 @@ static void normalize_gated(const Operation<T>& norm, long first, const T* x, co
         const auto y = some(gate + i, norm.size - i);
         return some(x + i, norm.size - i) * times_sigmoid(y, y);
     };
-    Floats squares = {};
+    recurrence::Floats squares = {};
     for (long i = 0; i < norm.size; i += WIDTH) squares += gated(i) * gated(i);
     float sum = 0;
     for (long l = 0; l < WIDTH; l++) sum += squares[l];
@@ -346,7 +346,7 @@ static void normalize_gated(const Operation<T>& norm, long first, const T* x, co
     for (long i = 0; i < norm.size; i += WIDTH) {
         T rounded[WIDTH];
         store(gated(i) * scale, rounded);
-        Floats y = load(rounded);
+        auto y = load(rounded);
         if (norm.weight) y *= some(norm.weight + first + i, norm.size - i);
         store_some(y, out + i, norm.size - i);
     }

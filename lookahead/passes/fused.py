@@ -266,7 +266,7 @@ class FusedRunner(EagerRunner):
             return False
         for b, cache in enumerate(caches):
             has_layers = (cache.in_place_at, cache.states_at) == (list(executor.caches), list(executor.states))
-            if not (has_layers and (cache.is_empty or self._finds(executor, b, cache))):
+            if not (has_layers and (self._finds(executor, b, cache) or cache.is_empty)):
                 return False
         return True
 
@@ -323,9 +323,9 @@ class FusedRunner(EagerRunner):
         end = first.pop()
         said = 0 if shown else end if len(steps) > 1 else 1 + steps[0].guesses - steps[0].computed
         logits, outputs, has_nan, found = executor.run(rows, rotary, self.requested, shown, (said, count), is_prompt)
-        for b, (cache, one) in enumerate(zip(caches, rows, strict=True)):
-            if executor.states and not commits and len(one.ids) > 1:
-                cache.pending = executor.pending(b, (cache.room, cache.buffers()))
+        for b, one in enumerate(rows if executor.states and not commits else []):
+            if len(one.ids) > 1:
+                caches[b].pending = executor.pending(b, (caches[b].room, caches[b].buffers()))
         if executor is self._first:
             self._compare(executor)
         argmax = None
@@ -373,7 +373,7 @@ class FusedRunner(EagerRunner):
         self, executor: Executor, b: int, cache: LookaheadCache, rows: int
     ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
         """Append rows to all layers of the cache of sequence ``b``. Return `Rows.caches` and `Rows.held`."""
-        if cache.is_empty:
+        if not all(map(_IS_INITIALIZED, cache.in_place)) or (executor.states and cache.is_empty):
             new_empty = executor.like.new_empty
             for one, (heads, size, value_size) in zip(cache.in_place, executor.caches.values(), strict=True):
                 one.lazy_initialization(new_empty(1, heads, 0, size), new_empty(1, heads, 0, value_size))

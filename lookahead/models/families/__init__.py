@@ -81,11 +81,11 @@ def page_of(model: object) -> Page:
 
 def _unknown_parts(model: Any) -> list[str]:
     """The classes of the parts of a model without parts of their own that no page knows, nor any that is like them."""
-    like = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, Conv1D, PreTrainedModel)
-    named = ("RMSNorm", "LayerNorm", "RotaryEmbedding", "Embedding", "Router", "Experts", "Cache", *ACTIVATIONS)
+    like = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.Conv1d, Conv1D, PreTrainedModel)
+    named = ("RMSNorm", "RMSNormGated", "LayerNorm", "RotaryEmbedding", "Embedding", "Router", "Experts", "Cache")
     leaves = [module for module in model.get_decoder().modules() if not any(module.children())]
     others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (*like, nn.ModuleList, nn.ModuleDict))}
-    return sorted(name for name in others if not name.endswith(named))
+    return sorted(name for name in others if not name.endswith((*named, *ACTIVATIONS)))
 
 
 def has_page(model: object) -> bool:
