@@ -58,7 +58,13 @@ BLOCKS = [
     {"role": "user", "content": "x = 1"},
 ]  # fmt: skip
 BODIES: dict[str, dict[str, Any]] = {
-    MESSAGE: {"messages": BLOCKS, "max_tokens": 3, "system": [{"type": "text", "text": "Be brief."}]},
+    MESSAGE: {
+        "messages": BLOCKS,
+        "max_tokens": 3,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "thinking": {"type": "disabled"},
+        "output_config": {"format": None},
+    },
     CHAT: {"messages": MESSAGES, "max_tokens": 3, "chat_template_kwargs": VARIABLES, "logit_bias": {"5": 1}},
     COMPLETION: {"prompt": "import", "max_tokens": 3, "generation_config": SETTINGS, "stop": ["\n\n\n"]},
     RESPONSE: {
@@ -66,6 +72,8 @@ BODIES: dict[str, dict[str, Any]] = {
         "instructions": "Be brief.",
         "max_output_tokens": 3,
         "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": None},
+        "include": ["message.output_text.logprobs"],
     },
 }
 SCHEMAS: dict[str, Any] = {CHAT: ChatParams, COMPLETION: CompletionParams, RESPONSE: ResponseParams}
@@ -105,6 +113,7 @@ NESTED: dict[str, list[tuple]] = {
         )),
     ],
     MESSAGE: [
+        ("thinking", "type"), ("thinking", "budget_tokens"), ("output_config", "format"), ("output_config", "effort"),
         ("messages", 0), ("messages", 0, "role"), ("messages", 0, "content"), ("messages", 0, "content", 0),
         ("messages", 0, "content", 0, "type"), ("messages", 0, "content", 0, "text"), ("messages", 1, "content", 0),
         ("messages", 1, "content", 2), ("messages", 1, "content", 2, "id"), ("messages", 1, "content", 2, "name"),
@@ -117,7 +126,9 @@ NESTED: dict[str, list[tuple]] = {
         ("input", 0, "content", 0, "text"), ("input", 0, "type"), ("input", 1), ("input", 1, "content"),
         ("input", 2, "call_id"), ("input", 2, "name"), ("input", 2, "arguments"), ("input", 2, "type"),
         ("input", 3, "output"), ("input", 3, "call_id"), ("input", 4, "type"), ("input", 4, "content"),
-        ("text", "format"), ("text", "format", "type"), ("text", "nope"),
+        ("text", "format"), ("text", "format", "type"), ("text", "nope"), ("reasoning", "effort"),
+        ("reasoning", "summary"),
+        ("include", 0),
     ],
 }  # fmt: skip
 LEFT_OUT = object()

@@ -11,7 +11,7 @@ from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import UnsupportedModelError, context_length
-from lookahead.models.cache import CountedCache, counts_positions
+from lookahead.models.cache import CountedCache
 from lookahead.models.families import has_page
 from lookahead.models.layers import ropes_of
 from lookahead.models.state import state_of
@@ -92,7 +92,7 @@ def why_plain(
     embeds = model_kwargs.get("inputs_embeds")
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]
-    if cache is not None and compat.is_callers_own(cache) and not counts_positions(cache):
+    if compat.is_callers_own(cache) and not (adapter.counts_positions or isinstance(cache, CountedCache)):
         return "on a cache of states alone, which do not say how much of the prompt they hold"
     if cache is not None and type(cache) not in (DynamicCache, CountedCache):
         return f"on a cache of type {type(cache).__name__}"

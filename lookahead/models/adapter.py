@@ -17,6 +17,7 @@ from lookahead.models.cache import (
     SlidingLayer,
     StateAndKeysLayer,
     copy_of,
+    counts_positions,
 )
 from lookahead.models.recurrence import StateLayer
 from lookahead.step import Visibility, mask
@@ -72,6 +73,11 @@ class ModelAdapter:
         """Whether several passes can compute one step. The rows of each pass see those of the passes before."""
         all_see_all = all(visibility in (None, Visibility()) for visibility in self.layers)
         return self.can_branch and all_see_all and not self.has_state
+
+    @cached_property
+    def counts_positions(self) -> bool:
+        """`cache.counts_positions` of a cache of this model."""
+        return counts_positions(DynamicCache(config=self.config))
 
     @cached_property
     def kinds(self) -> dict[Visibility, list[int]]:

@@ -163,15 +163,17 @@ def generations(model, tokenizer, most, parallel=2):
     return Generations(model, Reader(model, tokenizer, written), written, prefixes, engine, None, parallel)
 
 
-def answer(of, ids, most, count=1, **wishes):
-    """Return the tokens of the answers, as text, and how many of the prompt's were cached."""
+def answer(of, ids, most, count=1, others=(), **wishes):
+    """Return the tokens of the answers, as text, and how many of the prompt's were cached. others: prompts."""
     wishes = Wishes(settings={"max_new_tokens": most} | wishes.pop("settings", {}), answers=count, **wishes)
 
     async def ask():
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
         send = lambda number, piece: loop.call_soon_threadsafe(pieces.put_nowait, (number, piece))  # noqa: E731
-        of.begin([ids if isinstance(ids, Prompt) else Prompt(ids, [])], wishes, send)
-        texts, cached, open_ones = [""] * count, [], count
+        prompts = [one if isinstance(one, Prompt) else Prompt(one, []) for one in (ids, *others)]
+        of.begin(prompts, wishes, send)
+        open_ones = count * len(prompts)
+        texts, cached = [""] * open_ones, []
         while open_ones:
             number, piece = await asyncio.wait_for(pieces.get(), 60)
             if isinstance(piece, Exception):
@@ -265,12 +267,12 @@ def test_chats_go_on_where_states_were_kept(family, tokenizer):
     asked = f"{found}class Reader:<|end|>\n[assistant]\n"
     if family == "gemma3_text":  # whose windows can be cut back as long as they have not moved
         return
-    for _ in range(2):
+    for answered in ("x = 1", "y = 2"):  # answers that were changed
         assert chat(SYSTEM, "class Reader:")[2] == asked
-        _, _, found = chat(SYSTEM, "class Reader:", "x = 1", "def more():")  # an answer that was changed
+        _, _, found = chat(SYSTEM, "class Reader:", answered, "def more():")
         assert found == asked
-    ids, _, found = chat(SYSTEM, "class Reader:", said, "def more():")  # its own, with what it began with
-    assert found.startswith(f"{asked}<think>")
+    ids, _, found = chat(SYSTEM, "class Reader:", said, "def more():")  # its own
+    assert found.startswith(f"[system]\n{SYSTEM}")  # what it wrote may be read as other tokens, also the first
     assert tokenizer.decode(ids).startswith(found)
 
 
@@ -285,7 +287,8 @@ def test_states_that_are_kept_stay_under_their_bound(tokenizer):
             asked, wishes = read_request({"messages": messages}, CHAT, "demo", 4096, of._reader.reserved)
             (prompt,) = of._reader.read(asked, wishes)
             two, _ = answer(of, prompt, 12, 2, settings={"do_sample": False})
-            assert two[0] == two[1]
+            at_once, _ = answer(of, prompt, 12, others=[prompt, prompt], settings={"do_sample": False})
+            assert len({*two, *at_once}) == 1
             texts.add((number // 3, two[0]))
             assert of._prefixes.bytes == sum(size_of(kept.cache) for kept in of._prefixes._kept) <= most
         assert len(texts) == 2
