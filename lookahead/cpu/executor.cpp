@@ -333,12 +333,12 @@ static INLINE Floats error_function(Floats x) {
 // RMSNorm of silu(gate) * x, whose weights are those of a row from `first` on.
 template <class T>
 static void normalize_gated(const Operation<T>& norm, long first, const T* x, const T* gate, T* out) {
-    using namespace recurrence;
+    using recurrence::some;
     const auto gated = [&](long i) {
         const auto y = some(gate + i, norm.size - i);
         return some(x + i, norm.size - i) * times_sigmoid(y, y);
     };
-    Floats squares = {};
+    recurrence::Floats squares = {};
     for (long i = 0; i < norm.size; i += WIDTH) squares += gated(i) * gated(i);
     float sum = 0;
     for (long l = 0; l < WIDTH; l++) sum += squares[l];
@@ -346,9 +346,9 @@ static void normalize_gated(const Operation<T>& norm, long first, const T* x, co
     for (long i = 0; i < norm.size; i += WIDTH) {
         T rounded[WIDTH];
         store(gated(i) * scale, rounded);
-        Floats y = load(rounded);
+        auto y = load(rounded);
         if (norm.weight) y *= some(norm.weight + first + i, norm.size - i);
-        store_some(y, out + i, norm.size - i);
+        recurrence::store_some(y, out + i, norm.size - i);
     }
 }
 
