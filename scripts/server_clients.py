@@ -63,7 +63,11 @@ SERVER = f"""if True:
     between = len(tokenizer("~<|end|>[assistant]", add_special_tokens=False).input_ids)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     generate = model.generate
-    model.generate = lambda **options: generate(**options, logits_processor=LogitsProcessorList([Writing()]))
+
+    def writes(logits_processor=(), **options):  # what a format forbids stays forbidden
+        return generate(**options, logits_processor=LogitsProcessorList([Writing(), *logits_processor]))
+
+    model.generate = writes
     uvicorn.run(make_app(model, tokenizer, {MODEL!r}, api_key={KEY!r}), port=0, access_log=False)
 """
 CALL = '<tool>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool>'
@@ -140,8 +144,16 @@ def openai_texts(url: str) -> None:
             response = stream.get_final_response()
         equal([item.type for item in response.output], ["reasoning", "message"])
         equal(response.output_text, "return y")
+        value = {"a": 1, "b": 2}
+        asked = [{"role": "user", "content": json.dumps(value)}]
+        schema = {"name": "sum", "schema": SCHEMA, "strict": True}
+        for kind in ({"type": "json_object"}, {"type": "json_schema", "json_schema": schema}):
+            answer = client.chat.completions.create(messages=asked, response_format=kind, **options)
+            equal(json.loads(answer.choices[0].message.content), value)
+        answer = client.responses.create(input=asked, text={"format": {"type": "json_schema", **schema}}, **options)
+        equal(json.loads(answer.output_text), value)
         try:
-            client.chat.completions.create(messages=messages, response_format={"type": "json_object"}, **options)
+            client.chat.completions.create(messages=messages, response_format={"type": "xml"}, **options)
             raise AssertionError("response_format was not refused")
         except openai.BadRequestError as error:
             equal("response_format" in str(error), True)
@@ -222,8 +234,17 @@ def anthropic_messages(url: str) -> None:
             (answer.content[0].text.strip(), answer.stop_reason, answer.stop_sequence), ("one", "stop_sequence", "two")
         )
         equal([model.id for model in client.models.list()], [MODEL])
+        messages = [{"role": "user", "content": CALL}]
+        for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "add"}):
+            answer = client.messages.create(messages=messages, tool_choice=choice, tools=[ANTHROPIC_TOOL], **options)
+            equal((answer.content[0].type, answer.content[0].input), ("tool_use", {"a": 1, "b": 2}))
+        messages = [{"role": "user", "content": "<think>a b c d e f g h</think>so"}]
+        thinking = {"type": "enabled", "budget_tokens": 3}
+        answer = client.messages.create(messages=messages, thinking=thinking, **options)
+        equal(answer.content[0].type, "thinking")
+        equal(len(answer.content[0].thinking) < 9, True)
         try:
-            client.messages.create(messages=messages, tool_choice={"type": "any"}, tools=[ANTHROPIC_TOOL], **options)
+            client.messages.create(messages=messages, tool_choice={"type": "any"}, **options)
             raise AssertionError("tool_choice was not refused")
         except anthropic.BadRequestError as error:
             equal("tool_choice" in str(error), True)
@@ -269,6 +290,13 @@ def langchain_anthropic_chat(url: str) -> None:
 def langchain_loop(chat: object) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
+    from pydantic import BaseModel
+
+    class Sum(BaseModel):
+        """Two numbers."""
+
+        a: int
+        b: int
 
     @tool
     def add(a: int, b: int) -> int:
@@ -284,6 +312,9 @@ def langchain_loop(chat: object) -> None:
     equal((made["name"], made["args"]), ("add", {"a": 1, "b": 2}))
     messages += [answer, ToolMessage(str(add.invoke(made["args"])), tool_call_id=made["id"])]
     equal(bound.invoke(messages).text, "3")
+    for method in ("json_schema", "function_calling"):
+        asked = '{"a": 1, "b": 2}' if method == "json_schema" else CALL.replace("add", "Sum")
+        equal(chat.with_structured_output(Sum, method=method).invoke(asked), Sum(a=1, b=2))
 
 
 @client("llama-index-llms-openai-like")

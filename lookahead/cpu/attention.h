@@ -2,15 +2,15 @@
 //
 // It goes along the keys, KEYS at a time, with a running maximum and sum (Milakov & Gimelshein 2018, arXiv 1805.02867;
 // Dao et al. 2022, arXiv 2205.14135, algorithm 1). In a vector of scores, a lane is a key: keys are transposed, and
-// unpacked to float32, once for all queries that share their head. In a vector of sums, a lane is a number of a value. So
-// both GEMMs have queries as rows, and no lane is idle however few queries there are. Sums are in float32.
+// unpacked to float32, once for all queries that share their head. In a vector of sums, a lane is a number of a value.
+// So both GEMMs have queries as rows, and no lane is idle however few queries there are. Sums are in float32.
 //
-// The bits of a sum depend on its order, and rows of a tree stand between others that they do not see. So in a step, keys
-// go by their positions. A row's near keys are those of its last NEAR to NEAR + KEYS - 1 positions. They are one block,
-// added up one by one in their order: there, a key that the row does not see has the weight 0 and leaves no trace. All
-// others are far keys, of the cache alone. Their blocks, and the parts that threads take, end at multiples of KEYS, and
-// the lane of a key follows from its position. So what a row attends to is the same to the bit, whatever other rows a step
-// has and wherever in the text it begins.
+// The bits of a sum depend on its order, and rows of a tree stand between others that they do not see. So in a step,
+// keys go by their positions. A row's near keys are those of its last NEAR to NEAR + KEYS - 1 positions. They are one
+// block, added up one by one in their order: there, a key that the row does not see has the weight 0 and leaves no
+// trace. All others are far keys, of the cache alone. Their blocks, and the parts that threads take, end at multiples of
+// KEYS, and the lane of a key follows from its position. So what a row attends to is the same to the bit, whatever other
+// rows a step has and wherever in the text it begins.
 
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr long NEAR = 64;    // a guess is at most so deep, so that no far key i
 constexpr long PART = 256;   // far keys that a thread takes at a time, at least
 constexpr int QUERIES = 48;  // of a block. To transpose keys takes a thirtieth of the GEMMs of so many
 constexpr int TILE_QUERIES = 128;  // queries that share the tiles of keys and values
-// The register tile has ROWS queries by VECTORS. An FMA takes 4 cycles and two begin in each, so 8 sums or more hide that.
+// The register tile has ROWS queries by VECTORS. An FMA takes 4 cycles and two begin in each: 8 sums or more hide that.
 #ifdef __AVX512F__
 constexpr int ROWS = 6, VECTORS = 4;  // 24 sums, 4 vectors of b, a number of a: 29 of 32 registers
 #else
@@ -57,15 +57,15 @@ static INLINE Floats multiply_add(Pair a, Ints b, Floats sum) {
 }
 #endif
 
-// Prefetch n numbers of what is wanted KEYS keys later. A core can wait for some 16 lines at a time, so these are asked for
-// a few at a time, between products.
+// Prefetch n numbers of what is wanted KEYS keys later. A core can wait for some 16 lines at a time, so these are asked
+// for a few at a time, between products.
 template <class T>
 static INLINE void prefetch(const T* x, long n) {
     for (long byte = 0; byte < n * long(sizeof(T)); byte += 64) __builtin_prefetch((const char*)x + byte, 0, 2);
 }
 
-// A GEMM: a[i][j] * b[j], summed over j < k in this order, times `scaling` or, if it ADDS, added to c[i] before. Rows of each
-// are so many numbers apart.
+// A GEMM: a[i][j] * b[j], summed over j < k in this order, times `scaling` or, if it ADDS, onto c[i]. Rows of each are so
+// many numbers apart.
 template <class By, class B = typename By::Factor>
 struct Gemm {
     float* c;
@@ -80,7 +80,8 @@ struct Gemm {
         const long tiles = (m + ROWS - 1) / ROWS, rows = (m + tiles - 1) / tiles;
         for (long v = 0; v < n; v += v + VECTORS <= n ? VECTORS : 1)
             for (long i = 0; i < m; i += rows) {
-                const Gemm some = {c + i * c_row + v * WIDTH, a + i * a_row, b + v * WIDTH, c_row, a_row, b_row, k, scaling};
+                const Gemm some = {
+                    c + i * c_row + v * WIDTH, a + i * a_row, b + v * WIDTH, c_row, a_row, b_row, k, scaling};
                 if (v + VECTORS <= n)
                     some.template tile_of<ADDS, VECTORS>(std::min(rows, m - i));
                 else
@@ -266,7 +267,7 @@ struct Space {
     float sums[QUERIES * MAX_SIZE];         // [queries][padded value_size]
     typename By::Factor q[QUERIES * MAX_SIZE];  // [queries][size]
     typename By::Factor room[KEYS * MAX_SIZE];  // of keys, [size][KEYS], then of values, [keys][padded value_size]
-    float p[QUERIES * KEYS];  // scores, then weights; and further ones behind, if there are more near keys: see `room_for`
+    float p[QUERIES * KEYS];  // scores, then weights; further ones behind, if there are more near keys: see `room_for`
 };
 
 // The end of the part of far keys in which position `from` lies. There are two parts for each doubling of a text.
@@ -421,7 +422,8 @@ struct Attention {
                 if (more)
                     transpose_keys<By>(more_here + (begin + j) * more_size, m, more_size, lead,
                                        room + of_key / TOGETHER * KEYS);
-                const Gemm<By> gemm = {p + j, q, room, columns, size / TOGETHER, KEYS, size / TOGETHER, scaling};
+                const long k = size / TOGETHER;
+                const Gemm<By> gemm = {p + j, q, room, columns, k, KEYS, k, scaling};
                 gemm.template run<false>(count, padded(lead + m) / WIDTH);
             }
             for (int i = 0; i < count; i++) {
@@ -435,12 +437,13 @@ struct Attention {
                 By::round_weights(own, columns);
             }
             for (long j = 0; j < n; j += KEYS) {
-                const long m = std::min<long>(KEYS, n - j), lone = lead % TOGETHER;  // values that have no pair before them
+                const long m = std::min<long>(KEYS, n - j), lone = lead % TOGETHER;  // 1: the first value has no pair
+                const long k = (lone + m + TOGETHER - 1) / TOGETHER;
                 const T* const v = values_here + (begin + j) * value_size;
                 const Factor* const weights = (const Factor*)p + (lead + j) / TOGETHER;
                 const auto add = [&](const auto* factors) {
                     typedef std::decay_t<decltype(*factors)> B;
-                    const Gemm<By, B> gemm = {sums, weights, factors, width, columns, width, (lone + m + TOGETHER - 1) / TOGETHER};
+                    const Gemm<By, B> gemm = {sums, weights, factors, width, columns, width, k};
                     gemm.template run<true>(count, width / WIDTH);
                 };
                 if constexpr (TOGETHER == 1)

@@ -295,16 +295,16 @@ class Rows(NamedTuple):
     """For each layer that keeps a state, in their order."""
 
 
-class _Crew:
+class Crew:
     """How many threads compute a pass: torch's number, or fewer while other programs keep processors busy.
 
-    Where one thread has no processor, all wait for it at the next barrier. So if n threads lose the share f of a pass,
-    it takes 1 / (1 - f) as long at least, and n - 1 threads would take at most n / (n - 1) as long: they are quicker
-    for f > 1 / n.
+    Where one thread has no processor, all wait for it at the next barrier. So if it loses the share f of a pass, that
+    takes 1 / (1 - f) as long at least, and n - 1 threads in the place of n would take at most n / (n - 1) as long: they
+    are quicker for f > 1 / n.
     """
 
     PASSES = 32
-    """After so many, one thread more is tried again: two passes that take twice as long cost a sixteenth then."""
+    """After so many, one thread more is tried again: a pass that takes twice as long then costs a thirtieth."""
     ENOUGH = 0.75
     """Of 1 / n, since passes do not quite take n / (n - 1) as long: they wait for memory, too."""
 
@@ -371,7 +371,7 @@ class Executor:
         self.hidden, self._logits = logits.x.width, logits.of.outputs
         self._divisor, self._factor, self._cap = logits.divisor, logits.factor, logits.cap
         self._scales = (logits.divisor, logits.factor, logits.cap) != (1, 1, 0)
-        self._crew = _Crew()
+        self._crew = Crew()
         self._room = np.empty(0, np.uint8)
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # by the arguments of `_layout`
         described = _described()

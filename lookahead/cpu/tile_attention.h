@@ -91,7 +91,7 @@ struct TileBlock {
         Floats now = largest[group], *const own = scores + lead;
         for (long j = 0; j < n; j++) own[j] *= all.scaling;
         if (all.cap)
-            for (long j = 0; j < n; j++) own[j] = capped<SIDE>(own[j], all.cap);
+            for (long j = 0; j < n; j++) own[j] = capped(own[j], all.cap);
         for (long j = std::max(0L, free + seen - begin); j < n; j += SIDE) mask(group, begin + j - free, own + j, n - j);
         if (all.near)
             for (int lane = 0; lane < lanes(group); lane++)

@@ -169,12 +169,13 @@ static INLINE void transpose(Vector* v) {
             b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + j + 2]);
             b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + j + 2]);
         }
-        UNROLL for (int j = 0; j < 4; j++) {  // a quarter of b[4 * i + j] holds four numbers of lane j, 4 + j, ...
-            const __m512i even = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), odd = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xdd);
-            const __m512i more = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88);
-            const __m512i rest = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xdd);
-            v[j] = (Vector)_mm512_shuffle_i32x4(even, more, 0x88), v[8 + j] = (Vector)_mm512_shuffle_i32x4(even, more, 0xdd);
-            v[4 + j] = (Vector)_mm512_shuffle_i32x4(odd, rest, 0x88), v[12 + j] = (Vector)_mm512_shuffle_i32x4(odd, rest, 0xdd);
+        constexpr int EVEN = 0x88, ODD = 0xdd;  // quarters of two vectors. Those of b[4 * i + j] are of lanes j, 4 + j, ...
+        UNROLL for (int j = 0; j < 4; j++) {
+            a[0] = _mm512_shuffle_i32x4(b[j], b[4 + j], EVEN), a[1] = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], EVEN);
+            a[2] = _mm512_shuffle_i32x4(b[j], b[4 + j], ODD), a[3] = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], ODD);
+            v[j] = (Vector)_mm512_shuffle_i32x4(a[0], a[1], EVEN), v[8 + j] = (Vector)_mm512_shuffle_i32x4(a[0], a[1], ODD);
+            v[4 + j] = (Vector)_mm512_shuffle_i32x4(a[2], a[3], EVEN);
+            v[12 + j] = (Vector)_mm512_shuffle_i32x4(a[2], a[3], ODD);
         }
         return;
     }

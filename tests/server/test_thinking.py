@@ -136,6 +136,11 @@ NAN, NO_TEXT = float("nan"), [None, 5, True, [], {}, {"type": 5}]
         (CHAT, "reasoning_effort", ["", "most", 1, NAN, True, ["low"], {"effort": "low"}, "x" * 9999]),
         (RESPONSE, "reasoning", ["low", 1, NAN, [], {"effort": 1}, {"effort": []}, {"summary": "auto"}, {"budget": 5}]),
         (RESPONSE, "include", ["message.output_text.logprobs", 5, [5], [[]], ["reasoning.encrypted_content"], {}]),
+        (MESSAGE, "output_config", [
+            5, [], {"effort": "low"}, {"format": 5}, {"format": {}}, {"format": {"type": "text"}},
+            {"format": {"type": "json_schema"}}, {"format": {"type": "json_schema", "schema": [NAN]}},
+            {"format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        ]),
         (RESPONSE, "top_logprobs", [-1, 21, NAN, 1.0, True, "5", [], 2**70]),
         (MESSAGE, "thinking", [
             "enabled", 5, NAN, [], {}, {"type": None}, {"type": "enabled"}, {"type": "disabled", "budget_tokens": 5},

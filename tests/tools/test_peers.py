@@ -352,6 +352,9 @@ def test_requests_to_vllm(peer, monkeypatch, requests):
     assert requests > 1 or 0 < answer.first_seconds <= answer.seconds
     with pytest.raises(ValueError, match="--requests"):
         decode(replace(request, concurrency=5))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with pytest.raises(ValueError, match="need AMX"):
+        worker.load(SimpleNamespace(**{**vars(chosen), "method": "sgl"}))
 
 
 def exported(worker, monkeypatch, tmp_path):

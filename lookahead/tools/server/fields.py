@@ -171,7 +171,8 @@ def _effort(body: dict) -> str | None:
 
 def _schema(body: dict) -> dict | None:
     """Return the JSON schema of the text that is asked for."""
-    how = body.get("response_format") or body.get("text", {}).get("format") or {}
+    inside = next((body[name].get("format") for name in ("text", "output_config") if name in body), None)
+    how = body.get("response_format") or inside or {}
     if how.get("type") == "json_object":
         return {"type": "object"}
     return (how.get("json_schema") or how).get("schema") if how.get("type") == "json_schema" else None
@@ -487,6 +488,14 @@ OF_MESSAGES: dict[str, Check] = {
             )
         ),
         'an object of type "disabled" or "adaptive", or of type "enabled" with budget_tokens, a whole number above 0',
+    ),
+    "output_config": (
+        lambda value: (
+            isinstance(value, dict)
+            and value.keys() <= {"format"}
+            and (value.get("format") is None or (_is_format(value["format"]) and "schema" in value["format"]))
+        ),
+        "an object whose format is of type json_schema with a schema, and that holds nothing else",
     ),
     "chat_template_kwargs": AN_OBJECT,
     "stop_sequences": (
