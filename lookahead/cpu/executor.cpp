@@ -333,7 +333,7 @@ static INLINE Floats error_function(Floats x) {
 // RMSNorm of silu(gate) * x, whose weights are those of a row from `first` on.
 template <class T>
 static void normalize_gated(const Operation<T>& norm, long first, const T* x, const T* gate, T* out) {
-    using namespace recurrence;
+    using recurrence::some;
     const auto gated = [&](long i) {
         const auto y = some(gate + i, norm.size - i);
         return some(x + i, norm.size - i) * times_sigmoid(y, y);
@@ -348,7 +348,7 @@ static void normalize_gated(const Operation<T>& norm, long first, const T* x, co
         store(gated(i) * scale, rounded);
         auto y = load(rounded);
         if (norm.weight) y *= some(norm.weight + first + i, norm.size - i);
-        store_some(y, out + i, norm.size - i);
+        recurrence::store_some(y, out + i, norm.size - i);
     }
 }
 

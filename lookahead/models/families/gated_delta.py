@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers.activations import ACT2FN
 
 from lookahead.cpu import operations as op
@@ -67,6 +68,11 @@ class Qwen3_5(Llama):  # the name that transformers gives it
         parts = self.parts(attention.in_proj_qkv, attention.key_dim, attention.key_dim)
         rest = attention.in_proj_z, attention.in_proj_b, attention.in_proj_a
         return self.products(x, *parts, *map(self.linear, rest))
+
+    def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
+        if self.rotary_class == "TextRotaryEmbedding":  # it also knows places in images, by three numbers
+            positions = positions.expand(3, 1, -1)
+        return super().rotary_tables(like, positions, name)
 
     def windows(self) -> list[int | None]:
         return [0 if kind == "linear_attention" else None for kind in self.inner.config.layer_types]

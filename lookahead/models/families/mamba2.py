@@ -43,7 +43,8 @@ class Bamba(Llama):
         of_heads = mixer.A_log.detach(), mixer.dt_bias.detach(), mixer.D.detach()
         scanned = self._add(op.Scan(q, Value(width), k, v, times, *of_heads, mixer.layer_idx, heads, size))
         norm = self.own(mixer.norm, "RMSNormGated")
-        settings: dict[str, Any] = {"of_heads": True, "size": norm.group_size, "gate": gate}
+        size = getattr(norm, "group_size", width)  # older transformers norm all groups together
+        settings: dict[str, Any] = {"of_heads": True, "size": size, "gate": gate}
         normed = op.Norm(scanned, Value(width), norm.weight.detach(), norm.variance_epsilon, **settings)
         return self.product(self._add(normed), mixer.out_proj)
 
