@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lookahead.tools.trace import Trace, trace
     from lookahead.vocabulary import vocabulary_fingerprint
     from lookahead.wrapping import unwrap, wrap
-    from ngram_pool import GuessTree, NgramPool, PoolFileError, Source
+    from ngram_pool import GuessTree, NgramPool, Origin, PoolFileError
 
 __version__ = "0.1.0"
 
@@ -46,11 +46,11 @@ __all__ = [
     "MedusaSource",
     "MtpSource",
     "NgramPool",
+    "Origin",
     "PoolFileError",
     "PoolSource",
     "RetrievalSource",
     "Sequences",
-    "Source",
     "Stats",
     "Trace",
     "UnsupportedModelError",
@@ -79,7 +79,7 @@ _HOMES = {
     "PoolSource": "lookahead.guessing.pool",
     "RetrievalSource": "lookahead.sources.retrieval",
     "Sequences": "lookahead.sequences",
-    "Source": "ngram_pool",
+    "Origin": "ngram_pool",
     "Stats": "lookahead.stats",
     "Trace": "lookahead.tools.trace",
     "UnsupportedModelError": "lookahead.models.adapter",
@@ -93,6 +93,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "Source":  # its name until it was told from sources of guesses
+        name = "Origin"
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_HOMES[name]), name)

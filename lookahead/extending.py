@@ -6,7 +6,7 @@ from lookahead.cpu import products
 from lookahead.guessing.budget import Budget, Pace, average_length
 from lookahead.guessing.combine import Combined, Ledger
 from lookahead.guessing.pool import PoolSource
-from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, likeliest
+from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, top_k
 from lookahead.models.adapter import UnsupportedModelError, context_length, device_of, vocabulary_of
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, copy_of_cache
 from lookahead.models.layers import read_config
@@ -27,7 +27,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "Needs",
     "Outcome",
     "draws_at",
-    "likeliest",
+    "top_k",
     "Step",
     "grow",
     "lay_out",

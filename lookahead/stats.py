@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ngram_pool import Source
+from ngram_pool import Origin
 
 DECILES = 10
 FIXED_BUDGETS = (0, 1, 2, 4, 8, 16, 32, 64)  # a chosen budget is compared with these
@@ -168,7 +168,7 @@ class Stats:
         return {
             "plain": self.plain or None,
             **{name: getattr(self, name) for name in numbers},
-            "accepted": {origin.name.lower(): 0 for origin in Source} | dict(self.accepted),
+            "accepted": {origin.name.lower(): 0 for origin in Origin} | dict(self.accepted),
             "sources": {name: vars(stats) | {"rate": stats.rate} for name, stats in self.sources.items()},
             "accepted_per_step": {str(n): count for n, count in sorted(self.accepted_per_step.items())},
             "reliability": [

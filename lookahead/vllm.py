@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from lookahead.guessing.pool import PoolGuesser
 from lookahead.guessing.source import Limits
 from lookahead.vocabulary import vocabulary_fingerprint
-from ngram_pool import NgramPool, Source
+from ngram_pool import NgramPool, Origin
 from ngram_pool.kernels import LONGEST
 
 PREFIX = "LOOKAHEAD_VLLM_"
@@ -220,7 +220,7 @@ class PoolProposer:
             known = len(text) - new
             hash_ = xxhash.xxh3_128(text[:known].data)
             if not self._texts.take(hash_.digest()):
-                self.pool.learn(text[:known], Source.PROMPT)
+                self.pool.learn(text[:known], Origin.PROMPT)
             if new:
                 recent = min(known, LONGEST)
                 self.pool.follow(text[known - recent :], start=recent)

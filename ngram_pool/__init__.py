@@ -2,6 +2,6 @@
 
 from ngram_pool.pool import NgramPool, contexts_of
 from ngram_pool.storage import PoolFileError
-from ngram_pool.tree import GuessTree, Source
+from ngram_pool.tree import GuessTree, Origin
 
-__all__ = ["GuessTree", "NgramPool", "PoolFileError", "Source", "contexts_of"]
+__all__ = ["GuessTree", "NgramPool", "Origin", "PoolFileError", "contexts_of"]

@@ -86,7 +86,7 @@ class Table(NamedTuple):
     keys: uint64 [n], 0 in an empty entry. learned_at: uint32 [n], the clock when the entry was last learned.
     counts: uint8 [n, 2], observations, and how many of them were rows of logits; both stop at 255.
     tokens, weights, sources: int32, float32, uint8 [n, WIDTH], next tokens, their probabilities (0: no token) and
-        their origins (`Source`).
+        their origins (`Origin`).
     """
 
     keys: np.ndarray

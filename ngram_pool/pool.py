@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from ngram_pool import kernels, storage
 from ngram_pool.forks import Lock
 from ngram_pool.kernels import KINDS, LONGEST, NO_TOKEN, WAYS, Credence, Table
-from ngram_pool.tree import GuessTree, Ints, Source
+from ngram_pool.tree import GuessTree, Ints, Origin
 
 CHUNK = 16_384  # tokens of text learned each time that the lock is held, about 15 ms
 LISTED_LENGTH = 3  # tokens of the contexts that `most_confident` lists
@@ -100,16 +100,16 @@ class NgramPool:
 
     # Learning
 
-    def learn(self, tokens: Ints, source: Source = Source.TEXT, start: int = 0) -> None:
+    def learn(self, tokens: Ints, source: Origin = Origin.TEXT, start: int = 0) -> None:
         """Learn every (context, next token) of ``tokens`` whose next token stands at index ``start`` or later.
 
         tokens: sequence of ids; ``tokens[:start]`` is only context. source: the evidence's origin.
         Raises ValueError for ids outside 0..2**31-1.
         """
-        self._learn_text(_text(tokens), int(Source(source)), start)
+        self._learn_text(_text(tokens), int(Origin(source)), start)
 
     def learn_next(
-        self, contexts: ArrayLike, tokens: ArrayLike, probabilities: ArrayLike, source: Source = Source.LOGITS
+        self, contexts: ArrayLike, tokens: ArrayLike, probabilities: ArrayLike, source: Origin = Origin.LOGITS
     ) -> None:
         """Learn distributions over the next token.
 
@@ -120,7 +120,7 @@ class NgramPool:
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         with self._lock:
-            largest = kernels.learn_rows(self._table, contexts, tokens, probabilities, int(Source(source)), self._clock)
+            largest = kernels.learn_rows(self._table, contexts, tokens, probabilities, int(Origin(source)), self._clock)
             self._largest = max(self._largest, largest)
             self._count(len(contexts), len(contexts))
 
@@ -153,7 +153,7 @@ class NgramPool:
             learned = len(tokens) + len(emitted)
             self._count(learned, learned)
 
-    def learn_ngrams(self, ngrams: ArrayLike, source: Source = Source.JACOBI) -> None:
+    def learn_ngrams(self, ngrams: ArrayLike, source: Origin = Origin.JACOBI) -> None:
         """Learn each n-gram (int [m, n], n >= 2) as a text of its own: its first token predicts the second, and so on.
 
         source: the evidence's origin. Raises ValueError for ids outside 0..2**31-1 or another shape.
@@ -162,7 +162,7 @@ class NgramPool:
         if ngrams.ndim != 2 or ngrams.shape[1] < 2:
             raise ValueError(f"n-grams must be of shape [m, n] with n >= 2, not {ngrams.shape}")
         apart = np.pad(ngrams, ((0, 0), (1, 0)), constant_values=NO_TOKEN)
-        self._learn_text(apart.ravel(), int(Source(source)), 0)
+        self._learn_text(apart.ravel(), int(Origin(source)), 0)
 
     def _learn_text(self, tokens: np.ndarray, source: int, start: int, follows: bool = False) -> None:
         for begin in range(max(start, 0), len(tokens), CHUNK):
@@ -190,12 +190,12 @@ class NgramPool:
             rows = np.arange(len(contexts))
             kernels.calibrate(self._table, self._credence, contexts, tokens, probabilities, rows)
 
-    def follow(self, tokens: Ints, source: Source = Source.TEXT, start: int = 0) -> None:
+    def follow(self, tokens: Ints, source: Origin = Origin.TEXT, start: int = 0) -> None:
         """`calibrate` by the tokens from index ``start`` on, then `learn` them. Call it with each new piece of a text.
 
         Arguments and errors as for `learn`.
         """
-        self._learn_text(_text(tokens), int(Source(source)), start, follows=True)
+        self._learn_text(_text(tokens), int(Origin(source)), start, follows=True)
 
     # Guessing
 
@@ -323,10 +323,10 @@ class NgramPool:
     # Looking inside
 
     def by_source(self) -> dict[str, int]:
-        """Return the number of next tokens held, by the name of their origin (`Source`)."""
+        """Return the number of next tokens held, by the name of their origin (`Origin`)."""
         with self._lock:
-            counts = np.bincount(self._table.sources[self._table.weights > 0], minlength=len(Source))
-        return {source.name.lower(): int(counts[source]) for source in Source}
+            counts = np.bincount(self._table.sources[self._table.weights > 0], minlength=len(Origin))
+        return {source.name.lower(): int(counts[source]) for source in Origin}
 
     def most_confident(self, count: int = 10) -> list[tuple[list[int], int, float, int]]:
         """List the contexts whose next token is surest: (context, next token, its probability, observations).
@@ -457,7 +457,7 @@ def _flaw_in_arrays(table: Table, credence: Credence, largest: int) -> str:
     kernels.bound(bounded)
     if not all(np.array_equal(array, within) for array, within in zip(credence, bounded, strict=True)):
         return "a belief or a vote is out of bounds"
-    return kernels.flaw(table, largest, len(Source))
+    return kernels.flaw(table, largest, len(Origin))
 
 
 def _is_name(vocabulary: object) -> bool:

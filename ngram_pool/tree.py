@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 Ints = Sequence[int] | np.ndarray
 
 
-class Source(IntEnum):
+class Origin(IntEnum):
     """The origin of evidence in a pool. An accepted token is counted for the origin of its guess.
 
     A source of guesses is something else: an object that proposes trees, such as a pool as a whole.
@@ -34,7 +34,7 @@ class GuessTree:
     parents: int64 [n], the index of an earlier node, or -1 for the root. The children of a node have distinct tokens.
     depths: int64 [n], 1 for children of the root.
     probabilities: float64 [n], the estimated probability that the node is accepted, at most its parent's.
-    sources: int64 [n], the `Source` that an accepted node counts for; -1: the source of guesses that proposes the tree.
+    sources: int64 [n], the `Origin` that an accepted node counts for; -1: the source of guesses that proposes the tree.
 
     Raises ValueError, naming the node, for a tree that breaks these rules.
     """
@@ -115,7 +115,7 @@ class GuessTree:
         chances = self.probabilities.tolist()
         return [chances[node] for node in self.ranking]
 
-    def likeliest(self, count: int) -> "GuessTree":
+    def prune(self, count: int) -> "GuessTree":
         """Return the tree of the ``count`` likeliest nodes, in their present order."""
         if count >= len(self.tokens):
             return self

@@ -23,7 +23,7 @@ from lookahead.passes.capabilities import find_adapter, fused_runner
 from lookahead.passes.fused import FusedRunner
 from lookahead.step import lay_out
 from lookahead.tools.loading import load
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 
 QUIET, BUSY = "quiet", "beside a spinner"
 
@@ -40,7 +40,7 @@ def filled_cache(runner: FusedRunner, tokens: np.ndarray, context: int) -> Looka
 
 def time_pass(runner: FusedRunner, cache: LookaheadCache, tokens: np.ndarray) -> float:
     """Return the milliseconds of a pass over a chain of tokens. The cache is left as it was."""
-    step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Source.TEXT))
+    step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Origin.TEXT))
     start = time.perf_counter()
     runner.run([step], cache)
     taken = 1e3 * (time.perf_counter() - start)

@@ -218,7 +218,7 @@ static long drawn(const T* logits, const float* variates, long n, float temperat
 
 // The place of the largest logit, the first of equals, or -1 if there is a NaN.
 template <class T>
-static long likeliest(const T* logits, long n) {
+static long argmax(const T* logits, long n) {
     const float top = largest_of(logits, n);
     if (top != top) return -1;
     for (long i = 0;; i += L)
@@ -230,7 +230,7 @@ static long likeliest(const T* logits, long n) {
 #define FOR(NAME, T)                                                                                              \
     extern "C" void choose_##NAME(const T* logits, const float* variates, long n, float temperature, long top_k,  \
                                   double top_p, long* token) {                                                    \
-        *token = variates ? drawn(logits, variates, n, temperature, top_k, top_p) : likeliest(logits, n);         \
+        *token = variates ? drawn(logits, variates, n, temperature, top_k, top_p) : argmax(logits, n);         \
     }
 
 FOR(float32, float)

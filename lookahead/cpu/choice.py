@@ -9,7 +9,7 @@ import torch
 
 from lookahead.compat import multinomial_is_race
 from lookahead.cpu import native
-from lookahead.cpu.likeliest import MAX_COUNT
+from lookahead.cpu.top_k import MAX_COUNT
 
 MAX_TOP_K = MAX_COUNT
 STATE_BYTES = 5056  # of torch's generator on the CPU: a Mersenne Twister, and a normal variate kept for later
@@ -34,7 +34,7 @@ def serves(logits: torch.Tensor) -> bool:
     return logits.is_cpu and logits.dtype in _choosers() and logits.is_contiguous() and logits.numel() > 0
 
 
-def likeliest(logits: torch.Tensor, row: int = 0) -> int | None:
+def argmax(logits: torch.Tensor, row: int = 0) -> int | None:
     """Return the place of a row's largest logit, the first of equals; None if there is a NaN.
 
     logits: [..., vocabulary]. row: counted over all dimensions but the last.
@@ -45,7 +45,7 @@ def likeliest(logits: torch.Tensor, row: int = 0) -> int | None:
 def drawn(logits: torch.Tensor, variates: np.ndarray, warp: Warp, row: int = 0) -> int | None:
     """Return the token that torch draws with these variates; None if rounding might decide, or if there is a NaN.
 
-    logits, row: as for `likeliest`. variates: float32 [vocabulary], contiguous, as `draw` makes them. None, too, for
+    logits, row: as for `argmax`. variates: float32 [vocabulary], contiguous, as `draw` makes them. None, too, for
     variates of another number of tokens, as after a processor that has changed the number of scores.
     """
     if len(variates) != logits.shape[-1] or warp.top_k > MAX_TOP_K:

@@ -147,12 +147,12 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(float*, sums)                                                                                 \
     FIELD(void*, peaks)            /* the likeliest tokens that threads find, of each row */            \
     FIELD(T*, logits)              /* [shown][vocabulary] */                                            \
-    FIELD(long*, tokens)           /* [said][likeliest]: the likeliest tokens of rows that are shown */ \
+    FIELD(long*, tokens)           /* [said][top_k]: the likeliest tokens of rows that are shown */ \
     FIELD(float*, probabilities)   /* of these */                                                       \
     FIELD(long, rows)                                                                                   \
     FIELD(long, shown)                                                                                  \
     FIELD(long, said)                                                                                   \
-    FIELD(long, likeliest)                                                                              \
+    FIELD(long, top_k)                                                                                  \
     FIELD(long, longest)           /* the most positions of a sequence before its step */               \
     FIELD(long, most_keys)         /* the most `keys_of_step` of a sequence */                          \
     FIELD(long, has_near)          /* whether near keys are summed apart, as those of steps must be */  \
@@ -1030,7 +1030,7 @@ struct Thread {
         const auto* sequence = (const Sequence<T>*)pass.sequences;
         for (long row = 0; row < pass.said; row++) {
             while (pass.rows - pass.shown + row >= sequence->begin + sequence->rows) sequence++;
-            new (own + row) peaks::Peaks(pass.likeliest, sequence->temperature);
+            new (own + row) peaks::Peaks(pass.top_k, sequence->temperature);
         }
         const long size = pass.said ? LOOKED_AT : end - begin;
         for (long first = begin; first < end; first += size) {
@@ -1043,7 +1043,7 @@ struct Thread {
             meet();
             for (long row = index; row < pass.said; row += pass.threads) {
                 for (long thread = 1; thread < pass.threads; thread++) seen[row].add(seen[thread * pass.said + row]);
-                seen[row].put(pass.probabilities + row * pass.likeliest, pass.tokens + row * pass.likeliest);
+                seen[row].put(pass.probabilities + row * pass.top_k, pass.tokens + row * pass.top_k);
             }
         }
         return std::count_if(x, x + pass.rows * of.width, [](T y) { return number(y) != number(y); });

@@ -16,10 +16,10 @@ import torch
 
 from lookahead.cpu import blocks, native, products
 from lookahead.cpu import operations as op
-from lookahead.cpu.likeliest import MAX_COUNT
 from lookahead.cpu.pages import HugePages
 from lookahead.cpu.products import Format, Linear, pointer
 from lookahead.cpu.program import Program
+from lookahead.cpu.top_k import MAX_COUNT
 from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
 _kernels = cache(partial(native.kernels, "run", native.FLOATS, [ctypes.c_void_p], ctypes.c_long))
@@ -514,7 +514,7 @@ class Executor:
         rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         outputs: tuple[int, ...] = (),
         shown: int | None = None,
-        likeliest: tuple[int, int] = (0, 0),
+        top_k: tuple[int, int] = (0, 0),
         is_prompt: bool = False,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], bool, tuple[np.ndarray, np.ndarray] | None]:
         """Compute the rows of all sequences, and append their keys and values to the caches.
@@ -526,8 +526,8 @@ class Executor:
         these have changed.
         outputs: numbers of the outputs (`operations.Keep`) that are returned too, [rows, hidden] each.
         shown: rows whose logits are computed, the last ones; default: all.
-        likeliest: of how many of the rows that are shown the likeliest tokens are returned, from the first on, and how
-        many tokens. They are as `likeliest.likeliest` returns them: tokens and probabilities, [rows, tokens]; None for
+        top_k: of how many of the rows that are shown the likeliest tokens are returned, from the first on, and how
+        many tokens. They are as `top_k.top_k` returns them: tokens and probabilities, [rows, tokens]; None for
         a program that scales its logits, and for more than MAX_COUNT tokens.
         is_prompt: whether bits may depend on how many rows are computed together, which takes less time for many.
         Raises ValueError for an output that there is not, and for tables of rotary embeddings that do not fit.
@@ -542,7 +542,7 @@ class Executor:
         layout, parts = self._parts(rows, threads, most_keys, longest.bit_length())
         shown = rows if shown is None else shown
         logits, kept = like.new_empty(shown, self._logits), {i: like.new_empty(rows, self.hidden) for i in outputs}
-        said, count = likeliest[0], min(likeliest[1], self._logits)
+        said, count = top_k[0], min(top_k[1], self._logits)
         if not 0 < count <= MAX_COUNT or self._scales:
             said = count = 0
         tokens, probabilities = np.empty((said, count), np.int64), np.empty((said, count), np.float32)
@@ -565,7 +565,7 @@ class Executor:
         now.longest, now.most_keys, now.has_near = longest, most_keys, not is_prompt
         now.room_bytes, now.private_bytes, now.rows, now.shown = layout.for_each, layout.private, rows, shown
         lost = np.zeros(threads)
-        now.said, now.likeliest, now.threads, now.lost = said, count, threads, lost.ctypes.data
+        now.said, now.top_k, now.threads, now.lost = said, count, threads, lost.ctypes.data
         self.digests[:] = 0
         has_nan = _kernels()[like.dtype](ctypes.byref(now))
         self._crew.follow(max(lost.tolist()))

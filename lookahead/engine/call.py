@@ -29,7 +29,7 @@ from lookahead.passes.costs import synchronize
 from lookahead.passes.runner import Company, Output, Pass
 from lookahead.stats import DECILES, STAGES, Stats
 from lookahead.step import MAX_DEPTH, Step, lay_out
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 
 ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at most
 # Tokens that a pass may compute again. If there are more, a step without guesses clears them: it is accepted whole.
@@ -79,7 +79,7 @@ class Call:
         needs = needs_of([source for i, source in enumerate(sources) if i not in resting])
         self._runner = engine.find_runner(model, needs)
         temperature = engine.temperature(generation)
-        self._likeliest = needs.likeliest, temperature
+        self._top_k = needs.top_k, temperature
         # What users' code may change between passes, besides weights. Looking takes a millisecond.
         self._watched = state_of(model) if any(map(_runs_code_of_users, (*callbacks, *sources))) else None
         pace = engine.find_pace(self._runner)
@@ -196,7 +196,7 @@ class Call:
         limits, guessed = self._guess(texts, last)
         steps, chosen = self._lay_out(texts, limits, guessed)
         times.append(clock())
-        output = yield Pass(self._runner, steps, self._cache, last, self._likeliest)
+        output = yield Pass(self._runner, steps, self._cache, last, self._top_k)
         self._look_at(output, len(steps))
         times.append(clock())
         if self._is_spoiled:
@@ -207,8 +207,8 @@ class Call:
         times.append(clock())
         self._cache.commit(steps, paths)
         times.append(clock())
-        hidden, likeliest, first = output.hidden_states, output.likeliest, output.first
-        outcome = Outcome(texts, steps, output.logits, paths, emitted, hidden, likeliest, first)
+        hidden, top_k, first = output.hidden_states, output.top_k, output.first
+        outcome = Outcome(texts, steps, output.logits, paths, emitted, hidden, top_k, first)
         self._learn(outcome, guessed, chosen)
         times.append(clock())
         self._count(outcome, chosen, times)
@@ -271,7 +271,7 @@ class Call:
         assert self._budget.pace is not None
         fewer = self._budget.rows(chosen, 0)
         earned = sum(
-            int(np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Source.JACOBI))
+            int(np.count_nonzero(tree.sources[np.array(path[1:], np.int64) - 1] == Origin.JACOBI))
             for tree, path in zip(chosen, outcome.paths, strict=True)
         )
         return earned, self._budget.pace.price(len(outcome.logits), fewer, length, len(chosen))

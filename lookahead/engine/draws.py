@@ -56,7 +56,7 @@ class Race:
     def choose(self, logits: torch.Tensor, warp: Warp, row: int = 0) -> int | None:
         """Draw a token; None, and nothing is drawn, if that takes torch's own arithmetic.
 
-        logits, row: as for `choice.likeliest`.
+        logits, row: as for `choice.argmax`.
         """
         if not self.vocabulary:
             self._begin_with(logits.shape[-1])

@@ -24,7 +24,7 @@ from lookahead.passes.costs import step_costs
 from lookahead.passes.packed import packed_of
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
-from ngram_pool import NgramPool, Source
+from ngram_pool import NgramPool, Origin
 from ngram_pool.forks import Lock
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Lookahead:
 
     def _described(self, source: int) -> str:
         """Name a source of the ledger, and say whether it is asked."""
-        name = self.ledger.names[len(Source) + source]
+        name = self.ledger.names[len(Origin) + source]
         return name if self.ledger.is_asked(source) else f"{name} (pauses, for it did not pay)"
 
     def sources_with(self, draft_model: PreTrainedModel | None) -> list[GuessSource]:

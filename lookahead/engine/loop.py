@@ -86,7 +86,7 @@ def run(
                 if wanted is None:
                     wanted = next(steps)
                 else:
-                    output = wanted.runner.run(wanted.steps, wanted.cache, wanted.last, wanted.likeliest)
+                    output = wanted.runner.run(wanted.steps, wanted.cache, wanted.last, wanted.top_k)
                     wanted = steps.send(output)
         except StopIteration as end:
             return end.value

@@ -228,7 +228,7 @@ class NextTokenRule:
         if not (self._ids.is_cpu and choice.serves(logits)):
             return None
         if not self._settings.do_sample:
-            return choice.likeliest(logits, row)
+            return choice.argmax(logits, row)
         if self._race is None and choice.can_draw():
             self._race = Race(self._generator)
         return self._race.choose(logits, warp, row) if self._race else None

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
 from lookahead.guessing.pool import TOP_K
-from lookahead.guessing.source import likeliest
+from lookahead.guessing.source import top_k
 from lookahead.models.adapter import UnsupportedModelError, device_of, vocabulary_of
 from lookahead.passes.costs import path_of
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
-from ngram_pool import GuessTree, NgramPool, PoolFileError, Source
+from ngram_pool import GuessTree, NgramPool, Origin, PoolFileError
 
 ROWS = 63  # tokens of a pass; with the root, the most rows that the kernels for a CPU serve
 
@@ -52,9 +52,9 @@ def learn_bigrams(
             tokens = np.arange(begin, min(begin + ROWS, size))
             step = lay_out(root, GuessTree.of(tokens, np.full(len(tokens), -1)))
             logits = runner.run([step], cache).logits[1:]
-            said, probabilities = likeliest(logits, temperature, TOP_K)
+            said, probabilities = top_k(logits, temperature, TOP_K)
             cache.commit([step], [[]])
-            pool.learn_next(tokens[:, None], said, probabilities, Source.LOGITS)
+            pool.learn_next(tokens[:, None], said, probabilities, Origin.LOGITS)
             progress((begin + len(tokens)) / size)
     return pool
 

@@ -230,7 +230,7 @@ class Budget:
             counts = self._chooser.choose(trees, length, window_rows, self._is_ragged, others)
         else:
             counts = [self.limit(len(trees))] * len(trees)
-        return [tree.likeliest(count) for tree, count in zip(trees, counts, strict=True)]
+        return [tree.prune(count) for tree, count in zip(trees, counts, strict=True)]
 
     def rows(self, trees: list[GuessTree], window_rows: int) -> int:
         """Return the rows of a pass that verifies these trees. Arguments as for `Pace.choose`."""

@@ -19,7 +19,7 @@ from lookahead.guessing.pool import PoolAlone, PoolSource
 from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome
 from lookahead.models.cache import AnyCache
 from lookahead.stats import Stats
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 from ngram_pool.forks import Lock
 
 BINS = 10  # of claims, equally wide
@@ -79,7 +79,7 @@ class Ledger:
     """What the sources of guesses have claimed and earned, over all calls."""
 
     def __init__(self, sources: Sequence[GuessSource]):
-        self.names = [origin.name.lower() for origin in Source]
+        self.names = [origin.name.lower() for origin in Origin]
         """The name that an accepted guess is counted under, by its number in `GuessTree.sources`: the origins of
         evidence in a pool, then the sources of guesses by class; a second of one class has a 2 behind."""
         self.trials: list[Trials | None] = []
@@ -188,7 +188,7 @@ def needs_of(sources: Sequence[GuessSource]) -> Needs:
     return Needs(
         max((source.needs.prompt_logits for source in sources), default=0),
         tuple(sorted(layers)),
-        max((source.needs.likeliest for source in sources), default=0),
+        max((source.needs.top_k for source in sources), default=0),
     )
 
 
@@ -220,7 +220,7 @@ class Combined(Guesser):
         self._guessers: dict[int, Guesser] = {}  # of this call, by the number of their source
         self._ledger = ledger
         self._budget = budget
-        self._names = ledger.names[len(Source) :]
+        self._names = ledger.names[len(Origin) :]
         self._stats = [stats.source(name) for name in self._names[: len(sources)]]
         self._seconds = [0.0] * len(sources)  # that each source took in the current step
         self._has_observed: set[int] = set()  # sources that have observed a step of this call
@@ -349,11 +349,11 @@ class Combined(Guesser):
             tree = tree.part(np.flatnonzero(tree.depths <= depth))
         if limits.is_chain and (tree.parents != np.arange(-1, len(tree) - 1)).any():
             tree = tree.likeliest_chain()
-        tree = tree.likeliest(limits.guesses)
+        tree = tree.prune(limits.guesses)
         origins = tree.sources.tolist()
-        if origins and not 0 <= min(origins) <= max(origins) < len(Source):
-            is_known = (tree.sources >= 0) & (tree.sources < len(Source))
-            tree = replace(tree, sources=np.where(is_known, tree.sources, len(Source) + i))
+        if origins and not 0 <= min(origins) <= max(origins) < len(Origin):
+            is_known = (tree.sources >= 0) & (tree.sources < len(Origin))
+            tree = replace(tree, sources=np.where(is_known, tree.sources, len(Origin) + i))
         return tree
 
     def _merge(self, trees: dict[int, GuessTree]) -> tuple[Node | int, GuessTree]:
@@ -371,7 +371,7 @@ class Combined(Guesser):
         tree = root.tree(self._ledger)
         if self._limits.is_chain:
             tree = tree.likeliest_chain()
-        return root, tree.likeliest(self._limits.guesses)
+        return root, tree.prune(self._limits.guesses)
 
     def _settle(self, node: Node, emitted: list[int], accepted: int) -> None:
         """Count which claims came true along the emitted tokens. accepted: how many of these were guesses."""

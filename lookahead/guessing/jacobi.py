@@ -13,7 +13,7 @@ import numpy as np
 
 from lookahead.guessing.budget import WindowTrials
 from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Outcome
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 
 
 class JacobiWindow:
@@ -145,7 +145,7 @@ class JacobiBlocks(Guesser):
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         chances = (self._accepted / self._observed) ** np.arange(1, self._size + 1)
         return [
-            GuessTree.chain(block[:depth], Source.JACOBI, chances[:depth])
+            GuessTree.chain(block[:depth], Origin.JACOBI, chances[:depth])
             for block, depth in zip(self._blocks, limits.depths, strict=True)
         ]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, likeliest
+from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, top_k
 from lookahead.stats import SourceStats
-from ngram_pool import GuessTree, NgramPool, Source, contexts_of
+from ngram_pool import GuessTree, NgramPool, Origin, contexts_of
 from ngram_pool.tree import Ints
 
 TOP_K = 8  # next tokens learned from each row of logits
@@ -18,7 +18,7 @@ class PoolSource(GuessSource):
     """Proposes the likeliest continuations that a pool knows."""
 
     # 256 rows of a prompt earned 0 to 0.8% more tokens a step, and take four times as long.
-    needs = Needs(prompt_logits=64, likeliest=TOP_K)
+    needs = Needs(prompt_logits=64, top_k=TOP_K)
     is_free = True
     is_calibrated = True  # the pool calibrates itself in each step
 
@@ -46,9 +46,9 @@ class PoolGuesser(Guesser):
 
     def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if text:  # a prompt of embeddings has no text
-            self._pool.learn(text, Source.PROMPT)
+            self._pool.learn(text, Origin.PROMPT)
             logits = logits[-len(text) :]
-            self._pool.learn_next(contexts_of(text, len(logits)), *likeliest(logits, self._temperature, TOP_K))
+            self._pool.learn_next(contexts_of(text, len(logits)), *top_k(logits, self._temperature, TOP_K))
 
     def propose(self, texts: Sequence[Ints], limits: Limits) -> list[GuessTree]:
         trees = []
@@ -63,12 +63,12 @@ class PoolGuesser(Guesser):
         return trees
 
     def observe(self, outcome: Outcome) -> None:
-        if outcome.likeliest is not None:
-            tokens, probabilities = outcome.likeliest
+        if outcome.top_k is not None:
+            tokens, probabilities = outcome.top_k
             if tokens.shape[-1] > TOP_K:
                 tokens, probabilities = tokens[..., :TOP_K], probabilities[..., :TOP_K]
         else:
-            tokens, probabilities = likeliest(outcome.logits, self._temperature, TOP_K)
+            tokens, probabilities = top_k(outcome.logits, self._temperature, TOP_K)
         of_each = outcome.texts, outcome.steps, outcome.emitted, outcome.first
         for text, step, new, first in zip(*of_each, strict=True):
             tree, rows = slice(1, 1 + step.guesses), slice(first, first + 1 + step.guesses)

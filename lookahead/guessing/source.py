@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lookahead.cpu import likeliest as fast
+from lookahead.cpu import top_k as fast
 from lookahead.models.cache import AnyCache
 from lookahead.step import Step
 from ngram_pool import GuessTree, NgramPool
@@ -22,12 +22,12 @@ class Needs:
     hidden_states: tuple[int, ...] = ()
     """Layers whose outputs it needs, of prompts and of steps: 0 is the embedding, 1 the first layer. Passes are then
     neither compiled nor replayed as CUDA graphs."""
-    likeliest: int = 0
-    """How many of the likeliest tokens of a step's rows it looks at, up to MAX_COUNT: `Outcome.likeliest`."""
+    top_k: int = 0
+    """How many of the likeliest tokens of a step's rows it looks at, up to MAX_COUNT: `Outcome.top_k`."""
 
     def __post_init__(self) -> None:
         for name, value, most in (
-            ("likeliest", self.likeliest, fast.MAX_COUNT),
+            ("top_k", self.top_k, fast.MAX_COUNT),
             ("prompt_logits", self.prompt_logits, 2**62),
             *(("hidden_states", layer, 2**62) for layer in self.hidden_states),
         ):
@@ -92,9 +92,9 @@ class Outcome:
     """The tokens that each sequence goes on with, one for each accepted row."""
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
     """[rows, hidden] by layer, for the layers that a source needs."""
-    likeliest: tuple[np.ndarray, np.ndarray] | None = None
-    """`likeliest` of these rows, at least of roots and guesses, as many tokens as the sources need together
-    (`Needs.likeliest`), at the temperature of the call; None if the pass has not found them."""
+    top_k: tuple[np.ndarray, np.ndarray] | None = None
+    """`top_k` of these rows, at least of roots and guesses, as many tokens as the sources need together
+    (`Needs.top_k`), at the temperature of the call; None if the pass has not found them."""
     first: Sequence[int] = (0,)
     """The row of each sequence's root."""
 
@@ -168,7 +168,7 @@ def can_guess(source: object) -> bool:
     )
 
 
-def likeliest(
+def top_k(
     logits: torch.Tensor,
     temperature: float,
     count: int,
@@ -183,10 +183,10 @@ def likeliest(
     """
     count = min(count, logits.shape[-1])
     if vocabulary is not None:
-        columns, shares = likeliest(logits, temperature, count, None if draws is None else draws[..., vocabulary])
+        columns, shares = top_k(logits, temperature, count, None if draws is None else draws[..., vocabulary])
         return vocabulary[columns], shares
     if draws is None and fast.serves(logits, count):
-        return fast.likeliest(logits, temperature, count)
+        return fast.top_k(logits, temperature, count)
     chances = (logits.float() / temperature).softmax(-1)
     if draws is not None:
         chances /= draws.to(chances.device)

@@ -28,7 +28,7 @@ from lookahead.models import attention
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, LookaheadCache
 from lookahead.passes import probe
-from lookahead.passes.runner import EagerRunner, Likeliest, Output
+from lookahead.passes.runner import EagerRunner, Output, TopK
 from lookahead.step import Step, pad, to_device
 from ngram_pool.waiting import told_if_long
 
@@ -167,12 +167,12 @@ class CompiledRunner(EagerRunner):
         steps: list[Step],
         cache: AnyCache,
         last: list[int] | None = None,
-        likeliest: Likeliest = (0, 1.0),
+        top_k: TopK = (0, 1.0),
     ) -> Output:
         device = device_of(self.model)
         serves = len(steps) == 1 and len(steps[0]) <= MAX_ROWS and not torch.is_autocast_enabled(device.type)
         if not serves or self.model in _given_up or not isinstance(cache, LookaheadCache):
-            return super().run(steps, cache, last, likeliest)
+            return super().run(steps, cache, last, top_k)
         ids, positions, ancestors = pad(steps, cache.lengths, last, MIN_ROWS)
         tokens = to_device(np.concatenate([ids, positions]), device)
         cache.begin(tokens.shape[1], steps[0].computed)
@@ -182,7 +182,7 @@ class CompiledRunner(EagerRunner):
                 logits = self._run(tokens, cache, self.adapter.mask_of_layers(masks))
         except compat.COMPILE_ERRORS as error:
             give_up(self.model, f"torch.compile fails with {error!r}")
-            return super().run(steps, cache, last, likeliest)
+            return super().run(steps, cache, last, top_k)
         return Output(logits[0, : len(steps[0]) - steps[0].computed])
 
     def _run(self, tokens: torch.Tensor, cache: LookaheadCache, masks: list[torch.Tensor | None]) -> torch.Tensor:

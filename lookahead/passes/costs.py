@@ -34,7 +34,7 @@ from lookahead.models.cache import LookaheadCache
 from lookahead.passes.environment import environment
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 from ngram_pool.forks import Lock
 from ngram_pool.waiting import kept_for_later
 
@@ -236,7 +236,7 @@ def time_passes(
 
 def _pass(runner: EagerRunner, cache: LookaheadCache, tokens: np.ndarray) -> float:
     """Return the seconds of one pass. The cache is left as it was, but for states that a single row has moved on."""
-    step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Source.TEXT))
+    step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Origin.TEXT))
     start = time.perf_counter()
     runner.run([step], cache)
     synchronize(device_of(runner.model))

@@ -35,7 +35,7 @@ from lookahead.models.layers import rope_kinds, ropes_of
 from lookahead.models.recurrence import StateLayer
 from lookahead.models.state import state_of
 from lookahead.passes.packed import Packs, ReadyProgram, packed_of
-from lookahead.passes.runner import EagerRunner, Likeliest, Output
+from lookahead.passes.runner import EagerRunner, Output, TopK
 from lookahead.step import MAX_DEPTH, Step, grow, pad
 
 # Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit by dtype, and without it.
@@ -223,16 +223,16 @@ class FusedRunner(EagerRunner):
         steps: list[Step],
         cache: AnyCache,
         last: list[int] | None = None,
-        likeliest: Likeliest = (0, 1.0),
+        top_k: TopK = (0, 1.0),
     ) -> Output:
         each = cache.each if isinstance(cache, SeparateCaches) else [cache]
         with self._packed.turn:
             if len(each) < len(steps) or not self._takes([step.ids for step in steps], each):
-                return super().run(steps, cache, last, likeliest)
+                return super().run(steps, cache, last, top_k)
             try:
-                return self._compute(steps, each, last, likeliest)
+                return self._compute(steps, each, last, top_k)
             except UnknownModelError:
-                return super().run(steps, cache, last, likeliest)
+                return super().run(steps, cache, last, top_k)
 
     def read(self, new: torch.Tensor, cache: LookaheadCache, keep: int = 1) -> Output:
         count = new.shape[1]
@@ -288,7 +288,7 @@ class FusedRunner(EagerRunner):
         steps: list[Step],
         caches: list[LookaheadCache],
         last: list[int] | None = None,
-        likeliest: Likeliest = (0, 1.0),
+        top_k: TopK = (0, 1.0),
         shown: int | None = None,
         is_prompt: bool = False,
     ) -> Output:
@@ -309,7 +309,7 @@ class FusedRunner(EagerRunner):
             raise UnknownModelError("its table of positions ends")
         commits = shown is not None
         rotary, kinds, rows, first = self._rotary_of(most, executor), self.adapter.kinds, [], [0]
-        count, temperatures = likeliest
+        count, temperatures = top_k
         for b, (step, cache, (ids, positions, ancestors)) in enumerate(zip(steps, caches, laid_out, strict=True)):
             cache.begin(new := ids.shape[1], step.computed)
             hidden = cache.hidden(ancestors, positions, kinds, of_step=True)

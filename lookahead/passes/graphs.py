@@ -35,7 +35,7 @@ from lookahead import compat
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import relative_error, tolerance
-from lookahead.passes.runner import EagerRunner, Likeliest, Output
+from lookahead.passes.runner import EagerRunner, Output, TopK
 from lookahead.step import Step, Visibility, lay_out, pad
 from ngram_pool import GuessTree
 
@@ -339,11 +339,11 @@ class GraphRunner(EagerRunner):
         steps: list[Step],
         cache: AnyCache,
         last: list[int] | None = None,
-        likeliest: Likeliest = (0, 1.0),
+        top_k: TopK = (0, 1.0),
     ) -> Output:
         if isinstance(cache, StaticCache):
             return Output(self._graphs.forward(steps[0], cache, last)[0])
-        return self._other.run(steps, cache, last, likeliest)
+        return self._other.run(steps, cache, last, top_k)
 
 
 class StaticCache(LookaheadCache):

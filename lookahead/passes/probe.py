@@ -16,7 +16,7 @@ from lookahead.models.cache import InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import is_half, relative_error, row_errors, tolerance
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import Step, lay_out
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 
 # Errors grow with the layers. In float32, 1.1e-5 was seen in a trained model of 30. Logits that depend on the other
 # rows, for they share a scale or an expert's capacity, are off by far more.
@@ -250,7 +250,7 @@ def _plain_trial(
     earlier = rng.integers(0, vocabulary, (sequences, before)).tolist()
     # Tokens 8 and 9 are siblings in the first step, so they must differ.
     tokens[:, 9] = (tokens[:, 9] + (tokens[:, 9] == tokens[:, 8])) % vocabulary
-    chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Source.TEXT))  # all of it is accepted
+    chain = lay_out(tokens[0, 17], GuessTree.chain(tokens[0, 18:19], Origin.TEXT))  # all of it is accepted
     last = lay_out(tokens[0, 19], GuessTree.empty())
     prompts: list[tuple[list[int], PlainRows]] = []
     rounds: list[list[tuple[Step, list[int], PlainRows]]] = [[], [], []]
@@ -375,9 +375,9 @@ def _unless_gross(errors: torch.Tensor) -> torch.Tensor:
 def _first_step(tokens: np.ndarray, can_branch: bool, b: int) -> tuple[Step, list[int]]:
     """Return the probe's first step for sequence ``b``, and its accepted path."""
     if not can_branch:
-        return lay_out(tokens[6], GuessTree.chain(tokens[8:11], Source.TEXT)), [0, 1]
+        return lay_out(tokens[6], GuessTree.chain(tokens[8:11], Origin.TEXT)), [0, 1]
     # The rejected sibling comes first, so that the commit has to move the accepted path.
-    tree = GuessTree.of(tokens[8:11].tolist(), [-1, -1, 1], Source.TEXT)
+    tree = GuessTree.of(tokens[8:11].tolist(), [-1, -1, 1], Origin.TEXT)
     if b > 0:
         return lay_out(tokens[6], tree), [0]
     return lay_out(tokens[6], tree, window=[tokens[11:13], tokens[13:15]]), [0, 2, 3]

@@ -27,7 +27,7 @@ from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.step import Forest, Step, lay_out, pad, to_device
 from ngram_pool import GuessTree
 
-Likeliest = tuple[int, float | Sequence[float]]
+TopK = tuple[int, float | Sequence[float]]
 """How many of the likeliest tokens are wanted, and the temperature of their probabilities, or that of each sequence."""
 
 
@@ -52,11 +52,11 @@ class Output:
     """The row of each sequence's root."""
     has_nan: bool | None = None
     """Whether a row is NaN; None if the pass has not found out."""
-    likeliest: tuple[np.ndarray, np.ndarray] | None = None
+    top_k: tuple[np.ndarray, np.ndarray] | None = None
     """For a step, the likeliest tokens that were asked for, if the pass has found them: tokens, int64, and
-    probabilities, float32 [rows, count], as `guessing.source.likeliest` returns them; roots and guesses at least."""
+    probabilities, float32 [rows, count], as `guessing.source.top_k` returns them; roots and guesses at least."""
     argmax: list[int] | None = None
-    """With `likeliest`, the token with the largest logit in each of these rows, the first of equals; -1 where the row
+    """With `top_k`, the token with the largest logit in each of these rows, the first of equals; -1 where the row
     holds a NaN or an infinity."""
     company: Company | None = None
     """The whole pass, if other calls have shared it."""
@@ -112,14 +112,14 @@ class EagerRunner:
         steps: list[Step],
         cache: AnyCache,
         last: list[int] | None = None,
-        likeliest: Likeliest = (0, 1.0),
+        top_k: TopK = (0, 1.0),
     ) -> Output:
         """Run one pass over a step of each sequence.
 
         T is the number of rows of the longest step that are not computed yet (`Step.computed`, the same in all steps).
         Rows that pad the shorter steps hold nothing useful.
         last: for each sequence, the last position for window tokens (`Step.positions`).
-        likeliest: of the likeliest tokens after the root and each guess. Passes that have no cheap way to find them do
+        top_k: of the likeliest tokens after the root and each guess. Passes that have no cheap way to find them do
         not.
         """
         if isinstance(cache, SeparateCaches):
@@ -194,4 +194,4 @@ class Pass(NamedTuple):
     steps: list[Step]
     cache: AnyCache
     last: list[int]
-    likeliest: tuple[int, float]
+    top_k: tuple[int, float]

@@ -20,7 +20,7 @@ def run_together(passes: Sequence[Pass]) -> list[Output | Exception]:
     groups: dict[Hashable, list[int]] = {}
     for i, wanted in enumerate(passes):
         company = wanted.runner.company
-        groups.setdefault(i if company is None else (company, wanted.likeliest[0]), []).append(i)
+        groups.setdefault(i if company is None else (company, wanted.top_k[0]), []).append(i)
     found: dict[int, Output | Exception] = {}
     for group in groups.values():
         together = [passes[i] for i in group]
@@ -36,15 +36,15 @@ def _run_as_one(together: list[Pass]) -> list[Output]:
     """Run these passes as one. They are in the order in which their calls have begun."""
     if len(together) == 1:
         (one,) = together
-        return [one.runner.run(one.steps, one.cache, one.last, one.likeliest)]
+        return [one.runner.run(one.steps, one.cache, one.last, one.top_k)]
     steps = [step for one in together for step in one.steps]
     each = [one.cache.each if isinstance(one.cache, SeparateCaches) else [one.cache] for one in together]
-    temperatures = [one.likeliest[1] for one in together for _ in one.steps]
+    temperatures = [one.top_k[1] for one in together for _ in one.steps]
     last = [position for one in together for position in one.last]
     began = time.perf_counter()
     newest = together[-1]
     caches = SeparateCaches([cache for caches in each for cache in caches])
-    whole = newest.runner.run(steps, caches, last, (newest.likeliest[0], temperatures))
+    whole = newest.runner.run(steps, caches, last, (newest.top_k[0], temperatures))
     company = Company(len(whole.logits), len(steps), time.perf_counter() - began)
     ends = [*whole.first[1:], len(whole.logits)]
     return [
@@ -56,13 +56,13 @@ def _run_as_one(together: list[Pass]) -> list[Output]:
 def _part(whole: Output, first: Sequence[int], end: int, company: Company) -> Output:
     """Return the rows of one call, of which ``first`` are those of its roots, and what it can know of them."""
     rows = slice(first[0], end)
-    likeliest = None if whole.likeliest is None else (whole.likeliest[0][rows], whole.likeliest[1][rows])
+    top_k = None if whole.top_k is None else (whole.top_k[0][rows], whole.top_k[1][rows])
     return Output(
         whole.logits[rows],
         {i: states[rows] for i, states in whole.hidden_states.items()},
         [row - first[0] for row in first],
         None if whole.has_nan else whole.has_nan,
-        likeliest,
+        top_k,
         None if whole.argmax is None else whole.argmax[rows],
         company,
     )

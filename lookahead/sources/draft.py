@@ -43,10 +43,10 @@ from lookahead.extending import (
     draws_at,
     grow,
     lay_out,
-    likeliest,
     products,
     step_costs,
     synchronize,
+    top_k,
     vocabulary_of,
 )
 from ngram_pool import GuessTree, NgramPool
@@ -505,7 +505,7 @@ class DraftGuesser(Guesser):
         depths = [[node.depth for node in draft.rows[computed:]] for draft in self._drafts]
         logits = logits.unflatten(0, (len(depths), -1))[:, -len(depths[0]) :, : self._vocabulary]
         draws = draws_at(limits.draws, depths, logits.shape[-1])
-        said = likeliest(logits, self._temperature, TOP_K, draws)
+        said = top_k(logits, self._temperature, TOP_K, draws)
         for draft, tokens, probabilities in zip(self._drafts, *said, strict=True):
             draft.take(tokens, probabilities)
         if asked:

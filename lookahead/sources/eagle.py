@@ -34,9 +34,9 @@ from lookahead.extending import (
     Needs,
     Outcome,
     draws_at,
-    likeliest,
     products,
     synchronize,
+    top_k,
     vocabulary_of,
 )
 from lookahead.sources.checkpoint import Checkpoint, projection_of
@@ -345,7 +345,7 @@ class EagleGuesser(Guesser):
         self.passes += 1
         draft = Draft(text[-1:], self._sharpness[draws is not None])
         self._drafts.append(draft)
-        draft.take(*self._likeliest(features, [0], draws))
+        draft.take(*self._top_k(features, [0], draws))
         while guesses := draft.worth_a_row(draft.candidates(depth - 1)[:MAX_ROWS], limits):
             price = MIN_TOKENS if limits.rate is None else limits.rate * self._pass_time.seconds
             if sum(guess.chance for guess in guesses) < price:
@@ -363,7 +363,7 @@ class EagleGuesser(Guesser):
             made = self._head.compute(one, place, step.ids[new].tolist(), above, positions, sees, depths)
             self.passes += 1
             features = torch.cat([features, made])
-            draft.take(*self._likeliest(made, depths, draws))
+            draft.take(*self._top_k(made, depths, draws))
             synchronize(self._head.device)
             took = time.perf_counter() - began
             self._pass_time.seconds += (took - self._pass_time.seconds) * (0.1 if self._pass_time.seconds else 1.0)
@@ -383,11 +383,11 @@ class EagleGuesser(Guesser):
             one.length += n
         return made
 
-    def _likeliest(
+    def _top_k(
         self, features: torch.Tensor, depths: list[int], draws: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The likeliest tokens behind each feature and their probabilities, [n, k]. depths: of the features' tokens."""
         size = self._batch.vocabulary
         known, logits = draws_at([draws], [depths], size), self._head.logits(features, depths)[:, :size]
         tokens = self._head.tokens
-        return likeliest(logits, self._batch.temperature, TOP_K, None if known is None else known[0], tokens)
+        return top_k(logits, self._batch.temperature, TOP_K, None if known is None else known[0], tokens)

@@ -49,7 +49,7 @@ from lookahead.extending import (
     write_json,
 )
 from lookahead.sources.draft import DraftGuesser, DraftModelSource
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 
 CHUNK = 8  # rows that are compared behind each beginning of a sample
 PROMPT, SAMPLE = 256, 64  # tokens of a prompt and of what the model writes after it, at most
@@ -357,7 +357,7 @@ class _Sample:
         cache = runner.adapter.make_cache(len(text))
         cache.stack(parts)
         chunks = text[begins[0] : begins[-1] + CHUNK].reshape(-1, CHUNK).tolist()
-        steps = [lay_out(chunk[0], GuessTree.chain(chunk[1:], Source.TEXT)) for chunk in chunks]
+        steps = [lay_out(chunk[0], GuessTree.chain(chunk[1:], Origin.TEXT)) for chunk in chunks]
         return cls(cache, steps, logits.argmax(-1).reshape(-1, CHUNK))
 
 

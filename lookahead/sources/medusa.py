@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from lookahead.extending import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, likeliest, products
+from lookahead.extending import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, products, top_k
 from lookahead.sources.checkpoint import Checkpoint, projection_of
 from ngram_pool import GuessTree
 
@@ -161,7 +161,7 @@ class MedusaGuesser(Guesser):
         count, size = 1 if limits.is_chain else TOP_K, self._batch.vocabulary
         depths = [list(range(logits.shape[1]))] * len(known)
         draws = draws_at([limits.draws[b] for b, _ in known] if limits.draws else [], depths, size)
-        tokens, chances = likeliest(logits[..., :size], self._batch.temperature, count, draws, self._heads.tokens)
+        tokens, chances = top_k(logits[..., :size], self._batch.temperature, count, draws, self._heads.tokens)
         for i, (b, _) in enumerate(known):
             trees[b] = product_tree(tokens[i, : limits.depths[b]], chances[i], limits.guesses, limits.min_probability)
         return trees

@@ -10,7 +10,7 @@ import click
 from lookahead.tools.files import TEXT, explained, reading, writing
 from lookahead.tools.loading import load_pool, load_tokenizer
 from lookahead.vocabulary import vocabulary_fingerprint
-from ngram_pool import NgramPool, Source, storage
+from ngram_pool import NgramPool, Origin, storage
 
 READ_AT_ONCE = 2**20  # characters of a file that are tokenized together
 
@@ -34,7 +34,7 @@ def build(
         for path in files:
             for text in _parts(path):
                 ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-                learned.learn(ids, Source.FILE)
+                learned.learn(ids, Origin.FILE)
                 tokens += len(ids)
                 progress.update(len(text.encode()))
     with writing(out):

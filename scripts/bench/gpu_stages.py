@@ -34,7 +34,7 @@ from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
 from lookahead.tools.loading import load, load_tokenizer
 from lookahead.tools.prompts import read_prompts
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 
 ROOT = Path(__file__).parents[2]
 
@@ -231,7 +231,7 @@ def _times(runner, rows, length: int) -> Iterator[tuple[int, float]]:
     tokens = np.random.default_rng(0).integers(0, vocabulary_of(runner.model), max(rows) + 1)
 
     def run(count: int) -> None:
-        step = lay_out(tokens[0], GuessTree.chain(tokens[1:count], Source.TEXT))
+        step = lay_out(tokens[0], GuessTree.chain(tokens[1:count], Origin.TEXT))
         runner.run([step], cache)
         cache.commit([step], [[]])
 

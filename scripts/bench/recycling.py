@@ -72,8 +72,8 @@ class Recycled(Guesser):
 
     def _learn(self, tokens: list[int], logits: torch.Tensor) -> None:
         """Learn what the model said after each token. logits: [len(tokens), vocabulary]."""
-        likeliest = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1).indices
-        self._said.update(zip(tokens, likeliest.tolist(), strict=True))
+        top_k = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1).indices
+        self._said.update(zip(tokens, top_k.tolist(), strict=True))
 
     def _learn_prompt(self, text: list[int], logits: torch.Tensor) -> None:
         """Learn what the model said after the last tokens of a prompt, for which there are logits."""

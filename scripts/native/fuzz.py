@@ -17,7 +17,7 @@ import numpy as np
 import sanitized  # noqa: F401  # first: it chooses the kernels
 import torch
 
-from lookahead.cpu import blocks, choice, executor, likeliest, native, products, tree_attention
+from lookahead.cpu import blocks, choice, executor, native, products, top_k, tree_attention
 from lookahead.cpu import operations as op
 from lookahead.cpu.executor import Executor, Places, Rows
 from lookahead.cpu.operations import Value
@@ -85,7 +85,7 @@ def guarded() -> Iterator[Guarded]:
     with (
         mock.patch.object(torch.Tensor, "new_empty", new_empty),
         mock.patch.object(executor, "np", fake),
-        mock.patch.object(likeliest, "np", fake),
+        mock.patch.object(top_k, "np", fake),
         mock.patch.object(executor, "HugePages", return_value=memory),
     ):
         try:
@@ -446,9 +446,9 @@ def run_program(seed: int) -> str:
             for i in outputs:
                 assert_near(kept[i], torch.cat([one.outputs[i] for one in plain]), allowed, f"output {i}")
             most = min(count, vocabulary)
-            assert (found is None) == (not 0 < most <= likeliest.MAX_COUNT)
+            assert (found is None) == (not 0 < most <= top_k.MAX_COUNT)
             if found is not None:
-                again, chances = likeliest.likeliest(logits[:said], 0.8, most)
+                again, chances = top_k.top_k(logits[:said], 0.8, most)
                 assert (found[0] == again).all()
                 np.testing.assert_allclose(found[1], chances, rtol=1e-4, atol=1e-7)
             kernels_alone(rng, memory, logits, plain[0], heads, key_heads, size, shapes[0].held)
@@ -584,7 +584,7 @@ def kernels_alone(
     x = memory.copy(torch.randn(rows, inputs).to(dtype))
     for linear, got in zip(linears, products.multiply(x, linears), strict=True):
         assert_near(got, plain.product(linear, x.double()), 1e-4 if dtype == torch.float32 else 0.1, "a product")
-    assert choice.likeliest(logits) == int(logits[0].float().argmax())
+    assert choice.argmax(logits) == int(logits[0].float().argmax())
     state, variates = torch.Generator().manual_seed(rng.randint(0, 99)).get_state(), memory.room(logits.shape[1] * 4)
     choice.draw(memory.copy(state), variates.view(np.float32))
     token = choice.drawn(logits, variates.view(np.float32), choice.Warp(0.7, rng.choice([0, 1, 5]), 0.9))

@@ -19,7 +19,7 @@ from lookahead.models import attention
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 
 
 def random_step(rng: np.random.Generator, guesses: int, window: int):
@@ -28,7 +28,7 @@ def random_step(rng: np.random.Generator, guesses: int, window: int):
         node = int(rng.integers(-1, len(nodes))), int(rng.integers(0, 60))
         if node not in nodes:
             nodes.append(node)
-    tree = GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], Source.TEXT)
+    tree = GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], Origin.TEXT)
     return lay_out(3, tree, JacobiWindow(window, 3, [1, 2, 3]).rows if window else ())
 
 

@@ -24,7 +24,7 @@ from lookahead.guessing.budget import (
 )
 from lookahead.passes.costs import RUNGS, StepCosts
 from lookahead.stats import FIXED_BUDGETS, Stats
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 
 
 def costs_of(base: float, per_row: float, per_position: float = 0.0, overhead: float = 1e-9) -> StepCosts:
@@ -106,7 +106,7 @@ def test_no_fixed_budget_does_better_in_the_long_run(per_row):
         while at < len(easy) - 41:
             chain = np.cumprod(chances[at : at + 40])
             tree = GuessTree(np.arange(40), np.arange(-1, 39), np.arange(1, 41), chain, np.zeros(40, np.int64))
-            chosen = tree.likeliest(choose(tree))
+            chosen = tree.prune(choose(tree))
             accepted = int(np.cumprod(right[at : at + len(chosen)]).sum())
             count(tree, chosen, list(range(1 + accepted)))
             at, seconds = at + 1 + accepted, seconds + float(costs(1 + len(chosen), 0))
@@ -131,7 +131,7 @@ def test_regret_of_known_steps():
     the third guess is expected."""
     pace, stats = Pace(costs_of(1.0, 1.0, overhead=1e-12)), Stats()
     tree = GuessTree(np.arange(3), np.arange(-1, 2), np.arange(1, 4), np.array([0.8, 0.6, 0.5]), np.zeros(3, np.int64))
-    pace.count_regret(stats, [Verified(tree, tree.likeliest(2), [0, 1, 2], 0)] * 2)
+    pace.count_regret(stats, [Verified(tree, tree.prune(2), [0, 1, 2], 0)] * 2)
     assert (stats.fixed_budgets[:4, 0] / 2).tolist() == pytest.approx([3, 3, 3, 3.5])
     assert (stats.fixed_budgets[:4, 1] / 2).tolist() == pytest.approx([3 * 2, 1.5 * 3, 4, 5])
     assert (stats.chosen_budgets / 2).tolist() == pytest.approx([3, 4])
@@ -162,7 +162,7 @@ class Asked(GuessSource):
     def propose(self, texts, limits):
         assert all(depth >= 0 for depth in limits.depths)
         self.may += [depth > 0 for depth in limits.depths]
-        return [GuessTree.chain([1] if self.guesses else [], Source.TEXT, 0.9) for _ in texts]
+        return [GuessTree.chain([1] if self.guesses else [], Origin.TEXT, 0.9) for _ in texts]
 
 
 @pytest.mark.parametrize("guesses", [False, True])
@@ -224,7 +224,7 @@ def test_likeliest_part_of_a_tree():
         depths = GuessTree.of(np.arange(n), parents).depths
         tree = GuessTree(rng.permutation(99)[:n], parents, depths, probabilities, rng.integers(0, 5, n))
         for count in (0, 1, n // 2, n, n + 3):
-            part = tree.likeliest(count)
+            part = tree.prune(count)
             assert len(part) == min(count, n)
             assert part.probabilities.sum() == pytest.approx(np.sort(probabilities)[::-1][:count].sum())
             paths = set()

@@ -8,7 +8,7 @@ import torch
 
 from lookahead.guessing.jacobi import JacobiWindow
 from lookahead.step import Step, Visibility, hidden, lay_out, mask, pad
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 
 
 def random_tree(rng: random.Random, most: int = 12) -> GuessTree:
@@ -18,7 +18,7 @@ def random_tree(rng: random.Random, most: int = 12) -> GuessTree:
         node = rng.randint(-1, len(nodes) - 1), rng.randrange(50)
         if node not in nodes:
             nodes.append(node)
-    return GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], Source.TEXT)
+    return GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], Origin.TEXT)
 
 
 def random_step(rng: random.Random) -> tuple[Step, GuessTree, JacobiWindow | None]:
@@ -102,7 +102,7 @@ def test_mask(seed, visibility):
 
 
 def test_children_and_positions():
-    tree = GuessTree.of([5, 7, 6], [-1, 0, -1], Source.TEXT)
+    tree = GuessTree.of([5, 7, 6], [-1, 0, -1], Origin.TEXT)
     step = lay_out(4, tree)
     assert step.children() == {(0, 5): 1, (1, 7): 2, (0, 6): 3}
     assert step.positions(10).tolist() == [10, 11, 12, 11]

@@ -241,10 +241,10 @@ def test_the_distribution_test_sees_a_biased_rule(small_vocabulary, monkeypatch)
     """The usual mistake: after a rejection, the token is drawn from the whole distribution again."""
     walk, emit = call.walk, NextTokenRule.emit
 
-    def noting_guesses(steps, logits, rules, *likeliest):
+    def noting_guesses(steps, logits, rules, *top_k):
         for rule, step in zip([rule for rule in rules if rule.live], steps, strict=True):
             rule.guessed = {token for parent, token in step.children() if parent == 0}
-        return walk(steps, logits, rules, *likeliest)
+        return walk(steps, logits, rules, *top_k)
 
     def drawing_twice(self, logits, *row):
         before = dict(vars(self))

@@ -151,8 +151,8 @@ def fused_pass_that_names_the_least_likely(monkeypatch):
     original = Executor.run
 
     def run(self, *arguments):
-        *others, likeliest = original(self, *arguments)
-        return *others, likeliest and tuple(found[..., ::-1] for found in likeliest)
+        *others, top_k = original(self, *arguments)
+        return *others, top_k and tuple(found[..., ::-1] for found in top_k)
 
     monkeypatch.setattr(Executor, "run", run)
 

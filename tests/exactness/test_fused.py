@@ -25,7 +25,7 @@ from zoo import tiny_model
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.cpu import blocks, executor, native, products
-from lookahead.cpu import likeliest as fast
+from lookahead.cpu import top_k as fast
 from lookahead.models.cache import SeparateCaches, copy_of_cache
 from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.recurrence import StateLayer
@@ -35,7 +35,7 @@ from lookahead.passes.packed import packed_of
 from lookahead.passes.rounding import relative_error
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import MAX_DEPTH, lay_out
-from ngram_pool import GuessTree, Source
+from ngram_pool import GuessTree, Origin
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = {"hidden_size": 64, "intermediate_size": 64}  # whole groups of 32
@@ -51,7 +51,7 @@ def random_tree(rng, rows: int, vocabulary: int) -> GuessTree:
         while (node := (int(rng.integers(-1, i)), token)) in nodes:
             pass
         nodes[node] = None
-    return GuessTree.of(tokens.tolist(), [parent for parent, _ in nodes], Source.TEXT) if rows else GuessTree.empty()
+    return GuessTree.of(tokens.tolist(), [parent for parent, _ in nodes], Origin.TEXT) if rows else GuessTree.empty()
 
 
 FAMILIES = [
@@ -275,7 +275,7 @@ def test_guesses_do_not_change_a_bit(family, heads, window, held, rows, breadth,
     runner, rng = FusedRunner(model, adapter, packs=family in TRANSPOSED), np.random.default_rng(seed)
     prompt = torch.from_numpy(rng.integers(3, 97, (1, held)))
     parents = [int(rng.integers(max(-1, row - breadth), row)) for row in range(rows)]
-    tree = GuessTree.of(rng.permutation(np.arange(1000))[:rows].tolist(), parents, Source.TEXT)
+    tree = GuessTree.of(rng.permutation(np.arange(1000))[:rows].tolist(), parents, Origin.TEXT)
     step = lay_out(5, tree, [rng.integers(3, 97, 4) for _ in range(window_rows)])
     step = replace(step, ids=step.ids % 97)
     before = torch.get_num_threads()
@@ -326,18 +326,18 @@ def test_other_sequences_do_not_change_a_bit(family, heads, held, threads, dtype
                     lay_out(int(rng.integers(3, 97)), random_tree(rng, int(rng.integers(0, 9)), 97)) for _ in alone
                 ]
                 torch.set_num_threads(threads[0])
-                found = runners[0].run(steps, together, likeliest=(3, 0.7))
+                found = runners[0].run(steps, together, top_k=(3, 0.7))
                 torch.set_num_threads(threads[1])
                 for first, step, cache in zip(found.first, steps, alone, strict=True):
-                    one, rows = runners[1].run([step], cache, likeliest=(3, 0.7)), slice(first, first + len(step))
+                    one, rows = runners[1].run([step], cache, top_k=(3, 0.7)), slice(first, first + len(step))
                     assert torch.equal(found.logits[rows], one.logits), f"{turn=} {first=}"
                     for layer in layers:
                         assert torch.equal(found.hidden_states[layer][rows], one.hidden_states[layer])
-                    assert (found.likeliest is None) == (one.likeliest is None)
-                    if one.likeliest is not None:
+                    assert (found.top_k is None) == (one.top_k is None)
+                    if one.top_k is not None:
                         assert found.argmax[rows] == one.argmax
-                        assert (found.likeliest[0][rows] == one.likeliest[0]).all()
-                        np.testing.assert_allclose(found.likeliest[1][rows], one.likeliest[1], rtol=1e-5)
+                        assert (found.top_k[0][rows] == one.top_k[0]).all()
+                        np.testing.assert_allclose(found.top_k[1][rows], one.top_k[1], rtol=1e-5)
                     cache.commit([step], [[0]])
                 together.commit(steps, [[0]] * len(steps))
                 leaves = int(rng.integers(len(alone)))
@@ -935,7 +935,7 @@ def test_the_likeliest_tokens(shape, vocabulary, count, temperature, spread, dty
     logits = (torch.randn(*shape, vocabulary) * spread).to(dtype)
     count = min(count, vocabulary)
     assert fast.serves(logits, count)
-    tokens, probabilities = map(torch.from_numpy, fast.likeliest(logits, temperature, count))
+    tokens, probabilities = map(torch.from_numpy, fast.top_k(logits, temperature, count))
     exact = (logits.double() / temperature).softmax(-1)
     assert tokens.shape == probabilities.shape == (*shape, count)
     assert all(len(set(row)) == count for row in tokens.reshape(-1, count).tolist())
@@ -948,7 +948,7 @@ def test_the_likeliest_tokens(shape, vocabulary, count, temperature, spread, dty
 def test_tokens_that_a_model_rules_out_have_no_share(dtype):
     logits = torch.randn(3, 2000).to(dtype)
     logits[0, 5:600] = logits[1, :1200] = logits[2, 9:] = -torch.inf
-    tokens, probabilities = map(torch.from_numpy, fast.likeliest(logits, 1.0, 8))
+    tokens, probabilities = map(torch.from_numpy, fast.top_k(logits, 1.0, 8))
     expected = logits.double().softmax(-1).gather(-1, tokens)
     torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-7)
 
@@ -983,9 +983,9 @@ def test_a_pass_finds_the_likeliest_tokens(vocabulary, rows, count, temperature,
         with torch.no_grad():
             runner.read(torch.from_numpy(rng.integers(0, vocabulary, (1, 7))), cache)
             step = lay_out(1, random_tree(rng, rows, vocabulary))
-            output = runner.run([step], cache, likeliest=(count, temperature))
-            tokens, probabilities = output.likeliest
-            expected, chances = fast.likeliest(output.logits, temperature, min(count, vocabulary))
+            output = runner.run([step], cache, top_k=(count, temperature))
+            tokens, probabilities = output.top_k
+            expected, chances = fast.top_k(output.logits, temperature, min(count, vocabulary))
             assert (tokens == expected).all()
             np.testing.assert_allclose(probabilities, chances, rtol=1e-5, atol=1e-12)
             assert (tokens[..., 0] == output.logits.float().argmax(-1).numpy()).all()
@@ -1001,7 +1001,7 @@ def test_a_row_that_is_nan_is_told(dtype):
     model = tiny_model("llama", **SIZES).to(dtype)
     runner = FusedRunner(model, capabilities.find_adapter(model))
     model.model.embed_tokens.weight.data[7] = torch.nan
-    wanted = {"likeliest": (3, 1.0)}
+    wanted = {"top_k": (3, 1.0)}
     cache = runner.adapter.make_cache()
     with torch.no_grad():
         runner.read(torch.tensor([[5, 6]]), cache)
@@ -1009,7 +1009,7 @@ def test_a_row_that_is_nan_is_told(dtype):
         spoiled = runner.run([lay_out(5, GuessTree.of([7, 8], [-1, -1]))], cache, **wanted)
     assert (sound.has_nan, sound.logits.isnan().any().item()) == (False, False)
     assert (spoiled.has_nan, spoiled.logits.isnan().any().item()) == (True, True)
-    _tokens, probabilities = spoiled.likeliest
+    _tokens, probabilities = spoiled.top_k
     is_nan = spoiled.logits.isnan().any(-1).numpy()
     assert (probabilities[is_nan] == 0).all()
     assert ((np.array(spoiled.argmax) == -1) == is_nan).all()
@@ -1020,7 +1020,7 @@ def test_a_row_that_is_nan_is_told(dtype):
 def test_an_overflowed_row_counts_for_nothing(dtype):
     logits = torch.randn(4, 50).to(dtype)
     logits[1, 7], logits[2, 9], logits[3, :] = torch.nan, torch.inf, -torch.inf
-    tokens, probabilities = fast.likeliest(logits, 1.0, 5)
+    tokens, probabilities = fast.top_k(logits, 1.0, 5)
     assert (probabilities[1:] == 0).all()
     assert all(len(set(row)) == 5 for row in tokens.tolist())
     assert (probabilities[0] > 0).all()

@@ -23,7 +23,7 @@ from lookahead import DraftModelSource, GuessSource, LookaheadConfig, compat
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
 from lookahead.engine.draws import KNOWN_DRAWS, BatchDraws, Race
-from lookahead.guessing.source import draws_at, likeliest
+from lookahead.guessing.source import draws_at, top_k
 from lookahead.sources.draft import MAX_SHARPNESS, Sharpness
 from ngram_pool import NgramPool
 
@@ -177,7 +177,7 @@ def test_logits_that_leave_no_choice_or_an_equal_one(values, warp, seed):
         assert token in (None, drawn_by_torch(logits, warp, plain))
     else:
         assert token is None
-    greedy = choice.likeliest(logits)
+    greedy = choice.argmax(logits)
     assert greedy == (None if logits.isnan().any() else logits.argmax().item())
 
 
@@ -360,7 +360,7 @@ def test_draws_are_those_of_the_row(vocabulary, others, seed, known):
 def test_the_likeliest_with_draws_is_the_winner(seed, temperature):
     torch.manual_seed(seed)
     logits, draws = 3 * torch.randn(5, 40), torch.empty(5, 40).exponential_()
-    tokens, chances = likeliest(logits, temperature, 8, draws)
+    tokens, chances = top_k(logits, temperature, 8, draws)
     winners = ((logits / temperature).softmax(-1) / draws).argmax(-1)
     assert tokens[:, 0].tolist() == winners.tolist()
     assert (np.diff(chances) <= 0).all()

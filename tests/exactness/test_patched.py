@@ -34,7 +34,7 @@ from lookahead.models.state import State, state_of
 from lookahead.passes import probe, verdicts
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.runner import EagerRunner
-from ngram_pool import NgramPool, Source
+from ngram_pool import NgramPool, Origin
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35]])
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
@@ -1085,7 +1085,7 @@ def test_a_smaller_vocabulary_goes_on_with_a_new_pool():
     model.resize_token_embeddings(110)
     assert text_of(model) == text_of(lookahead.unwrap(copy.deepcopy(model)))
     mine = NgramPool()
-    mine.learn(list(range(100)), Source.TEXT)
+    mine.learn(list(range(100)), Origin.TEXT)
     lookahead.wrap(model, pool=mine)
     text_of(model)
     model.resize_token_embeddings(93)

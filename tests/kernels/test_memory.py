@@ -18,7 +18,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.cpu import blocks, choice, executor, likeliest, products, tree_attention
+from lookahead.cpu import blocks, choice, executor, products, top_k, tree_attention
 from lookahead.cpu.products import Linear
 from lookahead.guessing.source import Needs
 from lookahead.models.cache import InPlaceLayer
@@ -180,7 +180,7 @@ def test_our_layers_hold_numbers_of_the_wider_dtype():
 
 
 @pytest.mark.parametrize("needs", [
-    {"likeliest": 257}, {"likeliest": 4000}, {"likeliest": -1}, {"likeliest": 2.0}, {"likeliest": True},
+    {"top_k": 257}, {"top_k": 4000}, {"top_k": -1}, {"top_k": 2.0}, {"top_k": True},
     {"prompt_logits": -1}, {"hidden_states": (0, -1)}, {"hidden_states": ("0",)},
 ])  # fmt: skip
 def test_needs_are_bounded_where_they_are_made(needs):
@@ -196,14 +196,14 @@ def test_a_pass_finds_no_more_tokens_than_there_is_room_for(count, dtype):
     with torch.no_grad():
         cache = runner.adapter.make_cache()
         runner.read(IDS, cache)
-        output = runner.run([lay_out(5, GuessTree.of([6, 7], [-1, 0]))], cache, likeliest=(count, 1.0))
-    assert (output.likeliest is None) == (not 0 < count <= likeliest.MAX_COUNT)
-    if output.likeliest is not None:
-        assert output.likeliest[0].shape == (3, count)
+        output = runner.run([lay_out(5, GuessTree.of([6, 7], [-1, 0]))], cache, top_k=(count, 1.0))
+    assert (output.top_k is None) == (not 0 < count <= top_k.MAX_COUNT)
+    if output.top_k is not None:
+        assert output.top_k[0].shape == (3, count)
 
 
 def test_what_c_plus_plus_is_not_given():
-    assert not likeliest.serves(torch.randn(3, 500), 0)
+    assert not top_k.serves(torch.randn(3, 500), 0)
     logits, variates = torch.randn(1, 40), np.ones(39, np.float32)
     assert choice.drawn(logits, variates, choice.Warp()) is None, "variates of other tokens"
     assert choice.drawn(logits, np.ones(40, np.float32), choice.Warp(top_k=300)) is None

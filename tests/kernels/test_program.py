@@ -92,7 +92,7 @@ def test_a_pass_finds_the_digests_of_the_weights_that_it_reads(dtype, rows, thre
     torch.set_num_threads(threads)
     try:
         for _ in range(2):
-            executor.run([Rows(ids, ids, [], [], [], 0)], {}, likeliest=(1, 2))
+            executor.run([Rows(ids, ids, [], [], [], 0)], {}, top_k=(1, 2))
     finally:
         torch.set_num_threads(before)
     assert [digest.tobytes() for digest in executor.digests[[0, 2]]] == list(map(blocks.digest_of, linears[::2]))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngram_pool import GuessTree, NgramPool, PoolFileError, Source, contexts_of
+from ngram_pool import GuessTree, NgramPool, Origin, PoolFileError, contexts_of
 from ngram_pool.kernels import (
     _MULTIPLIERS,
     _SALTS,
@@ -28,8 +28,8 @@ from ngram_pool.kernels import (
 )
 from ngram_pool.pool import CHUNK, MAX_MEMORY_MB, MAX_NODES
 
-assert Source.LOGITS == LOGITS
-assert len(RATES) == len(Source)
+assert Origin.LOGITS == LOGITS
+assert len(RATES) == len(Origin)
 PINNED = ["0x435f9d954dd2f8db", "0x8ba272d7a7f213c1", "0xe63374fa161a8ed7", "0xf17471f55e39db6e"]
 
 
@@ -57,7 +57,7 @@ class PlainPool:
             entry = self.entries.setdefault(context, {"seen": 0, "rows": 0, "next": {}})
             rate = max(SLOW_RATE if kind[1] == 0 else RATES[source], 1 / (entry["seen"] + 1))
             entry["seen"] += 1
-            entry["rows"] += source == Source.LOGITS
+            entry["rows"] += source == Origin.LOGITS
             following = {token: weight * np.float32(1 - rate) for token, weight in entry["next"].items()}
             for token, probability in distribution.items():
                 following[token] = following.get(token, np.float32(0)) + np.float32(rate * probability)
@@ -139,7 +139,7 @@ class PlainPool:
 
 TOKEN = st.integers(0, 5)
 TEXT = st.lists(TOKEN, max_size=40)
-SOURCE = st.sampled_from(list(Source))
+SOURCE = st.sampled_from(list(Origin))
 LEARN = st.one_of(
     st.tuples(st.just("text"), TEXT, SOURCE),
     st.tuples(st.just("ngrams"), st.lists(st.lists(TOKEN, min_size=3, max_size=3), max_size=5), SOURCE),
@@ -177,7 +177,7 @@ def test_pool_is_what_a_plain_pool_would_be(actions, context, budget, floor):
             for index in range(start, len(text)):
                 plain.calibrate(text[:index], text[index])
             for index in range(start, len(text)):
-                plain.observe(text[:index], {text[index]: 1.0}, Source.TEXT)
+                plain.observe(text[:index], {text[index]: 1.0}, Origin.TEXT)
         else:
             text, token = arguments
             pool.calibrate([([-1] * LONGEST + text)[-LONGEST:]], [[token]], [[1.0]])
@@ -215,7 +215,7 @@ def test_a_step_is_learned_at_once_as_in_parts(seed):
     apart.calibrate(contexts[path], np.array(tokens)[path], probabilities[path])
     apart.learn_next(contexts, tokens, probabilities)
     recent = text[-LONGEST:]
-    apart.learn(recent + emitted, Source.TEXT, len(recent))
+    apart.learn(recent + emitted, Origin.TEXT, len(recent))
     at_once.learn_step(text, guesses, parents, tokens, probabilities, emitted)
     assert not np.array_equal(apart.belief, before), seed
     states = at_once.__getstate__(), apart.__getstate__()
@@ -229,7 +229,7 @@ def random_text(rng: random.Random, length: int, vocabulary: int = 30) -> list[i
 
 
 def learn_something(pool: NgramPool, rng: random.Random) -> None:
-    pool.learn(random_text(rng, 200, 8), Source.TEXT)
+    pool.learn(random_text(rng, 200, 8), Origin.TEXT)
     contexts = np.array([random_text(rng, LONGEST, 8) for _ in range(9)])
     pool.calibrate(contexts, contexts[:, :1], np.ones((9, 1)))
     pool.learn_next(contexts, np.array([rng.sample(range(8), 4) for _ in range(9)]), np.full((9, 4), 0.25))
@@ -291,11 +291,11 @@ def test_a_long_passage_is_continued():
     """Text seen once is guessed again as far as the budget goes, and attributed to where it was seen."""
     passage = list(range(100, 140))
     pool = NgramPool(1)
-    pool.learn(passage, Source.PROMPT)
+    pool.learn(passage, Origin.PROMPT)
     tree = pool.guess(passage[:10], budget=16, chain=True)
     assert tree.tokens.tolist() == passage[10:26]
     assert tree.depths.tolist() == list(range(1, 17))
-    assert set(tree.sources.tolist()) == {Source.PROMPT}
+    assert set(tree.sources.tolist()) == {Origin.PROMPT}
     assert pool.guess(passage[:10], budget=16, max_depth=3, chain=True).tokens.tolist() == passage[10:13]
 
 
@@ -315,9 +315,9 @@ def test_long_texts_are_learned_in_chunks_without_a_seam():
 def test_newer_evidence_outweighs_older():
     pool = NgramPool(1)
     for _ in range(6):
-        pool.learn([1, 2], Source.PROMPT)
+        pool.learn([1, 2], Origin.PROMPT)
     for _ in range(4):
-        pool.learn([1, 3], Source.PROMPT)
+        pool.learn([1, 3], Origin.PROMPT)
     assert pool.guess([1], 2, max_depth=1).tokens.tolist() == [3, 2]
 
 
@@ -358,8 +358,8 @@ def test_belief_follows_what_is_accepted():
     for _ in range(300):
         a, b = rng.randrange(20), rng.randrange(20)
         pool.calibrate([[a, b]], [[follows[b]]], [[1.0]])  # only the newest token matters
-        pool.learn_next([[a, b]], [[follows[b]]], [[1.0]], Source.TEXT)
-        pool.learn_next([[a, b, rng.randrange(20)]], [[rng.randrange(20)]], [[1.0]], Source.TEXT)
+        pool.learn_next([[a, b]], [[follows[b]]], [[1.0]], Origin.TEXT)
+        pool.learn_next([[a, b, rng.randrange(20)]], [[rng.randrange(20)]], [[1.0]], Origin.TEXT)
     change = (pool.belief - before).reshape(len(KINDS), -1)
     assert change[KINDS.index((1, 2))].min() < -0.02
     assert np.abs(change[KINDS.index((0, 16))]).max() == 0, "there were no contexts of sixteen tokens"
@@ -416,10 +416,10 @@ def test_orders_that_collide_in_no_way():
         (lambda p: p.learn_next([[1], [2]], [[2]], [[0.5]]), "2 contexts"),
         (lambda p: p.learn_next([[2**31]], [[2]], [[0.5]]), "ids of contexts"),
         (lambda p: p.learn_next([[1]], [[-2]], [[0.5]]), "ids"),
-        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=-1), "Source"),
-        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=[7]), "Source"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=-1), "Origin"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=[7]), "Origin"),
         (lambda p: p.calibrate([[1]], [[2]], [[float("inf")]]), "probabilities"),
-        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=1.9), "Source"),
+        (lambda p: p.learn_next([[1]], [[2]], [[0.5]], source=1.9), "Origin"),
         (lambda p: p.learn_next([[1.5]], [[2]], [[0.5]]), "contexts"),
         (lambda p: p.learn_step([1], [2], [0], [[3], [4]], [[0.5], [0.5]], [5]), "parent"),
         (lambda p: p.learn_step([1], [2], [-2], [[3], [4]], [[0.5], [0.5]], [5]), "parent"),
@@ -550,13 +550,13 @@ def test_a_copy_stands_on_its_own():
 def test_merging_adds_what_the_other_knows():
     ours, theirs = NgramPool(1), NgramPool(2)
     ours.learn([1, 2, 3] * 3)
-    theirs.learn(list(range(50, 70)), Source.FILE)
+    theirs.learn(list(range(50, 70)), Origin.FILE)
     theirs.learn([1, 2, 4] * 9)
     ours.merge(theirs)
     ours.check_integrity()
     tree = ours.guess(list(range(50, 60)), 4, chain=True)
     assert tree.tokens.tolist() == [60, 61, 62, 63]
-    assert set(tree.sources.tolist()) == {Source.FILE}
+    assert set(tree.sources.tolist()) == {Origin.FILE}
     assert ours.guess([1, 2], 2, max_depth=1).tokens.tolist() == [4, 3], "more was seen of 4"
     assert ours.largest_token == 69
 
@@ -758,8 +758,8 @@ def test_threads_share_a_pool():
 
 def test_what_is_in_a_pool():
     pool = NgramPool(1)
-    pool.learn([5, 6, 7, 8] * 20, Source.FILE)
-    pool.learn([1, 2, 3], Source.TEXT)
+    pool.learn([5, 6, 7, 8] * 20, Origin.FILE)
+    pool.learn([1, 2, 3], Origin.TEXT)
     context, token, probability, seen = pool.most_confident(3)[0]
     assert [*context, token] in ([5, 6, 7, 8], [6, 7, 8, 5], [7, 8, 5, 6], [8, 5, 6, 7])
     assert seen >= 19

@@ -276,12 +276,12 @@ def test_probabilities_are_those_of_the_model(client, plain, tokenizer, stream, 
     options = {"temperature": temperature, "seed": 4, "max_tokens": 30, "stream": stream}
     answer = client.completions.create(model="demo", prompt=prompt, logprobs=3, **options)
     parts = [chunk.choices[0] for chunk in (answer if stream else [answer]) if chunk.choices]
-    names, logprobs, likeliest = [], [], []
+    names, logprobs, top_k = [], [], []
     for part in parts:
         if part.logprobs is not None:
             names += part.logprobs.tokens
             logprobs += part.logprobs.token_logprobs
-            likeliest += part.logprobs.top_logprobs
+            top_k += part.logprobs.top_logprobs
     text = "".join(part.text for part in parts)
     assert "".join(names) == text
     ids = tokenizer(prompt).input_ids
@@ -289,7 +289,7 @@ def test_probabilities_are_those_of_the_model(client, plain, tokenizer, stream, 
     if len(written) == len(names):  # the same tokens, not only the same text
         with torch.no_grad():
             rows = plain(torch.tensor([ids + written])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
-        for row, token, logprob, best in zip(rows, written, logprobs, likeliest, strict=True):
+        for row, token, logprob, best in zip(rows, written, logprobs, top_k, strict=True):
             assert math.isclose(row[token], logprob, abs_tol=1e-4)
             assert max(best.values()) == pytest.approx(float(row.max()), abs=1e-4)
             assert 1 <= len(best) <= 3

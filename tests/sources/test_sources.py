@@ -16,7 +16,7 @@ from test_lossless import GenerateFailsError, check_identical, known_model, left
 from zoo import CHAIN_ONLY, VOCABULARY, tiny_model
 
 import lookahead
-from lookahead import Guesser, GuessSource, GuessTree, LookaheadConfig, NgramPool, PoolSource, Source, Stats
+from lookahead import Guesser, GuessSource, GuessTree, LookaheadConfig, NgramPool, Origin, PoolSource, Stats
 from lookahead.engine import engine as engines
 from lookahead.guessing import budget as budgets
 from lookahead.guessing import combine
@@ -45,7 +45,7 @@ def random_tree(rng: np.random.Generator, most: int, tokens: int = VOCABULARY) -
             parents.append(parent)
             chosen.append(token)
             chances.append(above * rng.choice([1.0, rng.random(), 0.9, 0.0], p=[0.2, 0.5, 0.25, 0.05]))
-    return GuessTree.of(chosen, parents, rng.integers(-1, len(Source), len(parents)), chances)
+    return GuessTree.of(chosen, parents, rng.integers(-1, len(Origin), len(parents)), chances)
 
 
 def paths_of(tree: GuessTree) -> dict[tuple[int, ...], float]:
@@ -329,7 +329,7 @@ def test_siblings_that_are_no_neighbours_may_not_be_equal():
 
 def test_an_empty_tree():
     for tree in (GuessTree.empty(), GuessTree.of([], []), GuessTree.chain([])):
-        assert len(tree) == len(tree.likeliest(3)) == len(tree.likeliest_chain()) == 0
+        assert len(tree) == len(tree.prune(3)) == len(tree.likeliest_chain()) == 0
 
 
 def trees(count: int, most: int):
@@ -347,7 +347,7 @@ def test_the_likeliest_part_is_the_best_of_all_parts():
                 if {int(tree.parents[node]) for node in kept} <= {-1, *kept}
             ]
             best = max(tree.probabilities[list(kept)].sum() for kept in parts)
-            part = tree.likeliest(count)
+            part = tree.prune(count)
             paths = paths_of(part)
             assert len(part) == min(count, n)
             assert part.probabilities.sum() == pytest.approx(best)
@@ -430,7 +430,7 @@ def test_prefixes_merge():
     tree = merged(one, two)
     assert set(paths_of(tree)) == {(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,)}
     assert tree.tokens.tolist()[0] == 1, "the likeliest child is not the first"
-    sources = dict(zip(paths_of(tree), (tree.sources - len(Source)).tolist(), strict=True))
+    sources = dict(zip(paths_of(tree), (tree.sources - len(Origin)).tolist(), strict=True))
     assert sources == {(1,): 0, (1, 2): 1, (1, 2, 3): 0, (1, 2, 4): 1, (5,): 1}, "the higher claim has it"
 
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 import lookahead
 from lookahead.vllm import PREFIX, PoolProposer, Settings, break_even
 from lookahead.vocabulary import vocabulary_fingerprint
-from ngram_pool import GuessTree, NgramPool, PoolFileError, Source, contexts_of
+from ngram_pool import GuessTree, NgramPool, Origin, PoolFileError, contexts_of
 
 VOCABULARY = 1000
 LONGEST_TEXT = 48
@@ -148,11 +148,11 @@ class Engine:
         for request, new in zip(self.rows, sampled, strict=True):
             text = request.text
             if request not in self.known:
-                self.mirror.learn(text[: len(text) - len(new)], Source.PROMPT)
+                self.mirror.learn(text[: len(text) - len(new)], Origin.PROMPT)
                 self.known.add(request)
             if new:
                 self.mirror.calibrate(contexts_of(text[:-1], len(new)), np.array(new)[:, None], np.ones((len(new), 1)))
-                self.mirror.learn(text, Source.TEXT, start=len(text) - len(new))
+                self.mirror.learn(text, Origin.TEXT, start=len(text) - len(new))
 
 
 def assert_same(pool: NgramPool, other: NgramPool) -> None:
@@ -297,7 +297,7 @@ def test_the_threshold_rises_with_what_drafts_gain(accepted, monkeypatch):
 
     def guess(context, budget, threshold, depth, chain, *draws):
         thresholds.append(threshold)
-        return GuessTree.chain([1] * 3, Source.TEXT)
+        return GuessTree.chain([1] * 3, Origin.TEXT)
 
     monkeypatch.setenv(PREFIX + "FREE_ROWS", "4")
     monkeypatch.setenv(PREFIX + "MIN_PROBABILITY", "0")

@@ -124,7 +124,7 @@ def test_wrong_logits_of_steps_are_unexplained(size, monkeypatch):
             output = run(self, steps, *args)
             if len(steps[0]) > 1:
                 noise = size * torch.randn(output.logits.shape[-1])
-                return replace(output, logits=output.logits + noise, likeliest=None)
+                return replace(output, logits=output.logits + noise, top_k=None)
             return output
 
         monkeypatch.setattr(runner, "run", wrong)

@@ -20,7 +20,7 @@ from lookahead.tools.cli import main
 from lookahead.tools.files import read_text
 from lookahead.tools.loading import load
 from lookahead.tools.terminal import StepStreamer
-from ngram_pool import NgramPool, Source
+from ngram_pool import NgramPool, Origin
 
 BINARY = DEMO_MODEL / "model.safetensors"
 PROMPT = "def add(a, b):\n"
@@ -343,7 +343,7 @@ def test_guesses_from_files_are_attributed(tmp_path):
     ids = model.generate(tokenizer(PROMPT, return_tensors="pt").input_ids, max_new_tokens=60)[0].tolist()
     known = NgramPool(1)
     for _ in range(5):
-        known.learn(ids, Source.FILE)
+        known.learn(ids, Origin.FILE)
     known.save(tmp_path / "known.pool")
     plain = json.loads(run(PROMPT, "--max-new-tokens", "60", "--json").stdout)
     helped = json.loads(run(PROMPT, "--max-new-tokens", "60", "--json", "--pool", str(tmp_path / "known.pool")).stdout)

@@ -22,12 +22,12 @@ BYTES = 4  # tokens that a character may take
 class Likelihood:
     """A token and its log probability, before temperature and what else only sampling reads.
 
-    likeliest: the most probable tokens and theirs.
+    top_k: the most probable tokens and theirs.
     """
 
     token: str
     logprob: float
-    likeliest: list[tuple[str, float]]
+    top_k: list[tuple[str, float]]
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,8 @@ class Probabilities(LogitsProcessor):
         if self._row is None or not last:
             return
         row, self._row = self._row, None
-        likeliest = np.argsort(-row, kind="stable")[: self._count].tolist()
-        token, *named = ((str(self._tokenizer.decode([one])), _finite(row[one])) for one in (last[0], *likeliest))
+        top_k = np.argsort(-row, kind="stable")[: self._count].tolist()
+        token, *named = ((str(self._tokenizer.decode([one])), _finite(row[one])) for one in (last[0], *top_k))
         self._told.append(Likelihood(*token, named))
 
     def told(self) -> list[Likelihood]:

@@ -130,7 +130,7 @@ def probabilities(of: list[Likelihood]) -> dict:
 
     return {
         "content": [
-            one(each.token, each.logprob) | {"top_logprobs": [one(*likely) for likely in each.likeliest]} for each in of
+            one(each.token, each.logprob) | {"top_logprobs": [one(*likely) for likely in each.top_k]} for each in of
         ]
     }
 
@@ -144,6 +144,6 @@ def old_probabilities(of: list[Likelihood], offset: int) -> dict:
     return {
         "tokens": [each.token for each in of],
         "token_logprobs": [each.logprob for each in of],
-        "top_logprobs": [dict(each.likeliest) for each in of],
+        "top_logprobs": [dict(each.top_k) for each in of],
         "text_offset": offsets,
     }

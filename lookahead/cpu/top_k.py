@@ -1,4 +1,4 @@
-"""The likeliest tokens of rows of logits on a CPU: `likeliest.cpp`. torch takes ten times as long."""
+"""The likeliest tokens of rows of logits on a CPU: `top_k.cpp`. torch takes ten times as long."""
 
 import ctypes
 from functools import cache, partial
@@ -10,15 +10,15 @@ from lookahead.cpu import native
 
 MAX_COUNT = 256  # in largest.h
 _ARGUMENTS = [ctypes.c_void_p] + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float]
-_kernels = cache(partial(native.kernels, "likeliest", native.FLOATS, _ARGUMENTS))
+_kernels = cache(partial(native.kernels, "top_k", native.FLOATS, _ARGUMENTS))
 
 
 def serves(logits: torch.Tensor, count: int) -> bool:
-    """Whether `likeliest` takes these logits."""
+    """Whether `top_k` takes these logits."""
     return logits.is_cpu and logits.dtype in _kernels() and 0 < count <= min(MAX_COUNT, logits.shape[-1])
 
 
-def likeliest(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:
+def top_k(logits: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the ``count`` likeliest tokens of each row and their probabilities, [..., count], likeliest first.
 
     logits: [..., vocabulary]. The probabilities are a softmax of logits / temperature over the whole vocabulary, to

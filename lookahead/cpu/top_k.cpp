@@ -17,7 +17,7 @@ static void find_all(const T* logits, long rows, long vocabulary, long count, fl
 }
 
 #define FOR(NAME, T)                                                                                                \
-    extern "C" void likeliest_##NAME(const T* logits, long rows, long vocabulary, long count, float* probabilities, \
+    extern "C" void top_k_##NAME(const T* logits, long rows, long vocabulary, long count, float* probabilities, \
                                      long* tokens, long threads, float temperature) {                               \
         find_all(logits, rows, vocabulary, count, probabilities, tokens, threads, temperature);                     \
     }
