@@ -269,6 +269,9 @@ class Places(NamedTuple):
     """The address of what the rows do to it, float32 [T, heads, 1 + keys + values]; 0: as for inputs."""
 
 
+_PLACES = tuple(Places.__annotations__)
+
+
 class Rows(NamedTuple):
     """The T rows of one sequence in a pass, and its cache."""
 
@@ -592,6 +595,8 @@ class Executor:
         found = []
         for b, one in enumerate(sequences):
             table, rows = self._cached[b], len(one.ids)
+            if max(one.held, default=0) > one.length + one.computed:  # of which blocks would begin before the first
+                raise RuntimeError(f"a cache holds {max(one.held)} keys of {one.length + one.computed} positions")
             found.append((begin, rows, one.length, rows + one.computed, one.temperature))
             begin += rows
             if one.caches != self._places[b]:
@@ -603,7 +608,7 @@ class Executor:
                 rows_of = slice(None) if len(one.hidden) == 1 else layers
                 table["hidden"][rows_of], table["masked"][rows_of] = array.ctypes.data, array.shape[1]
             for layer, state in zip(self.states, one.states, strict=True):
-                for name, value in zip(Places._fields, state, strict=True):
+                for name, value in zip(_PLACES, state, strict=True):
                     table[name][layer] = value
         self._sequences = np.array(found, described.sequence)
         return begin
