@@ -247,7 +247,7 @@ def test_the_distribution_test_sees_a_biased_rule(small_vocabulary, monkeypatch)
         return walk(steps, logits, rules, *top_k)
 
     def drawing_twice(self, logits, *row):
-        before = dict(vars(self))
+        before = {name: value[:] if type(value) is list else value for name, value in vars(self).items()}
         tokens = emit(self, logits, *row)
         guessed = before.pop("guessed", None)
         if guessed and tokens[0] not in guessed:

@@ -231,8 +231,8 @@ def assert_states_alike(caches, allowed):
         [states for layer in cache.layers if isinstance(layer, StateLayer) for states in layer.kept()]
         for cache in caches
     ]
-    for ours, theirs in zip(*states, strict=True):
-        assert relative_error(ours.flatten(0, 1), theirs.flatten(0, 1)) < allowed
+    for ours, theirs in zip(*states, strict=True):  # as wholes: a head that forgets at once keeps what rounding left
+        assert relative_error(ours.flatten(1), theirs.flatten(1)) < allowed
 
 
 @lru_cache(maxsize=8)
@@ -1005,7 +1005,8 @@ def test_a_row_that_is_nan_is_told(dtype):
     cache = runner.adapter.make_cache()
     with torch.no_grad():
         runner.read(torch.tensor([[5, 6]]), cache)
-        sound = runner.run([lay_out(5, GuessTree.of([6, 8], [-1, 0]))], cache, **wanted)
+        sound = runner.run([step := lay_out(5, GuessTree.of([6, 8], [-1, 0]))], cache, **wanted)
+        cache.commit([step], [[]])
         spoiled = runner.run([lay_out(5, GuessTree.of([7, 8], [-1, -1]))], cache, **wanted)
     assert (sound.has_nan, sound.logits.isnan().any().item()) == (False, False)
     assert (spoiled.has_nan, spoiled.logits.isnan().any().item()) == (True, True)

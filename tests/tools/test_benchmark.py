@@ -24,7 +24,7 @@ from bench.peer_process import Peer, PeerError
 from bench.speedups import SPREAD, gains, speedup_interval, summarise
 from lookahead import DEMO_MODEL
 from lookahead.engine.sampling import NextTokenRule
-from lookahead.guessing.jacobi import JacobiSource
+from lookahead.guessing.jacobi import JacobiBlocks
 from lookahead.tools import contention
 from lookahead.tools.audit import choice_scores, next_logits
 from lookahead.tools.contention import BUSY, Span
@@ -291,7 +291,7 @@ def test_what_fails_is_a_row(model, prompts, tmp_path, monkeypatch):
         calls.append(0)
         raise RuntimeError("out of | guesses\nand of more")
 
-    monkeypatch.setattr(JacobiSource, "propose", guess)
+    monkeypatch.setattr(JacobiBlocks, "propose", guess)
     out = tmp_path / "run"
     result = run("--model", model, "--prompts", prompts, "--methods", "jacobi,steps-of-one", "--temperature", 0,
                  "--max-new-tokens", 4, "--repeats", 1, "--out", out)  # fmt: skip
