@@ -1,7 +1,6 @@
 """Hybrids of attention and gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): Qwen3.5, Qwen3-Next and OLMo Hybrid."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,6 +105,7 @@ class OlmoHybrid(Qwen3_5, Olmo2):
     rotary_class = "RotaryEmbedding"
     norm_offset = 0.0
     turns_part = False
+    may_lack_rotary = True
     gated_norm = "o_norm"
     linear_output = "o_proj"
 
@@ -119,14 +119,6 @@ class OlmoHybrid(Qwen3_5, Olmo2):
 
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         return Olmo2.attention(self, x, attention, name)
-
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        if self.rotary_module is None:
-            return self.normed(q, k, attention)
-        return super().turned(q, k, attention, name)
-
-    def rotary_names(self) -> Sequence[str]:
-        return super().rotary_names() if self.rotary_module is not None else [""] * len(self.inner.layers)
 
     def inputs(self, x: Value, attention: Any) -> list[Value]:
         names = "q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"

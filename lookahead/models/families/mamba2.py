@@ -1,6 +1,5 @@
 """Hybrids of attention and Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): Bamba and Granite 4."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from transformers.activations import ACT2FN
@@ -56,6 +55,7 @@ class GraniteMoeHybrid(Bamba, GraniteMoeShared):
     """Its experts, and positions in its attention, are settings."""
 
     turns_part = False
+    may_lack_rotary = True
     last_norm = "norm"
     mixer_class = "MambaLayer"
 
@@ -68,9 +68,3 @@ class GraniteMoeHybrid(Bamba, GraniteMoeShared):
         if not layer.has_experts:
             return self.shared(x, layer.shared_mlp)
         return self.add(GraniteMoe.feed_forward(self, x, layer), self.shared(x, layer.shared_mlp))
-
-    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        return (q, k) if self.rotary_module is None else super().turned(q, k, attention, name)
-
-    def rotary_names(self) -> Sequence[str]:
-        return [""] * len(self.inner.layers) if self.rotary_module is None else super().rotary_names()

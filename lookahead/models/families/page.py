@@ -66,6 +66,8 @@ class Page:
     rotary_rounds_once = False
     rotary_is_interleaved = False
     rotary_separates = False
+    may_lack_rotary = False
+    """Whether a configuration may leave the rotary embedding out, so that attention goes without positions."""
     dropouts: tuple[str, ...] = ()
     """Settings by which layers drop numbers in training mode, beside that of attention."""
 
@@ -210,6 +212,8 @@ class Page:
         return out
 
     def rotary(self, x: Value, size: int, name: str = "") -> Value:
+        if self._lacks_rotary:
+            return x
         is_interleaved = self.rotary_is_interleaved or self.rotary_separates
         settings = self.rotary_rounds_once, is_interleaved, self.rotary_separates
         return self._add(op.Rotary(x, Value(x.width), size, name, *settings))
@@ -359,6 +363,10 @@ class Page:
         """The module that makes cosines and sines, or None."""
         return getattr(self.inner, "rotary_emb", None)
 
+    @property
+    def _lacks_rotary(self) -> bool:
+        return self.may_lack_rotary and self.rotary_module is None
+
     def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
         """Return cosines and sines of these positions, [1, n], as `Rotary` takes them: [n, rotary] each.
 
@@ -367,7 +375,9 @@ class Page:
         return [table[0] for table in self.rotary_module(like, positions, *([name] if name else []))]
 
     def rotary_names(self) -> Sequence[str]:
-        """The name of the rotary embedding of each layer, empty where one serves all."""
+        """The name of the rotary embedding of each layer, empty where one serves all, or none."""
+        if self._lacks_rotary:
+            return [""] * len(getattr(self.inner, self.layers_at))
         types = self.own(self.rotary_module, "RotaryEmbedding").rope_type
         by_name = types if isinstance(types, dict) else {"": types}
         for name, rope_type in by_name.items():
