@@ -30,6 +30,9 @@ FIRST_PAUSE = 128  # steps before the first trial of a window, and in the first 
 PAUSE_GROWTH = 8  # a trial that does not pay makes the next pause longer by this factor
 TRIAL_STEPS = 24
 WAITING = 32  # steps of which some is counted together: between two passes alone, each would find cold caches
+DOUBT_PAUSE = 32  # steps before the costs are doubted, at least
+DOUBT_SHARE = 128  # steps to wait for each pass by which the last doubt seemed to cost more: less than 1% of the time
+DOUBTED_ROW = 1 / 32  # what a further row adds to a pass at most, where the costs are doubted; in passes
 MAX_LOSS = 4.0  # tokens; a trial that has lost more than these, and more than chance explains, ends early
 
 
@@ -60,6 +63,10 @@ class Pace:
         self._tokens, self._seconds = 1.0, float(costs.of_step(1, 0))  # the rate of plain decoding
         self._claimed = self._accepted = FIRST_CLAIMS
         self._fruitless = 0  # steps since a guess came true
+        self._until_doubt = DOUBT_PAUSE
+        self.doubts = False
+        """Whether the next step verifies as many guesses as if further rows cost little. What rows cost is learned from
+        steps that have as many; so costs that were measured on a busy machine would keep guesses off for good."""
         self.reach = 16
         """Number of guesses to look for: about twice as many as were worth verifying lately."""
 
@@ -99,11 +106,12 @@ class Pace:
         first = batch * (1 + window_rows) + others
         prices = self._prices(first + at_once * len(gained))
         seconds, per_row = prices.passes, length * prices.per_position_and_row + prices.overhead_per_row
-        best, most, tokens = 0, -rate * seconds[first], 0.0
+        per_doubted = seconds[first] * DOUBTED_ROW if self.doubts else float("inf")
+        best, most, tokens = 0, 0.0, 0.0
         for count, gain in enumerate(gained, 1):
             tokens += trust * gain
             added = at_once * count
-            worth = tokens - rate * (seconds[first + added] + added * per_row)
+            worth = tokens - rate * min(seconds[first + added] - seconds[first] + added * per_row, added * per_doubted)
             if worth > most:
                 best, most = count, worth
         if at_once == batch or not best:
@@ -123,6 +131,8 @@ class Pace:
         """
         prices = self._prices()
         of_row = prices.least_of_row + length * prices.per_position_and_row
+        if self.doubts:
+            of_row = min(of_row, prices.passes[1] * DOUBTED_ROW)
         return self._tokens / self._seconds * of_row / self.trust()
 
     def _prices(self, most: int = 0) -> Prices:
@@ -154,7 +164,7 @@ class Pace:
             self._seconds = FADE * self._seconds + share * self._of_step(rows, length, sequences) + seconds
 
     def count_guesses(self, chosen: list[GuessTree], paths: list[list[int]]) -> None:
-        """Let `reach`, `trust` and `rests` follow the guesses that a step verified, and the rows that it accepted."""
+        """Let `reach`, `trust`, `rests` and `doubts` follow a step: the guesses that it verified, the accepted rows."""
         most = accepted = 0
         claimed = 0.0
         for tree, path in zip(chosen, paths, strict=True):
@@ -164,6 +174,12 @@ class Pace:
         self.reach = min(max(3 * self.reach // 4, 2 * most + 8), MAX_GUESSES)
         with self._lock:
             self._fruitless = 0 if accepted else self._fruitless + 1
+            self._until_doubt -= 1
+            if self.doubts and most:
+                passes = self._prices().passes
+                more = passes[min(len(chosen) + sum(map(len, chosen)), MAX_GUESSES)] / passes[len(chosen)] - 1
+                self._until_doubt = max(DOUBT_PAUSE, int(DOUBT_SHARE * more))
+            self.doubts = self._until_doubt <= 0
             self._claimed = FADE * self._claimed + claimed
             self._accepted = FADE * self._accepted + accepted
 

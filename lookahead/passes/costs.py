@@ -48,6 +48,8 @@ LONG_CONTEXT = 1024  # positions in the long cache
 ASSUMED_COSTS = 1 + _RUNGS / 32, np.array([1e-4, 1e-5])
 SECONDS = 1.5  # time for measuring; long passes take more
 FOLLOW_RATES = 0.02, 0.01  # how far the time of a step moves the nearest rungs, and all of them
+RENEWAL = 128  # a rung that was last timed n steps ago is moved by n / RENEWAL of the way, at least by the rate above
+LONG_AGO = 0.5  # and at most so far
 MANY_ROWS = 16  # scale of the rows when overheads are fitted
 LEAST_OVERHEAD = 1e-6
 FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "step-costs"
@@ -85,6 +87,8 @@ class StepCosts:
     path: Path | None = None
     """The file that keeps the costs for other processes; None if they were not measured."""
     _kept: np.ndarray | None = None  # `_summary` of the costs in the file
+    _ages: np.ndarray = field(default_factory=lambda: np.zeros(len(RUNGS)), repr=False, compare=False)
+    # for each rung, the steps since one last had about as many rows
     prices: Prices | None = field(default=None, repr=False, compare=False)
     """What `priced` has made of all this; None after a change."""
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
@@ -121,16 +125,20 @@ class StepCosts:
     def follow(self, rows: int, length: int, seconds: float, overhead: float | None = None, sequences: int = 1) -> None:
         """Correct the costs by a step whose pass took ``seconds``, with ``overhead`` seconds outside of it, if known.
 
-        The correction is divided between rows and positions in proportion to the seconds expected of each.
+        The correction is divided between rows and positions in proportion to the seconds expected of each. The longer
+        no step has had about so many rows, the further this one moves what they cost.
         """
         local, everywhere = FOLLOW_RATES
         alone = float(self._without_positions(np.array(rows), self.seconds))
         expected = float(self(rows, length, sequences))
         share = alone / expected
         ratio = min(max(seconds / expected, 1 / 3), 3.0)  # a larger error has another cause
+        near = _nearness(rows)
         with self._lock:  # other threads may be reading the old arrays, so make new ones
-            self.seconds = _ascending(self.seconds * ratio ** (share * (everywhere + local * _nearness(rows))))
-            self.per_position = self.per_position * ratio ** ((1 - share) * (everywhere + local))
+            rates = np.clip(self._ages / RENEWAL, local, LONG_AGO)
+            self._ages = np.where(near > 0, 0.0, self._ages + 1)
+            self.seconds = _ascending(self.seconds * ratio ** (share * (everywhere + rates * near)))
+            self.per_position = self.per_position * ratio ** ((1 - share) * (everywhere + rates[near.argmax()]))
             if overhead is not None:  # fit a line by normalised least mean squares (Nagumo & Noda 1967)
                 expected, further = float(self.between(rows)), (rows - 1) / MANY_ROWS
                 error = local * (min(overhead, 3 * expected) - expected) / (1 + further**2)

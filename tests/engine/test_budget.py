@@ -126,6 +126,31 @@ def test_no_fixed_budget_does_better_in_the_long_run(per_row):
     assert fixed[FIXED_BUDGETS.index(stats.best_fixed_budget)] > 0.95 * max(fixed)
 
 
+@pytest.mark.parametrize("per_row", [0.02, 4.0])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_guesses_that_seem_too_dear_are_tried_now_and_then(per_row, factor):
+    """Rows pay or not; they were measured right, or on a machine that was so busy that they seemed not to pay."""
+    truth, chances = costs_of(1.0, per_row), np.cumprod(np.full(8, 0.7))
+    tree = GuessTree(np.arange(8), np.arange(-1, 7), np.arange(1, 9), chances, np.zeros(8, np.int64))
+    found, rng = costs_of(1.0, per_row), np.random.default_rng(0)
+    found.seconds[1:] *= factor
+    pace, verified, tokens, seconds = Pace(found), [], 0, 0.0
+    assert (pace.choose([tree], 0, 0) == [0]) == (per_row > 0.5 or factor > 1)
+    for _ in range(2000):
+        guesses = pace.choose([tree], 0, 0)[0] if max(chances) > pace.least(0) or pace.doubts else 0
+        accepted = min(int(rng.geometric(0.3)) - 1, guesses)
+        took = float(truth(1 + guesses, 0))
+        pace.count_guesses([tree.prune(guesses)], [list(range(1 + accepted))])
+        pace.count(1 + accepted, 1 + guesses, 0)
+        found.follow(1 + guesses, 0, took * rng.choice([0.95, 1.0, 1.05]))
+        verified.append(guesses)
+        tokens, seconds = tokens + 1 + accepted, seconds + took
+    if per_row < 0.5:
+        assert np.mean(np.array(verified[-1000:]) > 0) > 0.99
+    else:
+        assert tokens / seconds > 0.98 / float(truth(1, 0))
+
+
 def test_regret_of_known_steps():
     """Budget 2 of a chain of three, both accepted: three steps without guesses, one and a half with one, one with two;
     the third guess is expected."""

@@ -1,13 +1,12 @@
 """scripts/attack.py notices hangs, leaks and where an interrupt hit."""
 
+import mmap
 import os
 import threading
-import time
 
 import attack
 import click
 import pytest
-import torch
 from attack import in_thread, interrupted, watched
 
 from lookahead import NgramPool
@@ -36,14 +35,19 @@ def test_in_thread(monkeypatch):
 
 
 def test_watched():
-    left = []
+    left, over = [], threading.Event()
+
+    def memory() -> mmap.mmap:
+        """Pages of its own: an allocator may hold enough from other tests."""
+        pages = mmap.mmap(-1, 2**22)
+        pages.write(bytes(2**22))
+        return pages
+
+    def thread() -> None:
+        threading.Thread(target=over.wait, daemon=True).start()
+
     watched("nothing", 10, lambda: None)
-    for leak in (lambda: os.open("/dev/null", os.O_RDONLY), lambda: torch.ones(2**22), sleeper):
+    for leak in (lambda: os.open("/dev/null", os.O_RDONLY), memory, thread):
         with pytest.raises(click.ClickException, match="leave something behind"):
             watched("leaks", 10, lambda leak=leak: left.append(leak()))
-
-
-def sleeper() -> threading.Thread:
-    thread = threading.Thread(target=time.sleep, args=(5,), daemon=True)
-    thread.start()
-    return thread
+    over.set()
