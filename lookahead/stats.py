@@ -10,7 +10,6 @@ import numpy as np
 from ngram_pool import Origin
 
 DECILES = 10
-FIXED_BUDGETS = (0, 1, 2, 4, 8, 16, 32, 64)  # a chosen budget is compared with these
 STAGES = ("guess", "forward", "verify", "commit", "learn")
 
 
@@ -80,10 +79,6 @@ class Stats:
     deciles: np.ndarray = field(default_factory=lambda: np.zeros((DECILES, 3)))
     """Float64 [10, 3]: for guesses with an estimated probability of 0 to 0.1, 0.1 to 0.2, ..., how many there were, the
     sum of their probabilities, and how many were accepted."""
-    chosen_budgets: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    """Float64 [2]: tokens of the steps whose budget was chosen, and their seconds according to the step costs."""
-    fixed_budgets: np.ndarray = field(default_factory=lambda: np.zeros((len(FIXED_BUDGETS), 2)))
-    """Float64 [budgets, 2]: the same, if each of FIXED_BUDGETS had been used in all these steps."""
     prefill_seconds: float = 0.0
     seconds: Counter = field(default_factory=Counter)
     """Wall-clock time of the steps by stage: guess, forward, verify, commit, learn. Forward contains the wait for
@@ -118,24 +113,6 @@ class Stats:
         """Mean distance between predicted and observed acceptance, over the deciles that have guesses."""
         gaps = [abs(predicted - observed) for n, predicted, observed in self.reliability if n]
         return sum(gaps) / len(gaps) if gaps else 0.0
-
-    @property
-    def regret(self) -> float:
-        """1 - tokens per second / those of the best fixed budget in hindsight, according to the step costs.
-
-        It is negative if all fixed budgets would have been slower, and 0 if no budget was chosen."""
-        if not self.chosen_budgets[1]:
-            return 0.0
-        return 1 - self.chosen_budgets[0] / self.chosen_budgets[1] / self._fixed_rates.max()
-
-    @property
-    def best_fixed_budget(self) -> int:
-        """The best of FIXED_BUDGETS in hindsight."""
-        return FIXED_BUDGETS[int(self._fixed_rates.argmax())]
-
-    @property
-    def _fixed_rates(self) -> np.ndarray:
-        return self.fixed_budgets[:, 0] / np.maximum(self.fixed_budgets[:, 1], 1e-300)
 
     @property
     def overhead(self) -> float:
@@ -175,8 +152,6 @@ class Stats:
                 dict(zip(("guesses", "predicted", "observed"), decile, strict=True)) for decile in self.reliability
             ],
             "calibration_gap": self.calibration_gap,
-            "regret": self.regret,
-            "best_fixed_budget": self.best_fixed_budget if self.chosen_budgets[1] else None,
             "prefill_seconds": self.prefill_seconds,
             "seconds": {stage: self.seconds[stage] for stage in STAGES},
             "overhead": self.overhead,
@@ -191,17 +166,12 @@ class Stats:
             return f"plain decoding: lookahead does not decode {self.plain}"
         accepted = ", ".join(f"{name} {count}" for name, count in self.as_dict()["accepted"].items())
         seconds = ", ".join(f"{stage} {1000 * self.seconds[stage] / max(self.steps, 1):.2f}" for stage in STAGES)
-        budgets = ""
-        if self.chosen_budgets[1]:
-            best = f"those of the best fixed budget, {self.best_fixed_budget}"
-            budgets = f"tokens/s according to step costs: {1 - self.regret:.3f} of {best}\n"
         sources = "".join(f"{line}\n" for line in self.by_source())
         return (
             f"{self.tokens} tokens in {self.steps} steps: {self.tokens_per_step:.2f} tokens per step\n"
             f"draft length {self.draft_length:.1f}, acceptance rate {self.acceptance_rate:.1%}; accepted: {accepted}\n"
             f"predicted and observed acceptance differ by {self.calibration_gap:.3f}\n"
             f"{sources}"
-            f"{budgets}"
             f"ms a step: {seconds}"
         )
 

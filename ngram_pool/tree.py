@@ -109,12 +109,6 @@ class GuessTree:
         """The nodes' indices, likeliest first; of equally likely nodes, the earlier comes first."""
         return sorted(range(len(self.tokens)), key=self.probabilities.tolist().__getitem__, reverse=True)
 
-    @cached_property
-    def ranked(self) -> list[float]:
-        """The nodes' probabilities, likeliest first."""
-        chances = self.probabilities.tolist()
-        return [chances[node] for node in self.ranking]
-
     def prune(self, count: int) -> "GuessTree":
         """Return the tree of the ``count`` likeliest nodes, in their present order."""
         if count >= len(self.tokens):

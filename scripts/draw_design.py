@@ -179,7 +179,7 @@ def budget() -> str:
     for _ in range(500):
         pace.count(*RECENT, length=0)
     counts = np.arange(len(tree) + 1)
-    ranked = np.array(tree.ranked)
+    ranked = tree.probabilities[tree.ranking]
     tokens = 1 + np.concatenate([[0.0], np.cumsum(ranked)])
     costs = pace.rate() * pace.costs.of_step(1 + counts, 0)
     (chosen,) = pace.choose([tree], 0, 0)

@@ -83,7 +83,7 @@ class Call:
         # What users' code may change between passes, besides weights. Looking takes a millisecond.
         self._watched = state_of(model) if any(map(_runs_code_of_users, (*callbacks, *sources))) else None
         pace = engine.find_pace(self._runner)
-        self._budget = Budget(engine.max_guesses(len(ids), pace), pace, self.stats, self._runner.is_ragged)
+        self._budget = Budget(engine.max_guesses(len(ids), pace), pace, self._runner.is_ragged)
         self._source = Combined(sources, engine.ledger, self._budget, self.stats, resting)
         adapter = self._runner.adapter
         self._is_chain = not adapter.can_branch
@@ -209,7 +209,7 @@ class Call:
         times.append(clock())
         hidden, top_k, first = output.hidden_states, output.top_k, output.first
         outcome = Outcome(texts, steps, output.logits, paths, emitted, hidden, top_k, first)
-        self._learn(outcome, guessed, chosen)
+        self._learn(outcome, chosen)
         times.append(clock())
         self._count(outcome, chosen, times)
 
@@ -257,11 +257,11 @@ class Call:
         if not logits.is_cpu:
             synchronize(logits.device)  # where the question above has not waited already
 
-    def _learn(self, outcome: Outcome, guessed: list[GuessTree], chosen: list[GuessTree]) -> None:
+    def _learn(self, outcome: Outcome, chosen: list[GuessTree]) -> None:
         """Show the outcome to the sources, and count the tokens that the step has earned."""
         self._asked.observe(outcome)
         paid, length = self._asked.paid_seconds, self._length
-        self._budget.count(guessed, chosen, outcome, length, paid, self._rests, self._company)
+        self._budget.count(chosen, outcome, length, paid, self._rests, self._company)
         if self._trials and self._budget.pace:
             is_open = self._trials.level > 0
             self._trials.count(*(self._window_earned(outcome, chosen, length) if is_open else (0, 0.0)))

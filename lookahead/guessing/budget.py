@@ -9,14 +9,10 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import chain, zip_longest
-from typing import NamedTuple
-
-import numpy as np
 
 from lookahead.guessing.source import Outcome
 from lookahead.passes.costs import RUNGS, Prices, StepCosts
 from lookahead.passes.runner import Company
-from lookahead.stats import FIXED_BUDGETS, Stats
 from ngram_pool import GuessTree
 from ngram_pool.forks import Lock
 
@@ -39,19 +35,6 @@ MAX_LOSS = 4.0  # tokens; a trial that has lost more than these, and more than c
 def average_length(texts: Sequence[Sequence[int]]) -> int:
     """Return the length of a text, on average."""
     return sum(map(len, texts)) // len(texts)
-
-
-class Verified(NamedTuple):
-    """A step of one sequence, for `Pace.count_regret`."""
-
-    tree: GuessTree
-    """All guesses."""
-    chosen: GuessTree
-    """The likeliest part of them, which was verified."""
-    path: list[int]
-    """The accepted rows."""
-    length: int
-    """Committed positions."""
 
 
 class Pace:
@@ -183,48 +166,20 @@ class Pace:
             self._claimed = FADE * self._claimed + claimed
             self._accepted = FADE * self._accepted + accepted
 
-    def count_regret(self, stats: Stats, steps: list[Verified]) -> None:
-        """Add to ``stats`` what steps of single sequences yielded, and what each fixed budget would have yielded.
-
-        With a smaller budget it is known which of these tokens would have been accepted, and so how many steps they
-        would have taken. The tokens that a larger budget would have added are estimated by the guesses' probabilities.
-        """
-        proposed = np.array([[len(step.tree)] for step in steps])
-        chosen = np.array([[len(step.chosen)] for step in steps])
-        fixed = np.minimum(FIXED_BUDGETS, proposed)
-        wrote = np.array([[len(step.path)] for step in steps])
-        expected = np.zeros((len(steps), 1 + proposed.max()))  # tokens by number of guesses
-        accepted = np.zeros(fixed.shape)  # guesses among the likeliest
-        for i, step in enumerate(steps):
-            expected[i, 1 : 1 + len(step.tree)] = step.tree.ranked
-            if len(step.path) > 1:
-                ranks = [step.chosen.ranking.index(row - 1) for row in step.path[1:]]  # the root is row 0
-                accepted[i] = np.searchsorted(sorted(ranks), fixed[i])
-        expected = expected.cumsum(1)
-        more = np.take_along_axis(expected, fixed, 1) - np.take_along_axis(expected, chosen, 1)
-        lengths = np.array([[step.length] for step in steps])
-        costs = self.costs.of_step(1 + fixed, lengths) * wrote / (1 + accepted)
-        tokens = wrote + self.trust() * np.maximum(more, 0)
-        stats.fixed_budgets += np.stack([tokens.sum(0), costs.sum(0)], axis=1)
-        stats.chosen_budgets += wrote.sum(), self.costs.of_step(1 + chosen, lengths).sum()
-
 
 class Budget:
     """How many guesses the steps of a call look for, and how many they verify."""
 
-    def __init__(self, guesses: int | None, pace: Pace | None, stats: Stats, is_ragged: bool = False):
+    def __init__(self, guesses: int | None, pace: Pace | None, is_ragged: bool = False):
         """guesses: most guesses of a step, over all sequences; None: let ``pace`` choose.
 
-        pace: None if nothing in this call depends on costs. stats: where regret is counted. is_ragged: as for
-        `Pace.choose`.
+        pace: None if nothing in this call depends on costs. is_ragged: as for `Pace.choose`.
         """
         self._is_ragged = is_ragged
         self.max_guesses = MAX_GUESSES if guesses is None else guesses
         """Most guesses of one sequence in a step."""
         self.pace = pace
         self._chooser = pace if guesses is None else None
-        self._stats = stats
-        self._waiting: list[Verified] = []  # steps whose regret is not counted yet
         self._timed: list[tuple[int, int, float, float | None, int]] = []  # steps that have not corrected the costs yet
 
     def limit(self, sequences: int) -> int:
@@ -255,7 +210,6 @@ class Budget:
 
     def count(
         self,
-        trees: list[GuessTree],
         chosen: list[GuessTree],
         outcome: Outcome,
         length: int,
@@ -263,7 +217,7 @@ class Budget:
         rested: bool,
         company: Company | None,
     ) -> None:
-        """Count what a step has yielded. trees: all guesses. chosen: the guesses that were verified.
+        """Count what a step has yielded. chosen: the guesses that were verified.
 
         seconds: what sources of guesses took, except those that are free. rested: whether none were looked for.
         company: `Output.company`.
@@ -274,7 +228,6 @@ class Budget:
             self._chooser.count_guesses(chosen, outcome.paths)
             if rested:
                 return
-            self._waiting += map(Verified, trees, chosen, outcome.paths, [length] * len(trees))
         tokens, sequences, rows, share = sum(map(len, outcome.paths)), len(outcome.steps), len(outcome.logits), 1.0
         if company is not None:
             share, rows, sequences = rows / company.rows, company.rows, company.sequences
@@ -287,11 +240,8 @@ class Budget:
             self.end()
 
     def end(self) -> None:
-        """Count what still waits."""
-        steps, self._waiting = self._waiting, []
+        """Let the costs follow the steps that wait."""
         timed, self._timed = self._timed, []
-        if self._chooser and steps:
-            self._chooser.count_regret(self._stats, steps)
         if self.pace:
             for step in timed:
                 self.pace.costs.follow(*step)

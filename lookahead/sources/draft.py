@@ -318,7 +318,7 @@ class DraftGuesser(Guesser):
             self._costs = step_costs(self._runner) if batch.has_rate else None
             if (engine := source.engine) is not None:
                 opening.callback(engine.add, stats)
-            budget = Budget(None, Pace(self._costs), stats) if self._costs else Budget(MAX_ROWS, None, stats)
+            budget = Budget(None, Pace(self._costs)) if self._costs else Budget(MAX_ROWS, None)
             self._inner, self._inner_pace = Combined(own.sources, own.ledger, budget, stats), budget.pace
             opening.callback(self._inner.end)
             self._inner.start(replace(batch, vocabulary=vocabulary_of(self.model), pool=own.pool))

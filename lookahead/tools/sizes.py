@@ -9,12 +9,13 @@ from transformers import PreTrainedModel
 from lookahead.compat import CACHE
 from lookahead.models.adapter import device_of
 from lookahead.passes.costs import StepCosts
-from lookahead.stats import FIXED_BUDGETS, Stats
+from lookahead.stats import Stats
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 WORTH = 1.05  # a larger batch has to be faster by this factor: whoever interrupts a batch has to decode it anew
-# Tokens that a step writes with each of FIXED_BUDGETS, before anything has been decoded: 1 + 1/2 + 1/4 + 1/6 + ...
-EXPECTED = 1 + np.array([sum(0.5 / guess for guess in range(1, budget + 1)) for budget in FIXED_BUDGETS])
+BUDGETS = np.array([0, 1, 2, 4, 8, 16, 32, 64])  # guesses of a sequence, of which the best number is taken
+# Accepted tokens of a step with each of BUDGETS, before anything has been decoded: 1/2 + 1/4 + 1/6 + ...
+EXPECTED = np.array([sum(0.5 / guess for guess in range(1, budget + 1)) for budget in BUDGETS])
 STEP_ROWS = 128  # positions that a cache allocates for guesses, at most
 
 
@@ -22,8 +23,8 @@ def best_size(costs: StepCosts, stats: Stats, length: int, most: int) -> int:
     """Return the smallest of SIZES, up to ``most``, that no larger one outdoes by much, according to step costs.
 
     Each sequence brings its own guesses, so a larger batch has larger passes, in which a row of guesses saves less.
-    What guesses yield is known from ``stats``, of the calls before; EXPECTED without them. The best budget is taken for
-    each size. length: positions of a sequence in the cache, on average.
+    What guesses yield is EXPECTED, in proportion to what the steps in ``stats`` have accepted. length: positions of a
+    sequence in the cache, on average.
     """
     rates = {size: _rate(costs, stats, length, size) for size in SIZES if size <= most}
     best = max(rates.values())
@@ -31,17 +32,16 @@ def best_size(costs: StepCosts, stats: Stats, length: int, most: int) -> int:
 
 
 def _rate(costs: StepCosts, stats: Stats, length: int, size: int) -> float:
-    """Return the tokens per second of a batch, with the best of FIXED_BUDGETS for each sequence."""
-    rows = 1 + np.array(FIXED_BUDGETS)
+    """Return the tokens per second of a batch, with the best of BUDGETS for each sequence."""
+    rows = 1 + BUDGETS
     # Overhead of a sequence: guesses are made, verified and learned for each by itself.
     overhead = costs.between(rows)
     if stats.sequence_steps:  # both may be too high: costs may have followed batches, and the first step compiles loops
         overhead = np.minimum(overhead, (stats.seconds.total() - stats.seconds["forward"]) / stats.sequence_steps)
-    if stats.fixed_budgets[:, 1].all():
-        single = stats.fixed_budgets[:, 0] / stats.fixed_budgets[:, 1]  # tokens a second of a sequence alone
-        tokens = single * costs.of_step(rows, length)
-    else:
-        tokens = EXPECTED
+    accepted = EXPECTED
+    if stats.guesses:
+        accepted = accepted * (stats.tokens_per_step - 1) / np.interp(stats.draft_length, BUDGETS, EXPECTED)
+    tokens = 1 + np.minimum(accepted, BUDGETS)
     together = costs(size * rows, length, size) + size * overhead
     return float((size * tokens / together).max())
 

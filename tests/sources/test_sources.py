@@ -394,7 +394,7 @@ def test_the_likeliest_chain_takes_the_likeliest_child_each_time():
 
 
 def combined(sources: list[GuessSource], ledger: Ledger | None = None, sequences: int = 1) -> Combined:
-    whole = Combined(sources, ledger or Ledger(sources), Budget(None, None, Stats()), Stats())
+    whole = Combined(sources, ledger or Ledger(sources), Budget(None, None), Stats())
     whole.start(Batch([[1]] * sequences, 1.0, VOCABULARY, NgramPool(0.1)))
     return whole
 
@@ -706,7 +706,7 @@ def test_a_source_earns_what_the_step_would_not_have_written_without_it(trees, e
     """The text goes on with 1, 2, 3, 4. No claim is corrected yet."""
     stats = Stats()
     sources = [Says(tree) for tree in trees]
-    budget = Budget(2 if earned[1] < 0 else 9, None, stats)
+    budget = Budget(2 if earned[1] < 0 else 9, None)
     whole = Combined(sources, Ledger(sources), budget, stats)
     whole.start(Batch([[1]], 1.0, VOCABULARY, NgramPool(0.1)))
     (tree,) = whole.propose([[0]], Limits([9], 99, 0.0, False))

@@ -19,7 +19,7 @@ from zoo import tiny_model
 
 from bench.tiny_models import random_model, tiny_config
 from lookahead.passes.costs import RUNGS, StepCosts
-from lookahead.stats import FIXED_BUDGETS, Stats
+from lookahead.stats import Stats
 from lookahead.tools import batch
 from lookahead.tools.answers import answers, beginning
 from lookahead.tools.cli import main
@@ -399,10 +399,8 @@ def test_where_guesses_yield_much_batches_are_smaller():
     costs = costs_of(lambda rows: 4 + rows)
     costs.overhead = 1.0
     sizes = []
-    for accepted in (0.1, 0.9):
-        stats = Stats()
-        tokens = np.array([sum(accepted**k for k in range(budget + 1)) for budget in FIXED_BUDGETS])
-        stats.fixed_budgets += np.stack([tokens, costs(1 + np.array(FIXED_BUDGETS), 0) + 1.0], axis=1)
+    for accepted in (0.1, 6.0):
+        stats = Stats(sequences=1, sequence_steps=100, guesses=800, tokens=101 + int(100 * accepted))
         sizes.append(best_size(costs, stats, 0, 1000))
     assert sizes[1] < sizes[0]
 
