@@ -15,6 +15,7 @@ from functools import cache
 from importlib import import_module
 from itertools import chain
 from operator import attrgetter
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -207,11 +208,20 @@ def pre_hooks(module: nn.Module) -> list[Callable]:
 def hooks_of_users(module: nn.Module) -> list[Callable]:
     """Hooks that are called before or after the module, without those that leave passes as they are.
 
-    transformers' own only collect outputs, and those of our probe act in its thread alone.
+    transformers' own only collect outputs, or ask for gradients of the embedding, which a pass of `generate` does not
+    make (gradient checkpointing leaves them behind). Those of our probe act in its thread alone.
     """
-    harmless = "transformers.utils.output_capturing", "lookahead.passes.probe"
     hooks = chain(module._forward_hooks.values(), pre_hooks(module))
-    return [hook for hook in hooks if getattr(hook, "__module__", None) not in harmless]
+    return [hook for hook in hooks if getattr(hook, "__module__", None) not in _HARMLESS and not _asks_for_grad(hook)]
+
+
+_HARMLESS = "transformers.utils.output_capturing", "lookahead.passes.probe"
+
+
+def _asks_for_grad(hook: Callable) -> bool:
+    """Whether ``enable_input_require_grads`` has set a hook."""
+    place = getattr(hook, "__module__", None), getattr(hook, "__qualname__", "").split(".<locals>")[0]
+    return place == ("transformers.modeling_utils", "PreTrainedModel.enable_input_require_grads")
 
 
 def hooks_take_keywords(module: nn.Module) -> bool:
@@ -236,7 +246,27 @@ def dictionaries_of(module: nn.Module) -> tuple[dict, tuple[dict, ...], tuple[di
 
 def has_own_call(module: nn.Module) -> bool:
     """Whether calling the module does more, or other things, than the forward of its class."""
-    return bool(hooks_of_users(module)) or "forward" in vars(module) or is_compiled(module)
+    return bool(hooks_of_users(module)) or replaces_forward(module) or is_compiled(module)
+
+
+def replaces_forward(module: nn.Module) -> bool:
+    """Whether an object has a forward in the place of its class's.
+
+    trl's trainers put one before the class's, and tell it by ``fused_lm_head=True`` to make a loss. Else it calls the
+    class's and does nothing more, so it does not count.
+    """
+    found = vars(module).get("forward")
+    function = getattr(found, "__func__", found)
+    if found is None or not isinstance(function, FunctionType):
+        return found is not None
+    code = function.__code__
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    if (function.__globals__.get("__name__"), code.co_name) != _OF_TRL or "original_forward" not in cells:
+        return True
+    return cells["original_forward"].cell_contents != MethodType(type(module).forward, module)
+
+
+_OF_TRL = "trl.trainer.utils", "_fused_forward"
 
 
 def global_hooks() -> bool:
@@ -247,9 +277,11 @@ def global_hooks() -> bool:
 def copy_of_module(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
     """A copy of a module with these children in place of its own of the same names. All else is the module's own.
 
-    What ``module.compile()`` made is left behind: it would run the module itself.
+    What ``module.compile()`` made is left behind, and a forward of trl: they would run the module itself.
     """
     copied = copy.copy(module)
+    if not replaces_forward(module):
+        vars(copied).pop("forward", None)
     copied._modules = {**module._modules, **children}
     return copied
 

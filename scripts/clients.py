@@ -110,7 +110,7 @@ def trl_grpo(wrap: Wrap) -> object:
         return [float(sum(ids) % 11) for ids in completion_ids]
 
     seen, model = [], wrap(llama())
-    texts = [text(model)]  # GRPOTrainer generates in training mode, where lookahead does not decode
+    texts = [text(model)]
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             folder, max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=12,
@@ -122,6 +122,7 @@ def trl_grpo(wrap: Wrap) -> object:
         trainer = GRPOTrainer(model, reward, args=settings, train_dataset=prompts, processing_class=tokenizer())
         trainer.add_callback(Watch)
         trainer.train()
+    assert not getattr(getattr(model, "lookahead", None), "last", lookahead.Stats()).plain  # in training mode, too
     losses = [entry.get("loss") for entry in trainer.state.log_history]
     trained = values(model)
     texts.append(text(model.eval()))

@@ -12,10 +12,15 @@ from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.models.cache import CountedCache
-from lookahead.models.families import has_page
 from lookahead.models.layers import ropes_of
 from lookahead.models.state import state_of
-from lookahead.passes.capabilities import can_batch, find_adapter, hides_padding, same_without_cache
+from lookahead.passes.capabilities import (
+    can_batch,
+    find_adapter,
+    hides_padding,
+    same_without_cache,
+    what_training_changes,
+)
 from lookahead.vocabulary import vocabulary_fingerprint
 
 # By model type, the attribute of its configuration with the length up to which attention sees all keys. Beyond it,
@@ -60,10 +65,6 @@ def why_plain(
         return "encoder-decoder models"
     if synced_gpus:
         return "with synced_gpus"
-    state = state_of(model)
-    # Of others, it is not known what they do in training mode.
-    if state.is_random or (state.is_training and not (state.is_known and has_page(model))):
-        return "in training mode (model.eval() ends it)"
     if "prepare_inputs_for_generation" in vars(model):  # as in a prompt-tuned PEFT model
         return "with a prepare_inputs_for_generation that replaces the model's"
     if generation.cache_implementation not in (None, "dynamic"):
@@ -74,7 +75,7 @@ def why_plain(
         is_absent = value is None or value is False or (isinstance(value, dict) and not value)
         if name not in KNOWN_ARGUMENTS and not is_absent:
             return f"with {_described(name, value)}"
-    if (replaced := state.why_plain()) is not None:
+    if (replaced := state_of(model).why_plain()) is not None:
         return replaced
     if modes := compat.modes_of_users():  # fused passes and our kernels run no operations of torch
         return f"in a mode that sees the operations of torch ({', '.join(modes)})"
@@ -85,6 +86,8 @@ def why_plain(
             "spread), as activations quantized in each pass make them; LookaheadConfig(allow_row_dependent=True) lets "
             "it, at the price of texts that part"
         )
+    if (change := what_training_changes(model, adapter)) is not None:
+        return f"in training mode, in which {change} (model.eval() ends it)"
     if model_kwargs.get("use_cache") is False and not same_without_cache(model, adapter):
         return "with use_cache=False a model that writes another text then"
     if len(ids) > 1 and not can_batch(model, adapter):

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.compat import copy_of_module
+from lookahead.compat import copy_of_module, replaces_forward
 from lookahead.models import recurrence
 from lookahead.models.state import PASS_ON, State, state_of
 
@@ -51,7 +51,7 @@ def why_not(model: PreTrainedModel) -> str | None:
             keeps_states = keeps_states or bool(changes)
     if not keeps_states:
         return "its layers keep their states elsewhere than in the cache"
-    moved = next((m for m in model.modules() if "forward" in vars(m)), None)
+    moved = next((m for m in model.modules() if replaces_forward(m)), None)
     if moved is not None:  # bound to the module itself, so it would run in the place of the copy
         return f"the forward of its {type(moved).__name__} was replaced, as accelerate does it"
     return None

@@ -24,9 +24,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from lookahead import compat
 from lookahead.models import attention
 from lookahead.models.origin import OF_LOOP, Foreign, Origin, code_of, enclosed, function_of, is_defined, is_own
+from lookahead.models.training import random_part
 
 PASS_ON = ("accelerate", "bitsandbytes", "peft", "torchao")
 """Packages that wrap modules, and hand masks and positions on to them as they are."""
+_OF_LORA = "peft.tuners.lora.layer", "peft.tuners.tuners_utils"  # of its layers that are in place of torch's
 _CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)  # which `LookaheadCache` stands in for
 _REGISTRIES = AttentionInterface, AttentionMaskInterface  # in which passes look up functions
 # Settings that no pass reads.
@@ -95,9 +97,12 @@ class State:
         self._flags = _flags(self._code_of_users)
         self.is_known = not (self.foreign or hooks) and all(map(is_defined, self._classes))
         """Whether torch and transformers define all that passes run."""
-        self.is_training = model.training
-        self.is_random = any(module.training and _is_random(module) for module in modules)
-        """Whether passes draw at random, or keep no keys and values, because modules are in training mode."""
+        self.in_training = tuple(i for i, module in enumerate(modules) if module.training)
+        """Which modules are in training mode."""
+        self.why_random = random_part(model, self.names) if self.in_training else None
+        """What draws at random in training mode, and is in it; None if nothing is seen that does."""
+        self.unknown_in_training = self._unknown_in_training(modules, hooks) if model.training else None
+        """Code of which it is not known what it does in training mode, if the model is in it."""
         self.is_compiled = any(map(compat.is_compiled, modules))
         """Whether the user has compiled the model or a part of it. Compiled code cannot tell that a pass is ours."""
         self._hooks_take_keywords = bool(self._global_hooks) or any(map(compat.hooks_take_keywords, modules))
@@ -142,6 +147,13 @@ class State:
             and self._origin.is_current()
             and (not self._code_of_users or _flags(self._code_of_users) == self._flags)
         )
+
+    def _unknown_in_training(self, modules: list[nn.Module], hooks: list[tuple[int, Callable]]) -> str | None:
+        for i, _ in hooks:
+            return f"a hook on {'all modules' if i < 0 else f'a {type(modules[i]).__name__}'}"
+        variants = [type(x) for module in modules for x in vars(module).get("lora_variant", {}).values()]
+        found: list[Foreign | type] = [*self.foreign, *(cls for cls in self._classes if not is_defined(cls)), *variants]
+        return next((_name(x) if isinstance(x, type) else x.place for x in found if not _drops_at_most(x)), None)
 
     def _sees_keys(self, foreign: Foreign) -> bool:
         """Whether this code stands in the place of transformers' attention, or of what that calls.
@@ -243,8 +255,11 @@ def _registered(model: PreTrainedModel) -> list[tuple[str, str, Any]]:
 def _replaced(modules: list[nn.Module], origin: Origin) -> Iterator[Foreign]:
     """Yield attributes of modules that stand in for methods of their classes, and functions of others."""
     for module in modules:
-        for name, value in vars(module).items():
-            if isinstance(value, _FUNCTIONS) and name in origin.names and (name in origin.methods or not is_own(value)):
+        replaced = {name: value for name, value in vars(module).items() if isinstance(value, _FUNCTIONS)}
+        if not compat.replaces_forward(module):
+            replaced.pop("forward", None)
+        for name, value in replaced.items():
+            if name in origin.names and (name in origin.methods or not is_own(value)):
                 yield Foreign(f"{name} of a {type(module).__name__}", value, type(module))
 
 
@@ -317,14 +332,14 @@ def _arguments(forward: Callable) -> Collection[str]:
     return inspect.signature(forward).parameters
 
 
-def _is_random(module: nn.Module) -> bool:
-    """Whether a module draws at random in training mode, or keeps no keys and values, to compute them again."""
-    own = vars(module)
-    return (
-        any(("drop" in name or "jitter" in name) and isinstance(x, float) and x for name, x in own.items())
-        or ("Dropout" in type(module).__name__ and bool(own.get("p")))
-        or bool(own.get("gradient_checkpointing"))
-    )
+def _drops_at_most(found: Foreign | type) -> bool:
+    """Whether this, if it does anything otherwise in training mode, drops numbers by a setting that is seen.
+
+    PEFT's layers for LoRA are so, and what accelerate puts before a forward: autocast and offloading.
+    """
+    is_of_peft, cls = (True, found) if isinstance(found, type) else (found.package == "peft", found.cls)
+    is_of_lora = is_of_peft and cls is not None and cls.__module__ in _OF_LORA
+    return is_of_lora or (isinstance(found, Foreign) and found.package == "accelerate")
 
 
 def _of(dictionaries: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor]:

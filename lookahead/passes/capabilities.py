@@ -5,7 +5,7 @@ decoding, because a model may accept a custom mask and ignore it.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lookahead.compat import attention_implementation, newer_than_tested
 from lookahead.config import LookaheadConfig
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device_of
-from lookahead.models.families import UnknownModelError
+from lookahead.models.families import UnknownModelError, has_page
 from lookahead.models.layers import hides_in_cache_alone, looks_up_sdpa, read_config, state_layers, why_no_branches
 from lookahead.models.state import state_of
 from lookahead.passes import probe, verdicts
@@ -33,7 +33,7 @@ _MOST_FOUND = 32  # results that are kept for a model
 _found: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary()
 
 
-def _once(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Callable[[], Any]) -> Any:
+def _once(model: PreTrainedModel, what: Hashable, cpu_kernels: bool, find: Callable[[], Any]) -> Any:
     """Return the result of ``find``, which is called once for each state of the model.
 
     cpu_kernels: whether our own kernels may be used.
@@ -166,6 +166,26 @@ def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     Probed once for each state of the model.
     """
     return _once(model, "no cache", True, lambda: probe.is_same_without_cache(model, adapter))
+
+
+def what_training_changes(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
+    """Say what passes do otherwise because parts of the model are in training mode; None if nothing.
+
+    What is seen or not known counts without a trial. The rest is probed once for each state of the model.
+    """
+    state = state_of(model)
+    if not state.in_training:
+        return None
+    if state.why_random is not None:
+        return state.why_random
+    if not model.training:  # parts of it that were added later, as adapters are
+        return None
+    if state.unknown_in_training is not None:
+        return f"it is not known what {state.unknown_in_training} does"
+    if not has_page(model):
+        return f"it is not known what {type(model).__name__} does"
+    what = "in training", state.in_training
+    return _once(model, what, True, lambda: probe.what_training_changes(model, adapter))
 
 
 def _read_or_try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:

@@ -122,6 +122,40 @@ def is_same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool
     return relative_error(torch.cat(at_once), torch.cat(cached)) <= rounding
 
 
+def what_training_changes(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
+    """Say what a model's passes do otherwise in its present mode than in evaluation mode; None if nothing.
+
+    Tried with a prompt of 8 tokens and 4 more, on a cache. Logits must be the same to the bit, and torch's generators
+    stay as they are.
+    """
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (1, 12)))
+
+    def decode() -> torch.Tensor:
+        cache = DynamicCache(config=adapter.config)
+        parts = [(0, 8), *((i, i + 1) for i in range(8, 12))]
+        return torch.cat([_plain_logits(model, adapter, tokens[:, a:b], cache, a)[0] for a, b in parts])
+
+    device = device_of(model)
+    on_cuda = [device] if device.type == "cuda" else []
+
+    def generators() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, on_cuda)]
+
+    with _as_in_generate(model):
+        expected = decode()
+    with torch.random.fork_rng(on_cuda), torch.no_grad():
+        before = generators()
+        try:
+            found = decode()
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            return f"a pass fails with {type(error).__name__}: {error}"
+        if not all(map(torch.equal, generators(), before)):
+            return "a pass draws at random"
+    return None if torch.equal(found, expected) else "the logits are others"
+
+
 def hides_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     """`capabilities.hides_padding`, tried with a prompt of 7 tokens behind 5 columns of padding, and one token more."""
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (2, 13)))

@@ -12,7 +12,7 @@ from zoo import END, tiny_model
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.cpu import choice
-from lookahead.engine import call
+from lookahead.engine import call, prefill
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.passes.capabilities import can_batch, find_adapter
 
@@ -98,6 +98,23 @@ def test_num_return_sequences(model):
     lookahead.unwrap(model)
     torch.manual_seed(5)
     assert in_step.tolist() == model.generate(ids, **options, logits_processor=drifts[1]).tolist()
+
+
+def test_equal_prompts_of_a_batch(model):
+    """As trl's GRPOTrainer hands them over: each prompt several times, among prompts of other lengths."""
+    rng = random.Random(random.randrange(1000))
+    prompts = [random_prompt(rng) for _ in range(3)]
+    order = [i for i in range(3) for _ in range(rng.randint(1, 4))]
+    rng.shuffle(order)
+    inputs = left_pad([prompts[i] for i in order])
+    options = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 20}
+    both(model, inputs, **options)  # the model is tried out, and step costs are measured
+    read, prefill_read = [], prefill._read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "_read", lambda *given: read.append(given[1].tolist()) or prefill_read(*given))
+        expected, actual = both(model, inputs, seed=rng.randrange(1000), **options)
+    assert actual.tolist() == expected.tolist(), (prompts, order)
+    assert sorted(read) == sorted(prompts[i].tolist() for i in set(order)), (prompts, order)
 
 
 def test_each_sequence_stops_on_its_own(model, inputs):

@@ -301,48 +301,6 @@ def test_a_wrapped_model_can_be_pickled(model, ids):
     assert type(lookahead.unwrap(again)) is type(lookahead.unwrap(model))
 
 
-def test_in_training_mode_the_model_decodes_by_itself():
-    """Its dropout draws anew in every pass."""
-    model = tiny_model("gpt2").train()
-    ids = torch.tensor([[5, 6, 7, 8]])
-    torch.manual_seed(0)
-    expected = model.generate(ids, max_new_tokens=20)
-    lookahead.wrap(model)
-    torch.manual_seed(0)
-    with pytest.warns(UserWarning, match="training mode"):
-        assert model.generate(ids, max_new_tokens=20).tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("changes", [{"attention_dropout": 0.5}, {}, "checkpoints", "no page", "noise"], ids=str)
-def test_in_training_mode_without_dropout(changes):
-    """As reinforcement learning generates. What draws nothing computes what it computes in evaluation mode."""
-    model = tiny_model("bloom" if changes == "no page" else "qwen3", **(changes if isinstance(changes, dict) else {}))
-    if changes == "no page":
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-            vars(module).update({name: 0.0 for name in vars(module) if "drop" in name and name[-1] == "t"})
-    ids = torch.tensor([[5, 6, 7, 8]] * 2)
-    lookahead.wrap(model)
-    model.train()
-    if changes == "noise":  # as NEFTune adds it
-        model.get_input_embeddings().register_forward_hook(
-            lambda module, _, output: output + torch.rand_like(output) if module.training else None
-        )
-    if changes == "checkpoints":
-        model.gradient_checkpointing_enable()
-    for sampling in ({"do_sample": False}, {"do_sample": True}):
-        torch.manual_seed(0)
-        found = model.generate(ids, max_new_tokens=30, **sampling)
-        assert bool(model.lookahead.last.plain) == bool(changes)
-        lookahead.unwrap(model)
-        torch.manual_seed(0)
-        assert model.generate(ids, max_new_tokens=30, **sampling).tolist() == found.tolist()
-        lookahead.wrap(model)
-    model(ids, labels=ids).loss.backward()  # what generate() has computed leaves nothing behind
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-
-
 def test_decode_refuses_beams(model, ids):
     with pytest.raises(ValueError, match="num_beams=3"):
         model.generate(ids, num_beams=3, max_new_tokens=5, custom_generate=lookahead.decode)
