@@ -2,6 +2,7 @@
 
 Prompts are in Spec-Bench's JSONL format. They are batched in their order, with padding to the left. For each batch the
 methods run in turn, in an order that rotates from repeat to repeat; the time of a method is the median of its repeats.
+A call of one token for each prompt is timed in the same way, and says what the prompts take.
 Greedy texts are compared with plain decoding of the batch and of each prompt alone; sampled texts are other draws.
 
     python scripts/compare_batches.py --model M --prompts FILE.jsonl --sizes 1,2,4,8
@@ -50,15 +51,15 @@ def watch_caches(model: PreTrainedModel) -> Iterator[list[int]]:
 
 def markdown(rows: list[dict], where: dict) -> str:
     why = where["note"]
-    columns = ["batch", "method", "tokens/s", "speed-up", "tokens/step of a sequence", "largest cache, MiB",
-               "identical"]  # fmt: skip
+    columns = ["batch", "method", "tokens/s", "speed-up", "ms/token", "ms/token behind the prompts",
+               "tokens/step of a sequence", "largest cache, MiB", "identical"]  # fmt: skip
     cells = [
         [row["batch"], row["method"], f"{row['tokens_per_second']:.1f}", None if why else row["speedup"],
-         row["tokens_per_step"], f"{row['cache_mib']:.1f}",
+         1000 / row["tokens_per_second"], row["ms_behind_prompts"], row["tokens_per_step"], f"{row['cache_mib']:.1f}",
          None if row["identical"] is None else f"{row['identical']}/{row['prompts']}"]
         for row in rows
     ]  # fmt: skip
-    return heading(where) + table(columns, cells, "rlrrrrr") + "\n"
+    return heading(where) + table(columns, cells, "rlrrrrrrr") + "\n"
 
 
 @click.command(help=__doc__.split("\n")[0])
@@ -88,11 +89,13 @@ def main(
     def encode(batch: list[str]) -> BatchEncoding:
         return tokenizer(batch, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
 
-    def run(inputs: BatchEncoding, seed: int, pools: list[NgramPool | None], method: str, repeat: int = 0) -> dict:
-        """Call a method. pools: the shared pool of each repeat."""
+    def run(
+        inputs: BatchEncoding, seed: int, pools: list[NgramPool | None], method: str, repeat: int = 0, **others: int
+    ) -> dict:
+        """Call a method. pools: the shared pool of each repeat. others: options in place of the usual ones."""
         if method != "plain":
             lookahead.wrap(model, config, pools[repeat] if method == "shared pool" else None)
-        texts, seconds = timed(model, inputs, options, seed)
+        texts, seconds = timed(model, inputs, options | others, seed)
         stats = None if method == "plain" else model.lookahead.last
         lookahead.unwrap(model)
         return {"texts": texts, "seconds": seconds, "stats": stats}
@@ -106,20 +109,26 @@ def main(
     for size in sizes:
         batches = [texts[begin : begin + size] for begin in range(0, len(texts), size)]
         shared = [NgramPool() for _ in range(repeats)]  # in each repeat, it has seen the earlier batches once
-        totals = {m: {"seconds": 0.0, "tokens": 0, "identical": 0, "stats": lookahead.Stats()} for m in METHODS}
+        totals = {
+            m: {"seconds": 0.0, "prompts": 0.0, "tokens": 0, "identical": 0, "stats": lookahead.Stats()}
+            for m in METHODS
+        }
         for method in METHODS:  # warm up, and look at the memory, because that takes time
             with watch_caches(model) as caches:
                 run(encode(batches[0]), 0, [None], method)
             totals[method]["cache"] = max(caches, default=0)
         with click.progressbar(list(enumerate(batches)), label=f"batches of {size}", file=sys.stderr) as progress:
             for number, batch in progress:
-                calls = in_turn(METHODS, repeats, number, partial(run, encode(batch), number, shared))
+                run_batch = partial(run, encode(batch), number, shared)
+                calls = in_turn(METHODS, repeats, number, run_batch)
+                first_tokens = in_turn(METHODS, repeats, number, partial(run_batch, max_new_tokens=1))
                 plain = calls["plain"][0]["texts"]
                 for method, total in totals.items():
                     first = calls[method][0]
                     written = [up_to_its_end(text, ends) for text in first["texts"]]
                     total["tokens"] += sum(map(len, written))
                     total["seconds"] += statistics.median(call["seconds"] for call in calls[method])
+                    total["prompts"] += statistics.median(call["seconds"] for call in first_tokens[method])
                     if alone:
                         expected = alone[number * size :][: len(batch)]
                         same = zip(first["texts"], plain, written, expected, strict=True)
@@ -128,10 +137,12 @@ def main(
                         total["stats"] += first["stats"]
         for method, total in totals.items():
             rate = total["tokens"] / total["seconds"]
+            behind = total["seconds"] - total["prompts"], max(total["tokens"] - len(texts), 1)
             rows.append({
                 "batch": size,
                 "method": method,
                 "tokens_per_second": rate,
+                "ms_behind_prompts": 1000 * behind[0] / behind[1],
                 "speedup": rate * totals["plain"]["seconds"] / totals["plain"]["tokens"],
                 "tokens_per_step": total["stats"].tokens_per_step if method != "plain" else 1.0,
                 "cache_mib": total["cache"] / 2**20,
