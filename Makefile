@@ -70,6 +70,7 @@ test-clients:
 	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" sh scripts/peers/install.sh .peers clients
 	.peers/clients/bin/python scripts/clients.py
 	.peers/clients/bin/python scripts/doc_blocks.py docs/recipes.md
+	.peers/clients/bin/python scripts/grpo_step.py --steps 2 --repeats 1 --samples 4 --max-new-tokens 12
 
 # All that is to be measured on a GPU, by PYTHON and what is installed there: nothing is downloaded. It ends after nine
 # minutes; make it again, and it goes on. GPU_FLAGS="--device cpu --small" rehearses it without a GPU.

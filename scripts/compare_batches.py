@@ -20,11 +20,10 @@ from transformers import BatchEncoding, PreTrainedModel
 import lookahead
 from bench import cli
 from bench.pages import command_line, heading, table, write_results
-from bench.timing import decoding_options, in_turn, timed, why_no_ratios
+from bench.timing import decoding_options, in_turn, load_for_batches, timed, why_no_ratios
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.compat import CACHE
 from lookahead.passes.environment import environment
-from lookahead.tools.loading import load
 from lookahead.tools.prompts import read_prompts, up_to_its_end
 
 METHODS = ("plain", "fresh pool", "shared pool")
@@ -77,10 +76,7 @@ def markdown(rows: list[dict], where: dict) -> str:
 def main(
     model_name, prompts_file, sizes, dtype, device, max_new_tokens, temperature, repeats, limit, budget, out
 ) -> None:
-    model, tokenizer = load(model_name, dtype, device)
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    model, tokenizer = load_for_batches(model_name, dtype, device)
     texts = [prompt["turns"][0] for prompt in read_prompts(prompts_file, limit)]
     options = {**decoding_options(max_new_tokens, temperature), "pad_token_id": tokenizer.pad_token_id}
     ends = model.generation_config.eos_token_id

@@ -25,10 +25,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 import lookahead
 from bench import cli
 from bench.pages import command_line, heading, table, write_results
-from bench.timing import in_turn
+from bench.timing import in_turn, load_for_batches
 from lookahead.passes.environment import environment
 from lookahead.tools.contention import Span, watch, why_no_ratio
-from lookahead.tools.loading import load
 from lookahead.tools.prompts import read_prompts, source_prompts, up_to_its_end
 
 METHODS = "plain", "lookahead"
@@ -147,10 +146,7 @@ def markdown(rows: list[dict], where: dict) -> str:
 def main(
     model_name, prompts_file, dtype, device, limit, repeats, steps, prompts_per_step, samples, max_new_tokens, out
 ) -> None:
-    model, tokenizer = load(model_name, dtype, device)
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    model, tokenizer = load_for_batches(model_name, dtype, device)
     given = read_prompts(prompts_file, limit) if prompts_file else source_prompts(limit or 8)
     texts = [prompt["turns"][0] for prompt in given]
     asked = [{"prompt": [{"role": "user", "content": text}] if tokenizer.chat_template else text} for text in texts]

@@ -6,12 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from transformers import BatchEncoding, PreTrainedModel
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.passes.costs import synchronize
 from lookahead.tools.contention import Span, watch, why_no_ratio
+from lookahead.tools.loading import load
 
 _spans: list[Span] = []  # of the calls of `timed`
+
+
+def load_for_batches(name: str | None, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer, which pads to the left, with the end token if it has no other. As `load`."""
+    model, tokenizer = load(name, dtype, device)
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
 
 
 def in_turn(methods: Sequence[str], repeats: int, first: int, call: Callable[[str, int], object]) -> dict[str, list]:
