@@ -505,3 +505,11 @@ def gguf_class(name: str) -> Any:
 def gguf_name(ggml_type: int) -> str:
     """The name of a form of blocks."""
     return import_module("transformers.integrations.gguf.dequant").GGML_NAME.get(ggml_type, str(ggml_type))
+
+
+# -- parsing of answers -----------------------------------------------------------------------------------------------
+
+
+def unread(parser: Any) -> str:
+    """The end of what transformers' response parser was fed: the text that may be the beginning of a mark."""
+    return parser._buffer[parser._pos :]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lookahead import DEMO_MODEL
-from lookahead.tools.server.parsing import REASONING, TEXT, Call, Parser, response_template
+from lookahead.tools.server.parsing import REASONING, TEXT, Call, Parser, Trim, response_template
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
 AS_JSON = HEAD + "{# <tool_call> #}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -29,12 +29,21 @@ def tokenizer():
 
 def parts(tokenizer, template, text, prompt=PROMPT, size=1):
     """Return what a parser tells of a text that comes in pieces of some characters; equal kinds are joined."""
+    return parts_of_pieces(tokenizer, template, [text[at : at + size] for at in range(0, len(text), size)], prompt)
+
+
+def parts_of_pieces(tokenizer, template, pieces, prompt=PROMPT):
     tokenizer.chat_template = template
     found = response_template(tokenizer, ["<|im_end|>", "<|end|>"])
-    parser = Parser(tokenizer, found, prompt, TOOLS)
-    told = [part for at in range(0, len(text), size) for part in parser.feed(text[at : at + size])]
+    parser, trim = Parser(tokenizer, found, prompt, TOOLS), Trim()
     joined = []
-    for part in [*told, *parser.finish()]:
+    for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish()]:
+        if isinstance(part, Call):
+            trim.drop()
+        elif shown := trim.feed(*part):
+            part = part[0], shown
+        else:
+            continue
         if joined and not isinstance(part, Call) and not isinstance(joined[-1], Call) and joined[-1][0] == part[0]:
             joined[-1] = part[0], joined[-1][1] + part[1]
         else:
@@ -99,3 +108,26 @@ def test_nothing_is_lost_and_nothing_raises(pieces, size):
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
     words = "".join(part[1] for part in told if not isinstance(part, Call))
     assert words.count("a") >= text.count("a") - text.count("arguments") - 3 * len(calls)
+
+
+xml = st.lists(st.sampled_from([
+    "<tool_call>\n<function=f>\n", "</function>\n</tool_call>", "<parameter=a>\n7\n</parameter>", "<", "a\n", "<|end|>",
+]), max_size=10)  # fmt: skip
+
+
+@given(st.one_of(pieces.map(lambda one: (AS_JSON, one)), xml.map(lambda one: (AS_XML, one))), st.randoms())
+def test_parts_do_not_depend_on_the_pieces(written, random):
+    """How many tokens a step writes depends on guesses, so what comes in one piece does, too."""
+    template, tokens = written
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    ends = sorted(random.sample(range(len(tokens) + 1), random.randint(0, len(tokens))))
+    cut = ["".join(tokens[at:end]) for at, end in zip([0, *ends], [*ends, len(tokens)], strict=True)]
+    assert parts_of_pieces(tokenizer, template, cut) == parts_of_pieces(tokenizer, template, tokens)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_call_that_is_cut_off_is_the_whole_text_behind_a_good_one(tokenizer, size):
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for cut in range(12, len(call) - 12):
+        told = parts(tokenizer, AS_JSON, f"{call}\n{call[:cut]}", size=size)
+        assert told == [Call("f", "{}"), (TEXT, call[:cut].rstrip())], cut

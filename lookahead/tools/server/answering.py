@@ -12,7 +12,7 @@ from lookahead.engine.recording import Recorder
 from lookahead.stats import Stats
 from lookahead.step import Step
 from lookahead.streaming import CONTEXT, StopWhenAsked, TextPieces, without_half_character
-from lookahead.tools.server.parsing import TEXT, Call, Parser
+from lookahead.tools.server.parsing import TEXT, Call, Parser, Trim
 from ngram_pool import GuessTree
 
 BYTES = 4  # tokens that a character may take
@@ -159,7 +159,7 @@ class Writer(Recorder):
         self._end_text = one_call
         self._texts = TextPieces(tokenizer, with_special=parser is not None)
         self._parser = parser
-        self._pieces = Pieces(stops)
+        self._pieces, self._trim = Pieces(stops), Trim()
         self._probabilities = probabilities
         self._send = send
         self._new: list[int] = []
@@ -229,6 +229,7 @@ class Writer(Recorder):
             return
         self._words(self._pieces.release())
         if self._pieces.stop is None:
+        self._trim.drop()
             self.calls.append(part)
             self._send(part)
             if self._end_text is not None:
@@ -237,6 +238,8 @@ class Writer(Recorder):
     def _words(self, pieces: Sequence[tuple[str, str]]) -> None:
         for kind, text in pieces:
             if kind == TEXT:
+            if self._parser is not None and not (text := self._trim.feed(kind, text)):
+                continue
                 self.text += text
             self._send(Words(kind, text, self._likelihoods(), self.count))
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lookahead.compat import unread
+
 TEXT, REASONING = "text", "reasoning"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names of it in response templates
 
@@ -83,18 +85,24 @@ def _before_answers(tokenizer: PreTrainedTokenizerBase) -> str:
 class Parser:
     """Parses an answer as it comes. What transformers' parser fails at is handed on as text.
 
-    Blanks around the parts that it finds are left out.
+    The parts are the same however the answer is cut into pieces.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: dict, prompt: str, tools: list[Any] | None):
         """prompt: what stands before the answer, for a chat template may have begun it."""
-        self._unseen = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or r"(?!)")
+        special = "|".join(map(re.escape, tokenizer.all_special_tokens)) or r"(?!)"
+        self._unseen = re.compile(special)
+        self._units = re.compile(rf"{special}|\w+|.", re.DOTALL)
         self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)  # None: it has failed
-        self._held = ""  # what no event has shown yet
-        self._kind, self._blanks, self._has_begun = TEXT, "", False
+        self._held = ""  # what no part has shown yet
+        self._may_fail = False  # whether a part has begun that is read when it ends
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that ``text`` continues or completes. It may hold special tokens."""
+        # An error, or a call that cannot be read, takes all that was fed at once with it. So little is.
+        return [part for unit in self._units.findall(text) for part in self._feed(unit)]
+
+    def _feed(self, text: str) -> list[Part]:
         self._held += text
         if self._parser is None:
             return self._as_text()
@@ -102,7 +110,10 @@ class Parser:
             events = self._parser.feed(text)
         except Exception:  # parsers raise errors of many kinds
             return self._as_text()
-        return self._parts(events)
+        parts = self._parts(events, text)
+        if self._parser is not None and not self._may_fail:
+            self._held = unread(self._parser)
+        return parts
 
     def finish(self) -> list[Part]:
         """Return what was held back. The text may end in the middle of a part."""
@@ -112,31 +123,38 @@ class Parser:
             _, events = self._parser.finalize()
         except Exception:  # as above
             return self._as_text()
-        return self._parts(events)
+        return self._parts(events, "")
 
-    def _parts(self, events: list[dict]) -> list[Part]:
-        calls = [event for event in events if event["type"] == "region_close" and event.get("field") == "tool_calls"]
-        if not all(_is_call(event.get("value")) for event in calls):
-            return self._as_text()
+    def _parts(self, events: list[dict], text: str) -> list[Part]:
+        """text: what was fed last."""
         parts: list[Part] = []
         for event in events:
-            name, text = event.get("field"), event.get("text")
-            if event["type"] == "region_chunk" and not event.get("dirty") and text:
-                self._held = self._held.partition(text)[2]
-                if name in REASONING_FIELDS or name == "content":
-                    parts += self._trimmed(TEXT if name == "content" else REASONING, text)
-            elif event["type"] == "region_close" and name == "tool_calls":
-                self._held, self._blanks = "", ""
+            name, is_clean = event.get("field"), event["type"] == "region_chunk" and not event.get("dirty")
+            if event["type"] == "region_close" and name == "tool_calls":
+                if not _is_call(event.get("value")):
+                    return parts + self._as_text()
                 parts.append(_call(event["value"]["function"]))
+            elif is_clean and (name in REASONING_FIELDS or name == "content"):
+                shown = self._unseen.sub("", event["text"])
+                parts += [(TEXT if name == "content" else REASONING, shown)] if shown else []
+            if event["type"] == "region_close" and self._may_fail:
+                self._held = text
+            self._may_fail = event["type"] != "region_close" and not is_clean
         return parts
 
     def _as_text(self) -> list[Part]:
-        self._parser, text, self._held = None, self._held, ""
-        text, self._blanks = self._blanks + self._unseen.sub("", text), ""
+        self._parser, text, self._held = None, self._unseen.sub("", self._held), ""
         return [(TEXT, text)] if text else []
 
-    def _trimmed(self, kind: str, text: str) -> list[Part]:
-        text = self._unseen.sub("", text)
+
+class Trim:
+    """Leaves out the blanks around reasoning and text, which the marks between the parts of an answer leave."""
+
+    def __init__(self) -> None:
+        self._kind, self._blanks, self._has_begun = TEXT, "", False
+
+    def feed(self, kind: str, text: str) -> str:
+        """Return what is certain of a text of this kind."""
         if kind != self._kind:
             self._kind, self._blanks, self._has_begun = kind, "", False
         text = self._blanks + text
@@ -144,7 +162,11 @@ class Parser:
             text = text.lstrip()
         shown = text.rstrip()
         self._blanks, self._has_begun = text[len(shown) :], self._has_begun or bool(shown)
-        return [(kind, shown)] if shown else []
+        return shown
+
+    def drop(self) -> None:
+        """Leave out the blanks so far: a call follows."""
+        self._blanks = ""
 
 
 def _is_call(value: Any) -> bool:
