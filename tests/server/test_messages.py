@@ -153,6 +153,24 @@ def test_thinking_and_calls_are_blocks(writing):
     assert answer["stop_reason"] == told[-2][1]["delta"]["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize(
+    ("written", "stop", "told"),
+    [
+        ("See\n\nx", "\n\n", [("text", "See")]), ("\n\nSee", "\n\n", []), ("See: x", ": ", [("text", "See")]),
+        ("<think>a b\n\nc</think>See", "\n\n", [("thinking", "a b")]),
+        ("<think>a b</think>See", "</think>", [("thinking", "a b")]),
+        ('See <tool>{"name": "f", "x": 1}</tool>', ": 1", [("text", 'See <tool>{"name": "f", "x"')]),
+    ],
+)  # fmt: skip
+def test_a_stop_sequence_is_told_wherever_it_is_found(writing, written, stop, told):
+    """Blanks around the parts of an answer are left out, but they may end it; so may marks, which no part shows."""
+    body = {"messages": [{"role": "user", "content": written}], "max_tokens": 300, "temperature": 0}
+    whole = ask(writing, MESSAGES, **body, stop_sequences=["never", stop])[1]
+    assert [(block["type"], block[block["type"]]) for block in whole["content"]] == told
+    for delta in (whole, events(writing, **body, stop_sequences=["never", stop])[-2][1]["delta"]):
+        assert (delta["stop_reason"], delta["stop_sequence"]) == ("stop_sequence", stop)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_may_be_asked_to_end_with_its_first_call(writing, stream):
     text = "".join(f'<tool>{{"name": "{name}", "arguments": {{}}}}</tool> ' for name in "fg") + "and more"

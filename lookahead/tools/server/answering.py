@@ -76,18 +76,19 @@ class Stop(StopWhenAsked):
         self._reach = CONTEXT + BYTES * max(map(len, stops), default=0)  # tokens among which a stop string ends
         self.has_ended = False
         """Whether the model or a stop string has ended the text."""
+        self.found: str | None = None
+        """The stop string that has."""
 
     def ask(self) -> None:
         """End the text with its next token."""
         self.asked = True
 
     def ends(self, new: list[int]) -> bool:
-        is_stop = False
         if self._stops:
-            text = self._tokenizer.decode(new[-self._reach :], skip_special_tokens=True)
-            is_stop = any(one in text for one in self._stops)
-        self.has_ended = is_stop or new[-1] in self._ends
-        return is_stop or super().ends(new)
+            text = str(self._tokenizer.decode(new[-self._reach :], skip_special_tokens=True))
+            self.found = first_stop(text, self._stops)
+        self.has_ended = self.found is not None or new[-1] in self._ends
+        return self.found is not None or super().ends(new)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return input_ids.new_tensor([self.ends(input_ids[0, self._prompt :].tolist())], dtype=torch.bool)
@@ -118,9 +119,9 @@ class Pieces:
         if self.stop is not None:
             return certain
         self._kind, text = kind, self._held + text
-        end = before_stop(text, self._stops)
-        if end < len(text):
-            self.stop = next(stop for stop in self._stops if text.startswith(stop, end))
+        self.stop = first_stop(text, self._stops)
+        if self.stop is not None:
+            end = text.find(self.stop)
         else:
             end = min(len(text) - undecided(text, self._stops), len(without_half_character(text)))
         self._held = "" if self.stop is not None else text[end:]
@@ -132,9 +133,9 @@ class Pieces:
         return [(self._kind, held)] if held else []
 
 
-def before_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Return the number of characters before the first stop string."""
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
+def first_stop(text: str, stops: tuple[str, ...]) -> str | None:
+    """Return the stop string that begins first; the first of those that begin together; None if there is none."""
+    return min((stop for stop in stops if stop in text), key=text.find, default=None)
 
 
 def undecided(text: str, stops: tuple[str, ...]) -> int:
@@ -190,10 +191,10 @@ class Writer(Recorder):
             self._part(part)
         self._words(self._pieces.release())
 
-    def finish(self, has_ended: bool, cached: int) -> End:
-        """Return how the answer has ended. has_ended: not because it is as long as it may be."""
-        reason = "stop" if has_ended or self._has_its_call else "length"
-        return End(reason, self._pieces.stop, self.count, cached)
+    def finish(self, stop: Stop, cached: int) -> End:
+        """Return how the answer has ended. A stop string in a mark or a call is in no text."""
+        reason = "stop" if stop.has_ended or self._has_its_call else "length"
+        return End(reason, self._pieces.stop or stop.found, self.count, cached)
 
     @property
     def is_whole(self) -> bool:
@@ -228,8 +229,8 @@ class Writer(Recorder):
             self._words(self._pieces.feed(*part))
             return
         self._words(self._pieces.release())
-        if self._pieces.stop is None:
         self._trim.drop()
+        if self._pieces.stop is None:
             self.calls.append(part)
             self._send(part)
             if self._end_text is not None:
@@ -237,9 +238,9 @@ class Writer(Recorder):
 
     def _words(self, pieces: Sequence[tuple[str, str]]) -> None:
         for kind, text in pieces:
-            if kind == TEXT:
             if self._parser is not None and not (text := self._trim.feed(kind, text)):
                 continue
+            if kind == TEXT:
                 self.text += text
             self._send(Words(kind, text, self._likelihoods(), self.count))
 

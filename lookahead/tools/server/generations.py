@@ -252,10 +252,10 @@ class Generations(Worker):
         if cache is not None:
             self._prefixes.keep(ids, cache)
         conversation = prompt.conversation
-        if conversation is not None and writer.is_whole and not stop.asked:
+        if conversation is not None and writer.is_whole and stop.found is None and not stop.asked:
             said = conversation.with_answer(writer.text, writer.calls)
             self._written.keep(said, conversation.rendered, ids)
-        return writer.finish(stop.has_ended, cached)
+        return writer.finish(stop, cached)
 
     def _read(self, ids: list[int], cache: DynamicCache) -> Generator[Future, Any, DynamicCache | None]:
         """Let the cache hold the beginning of a prompt, and keep a copy of it. Return what `_generate` does of it."""
