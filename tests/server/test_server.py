@@ -25,9 +25,10 @@ from server_process import ENVIRONMENT, ROOT, SERVE, ask, running
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lookahead import DEMO_MODEL, NgramPool
+from lookahead.stats import Stats
 from lookahead.tools.cli import main
 from lookahead.tools.server import make_app
-from lookahead.tools.server.answering import Pieces
+from lookahead.tools.server.answering import Pieces, Probabilities, Writer
 from lookahead.tools.server.app import Server
 from lookahead.tools.server.metrics import Metrics, exposition
 from lookahead.tools.server.parsing import REASONING, TEXT
@@ -261,6 +262,32 @@ def test_a_piece_is_held_back_for_a_stop_string_alone(pieces, stops):
         held = seen[len(handed) :]
         assert seen.startswith(handed)
         assert not held or any(stop.startswith(held) for stop in stops)
+
+
+@given(st.text("ab \n\u00e9\U0001f389", max_size=8), st.booleans(), st.randoms())
+def test_probabilities_do_not_depend_on_the_steps(tokenizer, text, ends, random):
+    """How many tokens a step writes depends on guesses."""
+    ids = tokenizer(text).input_ids + [tokenizer.eos_token_id] * ends
+
+    def told(steps: list[list[int]]) -> list[tuple[str, list[str]]]:
+        """Return the pieces, and the tokens of their probabilities."""
+        pieces, all_ids = [], torch.zeros(1, 1, dtype=torch.long)
+        probabilities = Probabilities(tokenizer, 1, 0)
+        writer = Writer(tokenizer, None, ("\n\n",), probabilities, pieces.append)
+        writer.put(all_ids)
+        writer.begin([], Stats())
+        for step in steps:
+            for token in step:
+                probabilities(all_ids, torch.zeros(1, len(tokenizer)))
+                writer.put(torch.tensor([token]))
+                all_ids = torch.cat([all_ids, torch.tensor([[token]])], 1)
+            writer.record(0, None, None, [], [])
+        writer.end()
+        return [(piece.text, [each.token for each in piece.likelihoods]) for piece in pieces]
+
+    cuts = sorted(random.sample(range(len(ids) + 1), random.randint(0, len(ids))))
+    steps = [ids[at:end] for at, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    assert told(steps) == told([[token] for token in ids])
 
 
 def test_reasoning_and_answer_are_kept_apart():

@@ -144,7 +144,10 @@ def undecided(text: str, stops: tuple[str, ...]) -> int:
 
 
 class Writer(Recorder):
-    """A streamer that hands an answer on, piece by piece. Tokens that one step has written make one piece."""
+    """A streamer that hands an answer on, piece by piece. Tokens that one step has written make one piece.
+
+    With probabilities, each token makes one, so that a piece has those of its own tokens, however many a step writes.
+    """
 
     def __init__(
         self,
@@ -207,11 +210,12 @@ class Writer(Recorder):
 
     def _write(self) -> None:
         new, self._new = self._new, []
-        self.count += len(new)
-        if new:
-            if self._probabilities is not None:
-                self._probabilities.see(new[-1:])
-            self._hand_over(self._texts.add(new))
+        if new and self._probabilities is not None:
+            self._probabilities.see(new[-1:])
+        size = len(new) if self._probabilities is None else 1
+        for at in range(0, len(new), size or 1):
+            self.count += size
+            self._hand_over(self._texts.add(new[at : at + size]))
 
     def _hand_over(self, text: str) -> None:
         if not text:
@@ -245,7 +249,7 @@ class Writer(Recorder):
             self._send(Words(kind, text, self._likelihoods(), self.count))
 
     def _likelihoods(self) -> list[Likelihood]:
-        return self._probabilities.told() if self._probabilities is not None else []
+        return self._probabilities.told(self.count) if self._probabilities is not None else []
 
 
 class Probabilities(LogitsProcessor):
@@ -255,7 +259,8 @@ class Probabilities(LogitsProcessor):
         """count: of the likeliest tokens that are named with each."""
         self._tokenizer, self._prompt, self._count = tokenizer, prompt, count
         self._row: np.ndarray | None = None  # of the token that comes next
-        self._told: list[Likelihood] = []
+        self._told: list[Likelihood] = []  # of all tokens
+        self._shown = 0  # tokens of which it was returned
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.see(input_ids[0, self._prompt :].tolist()[-1:])
@@ -271,9 +276,9 @@ class Probabilities(LogitsProcessor):
         token, *named = ((str(self._tokenizer.decode([one])), _finite(row[one])) for one in (last[0], *top_k))
         self._told.append(Likelihood(*token, named))
 
-    def told(self) -> list[Likelihood]:
-        """Return what was noted since this was last asked."""
-        told, self._told = self._told, []
+    def told(self, count: int) -> list[Likelihood]:
+        """Return what was noted of the first ``count`` tokens of the answer, but for what was returned before."""
+        told, self._shown = self._told[self._shown : count], count
         return told
 
 
