@@ -1,7 +1,8 @@
 """What the probe has found right, kept in the user's cache directory for later processes.
 
 A verdict depends on all that `models.state` sees, on the versions of the libraries, and on our own code. So it is kept
-only where torch and transformers define all that a pass runs. Other models are tried anew in each process.
+only where torch and transformers define all that a pass runs. Other models are tried anew in each process, and so are
+compiled ones, whose code nobody can name.
 """
 
 import json
@@ -26,7 +27,7 @@ FOLDER = Path(platformdirs.user_cache_dir("lookahead")) / "verdicts"
 def path_of(model: PreTrainedModel, *depends_on: object) -> Path | None:
     """Name the file of a verdict; None if it is not to be kept. depends_on: all else that it depends on."""
     state = state_of(model)
-    if not state.is_known:
+    if not state.is_known or state.is_compiled:
         return None
     text = repr((environment(model), native.CAPABILITY, _our_code(), state.text, depends_on))
     return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_128_hexdigest(text.encode())}.json"

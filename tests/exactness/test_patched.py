@@ -1005,6 +1005,18 @@ def test_a_verdict_is_on_what_it_was_found_for(change, kept):
     assert count
 
 
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.model.layers[0].self_attn])
+def test_a_compiled_model_is_tried_itself(part, kept):
+    """What is compiled cannot tell that a pass is ours, so it does not look up our attention."""
+    lookahead.wrap(tiny_model("llama"), CONFIG)
+    before, other = list(kept.iterdir()), tiny_model("llama")
+    usual = text_of(copy.deepcopy(other))
+    part(other).compile(backend="eager")
+    assert text_of(lookahead.wrap(other, CONFIG)) == usual
+    assert not find_adapter(other).splits_attention
+    assert list(kept.iterdir()) == before
+
+
 def test_verdicts_on_code_of_users_are_not_kept(kept, monkeypatch):
     monkeypatch.setattr(llama.LlamaMLP, "forward", scaled(llama.LlamaMLP.forward))
     lookahead.wrap(tiny_model("llama"), CONFIG)
