@@ -363,10 +363,15 @@ def test_errors_of_other_requests(address, client):
             client.completions.create(model=MODEL, prompt=prompt)
     with pytest.raises(openai.NotFoundError, match="Not Found"):
         client.post("/nowhere", body={}, cast_to=object)
-    bad = urllib.request.Request(f"{address}/v1/completions", b"[1", {"Content-Type": "application/json"})
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(bad, timeout=30)
-    assert json.load(caught.value)["error"]["message"] == "the body must be a JSON object"
+    for body, says in (
+        (b"[1]", "the body must be a JSON object"),
+        (b'{"prompt": "x",\n"n" 2}', "the body must be a JSON object: Expecting ':' delimiter: line 2 column 5"),
+        (b'{"seed": %s}' % (b"9" * 5000), "the body must be a JSON object: Exceeds the limit"),
+    ):
+        bad = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(bad, timeout=30)
+        assert json.load(caught.value)["error"]["message"].startswith(says)
 
 
 FAILING = f"""if True:

@@ -223,8 +223,8 @@ class Server:
         """Return what a request says, its wishes and its prompts. Raises RefusedError."""
         try:
             said = json.loads(body)
-        except (ValueError, RecursionError):
-            said = None
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(f"the body must be a JSON object: {error}") from error
         if not isinstance(said, dict):
             raise RefusedError("the body must be a JSON object")
         reader = self.reader
