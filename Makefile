@@ -9,6 +9,7 @@ NATIVE_FLAGS ?=
 VENV := .venv
 INSTALLED := $(VENV)/installed
 WITH_TESTS := $(VENV)/installed-with-tests
+CPP := lookahead/cpu/*.cpp lookahead/cpu/*.h ngram_pool/*.cpp ngram_pool/*.h
 VLLM := .peers/vllm
 
 .PHONY: demo lint test test-core test-versions test-native test-vllm test-clients gpu docs format clean
@@ -85,7 +86,7 @@ format: $(WITH_TESTS)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard lookahead/cpu/*.cpp lookahead/cpu/*.h)
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard $(CPP))
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable ".[gguf]"
 	touch $@
@@ -99,4 +100,4 @@ $(VENV)/installed-with-docs: $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .peers .versions .native lookahead/cpu/kernels
+	rm -rf $(VENV) .peers .versions .native lookahead/cpu/kernels ngram_pool/kernels

@@ -1,9 +1,9 @@
-"""Builds the C++ into the package: a library for each kind of processor, of which `lookahead.cpu.native` loads one.
+"""Builds the C++ into the packages: libraries for each kind of processor (`lookahead.cpu`) or for all (`ngram_pool`).
 
     pip install .                             # as pip does
     python setup.py build_kernels --inplace   # into the sources, as an editable install does
 
-Where it cannot be built, the install succeeds all the same, and `kernels/missing.txt` holds the reason for `native`.
+Where they cannot be built, the install succeeds all the same, and `kernels/missing.txt` holds the reason.
 """
 
 import os
@@ -25,9 +25,9 @@ from setuptools import Command, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
-KERNELS = Path("lookahead", "cpu")
-SOURCES = Path(__file__).parent / KERNELS
-cpp = SimpleNamespace(**runpy.run_path(str(SOURCES / "cpp.py")))  # the package itself would import torch
+ROOT = Path(__file__).parent
+KERNELS, POOL = Path("lookahead", "cpu"), Path("ngram_pool")  # the packages with C++
+cpp = SimpleNamespace(**runpy.run_path(str(ROOT / POOL / "cpp.py")))  # the package itself would import numpy
 # Set where a wheel is built for another processor than this one, as linux-aarch64; sysconfig reads it, too.
 TARGET = os.environ.get("_PYTHON_HOST_PLATFORM", "")
 IS_X86 = (TARGET or platform.machine()).endswith(("x86_64", "AMD64"))
@@ -39,6 +39,8 @@ FLAVOURS = {  # compiler options by the processor's capability, in torch's words
     "AVX2": ("-mavx2", "-mfma"),
     "DEFAULT": (),
 }
+# The pool's loops write the same bits everywhere, so nothing is contracted.
+KINDS = {KERNELS: FLAVOURS if IS_X86 else {"DEFAULT": ()}, POOL: {"DEFAULT": ("-ffp-contract=off", "-DNDEBUG")}}
 IS_MAC = platform.system() == "Darwin"
 # Apple's compiler knows OpenMP's pragmas, but not the option of the others.
 OPENMP = ("-Xclang", "-fopenmp") if IS_MAC else ("-fopenmp",)
@@ -112,25 +114,25 @@ def link(library: Path, compiler: list[str], objects: Iterable[Path], linking: I
     call([*compiler, "-shared", *objects, *linking, "-o", library])
 
 
-def library_names() -> dict[str, str]:
+def library_names(package: Path) -> dict[str, str]:
     """The names of the libraries' files, by the kinds of processors that this system's may be."""
-    kinds = list(FLAVOURS) if IS_X86 else ["DEFAULT"]
-    return {kind: f"{kind}-{cpp.digest()}.so" for kind in kinds}
+    digest = cpp.digest(ROOT / package)
+    return {kind: f"{kind}-{digest}.so" for kind in KINDS[package]}
 
 
-def build_kernels(folder: Path) -> None:
-    """Build all libraries into a folder.
+def build_kernels(package: Path, folder: Path) -> None:
+    """Build all libraries of a package into a folder.
 
     Raises:
         BuildError: There is no compiler, or it failed.
     """
     if os.name != "posix":
         raise BuildError("it can be built only on POSIX systems")
-    command, sources = compiler(), [source for source in cpp.sources() if source.suffix == ".cpp"]
+    command, sources = compiler(), sorted((ROOT / package).glob("*.cpp"))
 
     def build_one(of: tuple[str, str]) -> None:
         kind, name = of
-        options = ["-march=x86-64", *FLAVOURS[kind]] if IS_X86 else []
+        options = [*(["-march=x86-64"] if IS_X86 else []), *KINDS[package][kind]]
         with tempfile.TemporaryDirectory() as path:
             objects = compiled(sources, Path(path), command, options)
             link(folder / name, command, objects, LINKING)
@@ -142,15 +144,15 @@ def build_kernels(folder: Path) -> None:
                 link(folder / name, command, objects, ["-fopenmp"])
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(build_one, library_names().items()))
+        list(threads.map(build_one, library_names(package).items()))
 
 
-def glibc_of(folder: Path) -> int | None:
-    """The minor version of glibc 2 that all libraries in a folder need. None: they are for this system alone."""
+def glibc_of(libraries: Iterable[Path]) -> int | None:
+    """The minor version of glibc 2 that all libraries need. None: they are for this system alone."""
     if sysconfig.get_platform() not in WITH_GLIBC or platform.libc_ver()[0] != "glibc":
         return None
     try:
-        return max([OLDEST_GLIBC, *(glibc_needed(library.read_bytes()) for library in folder.glob("*.so"))])
+        return max([OLDEST_GLIBC, *(glibc_needed(library.read_bytes()) for library in libraries)])
     except BuildError:
         return None
 
@@ -184,34 +186,39 @@ class BuildKernels(Command):
 
     def finalize_options(self) -> None:
         self.set_undefined_options("build", ("build_lib", "build_lib"))
-        beside = SOURCES / "kernels"
-        self.folder = beside if self.inplace or self.editable_mode else Path(self.build_lib, KERNELS, "kernels")
-        self.ready = [beside / name for name in library_names().values()]
+        base = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
+        self.folders = {package: base / package / "kernels" for package in KINDS}
 
     def run(self) -> None:
-        is_ready = not TARGET and all(library.exists() for library in self.ready)
-        if is_ready and self.folder == SOURCES / "kernels":
+        for package, folder in self.folders.items():
+            self._build(package, folder)
+
+    def _build(self, package: Path, folder: Path) -> None:
+        beside = ROOT / package / "kernels"
+        ready = [beside / name for name in library_names(package).values()]
+        is_ready = not TARGET and all(library.exists() for library in ready)
+        if is_ready and folder == beside:
             return
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         try:
             if is_ready:
-                for library in self.ready:
-                    shutil.copy(library, self.folder)
+                for library in ready:
+                    shutil.copy(library, folder)
             else:
-                build_kernels(self.folder)
+                build_kernels(package, folder)
         except BuildError as error:
-            shutil.rmtree(self.folder)
-            self.folder.mkdir()
-            (self.folder / "missing.txt").write_text(str(error), encoding="utf-8")
-            self.warn(f"the C++ is not built, so torch's own code will serve: {error}")
+            shutil.rmtree(folder)
+            folder.mkdir()
+            (folder / "missing.txt").write_text(str(error), encoding="utf-8")
+            self.warn(f"the C++ of {package} is not built, so slower code will serve: {error}")
 
     @property
-    def is_built(self) -> bool:
-        return any(self.folder.glob("*.so"))
+    def libraries(self) -> list[Path]:
+        return [library for folder in self.folders.values() for library in folder.glob("*.so")]
 
     def get_source_files(self) -> list[str]:
-        return [str(KERNELS / source.name) for source in cpp.sources()]
+        return [str(package / source.name) for package in KINDS for source in cpp.sources(ROOT / package)]
 
     def get_outputs(self) -> list[str]:
         return []
@@ -225,7 +232,7 @@ class Wheel(bdist_wheel):
 
     def run(self) -> None:
         self.run_command("build")
-        if self.get_finalized_command("build_kernels").is_built:
+        if self.get_finalized_command("build_kernels").libraries:
             self.root_is_pure = False
             self.distribution.has_ext_modules = lambda: True  # so that it is installed where a platform's files go
         super().run()
@@ -233,7 +240,7 @@ class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         if self.root_is_pure:
             return super().get_tag()
-        glibc = glibc_of(self.get_finalized_command("build_kernels").folder)
+        glibc = glibc_of(self.get_finalized_command("build_kernels").libraries)
         if glibc is None:
             return "py3", "none", super().get_tag()[2]
         return "py3", "none", f"manylinux_2_{glibc}_{WITH_GLIBC[sysconfig.get_platform()]}"

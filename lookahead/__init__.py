@@ -62,7 +62,7 @@ __all__ = [
     "wrap",
 ]
 
-# Imported when first asked for (PEP 562), since torch, transformers and numba take seconds.
+# Imported when first asked for (PEP 562), since torch and transformers take seconds.
 _HOMES = {
     "DraftModelSource": "lookahead.sources.draft",
     "EagleSource": "lookahead.sources.eagle",

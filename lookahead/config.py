@@ -88,7 +88,7 @@ class LookaheadConfig:
                 f"passes of {rows} rows, above {MAX_ROWS}: lower one of them; the window has "
                 "window_size * (ngram_size - 1) rows"
             )
-        from ngram_pool.pool import check_memory  # not above: it imports numba, for which --help would have to wait
+        from ngram_pool.pool import check_memory  # not above: --help would have to wait for numpy
 
         check_memory("pool_memory_mb", self.pool_memory_mb)
 

@@ -30,7 +30,7 @@ from lookahead.guessing.pool import PoolGuesser
 from lookahead.guessing.source import Limits
 from lookahead.vocabulary import vocabulary_fingerprint
 from ngram_pool import NgramPool, Origin
-from ngram_pool.kernels import LONGEST
+from ngram_pool.table import LONGEST
 
 PREFIX = "LOOKAHEAD_VLLM_"
 FADE = 0.98  # factor by which each pass fades the counts of tokens

@@ -16,11 +16,28 @@ import os
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ngram_pool import kernels, storage
+from ngram_pool import native, storage
 from ngram_pool.forks import Lock
-from ngram_pool.kernels import KINDS, LONGEST, NO_TOKEN, WAYS, Credence, Table
+from ngram_pool.table import (
+    ENTRY_BYTES,
+    FLAWS,
+    KINDS,
+    LONGEST,
+    NO_DISTRIBUTIONS,
+    NO_TOKEN,
+    WAYS,
+    Credence,
+    Table,
+    are_distributions,
+    are_ids,
+    bound,
+    empty_table,
+    flaw,
+    prior_credence,
+)
 from ngram_pool.tree import GuessTree, Ints, Origin
 
+loops = native.loops()
 CHUNK = 16_384  # tokens of text learned each time that the lock is held, about 15 ms
 LISTED_LENGTH = 3  # tokens of the contexts that `most_confident` lists
 MAX_NODES = 2**16  # in one tree; more than any pass verifies
@@ -31,14 +48,14 @@ _MAX_COUNT = 2**63 - 1  # also for the clock, which older files do not wrap
 _COUNTERS = {"clock": (0, _MAX_COUNT), "observations": (0, _MAX_COUNT), "largest": (-1, 2**31 - 1)}
 # What `merge` needs of the state of a pool that has learned nothing.
 _NO_DRAWS = np.empty((0, 0), np.float32)
-_NOTHING: dict = {"_table": kernels.empty_table(WAYS), "_clock": 0, "_observations": 0}
+_NOTHING: dict = {"_table": empty_table(WAYS), "_credence": prior_credence(), "_clock": 0, "_observations": 0}
 
 
 class NgramPool:
     """Evidence from text, logits and Jacobi trajectories, in memory of a fixed size.
 
     All methods are thread-safe. One lock makes each of them atomic; `learn` and `follow` take it for one CHUNK at a
-    time. The compiled loops run without Python's global lock.
+    time. The loops in C++ run without Python's global lock.
     """
 
     def __init__(self, memory_mb: float = 16, vocabulary: str | None = None):
@@ -51,16 +68,15 @@ class NgramPool:
         check_memory("memory_mb", memory_mb)
         if not _is_name(vocabulary):
             raise ValueError(f"vocabulary={vocabulary!r} must be a string of printable characters, or None")
-        buckets = int(float(memory_mb) * 2**20 / (kernels.ENTRY_BYTES * WAYS))
+        buckets = int(float(memory_mb) * 2**20 / (ENTRY_BYTES * WAYS))
         try:
-            table = kernels.empty_table(buckets * WAYS)
+            table = empty_table(buckets * WAYS)
         except MemoryError as error:
             raise MemoryError(f"memory_mb={memory_mb}: no room for the table, give fewer MiB: {error}") from error
-        kernels.compile_loops()
         self.vocabulary = vocabulary
         self._table = table
-        self._credence = kernels.prior_credence()
-        self._addresses = kernels.addresses(table, self._credence)
+        self._credence = prior_credence()
+        self._opened = loops.opened(table, self._credence)
         self._clock = 0  # positions learned, modulo _TICKS
         self._observations = 0
         self._largest = -1
@@ -120,7 +136,10 @@ class NgramPool:
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         with self._lock:
-            largest = kernels.learn_rows(self._table, contexts, tokens, probabilities, int(Origin(source)), self._clock)
+            largest = loops.learn_rows(
+                self._opened, contexts, *contexts.shape, tokens, probabilities, tokens.shape[1], int(Origin(source)),
+                self._clock,
+            )  # fmt: skip
             self._largest = max(self._largest, largest)
             self._count(len(contexts), len(contexts))
 
@@ -144,11 +163,12 @@ class NgramPool:
                 f"{probabilities.shape} must be [n], [n], [1 + n, k] and [1 + n, k]"
             )
         with self._lock:
-            largest = kernels.learn_step(
-                self._addresses, line, len(recent), guesses, parents, tokens, probabilities, self._clock
-            )
-            if largest == kernels.FLAWED:
-                raise ValueError(kernels.flaw_in_step(line, guesses, parents, tokens, probabilities))
+            largest = loops.learn_step(
+                self._opened, line, len(line), len(recent), guesses, parents, n, tokens, probabilities, tokens.shape[1],
+                self._clock,
+            )  # fmt: skip
+            if largest in FLAWS:
+                raise ValueError(FLAWS[largest])
             self._largest = max(self._largest, largest)
             learned = len(tokens) + len(emitted)
             self._count(learned, learned)
@@ -169,10 +189,10 @@ class NgramPool:
             chunk, first = tokens[max(begin - LONGEST, 0) : begin + CHUNK], min(begin, LONGEST)
             with self._lock:
                 if follows:
-                    kernels.calibrate_text(self._table, self._credence, chunk, first)
-                learned, largest = kernels.learn_text(self._table, chunk, first, source, self._clock)
+                    loops.calibrate_text(self._opened, chunk, len(chunk), first)
+                largest = loops.learn_text(self._opened, chunk, len(chunk), first, source, self._clock)
                 self._largest = max(self._largest, largest)
-                self._count(len(chunk) - first, learned)
+                self._count(len(chunk) - first, int(np.count_nonzero(chunk[first:] != NO_TOKEN)))
 
     def _count(self, positions: int, learned: int) -> None:
         self._clock = (self._clock + positions) % _TICKS
@@ -187,8 +207,7 @@ class NgramPool:
         """
         contexts, tokens, probabilities = _rows(contexts, tokens, probabilities)
         with self._lock:
-            rows = np.arange(len(contexts))
-            kernels.calibrate(self._table, self._credence, contexts, tokens, probabilities, rows)
+            loops.calibrate(self._opened, contexts, *contexts.shape, tokens, probabilities, tokens.shape[1])
 
     def follow(self, tokens: Ints, source: Origin = Origin.TEXT, start: int = 0) -> None:
         """`calibrate` by the tokens from index ``start`` on, then `learn` them. Call it with each new piece of a text.
@@ -222,7 +241,7 @@ class NgramPool:
             raise ValueError(
                 f"budget={budget} must be at most {MAX_NODES}, and min_probability={min_probability} a number"
             )
-        draws = _NO_DRAWS if draws is None else np.ascontiguousarray(draws, np.float32)
+        draws = _NO_DRAWS if draws is None else _for_loops(np.asarray(draws), np.float32)
         if draws.ndim != 2:
             raise ValueError(f"draws must be of shape [tokens, vocabulary], not {draws.shape}")
         tail = _tail(context)
@@ -232,9 +251,12 @@ class NgramPool:
         path = np.array([NO_TOKEN] * (LONGEST - len(tail)) + tail)
         nodes, joints = np.empty((4, budget), np.int64), np.empty(budget)
         with self._lock:
-            count = kernels.grow(
-                self._addresses, path, float(min_probability), depth, bool(chain), draws, nodes, joints
-            )
+            count = loops.grow(
+                self._opened, path, float(min_probability), depth, bool(chain), draws, *draws.shape, nodes, joints,
+                budget,
+            )  # fmt: skip
+        if count < 0:
+            raise MemoryError(f"no room for a tree of {budget} guesses")
         tokens, parents, depths, sources = nodes[:, :count]
         return GuessTree.trusted(tokens, parents, depths, joints[:count], sources)
 
@@ -262,11 +284,12 @@ class NgramPool:
             self._largest = max(self._largest, theirs["_largest"])
             # This pool's evidence is older than the other's. Only `since` tells by how much.
             self._count(theirs["_clock"] - before["_clock"] if since is not None else 0, learned)
-            kernels.merge(self._table, self._clock, theirs["_table"], theirs["_clock"], before["_table"])
+            opened, base = (loops.opened(state["_table"], state["_credence"]) for state in (theirs, before))
+            loops.merge(self._opened, self._clock, opened, theirs["_clock"], base)
             if learned:
                 for ours, also in zip(self._credence, theirs["_credence"], strict=True):
                     ours += (also - ours) * (learned / (held + learned))
-                kernels.bound(self._credence)
+                bound(self._credence)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the pool to ``path`` atomically: after a crash, either the old or the new file is there.
@@ -288,14 +311,12 @@ class NgramPool:
         breaks a pool's invariants; OSError if it cannot be read.
         """
         header, arrays = storage.read(path)
-        kernels.compile_loops()
         missing = np.empty(0)
         table = Table(*(arrays.get(name, missing) for name in Table._fields))
         credence = Credence(*(arrays.get(name, missing) for name in Credence._fields))
-        flaw = _flaw(header, table, credence)
-        if flaw:
+        if found := _flaw(header, table, credence):
             raise storage.PoolFileError(
-                f"{path} is whole, but not a sound pool of this format ({flaw}): build the pool again"
+                f"{path} is whole, but not a sound pool of this format ({found}): build the pool again"
             )
         if vocabulary and header["vocabulary"] and header["vocabulary"] != vocabulary:
             raise storage.PoolFileError(
@@ -309,15 +330,14 @@ class NgramPool:
 
     def __getstate__(self) -> dict:
         with self._lock:
-            state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_addresses")}
+            state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_opened")}
             for name in ("_table", "_credence"):
                 state[name] = type(state[name])(*(array.copy() for array in state[name]))
             return state
 
     def __setstate__(self, state: dict) -> None:
-        kernels.compile_loops()
         vars(self).update(state)
-        self._addresses = kernels.addresses(self._table, self._credence)
+        self._opened = loops.opened(self._table, self._credence)
         self._lock = Lock()
 
     # Looking inside
@@ -338,8 +358,7 @@ class NgramPool:
         with self._lock:
             contexts = np.unique(self._table.tokens[self._table.weights > 0]).astype(np.int64)[:, None]
             for length in range(1, LISTED_LENGTH + 1):
-                entries = np.empty(len(contexts), np.int64)
-                kernels.find_entries(self._table, contexts, KINDS.index((0, length)), entries)
+                entries = self._entries(contexts, (0, length))
                 contexts, entries = contexts[entries >= 0], entries[entries >= 0]
                 weights, tokens = self._table.weights[entries], self._table.tokens[entries]
                 if length < LISTED_LENGTH:
@@ -353,12 +372,18 @@ class NgramPool:
             (contexts[i].tolist(), int(tokens[i, best[i]]), float(weights[i, best[i]]), int(seen[i])) for i in surest
         ]
 
+    def _entries(self, contexts: np.ndarray, kind: tuple[int, int]) -> np.ndarray:
+        """Int64 [n], the entry of each context (int64 [n, c]) of a kind in KINDS, -1 where nothing is known."""
+        entries = np.empty(len(contexts), np.int64)
+        loops.find_entries(self._opened, contexts, *contexts.shape, KINDS.index(kind), entries)
+        return entries
+
     def check_integrity(self) -> None:
         """Raise AssertionError if the pool breaks its invariants; for tests."""
         with self._lock:
-            flaw = _flaw_in_arrays(self._table, self._credence, self._largest)
-        if flaw:
-            raise AssertionError(flaw)
+            found = _flaw_in_arrays(self._table, self._credence, self._largest)
+        if found:
+            raise AssertionError(found)
 
 
 def contexts_of(text: Ints, count: int) -> np.ndarray:
@@ -369,7 +394,7 @@ def contexts_of(text: Ints, count: int) -> np.ndarray:
 
 
 def _whole(*arrays: ArrayLike) -> list[np.ndarray]:
-    """Return whole numbers as the compiled loops take them. Those that do not fit become negative."""
+    """Return whole numbers as the loops take them. Those that do not fit become negative."""
     found = []
     for array in map(np.asarray, arrays):
         if array.size and array.dtype.kind not in "iu":
@@ -382,7 +407,7 @@ def _whole(*arrays: ArrayLike) -> list[np.ndarray]:
 def _ids(tokens: ArrayLike) -> np.ndarray:
     tokens = np.asarray(tokens)
     (ids,) = _whole(tokens)
-    if not kernels.are_ids(ids.ravel()):
+    if not are_ids(ids):
         raise ValueError(f"token ids must lie in 0..2**31-1, not {tokens.min()}..{tokens.max()}")
     return ids
 
@@ -403,7 +428,7 @@ def _text(tokens: Ints) -> np.ndarray:
 
 
 def _for_loops(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
-    """Return the array as the compiled loops take it. numba would compile them anew for other dtypes and layouts."""
+    """Return the array as the loops take it: of this dtype, contiguous and writable."""
     if array.dtype == dtype and array.flags.carray:
         return array
     array = array.astype(dtype, order="C", copy=False)
@@ -427,8 +452,8 @@ def _rows(
             f"ids of contexts must be whole numbers below 2**31, not {contexts.dtype} up to {contexts.max()}"
         )
     probabilities = _for_loops(probabilities, np.float64)
-    if not kernels.are_distributions(probabilities):
-        raise ValueError(kernels.NO_DISTRIBUTIONS)
+    if not are_distributions(probabilities):
+        raise ValueError(FLAWS[NO_DISTRIBUTIONS])
     return _for_loops(contexts[:, -LONGEST:], np.int64), tokens, probabilities
 
 
@@ -440,9 +465,9 @@ def _flaw(header: dict, table: Table, credence: Credence) -> str:
     if not _is_name(header.get("vocabulary", 0)):
         return "the vocabulary's name cannot be printed"
     entries = table.keys.size
-    if not WAYS <= entries <= MAX_MEMORY_MB * 2**20 // kernels.ENTRY_BYTES or entries % WAYS:
+    if not WAYS <= entries <= MAX_MEMORY_MB * 2**20 // ENTRY_BYTES or entries % WAYS:
         return "the keys do not fill whole buckets"
-    table_like, credence_like = kernels.empty_table(WAYS), kernels.prior_credence()
+    table_like, credence_like = empty_table(WAYS), prior_credence()
     shapes = [*((entries, *like.shape[1:]) for like in table_like), *(like.shape for like in credence_like)]
     names, likes = (*Table._fields, *Credence._fields), (*table_like, *credence_like)
     for name, array, like, shape in zip(names, (*table, *credence), likes, shapes, strict=True):
@@ -452,12 +477,12 @@ def _flaw(header: dict, table: Table, credence: Credence) -> str:
 
 
 def _flaw_in_arrays(table: Table, credence: Credence, largest: int) -> str:
-    """The same for arrays of the right shapes. The compiled loops rely on it: they check nothing."""
+    """The same for arrays of the right shapes. The loops rely on it: they check nothing."""
     bounded = Credence(*(array.copy() for array in credence))
-    kernels.bound(bounded)
+    bound(bounded)
     if not all(np.array_equal(array, within) for array, within in zip(credence, bounded, strict=True)):
         return "a belief or a vote is out of bounds"
-    return kernels.flaw(table, largest, len(Origin))
+    return flaw(table, largest, len(Origin))
 
 
 def _is_name(vocabulary: object) -> bool:

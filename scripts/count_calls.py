@@ -2,8 +2,7 @@
 
 A small random model of 30 layers is wrapped as a user wraps it, and decodes by fused passes. What counts is each frame
 that Python runs of lookahead/ and ngram_pool/: functions, and each time that a comprehension or a generator goes on.
-Compiled loops count as C++ does, not at all: numba shows profilers a frame that Python never runs. With limits, the
-command fails where one is exceeded.
+C++ does not count. With limits, the command fails where one is exceeded.
 
     python scripts/count_calls.py --step-calls 110 --step-files 10 --token-calls 850 --longest 40
 """
@@ -29,14 +28,12 @@ from bench.cli import COUNT
 from bench.pages import table
 from lookahead.guessing.budget import Pace
 from lookahead.passes import costs
-from ngram_pool import kernels
 
 ROOT = Path(lookahead.__file__).parents[1]
 OURS = tuple(f"{ROOT / package}/" for package in ("lookahead", "ngram_pool"))
 STEP = "lookahead/engine/call.py", "_guess"  # the function that each step begins with
 LAYERS, VOCABULARY, NEW_TOKENS = 30, 97, 96
 PROMPT = [5, 7, 11, 13, 17, 19, 23, 29] * 3
-COMPILED = {(kernels.__file__, name) for name, loop in vars(kernels).items() if hasattr(loop, "py_func")}
 
 
 @dataclass
@@ -89,7 +86,7 @@ def calls_in(run: Callable[[], object]) -> list[CodeType]:
 
     def see(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(OURS) and (code.co_filename, code.co_name) not in COMPILED:
+        if event == "call" and code.co_filename.startswith(OURS):
             calls.append(code)
 
     before = sys.getprofile()

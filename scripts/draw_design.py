@@ -19,7 +19,7 @@ from lookahead.guessing.budget import Pace
 from lookahead.passes.costs import StepCosts
 from lookahead.step import lay_out
 from ngram_pool import GuessTree, NgramPool
-from ngram_pool.kernels import KINDS, find_entries
+from ngram_pool.table import KINDS
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("tools", "engine", "sources", "guessing", "passes", "models", "cpu")
@@ -132,13 +132,12 @@ def guessed(count: int) -> tuple[NgramPool, list[int], GuessTree, list[str]]:
     return known, ids, tree, [words[token] for token in tree.tokens]
 
 
-def said(known: NgramPool, ids: list[int], kind: int) -> list[tuple[str, float]]:
+def said(known: NgramPool, ids: list[int], kind: tuple[int, int]) -> list[tuple[str, float]]:
     """Return what a kind of context says of the next token: words with their probabilities."""
-    entry = np.empty(1, np.int64)
-    find_entries(known._table, np.array([ids[-16:]]), kind, entry)
-    if entry[0] < 0:
+    (entry,) = known._entries(np.array([ids[-16:]]), kind)
+    if entry < 0:
         return []
-    words, weights, tokens = list(IDS), known._table.weights[entry[0]], known._table.tokens[entry[0]]
+    words, weights, tokens = list(IDS), known._table.weights[entry], known._table.tokens[entry]
     return sorted(((words[t], float(w)) for t, w in zip(tokens, weights, strict=True) if w > 0), key=lambda x: -x[1])
 
 
@@ -151,8 +150,8 @@ def pool() -> str:
         parts.append(rectangle(20 + cell * i, 40, cell - 4, 26, f'rx="5" fill="{COLORS["root"]}"'))
         parts.append(text(20 + cell * i + (cell - 4) // 2, 58, word, 13, "middle"))
     y = 78
-    for kind, (skip, length) in enumerate(KINDS):
-        next_words = said(known, ids, kind)
+    for skip, length in KINDS:
+        next_words = said(known, ids, (skip, length))
         for i in range(max(len(shown) - length, 0), len(shown) - skip):
             parts.append(rectangle(20 + cell * i, y, cell - 4, 16, f'rx="3" fill="{COLORS["window"]}"'))
         words = ", ".join(f"{word} {chance:.0%}" for word, chance in next_words[:4]) or "not seen yet"

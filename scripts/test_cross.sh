@@ -17,7 +17,7 @@ mkdir -p "$DIR"
 compile() {  # TARGET OPENMP COMPILER...: each source
     target=$1 openmp=$2
     shift 2
-    for source in lookahead/cpu/*.cpp scripts/native/check.cpp; do
+    for source in lookahead/cpu/*.cpp ngram_pool/*.cpp scripts/native/check.cpp; do
         # shellcheck disable=SC2086
         "$@" $FLAGS $openmp -Ilookahead/cpu -c "$source" -o "$DIR/$target-$(basename "$source" .cpp).o"
     done

@@ -1,9 +1,10 @@
-"""Runs the kernels' C++ under sanitizers, in every flavour of instructions that this machine can run.
+"""Runs the C++ under sanitizers, the kernels' in every flavour of instructions that this machine can run.
 
 Each flavour is built with address and undefined-behaviour sanitizers. The kernels' tests and random programs
-(`native/fuzz.py`) run with it. The threads of the narrowest one run under ThreadSanitizer, by std::thread in the place
-of OpenMP (`native/threads.cpp`). AMX is emulated, too (`native/emulated_tiles.h`), for sanitizers do not see what it
-loads. What is built stays in the folder, and is built anew when a source changes.
+(`native/fuzz.py`) run with it. So are the loops of n-gram pools (flavour "pool"), with tests of their own. The threads
+of the narrowest one run under ThreadSanitizer, by std::thread in the place of OpenMP (`native/threads.cpp`). AMX is
+emulated, too (`native/emulated_tiles.h`), for sanitizers do not see what it loads. What is built stays in the folder,
+and is built anew when a source changes.
 """
 
 import argparse
@@ -14,20 +15,22 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lookahead.cpu import cpp, native
+from lookahead.cpu import native
+from ngram_pool import cpp
 
 HERE = Path(__file__).parent / "native"
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import setup  # noqa: E402
 
-EMULATED = "AVX512_AMX, emulated"
+EMULATED, POOL = "AVX512_AMX, emulated", "pool"
 TESTS = [
     "tests/kernels/test_tree_attention.py",
     "tests/kernels/test_blocks.py",
     "tests/kernels/test_products.py",
     "tests/exactness/test_known_draws.py",
 ]
+POOL_TESTS = "tests/pool/test_loops.py"  # random actions
 KERNEL_TESTS = "formula or found or packed or indexed or exceptions or rounded or number or draws or likeliest"
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -37,9 +40,9 @@ RUNTIMES = {"address": ("libasan.so", "libstdc++.so.6"), "thread": ("libtsan.so"
 
 
 def flavours() -> list[str]:
-    """Flavours that this machine can run, the widest first."""
+    """Flavours that this machine can run, the pool's first, then the widest."""
     can_run = list(native.FLAVOURS[native.FLAVOURS.index(native.CAPABILITY) :])
-    return [EMULATED, *can_run] if "AVX512_BF16" in can_run else can_run
+    return [POOL, EMULATED, *can_run] if "AVX512_BF16" in can_run else [POOL, *can_run]
 
 
 def capability(flavour: str) -> str:
@@ -48,15 +51,18 @@ def capability(flavour: str) -> str:
 
 def build(folder: Path, flavour: str, sanitizer: str) -> None:
     """Build the library into the folder, unless it is there already."""
+    package = setup.POOL if flavour == POOL else setup.KERNELS
+    kind = "DEFAULT" if flavour == POOL else capability(flavour)
     level = "-O1" if sanitizer == "thread" else "-O0"
-    options = [*setup.FLAVOURS[capability(flavour)], level, "-g1", "-w"]
+    # With assertions, which users' libraries are without.
+    options = [*setup.KINDS[package][kind], "-UNDEBUG", level, "-g1", "-w"]
     if flavour == EMULATED:
         options += ["-DEMULATED_TILES", f"-I{HERE}"]
-    compiler, sources = [*setup.compiler(), *SANITIZERS[sanitizer]], [*cpp.FOLDER.glob("*.cpp")]
+    compiler, sources = [*setup.compiler(), *SANITIZERS[sanitizer]], [*(ROOT / package).glob("*.cpp")]
     hashed = hashlib.sha256(repr((compiler, setup.FLAGS, options)).encode())
     for source in sorted([*HERE.glob("*.h"), HERE / "threads.cpp"]):
         hashed.update(source.read_bytes())
-    library, stamp = folder / f"{capability(flavour)}-{cpp.digest()}.so", folder / "options.txt"
+    library, stamp = folder / f"{kind}-{cpp.digest(ROOT / package)}.so", folder / "options.txt"
     if library.exists() and stamp.exists() and stamp.read_text() == hashed.hexdigest():
         return
     for old in folder.glob("*.so"):
@@ -85,9 +91,11 @@ def runtime(name: str) -> str:
 
 def run(folder: Path, flavour: str, sanitizer: str, command: list[str]) -> bool:
     """Run Python with these kernels. Returns whether it found nothing."""
+    of_flavour = (
+        {"POOL": str(folder)} if flavour == POOL else {"KERNELS": str(folder), "CAPABILITY": capability(flavour)}
+    )
     environment = os.environ | {
-        "KERNELS": str(folder),
-        "CAPABILITY": capability(flavour),
+        **of_flavour,
         "LD_PRELOAD": " ".join(map(runtime, RUNTIMES[sanitizer])),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
         "ASAN_OPTIONS": "detect_leaks=0",
@@ -112,7 +120,7 @@ def main() -> None:
     options = parser.parse_args()
     missing = [name for name in native.FLAVOURS if name not in map(capability, options.flavours)]
     jobs = [("address", flavour) for flavour in options.flavours if "address" in options.sanitizers]
-    jobs += [("thread", options.flavours[-1])] * ("thread" in options.sanitizers)
+    jobs += [("thread", options.flavours[-1])] * ("thread" in options.sanitizers and options.flavours != [POOL])
     folders = {job: options.folder / "-".join(job).replace(", ", "-") for job in jobs}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,8 +131,11 @@ def main() -> None:
     passed = True
     for sanitizer, flavour in jobs:
         folder, programs = folders[sanitizer, flavour], options.programs
+        pytest = ["-m", "pytest", "-p", "sanitized", "-p", "no:cacheprovider", "-q", "-n0"]
+        if flavour == POOL:
+            passed &= run(folder, flavour, sanitizer, [*pytest, POOL_TESTS])
+            continue
         if not options.no_tests and sanitizer == "address":
-            pytest = ["-m", "pytest", "-p", "sanitized", "-p", "no:cacheprovider", "-q", "-n0"]
             passed &= run(folder, flavour, sanitizer, [*pytest, "-k", KERNEL_TESTS, *TESTS])
         passed &= run(folder, flavour, sanitizer, [str(HERE / "fuzz.py"), str(programs), str(options.first)])
     sys.exit(not passed)

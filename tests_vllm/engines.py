@@ -1,8 +1,4 @@
-"""vLLM engines in processes of their own, and what is done inside them.
-
-This module does not import lookahead: on the CPU, vLLM 0.32.0 does not start in a process that has loaded numba (its
-search for Triton kernels stumbles over an object of llvmlite), which is why each engine has a new process, too.
-"""
+"""vLLM engines in processes of their own, and what is done inside them."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor

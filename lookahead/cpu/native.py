@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from lookahead.compat import cpu_capability
-from lookahead.cpu import cpp
+from ngram_pool import cpp
 
 logger = logging.getLogger(__name__)
 
-FOLDER = Path(__file__).parent / "kernels"
+PACKAGE = Path(__file__).parent
+FOLDER = PACKAGE / "kernels"
 FLAVOURS = "AVX512_AMX", "AVX512_BF16", "AVX512", "AVX2", "DEFAULT"
 """Kinds of processors, in torch's words, the widest first."""
 FLOATS = torch.float32, torch.bfloat16
@@ -70,23 +71,7 @@ def why_missing() -> str | None:
 @cache
 def _library() -> ctypes.CDLL | str:
     """Load the library for this processor. If there is none, log a warning and return the reason."""
-    library = FOLDER / f"{CAPABILITY}-{cpp.digest()}.so"
-    try:
-        if library.exists():
-            return ctypes.CDLL(str(library))
-        reason = _why_not_built()
-    except OSError as error:
-        reason = f"the library cannot be loaded: install lookahead again, on this system ({error})"
-    logger.warning("our kernels are left to torch, which is slower: %s", reason)
-    return reason
-
-
-def _why_not_built() -> str:
-    if any(FOLDER.glob("*.so")):
-        return "the C++ has changed since it was built: install lookahead again"
-    missing = FOLDER / "missing.txt"
-    if not missing.exists():
-        return "the C++ was never built: install lookahead with pip, or run `python setup.py build_kernels --inplace`"
-    reason, *output = missing.read_text(encoding="utf-8").split("\n", 1)
-    first = f"the C++ could not be built when lookahead was installed: {reason}. Then install it again"
-    return "\n".join([first, *output])
+    found = cpp.load(PACKAGE, FOLDER, CAPABILITY)
+    if isinstance(found, str):
+        logger.warning("our kernels are left to torch, which is slower: %s", found)
+    return found

@@ -25,6 +25,7 @@ from lookahead.passes.packed import packed_of
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
 from ngram_pool import NgramPool, Origin
+from ngram_pool import native as of_pools
 from ngram_pool.forks import Lock
 
 if TYPE_CHECKING:
@@ -151,6 +152,8 @@ class Lookahead:
         reasons += [f"{what}: {reason}" for what, reason in self._why_not_faster.items()]
         if missing is not None:
             reasons.append(f"kernels of our own: {missing}")
+        if (slow := of_pools.why_missing()) is not None:
+            reasons.append(f"n-gram pools in C++: {slow}")
         if self.graphs is not None and self.graphs.why_not is not None:
             reasons.append(f"CUDA graphs: {self.graphs.why_not}")
         if self.needs.hidden_states and (self.config.compile_passes or self.config.cuda_graphs):

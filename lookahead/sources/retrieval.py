@@ -4,11 +4,11 @@ A suffix array finds all its places at once, and what follows them makes a tree 
 section 3). The n-gram pool can learn the same texts in fixed memory; this source forgets nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 from transformers import PreTrainedTokenizerBase
 
 from lookahead.extending import GuessSource, Limits
@@ -17,6 +17,7 @@ from ngram_pool import GuessTree
 LONGEST = 16  # tokens of an end that is looked up; a power of two
 MAX_PLACES = 64  # of an end; what follows others is not looked at
 END = -1  # stands behind each text
+KIND, SIZE = ">u4", 4  # of a token
 
 
 class RetrievalSource(GuessSource):
@@ -33,8 +34,9 @@ class RetrievalSource(GuessSource):
             raise ValueError("a collection needs one token at least, and ids in 0..2**31-1")
         if int((tokens == END).sum()) != len(parts):
             raise ValueError(f"id {END} is no token: give ids in 0..2**31-1")
-        self._tokens = tokens.astype(np.int32)
-        self._order = _sorted_suffixes(self._tokens)
+        self._order = _sorted_suffixes(tokens)
+        self._bytes = _bytes_of(tokens)
+        self._numbers = np.frombuffer(self._bytes, KIND)
 
     @classmethod
     def of_files(cls, paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBase) -> "RetrievalSource":
@@ -44,15 +46,14 @@ class RetrievalSource(GuessSource):
 
     def __len__(self) -> int:
         """Number of tokens in the collection."""
-        return int(np.count_nonzero(self._tokens != END))
+        return int(np.count_nonzero(self._numbers))
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         return [self._after(text, min(depth, limits.guesses)) for text, depth in zip(texts, limits.depths, strict=True)]
 
     def _after(self, text: list[int], depth: int) -> GuessTree:
         """The tree of what follows, with the share of each branch among the places."""
-        suffix = np.array(text[-LONGEST:], np.int64)
-        begin, end, length = _longest_match(self._tokens, self._order, suffix)
+        begin, end, length = self._longest_match(text[-LONGEST:])
         if not length or depth <= 0:
             return GuessTree.empty()
         chosen = np.unique(np.linspace(begin, end - 1, MAX_PLACES).astype(np.int64))
@@ -60,10 +61,10 @@ class RetrievalSource(GuessSource):
         counts: list[int] = []
         for place in (self._order[chosen].astype(np.int64) + length).tolist():
             parent = -1
-            for token in self._tokens[place : place + depth].tolist():
-                if token == END:
+            for number in self._numbers[place : place + depth].tolist():
+                if not number:
                     break
-                parent = nodes.setdefault((parent, token), len(nodes))
+                parent = nodes.setdefault((parent, number - 1), len(nodes))
                 if parent == len(counts):
                     counts.append(0)
                 counts[parent] += 1
@@ -72,6 +73,36 @@ class RetrievalSource(GuessSource):
             above, places = (chances[parent], counts[parent]) if parent >= 0 else (1 - 0.5**length, len(chosen))
             chances.append(above * count / (places + 1))  # as if something else had followed once more
         return GuessTree.of([token for _, token in nodes], [parent for parent, _ in nodes], probabilities=chances)
+
+    def _longest_match(self, suffix: list[int]) -> tuple[int, int, int]:
+        """Return the range of ``order`` that begins with the longest known end of ``suffix``, and how long that end
+        is."""
+        known, places = (
+            _bytes_of(np.array(suffix, np.int64)),
+            self._order.data,
+        )  # a memory view: of Python's own numbers
+        first, found = 0, b""
+        shortest, longest = 1, len(suffix)
+        while shortest <= longest:  # where a part occurs, so does each shorter one
+            length = (shortest + longest) // 2
+            part = known[-SIZE * length :]
+            begin = bisect_left(places, part, key=self._beginning(len(part)))
+            if begin < len(places) and self._bytes.startswith(part, SIZE * places[begin]):
+                first, found = begin, part
+                shortest = length + 1
+            else:
+                longest = length - 1
+        end = bisect_right(places, found, first, key=self._beginning(len(found))) if found else first
+        return first, end, len(found) // SIZE
+
+    def _beginning(self, size: int) -> Callable[[int], bytes]:
+        """What finds the bytes that stand at a place."""
+        return lambda place: self._bytes[SIZE * place : SIZE * place + size]
+
+
+def _bytes_of(tokens: np.ndarray) -> bytes:
+    """Each token plus 1, and 0 for END, so that bytes come in the order of the tokens: Python compares many at once."""
+    return (tokens + 1).astype(KIND).tobytes()
 
 
 def _sorted_suffixes(tokens: np.ndarray) -> np.ndarray:
@@ -86,38 +117,3 @@ def _sorted_suffixes(tokens: np.ndarray) -> np.ndarray:
         ranked[order] = np.append(0, np.cumsum(is_new))
         rank, length = ranked, 2 * length
     return order.astype(np.int32)
-
-
-@njit(nogil=True, cache=True)
-def _first_place(tokens: np.ndarray, order: np.ndarray, part: np.ndarray, beyond: bool) -> int:
-    """Return the first index into ``order`` whose tokens are not before ``part``; beyond: are after it."""
-    low, high = 0, len(order)
-    while low < high:
-        middle = (low + high) // 2
-        place, i = order[middle], 0
-        while i < len(part) and place + i < len(tokens) and tokens[place + i] == part[i]:
-            i += 1
-        is_before = i < len(part) and (place + i == len(tokens) or tokens[place + i] < part[i])
-        if is_before or (beyond and i == len(part)):
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@njit(nogil=True, cache=True)
-def _longest_match(tokens: np.ndarray, order: np.ndarray, suffix: np.ndarray) -> tuple[int, int, int]:
-    """Return the range of ``order`` that begins with the longest known end of ``suffix``, and how long that end is."""
-    found = 0, 0, 0
-    shortest, longest = 1, len(suffix)
-    while shortest <= longest:  # where a part occurs, so does each shorter one
-        length = (shortest + longest) // 2
-        part = suffix[len(suffix) - length :]
-        begin = _first_place(tokens, order, part, False)
-        end = _first_place(tokens, order, part, True)
-        if begin < end:
-            found = begin, end, length
-            shortest = length + 1
-        else:
-            longest = length - 1
-    return found

@@ -1,4 +1,5 @@
-"""Takes the kernels from the folder KERNELS, as `test_native.py` has built them, for the capability CAPABILITY.
+"""Takes the C++ that `test_native.py` has built: kernels from the folder KERNELS for the capability CAPABILITY, or the
+loops of pools from the folder POOL.
 
 It is imported before anything else of the package, which looks at the capability when it is imported.
 """
@@ -9,10 +10,18 @@ from pathlib import Path
 import torch
 
 from lookahead.cpu import native
+from ngram_pool import native as of_pools
+from ngram_pool import pool
 
-native.FOLDER = Path(os.environ["KERNELS"])
-native.CAPABILITY = os.environ["CAPABILITY"]
-native.HAS_TILES = native.CAPABILITY == "AVX512_AMX"
 torch.set_num_threads(1)
-if native.why_missing():
-    raise SystemExit(f"it was not built, or cannot be loaded: {native.why_missing()}")
+if "POOL" in os.environ:
+    of_pools.KERNELS = Path(os.environ["POOL"])
+    pool.loops = of_pools.loops()
+    missing = of_pools.why_missing()
+else:
+    native.FOLDER = Path(os.environ["KERNELS"])
+    native.CAPABILITY = os.environ["CAPABILITY"]
+    native.HAS_TILES = native.CAPABILITY == "AVX512_AMX"
+    missing = native.why_missing()
+if missing:
+    raise SystemExit(f"it was not built, or cannot be loaded: {missing}")

@@ -7,7 +7,7 @@ import pytest
 
 import lookahead
 
-HEAVY = ["torch", "transformers", "numba"]
+HEAVY = ["torch", "transformers", "numpy"]
 
 
 def python(code: str) -> str:

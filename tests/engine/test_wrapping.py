@@ -22,6 +22,7 @@ from lookahead.models.state import state_of
 from lookahead.passes import probe
 from lookahead.passes.packed import packed_of
 from lookahead.sources import layer_skip
+from ngram_pool import native as of_pools
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -152,8 +153,11 @@ def test_the_report_says_what_is_in_use_and_why_not_more(monkeypatch):
         "sources: PoolSource, WindowSource",
     ]
     assert "not asked for: compiled passes (compile_passes=True)" in report
-    monkeypatch.setattr(native, "why_missing", lambda: "the C++ was never built here")
+    assert "in C++" not in report
+    for library in (native, of_pools):
+        monkeypatch.setattr(library, "why_missing", lambda: "the C++ was never built here")
     report = model.lookahead.report()
+    assert "given up: n-gram pools in C++: the C++ was never built here" in report
     assert "kernels: torch's" in report
     assert "given up: kernels of our own: the C++ was never built here" in report
     bloom = lookahead.wrap(tiny_model("bloom")).lookahead.report()

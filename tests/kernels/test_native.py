@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import setup
-from lookahead.cpu import cpp, native, tree_attention
+from lookahead.cpu import native, tree_attention
+from ngram_pool import cpp
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,7 @@ def built_by(compiler, folder, monkeypatch):
     """Install with a compiler; then there is this in the folder."""
     monkeypatch.setenv("CXX", compiler)
     try:
-        setup.build_kernels(folder)
+        setup.build_kernels(setup.KERNELS, folder)
     except setup.BuildError as error:
         (folder / "missing.txt").write_text(str(error))
 
@@ -87,18 +88,17 @@ def test_a_library_of_other_sources_is_not_loaded(folder):
 
 
 def test_a_library_that_cannot_be_loaded_is_not_fatal(folder):
-    (folder / f"{native.CAPABILITY}-{cpp.digest()}.so").write_bytes(b"of another system")
+    (folder / f"{native.CAPABILITY}-{cpp.digest(native.PACKAGE)}.so").write_bytes(b"of another system")
     assert "cannot be loaded" in native.why_missing()
 
 
-def test_each_source_has_a_part_in_the_digest(tmp_path, monkeypatch):
+def test_each_source_has_a_part_in_the_digest(tmp_path):
     (tmp_path / "a.cpp").write_text("1")
-    monkeypatch.setattr(cpp, "FOLDER", tmp_path)
-    found = {cpp.digest()}
+    found = {cpp.digest(tmp_path)}
     (tmp_path / "a.cpp").write_text("2")
-    found.add(cpp.digest())
+    found.add(cpp.digest(tmp_path))
     (tmp_path / "b.h").write_text("")
-    assert len(found | {cpp.digest()}) == 3
+    assert len(found | {cpp.digest(tmp_path)}) == 3
 
 
 def test_a_dtype_that_the_sources_do_not_define_is_left_out():
@@ -110,7 +110,7 @@ def test_a_dtype_that_the_sources_do_not_define_is_left_out():
 def test_each_kind_of_processor_has_its_library():
     assert tuple(setup.FLAVOURS) == native.FLAVOURS
     kinds = native.FLAVOURS if platform.machine() in ("x86_64", "AMD64") else ("DEFAULT",)
-    assert tuple(setup.library_names()) == kinds
+    assert tuple(setup.library_names(setup.KERNELS)) == kinds
 
 
 @pytest.mark.parametrize("says", ["SVE256", "DEFAULT", "NO AVX", "Z VECTOR", None, AttributeError, RuntimeError])
@@ -189,9 +189,9 @@ def test_kernels_are_right_on_lesser_processors(capability, tmp_path):
 def test_bf16_is_multiplied_right_by_a_processor_of_another_make(tmp_path):
     """It multiplies such numbers in the other way."""
     is_other = int("GenuineIntel" not in Path("/proc/cpuinfo").read_text())
-    library = tmp_path / f"AVX512_BF16-{cpp.digest()}.so"
+    library = tmp_path / f"AVX512_BF16-{cpp.digest(native.PACKAGE)}.so"
     options = [*setup.FLAVOURS["AVX512_BF16"], f"-D__builtin_cpu_is(name)={is_other}", "-O1"]
-    setup.build_library(library, setup.compiler(), options, ["-fopenmp"], [cpp.FOLDER / "products.cpp"])
+    setup.build_library(library, setup.compiler(), options, ["-fopenmp"], [native.PACKAGE / "products.cpp"])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "sanitized"]
     command += ["tests/kernels/test_products.py::test_products_are_what_the_formula_says"]
     environment = os.environ | {"KERNELS": str(tmp_path), "CAPABILITY": "AVX512_BF16"}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_pool import learn_something, random_text
 
 from ngram_pool import NgramPool, PoolFileError, storage
-from ngram_pool.kernels import LONGEST, MAX_TIMES, MAX_VOTES, MIN_TOLD, ROUNDING, WAYS
+from ngram_pool.table import LONGEST, MAX_TIMES, MAX_VOTES, MIN_TOLD, ROUNDING, WAYS
 
 many = settings(
     max_examples=int(os.environ.get("LOOKAHEAD_CASES", 100)),

@@ -12,24 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ngram_pool import GuessTree, NgramPool, Origin, PoolFileError, contexts_of
-from ngram_pool.kernels import (
-    _MULTIPLIERS,
-    _SALTS,
+from ngram_pool.pool import CHUNK, MAX_MEMORY_MB, MAX_NODES
+from ngram_pool.table import (
     KINDS,
     LOGITS,
     LONGEST,
     MAX_VOTES,
+    MULTIPLIERS,
     OUTSIDE,
     RATES,
+    SALTS,
     SLOW_RATE,
     STEP,
     WIDTH,
     prior_credence,
 )
-from ngram_pool.pool import CHUNK, MAX_MEMORY_MB, MAX_NODES
 
 assert Origin.LOGITS == LOGITS
-assert len(RATES) == len(Origin)
 PINNED = ["0x435f9d954dd2f8db", "0x8ba272d7a7f213c1", "0xe63374fa161a8ed7", "0xf17471f55e39db6e"]
 
 
@@ -526,7 +525,7 @@ def test_belief_that_was_always_right_can_be_lost_again():
 
 def test_hashes_are_pinned():
     """Saved pools are of no use to a version that hashes otherwise: then `storage.VERSION` has to be raised."""
-    assert [hex(constant) for constant in (_MULTIPLIERS[0], _MULTIPLIERS[-1], _SALTS[0], _SALTS[-1])] == PINNED
+    assert [hex(constant) for constant in (MULTIPLIERS[0], MULTIPLIERS[-1], SALTS[0], SALTS[-1])] == PINNED
 
 
 def test_negative_ids_in_contexts_stand_for_nothing():
@@ -774,7 +773,7 @@ def test_contexts_of_a_text():
 
 
 def test_an_interrupt_of_a_guess_reaches_the_caller():
-    """It comes while a compiled loop runs, and nothing that numba does at the loop's end makes another error of it."""
+    """It comes while a loop runs, and the loop's end makes no other error of it."""
     pool = NgramPool(1)
     pool.learn(np.random.default_rng(0).integers(0, 50, 5000))
 

@@ -2,21 +2,18 @@
 
 import os
 import random
-import shutil
 import struct
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numba.core.dispatcher import Dispatcher
 from test_pool import learn_something, random_text, same
 
-from ngram_pool import NgramPool, PoolFileError, kernels, storage
+from ngram_pool import NgramPool, PoolFileError, storage
 
 
 @pytest.fixture
@@ -62,27 +59,6 @@ def test_a_loaded_pool_learns_and_the_file_stays(pool, saved):
     loaded.save(saved)
     assert_same(NgramPool.load(saved), loaded)
     assert os.listdir(saved.parent) == [saved.name]
-
-
-def test_nothing_is_compiled_twice(saved):
-    """Whatever arrays come, read-only and strided ones too, the loops see the types that they were compiled for."""
-    loaded = NgramPool.load(saved)
-    learn_something(loaded, random.Random(0))
-    loaded.guess(np.array([1, 2, 3]), 4, chain=True)
-    fixed = np.arange(16, dtype=np.int64)
-    fixed.setflags(write=False)
-    loaded.learn(fixed)
-    loaded.guess(fixed, 3)
-    loaded.learn_next(fixed[None, ::2], fixed[None, :8], np.broadcast_to(0.1, (1, 8)))
-    loaded.calibrate(fixed[:, None], fixed[:, None], np.asfortranarray(np.full((16, 1), 0.1)))
-    loaded.learn_step(
-        fixed, fixed[::2], np.arange(-1, 7, dtype=np.int32), fixed.reshape(16, 1)[7:], np.full((9, 1), 0.1), [1]
-    )
-    loaded.merge(NgramPool.load(saved))
-    loaded.most_confident()
-    for name, loop in vars(kernels).items():
-        if isinstance(loop, Dispatcher) and not name.startswith("_"):
-            assert len(loop.signatures) <= 1, name
 
 
 def test_an_empty_pool_without_vocabulary(tmp_path):
@@ -261,24 +237,6 @@ def test_what_is_not_a_file_is_not_replaced(pool, tmp_path):
         with pytest.raises(OSError, match="not a regular file"):
             pool.save(path)
     assert os.listdir(tmp_path) == ["pipe"]
-
-
-def test_without_a_folder_for_compiled_code(tmp_path):
-    """As in a container with a read-only file system: a warning that names the remedy, and all works."""
-    package = tmp_path / "ngram_pool"
-    shutil.copytree(Path(storage.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    code = (
-        "import numba.core.caching as caching\n"
-        "def nowhere(*_): raise RuntimeError('cannot cache function: no locator available')\n"
-        "caching.CacheImpl.__init__ = nowhere\n"
-        "import warnings; warnings.simplefilter('default')\n"
-        "from ngram_pool import NgramPool\n"
-        "p = NgramPool(0.1); p.learn([1, 2, 3]); print(p.guess([1], 1).tokens)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("NUMBA_CACHE_DIR") == 1
-    assert done.stdout == "[2]\n"
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

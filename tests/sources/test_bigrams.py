@@ -16,7 +16,6 @@ from lookahead.passes import costs
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.runner import EagerRunner
 from lookahead.tools.cli import main
-from ngram_pool import kernels
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
 
@@ -43,7 +42,7 @@ def learned(model, beginning=(3, 4), progress=lambda done: None):
 def test_bigrams_are_what_the_model_says_after_each_token(model_type, beginning, monkeypatch):
     monkeypatch.setattr(bigrams, "ROWS", 7)  # so that the last pass is a shorter one
     model = tiny_model(model_type)
-    shares, entry = [], np.empty(1, np.int64)
+    shares = []
     pool = learned(model, beginning, shares.append)
     pool.check_integrity()
     assert shares == sorted(shares)
@@ -51,8 +50,8 @@ def test_bigrams_are_what_the_model_says_after_each_token(model_type, beginning,
     for token in range(VOCABULARY):
         with torch.no_grad():
             said = (model(torch.tensor([[*beginning, token]])).logits[0, -1].float() / 0.5).softmax(-1)
-        kernels.find_entries(pool._table, np.array([[token]]), kernels.KINDS.index((0, 1)), entry)
-        held = dict(zip(pool._table.tokens[entry[0]].tolist(), pool._table.weights[entry[0]].tolist(), strict=True))
+        (entry,) = pool._entries(np.array([[token]]), (0, 1))
+        held = dict(zip(pool._table.tokens[entry].tolist(), pool._table.weights[entry].tolist(), strict=True))
         assert held == pytest.approx({n: said[n].item() for n in said.topk(TOP_K).indices.tolist()}, abs=1e-4)
 
 

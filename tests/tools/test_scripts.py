@@ -36,7 +36,7 @@ def test_scripts_import_what_is_public(path):
         "from lookahead.tools.cli import AutoOr",
         "from lookahead.tools import commands",
         "def late():\n    import lookahead.tools.chat as chat",
-        "from ngram_pool.kernels import _hash",
+        "from ngram_pool.reference import _hash",
         "from lookahead._inner import name",
     ],
 )

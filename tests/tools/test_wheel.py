@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 
 import setup
-from lookahead.cpu import cpp, native
+from lookahead.cpu import native
+from ngram_pool import cpp
+from ngram_pool import native as of_pools
 
 ROOT = Path(__file__).parents[2]
-READY = {f"lookahead/cpu/kernels/{name}" for name in setup.library_names().values()}
+READY = {f"{package}/kernels/{name}" for package in setup.KINDS for name in setup.library_names(package).values()}
+SOURCES = [source.relative_to(ROOT) for package in setup.KINDS for source in cpp.sources(ROOT / package)]
 has_ready_kernels = pytest.mark.skipif(
     sysconfig.get_platform() != "linux-x86_64" or platform.libc_ver()[0] != "glibc",
     reason="only a wheel for Linux on x86-64 has ready kernels",
@@ -26,8 +29,11 @@ import sys
 from pathlib import Path
 import torch
 import lookahead
-from lookahead.cpu import cpp, native, tree_attention
+from lookahead.cpu import native, tree_attention
+from ngram_pool import cpp
+from ngram_pool import native as of_pools
 
+assert of_pools.why_missing() is None
 assert Path(lookahead.__file__).is_relative_to(sys.argv[1]), lookahead.__file__
 assert native.CAPABILITY == sys.argv[2], native.CAPABILITY
 for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
@@ -39,7 +45,7 @@ for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
     assert (got - expected).abs().max() < error
 loaded = {Path(line.split()[-1]) for line in open("/proc/self/maps") if ".so" in line}
 assert {path.name for path in loaded if path.parent.name == "kernels"} == {
-    f"{native.CAPABILITY}-{cpp.digest()}.so"
+    f"{native.CAPABILITY}-{cpp.digest(native.PACKAGE)}.so", f"DEFAULT-{cpp.digest(of_pools.PACKAGE)}.so"
 }
 openmp = [path for path in loaded if path.name.startswith(("libgomp", "libiomp", "libomp"))]
 assert len(openmp) == 1, openmp
@@ -87,6 +93,7 @@ def wheel(sources, tmp_path_factory):
     """With the libraries that were built when this package was installed."""
     sources = shutil.copytree(sources, tmp_path_factory.mktemp("installed") / "sources")
     shutil.copytree(native.FOLDER, sources / "lookahead" / "cpu" / "kernels")
+    shutil.copytree(of_pools.KERNELS, sources / "ngram_pool" / "kernels")
     stale = sources / "build" / "lib" / "lookahead" / "cpu" / "kernels" / "stale.so"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"of another time")
@@ -108,14 +115,15 @@ def test_a_wheel_for_arm(sources, tmp_path):
     """Built beside this machine's own libraries, one of which has the same name."""
     sources = shutil.copytree(sources, tmp_path / "sources")
     kernels = shutil.copytree(native.FOLDER, sources / "lookahead" / "cpu" / "kernels")
-    (kernels / f"DEFAULT-{cpp.digest()}.so").touch()
+    (kernels / f"DEFAULT-{cpp.digest(native.PACKAGE)}.so").touch()
     wheel = built(sources, tmp_path, CXX="aarch64-linux-gnu-g++", _PYTHON_HOST_PLATFORM="linux-aarch64")
     assert wheel.name.endswith("_aarch64.whl")
     assert "-py3-none-manylinux_2_" in wheel.name
-    library = f"lookahead/cpu/kernels/DEFAULT-{cpp.digest()}.so"
-    assert [name for name in names(wheel) if name.endswith(".so")] == [library]
+    libraries = {f"{package}/kernels/DEFAULT-{cpp.digest(ROOT / package)}.so" for package in setup.KINDS}
+    assert {name for name in names(wheel) if name.endswith(".so")} == libraries
     with zipfile.ZipFile(wheel) as archive:
-        assert int.from_bytes(archive.read(library)[18:20], "little") == 183, "ELF's number of AArch64"
+        for library in libraries:
+            assert int.from_bytes(archive.read(library)[18:20], "little") == 183, "ELF's number of AArch64"
 
 
 def test_a_wheel_has_every_module(wheel, sources):
@@ -155,9 +163,8 @@ def test_without_a_compiler_the_wheel_is_pure(compiler, sources, tmp_path):
     wheel = built(sources, tmp_path, CXX=compiler)
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in names(wheel) if name.endswith(".so")]
-    assert {"lookahead/cpu/kernels/missing.txt", *(f"lookahead/cpu/{source.name}" for source in cpp.sources())} < names(
-        wheel
-    )
+    missing = {f"{package}/kernels/missing.txt" for package in setup.KINDS}
+    assert {*missing, *map(str, SOURCES)} < names(wheel)
 
 
 def test_a_source_distribution_has_what_is_built_from(sources, tmp_path):
@@ -166,8 +173,7 @@ def test_a_source_distribution_has_what_is_built_from(sources, tmp_path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         held = {name.split("/", 1)[1] for name in files.getnames() if "/" in name}
-    sources_needed = [*cpp.sources(), ROOT / "lookahead" / "cpu" / "cpp.py", ROOT / "setup.py"]
-    assert {str(path.relative_to(ROOT)) for path in sources_needed} <= held
+    assert {*map(str, SOURCES), "ngram_pool/cpp.py", "setup.py"} <= held
 
 
 def test_an_editable_install_is_found_beside_a_clone_of_the_same_name(sources, tmp_path):
@@ -176,7 +182,8 @@ def test_an_editable_install_is_found_beside_a_clone_of_the_same_name(sources, t
     shutil.copytree(sources, clone, ignore=shutil.ignore_patterns("build", "*.egg-info"))
     command = [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"]
     subprocess.run(command, cwd=clone, env=os.environ | {"CXX": "false"}, check=True, capture_output=True)
-    assert "failed with status 1" in (clone / "lookahead" / "cpu" / "kernels" / "missing.txt").read_text()
+    for package in setup.KINDS:
+        assert "failed with status 1" in (clone / package / "kernels" / "missing.txt").read_text()
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)

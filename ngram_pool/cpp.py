@@ -1,0 +1,43 @@
+"""A package's C++: what its libraries are built of, and the library of them for a kind of processor.
+
+`setup.py`, which builds them, runs this too: standard library only.
+"""
+
+import ctypes
+import hashlib
+from pathlib import Path
+
+
+def sources(package: Path) -> list[Path]:
+    return sorted([*package.glob("*.cpp"), *package.glob("*.h")])
+
+
+def digest(package: Path) -> str:
+    """A hash of all sources, so that no library is loaded that was built of others."""
+    hashed = hashlib.sha256()
+    for source in sources(package):
+        hashed.update(hashlib.sha256(source.read_bytes()).digest())
+    return hashed.hexdigest()[:16]
+
+
+def load(package: Path, folder: Path, kind: str) -> ctypes.CDLL | str:
+    """Load the library for a kind of processor, or say why there is none: a line, then the compiler's output if any.
+
+    package: folder of the sources. folder: of the libraries.
+    """
+    library = folder / f"{kind}-{digest(package)}.so"
+    try:
+        return ctypes.CDLL(str(library)) if library.exists() else _why_not_built(folder)
+    except OSError as error:
+        return f"the library cannot be loaded: install lookahead again, on this system ({error})"
+
+
+def _why_not_built(folder: Path) -> str:
+    if any(folder.glob("*.so")):
+        return "the C++ has changed since it was built: install lookahead again"
+    missing = folder / "missing.txt"
+    if not missing.exists():
+        return "the C++ was never built: install lookahead with pip, or run `python setup.py build_kernels --inplace`"
+    reason, *output = missing.read_text(encoding="utf-8").split("\n", 1)
+    first = f"the C++ could not be built when lookahead was installed: {reason}. Then install it again"
+    return "\n".join([first, *output])
