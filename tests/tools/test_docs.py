@@ -22,7 +22,6 @@ from draw_terminal import COLUMNS, Run, chunks, draw
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
-from lookahead.cpu import native
 from lookahead.engine import engine, fallback
 from lookahead.models import branching, families, layers, state
 from lookahead.models.families import gemma
@@ -30,6 +29,7 @@ from lookahead.models.families.page import Page
 from lookahead.passes import capabilities, compiled, fused, graphs, probe, runner
 from lookahead.tools.batch import READ_PADDING
 from lookahead.tools.cli import main as program
+from ngram_pool import cpp
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -284,8 +284,8 @@ SPEAKERS = {
     graphs.StepGraphs._run: ast.Call,
     probe.compare_with_plain: ast.Return,
     probe._compare_with_plain: (ast.Return, ast.IfExp),
-    native._library: ast.Assign,
-    native._why_not_built: ast.Return,
+    cpp.load: ast.Return,
+    cpp._why_not_built: ast.Return,
 }
 # Texts of the same functions that are errors, warnings or names of settings.
 ELSEWHERE = re.compile(
