@@ -45,6 +45,8 @@ _ARGUMENTS: dict[str, list[Any]] = {  # of those in `reference`, which says what
     ],
 }  # fmt: skip
 
+_WITH_RESULT = "learn_text", "learn_rows", "learn_step", "grow"
+
 
 class Library:
     """The functions of `reference` in C++."""
@@ -54,7 +56,7 @@ class Library:
         self._exp, self._pow = (ctypes.cast(system[name], ctypes.c_void_p) for name in ("exp", "pow"))
         for name, arguments in _ARGUMENTS.items():
             function = library[f"pool_{name}"]
-            function.argtypes, function.restype = arguments, _WHOLE
+            function.argtypes, function.restype = arguments, _WHOLE if name in _WITH_RESULT else None
             setattr(self, name, function)
 
     def opened(self, table: Table, credence: Credence) -> Any:
