@@ -3,7 +3,7 @@
 Each flavour is built with address and undefined-behaviour sanitizers. The kernels' tests and random programs
 (`native/fuzz.py`) run with it. So are the loops of n-gram pools (flavour "pool"), with tests of their own. The threads
 of the narrowest one run under ThreadSanitizer, by std::thread in the place of OpenMP (`native/threads.cpp`). AMX is
-emulated, too (`native/emulated_tiles.h`), for sanitizers do not see what it loads. What is built stays in the folder,
+emulated, too (`native/emulated_amx.h`), for sanitizers do not see what it loads. What is built stays in the folder,
 and is built anew when a source changes.
 """
 
@@ -57,7 +57,7 @@ def build(folder: Path, flavour: str, sanitizer: str) -> None:
     # With assertions, which users' libraries are without.
     options = [*setup.KINDS[package][kind], "-UNDEBUG", level, "-g1", "-w"]
     if flavour == EMULATED:
-        options += ["-DEMULATED_TILES", f"-I{HERE}"]
+        options += ["-DEMULATED_AMX", f"-I{HERE}"]
     compiler, sources = [*setup.compiler(), *SANITIZERS[sanitizer]], [*(ROOT / package).glob("*.cpp")]
     hashed = hashlib.sha256(repr((compiler, setup.FLAGS, options)).encode())
     for source in sorted([*HERE.glob("*.h"), HERE / "threads.cpp"]):

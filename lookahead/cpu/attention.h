@@ -35,7 +35,7 @@ constexpr int ROWS = 6, VECTORS = 4;  // 24 sums, 4 vectors of b, a number of a:
 #else
 constexpr int ROWS = 6, VECTORS = 2;  // 12, 2 and 1: 15 of 16 registers
 #endif
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 constexpr bool HAS_TILE_UNIT = true;
 #else
 constexpr bool HAS_TILE_UNIT = false;
@@ -280,9 +280,9 @@ static inline long end_of_part(long from) {
 template <class T>
 struct Attention;
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 static void block_in_tiles(const Attention<BFloat16>& all, long head, long first, long begin, long end,
-                           const Part* part, void* room);  // tile_attention.h
+                           const Part* part, void* room);  // amx_attention.h
 #endif
 
 template <class T>
@@ -315,7 +315,7 @@ struct Attention {
     // Queries of a key head, from `first` on, `lanes` at most, over keys begin..end-1, the far ones. Without a part, these
     // are all keys, and the result goes to `out`. room: this thread's own, `room_for` bytes, aligned to 64 bytes.
     void block(long head, long first, long begin, long end, const Part* part, void* room) const {
-#ifdef HAS_TILES
+#ifdef HAS_AMX
         if constexpr (sizeof(T) == 2)
             if (in_tiles()) return block_in_tiles(*this, head, first, begin, end, part, room);
 #endif

@@ -7,9 +7,9 @@
 #include <atomic>
 
 #include "digest.h"
-#include "products.h"
+#include "gemm.h"
 
-using namespace products;
+using namespace gemm;
 
 constexpr float WHOLE = 3 << 22;  // numbers of this size have no fraction, so adding it rounds
 constexpr int GROUP = 32;         // weights with one scale and one offset
@@ -210,7 +210,7 @@ static bool is_far_above_zero(const float* weights, long inputs) {
 // The vectors of the lines of a block of these rows: first[line], second[line].
 template <class T>
 static void lines_of(const T* weights, long rows, long inputs, Ints* first, Ints* second) {
-#ifdef HAS_TILES
+#ifdef HAS_AMX
     take_block(weights, rows, inputs, first, second);
 #else
     *first = Indexed::pairs(weights), *second = Indexed::pairs(weights + 2 * L);

@@ -26,7 +26,7 @@ _CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 2]
 _changed = cache(partial(native.kernels, "changed", native.FLOATS, _CHANGED, ctypes.c_bool))
 _DIGEST = [ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_long]
 _digest = cache(partial(native.kernels, "digest", (torch.uint8,), _DIGEST))
-TOGETHER = 16 if native.HAS_TILES else 1  # Indexed::TOGETHER in weights.h, and Indexed::BLOCK:
+TOGETHER = 16 if native.HAS_AMX else 1  # Indexed::TOGETHER in weights.h, and Indexed::BLOCK:
 INDEXED = 64 if native.CAPABILITY.startswith("AVX512") else 32
 LANES = 8  # of a digest: digest::LANES
 

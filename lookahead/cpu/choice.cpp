@@ -1,13 +1,13 @@
-// The next token after a row of logits: the likeliest, or the winner of a race that torch's random numbers decide.
+// The next token after a row of logits: the argmax, or the winner of a race that torch's random numbers decide.
 //
 // A sampled token is the one with the largest p / e, where e is an exponential variate of its own. Here p and e are
 // rounded otherwise than in torch. So a token counts only if it wins by more than all rounding can explain.
 
 #include <algorithm>
 
-#include "largest.h"
+#include "top_k.h"
 
-using namespace peaks;
+using namespace top_k;
 
 constexpr float LOG_RANGE = 87;        // weights below exp(-87) are 0
 constexpr float ROUNDING = 5e-7;       // of a score in torch and here, relative
@@ -134,7 +134,7 @@ struct Race {
     // division, which may make two of them equal.
     bool begin(long top_k) {
         if (top_k > 0 && top_k < n) {
-            Largest largest(top_k);
+            TopK largest(top_k);
             largest.offer_row(logits, n);
             top = largest.numbers[0], least = largest.numbers[top_k - 1];
         } else {
@@ -195,7 +195,7 @@ struct Race {
         double larger = 0, equal = 0;
         long same = 0;
         for (int l = 0; l < L; l++) larger += above[l], equal += equals[l], same += count[l];
-        if (x == top && same == 1) return 1;  // the likeliest is always left
+        if (x == top && same == 1) return 1;  // the argmax is always left
         const double most = (mass - larger) / mass, least = most - (same - 1) * equal / same / mass;
         const double error = SUM_ROUNDING * kept + margin();
         return least > 1 - top_p + error ? 1 : most < 1 - top_p - error ? 0 : -1;

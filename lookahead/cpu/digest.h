@@ -13,7 +13,7 @@
 #include "weights.h"
 
 namespace digest {
-using namespace products;
+using namespace gemm;
 
 typedef uint64_t Sums __attribute__((vector_size(4 * L)));
 constexpr long LANES = 8;  // of a digest in memory; narrower vectors leave some of them zero

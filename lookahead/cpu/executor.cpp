@@ -18,15 +18,15 @@
 #include <atomic>
 #include <climits>
 
+#include "amx_attention.h"
 #include "digest.h"
-#include "head_products.h"
-#include "peaks.h"
-#include "products.h"
+#include "gemm.h"
+#include "head_gemm.h"
 #include "recurrence.h"
 #include "threads.h"
-#include "tile_attention.h"
+#include "top_k_softmax.h"
 
-using namespace products;
+using namespace gemm;
 
 constexpr long BLOCK = 48;        // outputs that a thread takes at a time, by vectors
 constexpr long MOST_PARTS = 128;  // of keys, for texts of any length
@@ -117,7 +117,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, rows)                                                                                   \
     FIELD(long, length)        /* positions before its step */                                          \
     FIELD(long, keys_of_step)  /* keys of the step that its caches hold after this pass */              \
-    FIELD(double, temperature) /* of the probabilities of the likeliest tokens */
+    FIELD(double, temperature) /* of the probabilities of the top-k tokens */
 
 #define ROTARY_TABLE(FIELD, T)                                                                          \
     FIELD(const float*, cos) /* [positions][width] */                                                   \
@@ -145,9 +145,9 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(float*, largest)         /* parts of attention (`attention::Part`), for all heads */          \
     FIELD(float*, total)                                                                                \
     FIELD(float*, sums)                                                                                 \
-    FIELD(void*, peaks)            /* the likeliest tokens that threads find, of each row */            \
+    FIELD(void*, tops)             /* the top-k tokens that each thread finds, of each row */           \
     FIELD(T*, logits)              /* [shown][vocabulary] */                                            \
-    FIELD(long*, tokens)           /* [said][top_k]: the likeliest tokens of rows that are shown */ \
+    FIELD(long*, tokens)           /* [said][top_k]: tokens of the rows that are shown */           \
     FIELD(float*, probabilities)   /* of these */                                                       \
     FIELD(long, rows)                                                                                   \
     FIELD(long, shown)                                                                                  \
@@ -475,7 +475,7 @@ struct Thread {
     void* const of_attention;
     long* const near;  // [rows], of `attention::Attention`
     float* const of_recurrence;
-    peaks::Peaks* const seen = (peaks::Peaks*)pass.peaks;  // [threads][said]
+    top_k::TopKSoftmax* const seen = (top_k::TopKSoftmax*)pass.tops;  // [threads][said]
 
     double slept = 0;  // seconds
 
@@ -719,7 +719,7 @@ struct Thread {
         for (long first = begin; first < end; first += size) {
             const long last = std::min(end, first + size);
             if (digest) sums += digest::of((const char*)matrix.weights, first * bytes, last * bytes);
-            products::multiply(x, matrix, first, last, next);
+            gemm::multiply(x, matrix, first, last, next);
         }
         if (digest) digest::add(sums, digest);
     }
@@ -1026,11 +1026,11 @@ struct Thread {
         head.out = pass.logits;
         const Input<By> taken = prepare(shown, pass.shown, of.width, product, 1);
         const long begin = share(head.outputs, index), end = share(head.outputs, index + 1);
-        peaks::Peaks* const own = seen + index * pass.said;
+        top_k::TopKSoftmax* const own = seen + index * pass.said;
         const auto* sequence = (const Sequence<T>*)pass.sequences;
         for (long row = 0; row < pass.said; row++) {
             while (pass.rows - pass.shown + row >= sequence->begin + sequence->rows) sequence++;
-            new (own + row) peaks::Peaks(pass.top_k, sequence->temperature);
+            new (own + row) top_k::TopKSoftmax(pass.top_k, sequence->temperature);
         }
         const long size = pass.said ? LOOKED_AT : end - begin;
         for (long first = begin; first < end; first += size) {
@@ -1092,7 +1092,7 @@ static long run(const Pass<typename By::Number>& pass) {
     const Places<By> places(pass);
 #pragma omp parallel num_threads(pass.threads)
     {
-        const TileUnit unit;
+        const AmxUnit unit;
         const long index = omp_get_thread_num();
         auto here = pass;
         here.threads = omp_get_num_threads();  // may be fewer than were asked for
@@ -1107,7 +1107,7 @@ static long run(const Pass<typename By::Number>& pass) {
 template <class By>
 static void measure(const Pass<typename By::Number>& pass, long* sizes) {
     sizes[0] = Places<By>(pass).at[4];
-    sizes[1] = pass.threads * pass.rows * sizeof(peaks::Peaks);
+    sizes[1] = pass.threads * pass.rows * sizeof(top_k::TopKSoftmax);
     sizes[2] = 2;  // the near keys, and what is left of a part
     for (long end = 0; end < pass.longest + pass.rows; end = attention::end_of_part(end)) sizes[2]++;
 }
@@ -1118,7 +1118,7 @@ extern "C" long run_bfloat16(const Pass<BFloat16>* pass) {
     return by_pairs([=](auto by) { return run<decltype(by)>(*pass); });
 }
 
-// Write the bytes that a thread needs for itself, and those of all peaks, which are to be aligned to 64 bytes; and in how
+// Write the bytes that a thread needs for itself, and those of all `tops`, which are to be aligned to 64 bytes; and in how
 // many parts attention may be computed.
 extern "C" void sizes_float32(const Pass<float>* pass, long* sizes) { measure<ByFloats>(*pass, sizes); }
 extern "C" void sizes_bfloat16(const Pass<BFloat16>* pass, long* sizes) {

@@ -291,7 +291,7 @@ class Rows(NamedTuple):
     computed: int = 0
     """Rows of the same step, right before these, that other passes have computed."""
     temperature: float = 1.0
-    """Of the probabilities of the likeliest tokens."""
+    """Of the probabilities of the top-k tokens."""
     parents: np.ndarray | None = None
     """Of each row, its parent among the rows, or -1: int64 [T]. Layers that keep a state need it."""
     states: Sequence["Places"] = ()
@@ -523,13 +523,13 @@ class Executor:
         """Compute the rows of all sequences, and append their keys and values to the caches.
 
         Return logits [shown, vocabulary]; the outputs that were asked for; whether a row has become NaN before the
-        output layer; and the likeliest tokens. Rows are in the order of the sequences.
+        output layer; and the top-k tokens. Rows are in the order of the sequences.
 
         rotary: by name, cosines and sines of all positions, float32 [positions, rotary] each; another mapping whenever
         these have changed.
         outputs: numbers of the outputs (`operations.Keep`) that are returned too, [rows, hidden] each.
         shown: rows whose logits are computed, the last ones; default: all.
-        top_k: of how many of the rows that are shown the likeliest tokens are returned, from the first on, and how
+        top_k: of how many of the rows that are shown top-k tokens are returned, from the first on, and how
         many tokens. They are as `top_k.top_k` returns them: tokens and probabilities, [rows, tokens]; None for
         a program that scales its logits, and for more than MAX_COUNT tokens.
         is_prompt: whether bits may depend on how many rows are computed together, which takes less time for many.
@@ -640,11 +640,11 @@ class Executor:
         now.private_bytes = of_private
         found = (ctypes.c_long * 3)()
         _sizes()[self.like.dtype](ctypes.byref(now), found)
-        for_each, of_peaks, most_parts = found
+        for_each, of_tops, most_parts = found
         of_heads = max((one.out.width for one in self._attends), default=0)
         queries = max((one.heads for one in self._attends), default=0)
         of_parts = 4 * rows * most_parts
-        sizes = {"shared": of_shared, "room": threads * for_each, "peaks": of_peaks, "sums": of_parts * of_heads}
+        sizes = {"shared": of_shared, "room": threads * for_each, "tops": of_tops, "sums": of_parts * of_heads}
         sizes |= {"largest": of_parts * queries, "total": of_parts * queries}
         *begins, end = places_of(sizes.values())
         parts = dict(zip(sizes, begins, strict=True))

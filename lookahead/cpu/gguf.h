@@ -7,7 +7,7 @@
 #include "weights.h"
 
 namespace gguf {
-using namespace products;
+using namespace gemm;
 
 // The number that two bytes hold in IEEE's half precision.
 static INLINE float half(const uint8_t* x) {
@@ -32,7 +32,7 @@ static INLINE Ints widened(const uint8_t* x) {
 #elif defined(__AVX2__)
     return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)x));
 #else
-    return products::widened((const int8_t*)x) & 255;
+    return gemm::widened((const int8_t*)x) & 255;
 #endif
 }
 
@@ -70,7 +70,7 @@ struct Q4_1 : Shape<32, 20, 32> {
 struct Q8_0 : Shape<32, 34, 32> {
     static INLINE Scales read(const uint8_t* block) { return {{half(block)}, {0}}; }
     static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
-        return __builtin_convertvector(products::widened((const int8_t*)block + 2 + i), Floats) * scales.scale[0];
+        return __builtin_convertvector(gemm::widened((const int8_t*)block + 2 + i), Floats) * scales.scale[0];
     }
 };
 

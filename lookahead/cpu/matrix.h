@@ -7,7 +7,7 @@
 
 #include "gguf.h"
 
-namespace products {
+namespace gemm {
 
 // The forms of weights, in the order of `Format` in products.py.
 enum Format : long { FLOATS, BYTES, GROUPED, CODES, INDEXED, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K };
@@ -100,4 +100,4 @@ struct Matrix {
     }
 };
 
-}  // namespace products
+}  // namespace gemm

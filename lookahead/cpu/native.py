@@ -45,7 +45,7 @@ CAPABILITY = _capability()
 
 ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA can lower it.
 """
-HAS_TILES = CAPABILITY == "AVX512_AMX"
+HAS_AMX = CAPABILITY == "AVX512_AMX"
 
 
 def kernels(

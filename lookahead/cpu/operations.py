@@ -550,7 +550,7 @@ class Keep(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Logits(Operation):
-    """The last operation: lm_head(x) / divisor * factor of the rows that are shown, and their likeliest tokens.
+    """The last operation: lm_head(x) / divisor * factor of the rows that are shown, and their top-k tokens.
 
     cap: unless it is 0, logits y become cap * tanh(y / cap) then (Gemma 2, arXiv 2408.00118).
     """

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU use our own kernel, `products.cpp`, while lookahead decodes.
+"""Linear layers on a CPU use our own kernel, `gemm.cpp`, while lookahead decodes.
 
 torch reorders the weights of a linear layer in each call. For the few rows of a step, this takes longer than the
 product itself. Our kernel reads the weights as they are. So nothing is copied, and every change of a weight takes
@@ -127,7 +127,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
         return Linear(*(field[begin:end] if isinstance(field, torch.Tensor) else field for field in self))  # type: ignore[arg-type]
 
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
-        """The fields of a Matrix in products.h."""
+        """The fields of a Matrix in gemm.h."""
         weight, scales, bias, offsets, whole, *_ = self
         outputs, inputs = self.outputs, self.inputs
         of_outputs, of_groups = pointer(scales), 0
@@ -172,7 +172,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     def is_in_tiles(self, dtype: torch.dtype) -> bool:
         """Whether the processor's matrix unit multiplies it with an input of this dtype: `takes_tiles` in C++."""
         scales = self.scales is not None and self.scales.ndim == 1
-        return native.HAS_TILES and (dtype == torch.bfloat16 or self.whole is not None or scales)
+        return native.HAS_AMX and (dtype == torch.bfloat16 or self.whole is not None or scales)
 
 
 def _are_scales(scales: torch.Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> bool:

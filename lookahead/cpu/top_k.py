@@ -1,4 +1,4 @@
-"""The likeliest tokens of rows of logits on a CPU: `top_k.cpp`. torch takes ten times as long."""
+"""The top-k tokens of rows of logits on a CPU: `top_k.cpp`. torch takes ten times as long."""
 
 import ctypes
 from functools import cache, partial
@@ -8,7 +8,7 @@ import torch
 
 from lookahead.cpu import native
 
-MAX_COUNT = 256  # in largest.h
+MAX_COUNT = 256  # in top_k.h
 _ARGUMENTS = [ctypes.c_void_p] + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long, ctypes.c_float]
 _kernels = cache(partial(native.kernels, "top_k", native.FLOATS, _ARGUMENTS))
 

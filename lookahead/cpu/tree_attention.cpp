@@ -1,14 +1,14 @@
 // Attention of single layers (`attention.h`).
 
 #include "threads.h"
-#include "tile_attention.h"
+#include "amx_attention.h"
 
 template <class T>
 static void attend(const attention::Attention<T>& attention, char* room, long threads) {
     const long blocks = attention.blocks();
 #pragma omp parallel num_threads(threads)
     {
-        const products::TileUnit unit;
+        const gemm::AmxUnit unit;
         void* const own = room + omp_get_thread_num() * attention::room_for(0);
 #pragma omp for
         for (long item = 0; item < attention.key_heads * blocks; item++)

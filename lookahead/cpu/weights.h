@@ -8,7 +8,7 @@
 
 #include "vectors.h"
 
-namespace products {
+namespace gemm {
 
 #ifdef __AVX512F__
 constexpr int L = 16;
@@ -115,7 +115,7 @@ struct ByFloats {
     static INLINE Floats factors(const int8_t* x) { return __builtin_convertvector(widened(x), Floats); }
     static INLINE Floats factors(const Grouped* x, float scale) { return factors(&x->byte) * scale; }
     static INLINE Floats factors(const Codes* x, float scale, float offset) { return weights(x, scale, offset); }
-    static INLINE void pack(const int8_t* codes, Codes* to) { products::pack(widened(codes), to); }
+    static INLINE void pack(const int8_t* codes, Codes* to) { gemm::pack(widened(codes), to); }
     // Add the product of x and w[o][v] to the sum of each output o.
     template <int O, int V>
     static INLINE void add(Floats* sums, const float* x, const Floats (*w)[V], int v) {
@@ -172,8 +172,8 @@ struct Pairs {
     }
     static INLINE void pack(const int8_t* codes, Codes* to) {
         const Ints some = pairs(codes);
-        products::pack(some & 0xff, to);
-        products::pack(some >> 8, to + L / 2);
+        gemm::pack(some & 0xff, to);
+        gemm::pack(some >> 8, to + L / 2);
     }
 #endif
 };
@@ -208,7 +208,7 @@ struct BySplitPairs : Pairs {
 // Call f with the faster way to multiply bf16 numbers.
 template <class F>
 static auto by_pairs(F f) {
-#if defined(HAS_TILES)
+#if defined(HAS_AMX)
     return f(ByPairs());
 #elif defined(__AVX512BF16__)
     return floats_are_faster() ? f(BySplitPairs()) : f(ByPairs());
@@ -227,7 +227,7 @@ static auto by_pairs(F f) {
 // weights some few are very often exceptions. So these have patches: places in the unpacked block, with the upper bytes.
 struct Indexed {
     static constexpr long BLOCK = 4 * L;  // inputs of a block, and weights of a line, which are read as two vectors of pairs
-#ifdef HAS_TILES
+#ifdef HAS_AMX
     static constexpr long TOGETHER = 16;  // rows with one table, and lines of a block
 #else
     static constexpr long TOGETHER = 1;
@@ -335,4 +335,4 @@ INLINE void Indexed::look_up(const uint8_t* lower_bytes, const uint8_t* codes, T
 }
 #endif
 
-}  // namespace products
+}  // namespace gemm

@@ -9,9 +9,9 @@
 #include <random>
 #include <vector>
 
-#include "products.h"
+#include "gemm.h"
 
-using products::Matrix;
+using gemm::Matrix;
 
 extern "C" {
 void multiply_float32(const float*, const Matrix<float>*, long, long, long, void*, long);

@@ -21,7 +21,7 @@ if "POOL" in os.environ:
 else:
     native.FOLDER = Path(os.environ["KERNELS"])
     native.CAPABILITY = os.environ["CAPABILITY"]
-    native.HAS_TILES = native.CAPABILITY == "AVX512_AMX"
+    native.HAS_AMX = native.CAPABILITY == "AVX512_AMX"
     missing = native.why_missing()
 if missing:
     raise SystemExit(f"it was not built, or cannot be loaded: {missing}")

@@ -377,7 +377,7 @@ def test_it_reads_prompts_as_the_model_does(family, counts, keep, dtype, packs, 
             expected, found = (
                 runner.read(prompt, cache, keep=keep) for runner, cache in zip((eager, fused), caches, strict=True)
             )
-        if native.HAS_TILES and dtype == torch.bfloat16:
+        if native.HAS_AMX and dtype == torch.bfloat16:
             assert fused.most_read == 192
         assert passes.called == (count <= fused.most_read)
         assert found.logits.shape == expected.logits.shape == (min(keep, count), 97)

@@ -54,7 +54,7 @@ def unpacked(kind: str, outputs: int, blocks_of_32: int, size: float) -> torch.T
 
 def assert_same_products(found: Linear, linear: Linear, dtype: torch.dtype, rows: tuple[int, ...] = (1, 5, 17)) -> None:
     """Both layers make the same of random inputs, to the last bit if one kernel serves both. linear: not packed."""
-    in_tiles = native.HAS_TILES and dtype == torch.float32 and found.whole is not None
+    in_tiles = native.HAS_AMX and dtype == torch.float32 and found.whole is not None
     for n in rows:
         input = torch.randn(n, linear.weight.shape[1]).to(dtype)
         (expected, got), (alone,) = products.multiply(input, [linear, found]), products.multiply(input, [found])
@@ -187,7 +187,7 @@ def test_weights_near_zero_are_not_given_to_the_matrix_unit_in_float32(rows):
     weight = torch.randn(20, 128).bfloat16().float()
     weight[:rows] *= 2.0**-60
     found = blocks.smallest(Linear(weight), torch.float32)
-    assert (found.whole is not None) == (can_index(torch.float32) and not native.HAS_TILES)
+    assert (found.whole is not None) == (can_index(torch.float32) and not native.HAS_AMX)
     weight[0] = 0
     weight[1:] = torch.randn(19, 128).bfloat16().float()
     assert (blocks.smallest(Linear(weight), torch.float32).whole is not None) == can_index(torch.float32)

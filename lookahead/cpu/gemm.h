@@ -1,29 +1,32 @@
-// Products of a few rows with weights in torch's own order: one row of weights for each output.
+// GEMM of a few rows of the input with weights in torch's own order: one row of weights for each output.
 //
-// A tile of M rows of the input by O outputs keeps a vector of partial sums for each pair of row and output. It runs
-// along the inputs, and adds up the lanes of each vector at the end. So each weight is read once, in memory order, for
-// up to TILE rows of the input, and no weights are reordered. If the rows of a tile are too long for the processor's
-// first cache, the tile goes along a part of the inputs for some outputs, then along the next part: its vectors wait in
-// memory. So a sum is the same to the last bit, however many rows are multiplied, and however the weights are packed.
+// The microkernel computes a register tile of M rows by O outputs. A vector register holds partial sums of one row and one
+// output; its lanes are added when the tile is complete. So weights are read once, in memory order, for up to MR rows, and
+// are not packed anew. Where the rows of a tile are too long for the first cache (L1), the inputs are cut into K blocks: a
+// few outputs go through one K block, then through the next, and their partial sums are spilled in between. A sum is the
+// same to the last bit, however many rows are multiplied, and in whatever format the weights are.
 
 #pragma once
 
 #include <algorithm>
 #include <utility>
 
-#include "indexed_products.h"
+#include "amx_gemm_indexed.h"
 
-namespace products {
+namespace gemm {
 
+// A register tile of M rows by O outputs takes M * O registers for sums, O for weights and one for the input. MR is the
+// largest M. With 16 registers it is the last with two outputs, 6 * 2 + 2 + 1 = 15; with 32, 12 * 2 + 2 + 1 = 27, which leaves
+// five to unpack weights in.
 #ifdef __AVX512F__
-constexpr int REGISTERS = 32, TILE = 12;
+constexpr int REGISTERS = 32, MR = 12;
 #else
-constexpr int REGISTERS = 16, TILE = 6;
+constexpr int REGISTERS = 16, MR = 6;
 #endif
-constexpr int MAX_OUTPUTS = 4;     // outputs of a tile, at most
-constexpr long AHEAD = 12 * 1024;  // bytes between a row of weights and the one that is prefetched with it, at least
-constexpr long NEAR = 27 * 1024;   // bytes of a tile's input that stay in the first cache, beside weights and sums
-constexpr long WAITING = 24;       // outputs whose vectors wait in memory, at most
+constexpr int NR = 4;  // outputs of a tile, at most: 4 FMAs of 4 cycles take a vector of weights a cycle, more than memory gives
+constexpr long AHEAD = 12 * 1024;     // bytes between weights in use and prefetched ones, by trial; 100 ns * 20 GB/s are 2,000
+constexpr long L1_INPUT = 27 * 1024;  // bytes of L1, of 32 KiB, for the tile's input; the rest is for weights and sums
+constexpr long MAX_SPILLED = 24;      // outputs that go through a K block together: their sums, 18 KiB at most, stay in L2
 
 // Join two vectors of partial sums. In a and in b, each block of STEP lanes holds partial sums of STEP vectors.
 // Neighbouring blocks are added. A block of the result has 2 * STEP lanes: those of a, then those of b.
@@ -37,21 +40,21 @@ static INLINE Floats merged(Floats a, Floats b, std::integer_sequence<int, I...>
 #endif
 }
 
-// The sum of the lanes of each of the vectors BEGIN, BEGIN + 1, ..., COUNT - 1: one lane each, L at most, in order.
+// The sum of all lanes of each of the vectors BEGIN, BEGIN + 1, ..., COUNT - 1: one lane each, L at most, in order.
 template <int COUNT, int BEGIN, int STEP = L / 2>
-static INLINE Floats lanes_added(const Floats* v) {
+static INLINE Floats horizontal_sums(const Floats* v) {
     if constexpr (BEGIN >= COUNT)
         return Floats{};
     else if constexpr (STEP == 0)
         return v[BEGIN];
     else
-        return merged<STEP>(lanes_added<COUNT, BEGIN, STEP / 2>(v), lanes_added<COUNT, BEGIN + STEP, STEP / 2>(v),
+        return merged<STEP>(horizontal_sums<COUNT, BEGIN, STEP / 2>(v), horizontal_sums<COUNT, BEGIN + STEP, STEP / 2>(v),
                             std::make_integer_sequence<int, L>());
 }
 
-// Where the weights stand that a tile will want when it has done with others.
-struct Next {
-    long outputs, inputs;  // so many further on
+// How far on the weights stand that a tile is to prefetch.
+struct Ahead {
+    long outputs, inputs;
 };
 
 // Prefetch the weight of input i of a row, with its neighbours.
@@ -69,8 +72,8 @@ static INLINE void prefetch(const char* row, long inputs, long i) {
 // Add to partial[m][o] the products of row m of x with the weights of output first + o, from input `begin` to `end`.
 // Rows of x are `inputs` numbers apart. If the weights are grouped, begin and end are multiples of `group`.
 template <class By, int M, int O, class Weight>
-static INLINE void add_numbers(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix,
-                               const Weight* rows, long first, long inputs, long begin, long end, Next next,
+static INLINE void microkernel(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix,
+                               const Weight* rows, long first, long inputs, long begin, long end, Ahead ahead,
                                Floats* partial) {
     const long bytes = bytes_of_row<Weight>(inputs), group = matrix.group, groups = inputs / group;
     const float* const scales = matrix.of_groups(matrix.group_scales, first, inputs);
@@ -94,7 +97,7 @@ static INLINE void add_numbers(const typename By::Prepared* x, const Matrix<type
                     w[o][0] = By::factors((const Grouped*)at, scales[o * groups + g]);
                 else
                     w[o][0] = By::factors((const Weight*)at);
-                prefetch<Weight>(row + next.outputs * bytes, inputs, i + next.inputs);
+                prefetch<Weight>(row + ahead.outputs * bytes, inputs, i + ahead.inputs);
             }
             UNROLL for (int v = 0; v < VECTORS; v++)
                 UNROLL for (int m = 0; m < M; m++)
@@ -102,9 +105,9 @@ static INLINE void add_numbers(const typename By::Prepared* x, const Matrix<type
         }
 }
 
-// The same for blocks of GGUF, of which begin and end are multiples.
+// The microkernel for blocks of GGUF; begin and end are multiples of their size.
 template <class By, int M, int O, class Block>
-static INLINE void add_blocks(const float* x, const uint8_t* rows, long inputs, long begin, long end, Next next,
+static INLINE void gguf_microkernel(const float* x, const uint8_t* rows, long inputs, long begin, long end, Ahead ahead,
                               Floats* partial) {
     constexpr long LINE = 64;
     const long bytes = bytes_of_row<Block>(inputs);
@@ -113,7 +116,7 @@ static INLINE void add_blocks(const float* x, const uint8_t* rows, long inputs, 
         typename Block::Scales scales[O];
         UNROLL for (int o = 0; o < O; o++) {
             scales[o] = Block::read(at + o * bytes);
-            const uint8_t* const then = at + (o + next.outputs) * bytes + bytes_of_row<Block>(next.inputs);
+            const uint8_t* const then = at + (o + ahead.outputs) * bytes + bytes_of_row<Block>(ahead.inputs);
             for (long i = 0; i < Block::BYTES; i += LINE) __builtin_prefetch(then + i, 0, 1);
         }
         for (long i = 0; i < Block::SIZE; i += L) {
@@ -125,78 +128,78 @@ static INLINE void add_blocks(const float* x, const uint8_t* rows, long inputs, 
     }
 }
 
-// One of both.
+// The microkernel for this type of weights, over a K block.
 template <class By, int M, int O, class Weight>
-static INLINE void add_products(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long first,
-                                long inputs, long begin, long end, Next next, Floats* partial) {
+static INLINE void add_k_block(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long first,
+                                long inputs, long begin, long end, Ahead ahead, Floats* partial) {
     const Weight* const rows = matrix.template row<Weight>(first, inputs);
     if constexpr (gguf::IS_BLOCK<Weight>)
-        add_blocks<By, M, O, Weight>(x, (const uint8_t*)rows, inputs, begin, end, next, partial);
+        gguf_microkernel<By, M, O, Weight>(x, (const uint8_t*)rows, inputs, begin, end, ahead, partial);
     else
-        add_numbers<By, M, O>(x, matrix, rows, first, inputs, begin, end, next, partial);
+        microkernel<By, M, O>(x, matrix, rows, first, inputs, begin, end, ahead, partial);
 }
 
-// Inputs in each part of the way along `inputs`, for tiles of M rows: whole groups or blocks.
+// The size of a K block for tiles of M rows: whole groups or blocks of weights, of which M rows of the input fit into L1.
 template <class By, class Weight, int M>
-static INLINE long inputs_of_part(long inputs, long group) {
-    const long parts = (M * inputs * (long)sizeof(typename By::Prepared) + NEAR - 1) / NEAR;
+static INLINE long k_block_of(long inputs, long group) {
+    const long parts = (M * inputs * (long)sizeof(typename By::Prepared) + L1_INPUT - 1) / L1_INPUT;
     long unit = IS_GROUPED<Weight> ? group : IS_INDEXED<Weight> ? Indexed::BLOCK : By::STRIDE;
     if constexpr (gguf::IS_BLOCK<Weight>) unit = Weight::SIZE;
     return ((inputs + parts - 1) / parts + unit - 1) / unit * unit;
 }
 
-// Compute outputs begin..end-1 of M rows.
+// Compute outputs begin..end-1 of M rows, O at a time.
 template <class By, class Weight, int M, int O>
-static INLINE void multiply_rows(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
+static INLINE void multiply_tile(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
                                  long inputs, long begin, long end) {
     constexpr int N = M * O;
-    const long part = inputs_of_part<By, Weight, M>(inputs, matrix.group);
-    const long outputs = part < inputs ? WAITING / O * O : O;  // that go along a part together
+    const long k_block = k_block_of<By, Weight, M>(inputs, matrix.group);
+    const long outputs = k_block < inputs ? MAX_SPILLED / O * O : O;  // that go through a K block together
     const long bytes = bytes_of_row<Weight>(inputs);
-    Floats waiting[WAITING / O][N];
+    Floats spilled[MAX_SPILLED / O][N];
     long first = begin;
     while (first + O <= end) {
         const long last = std::min(first + outputs, end) - O;
-        for (long from = 0; from < inputs; from += part) {
-            const long to = std::min(from + part, inputs);
-            const Next next = part >= inputs ? Next{(AHEAD + bytes - 1) / bytes, 0}  // in one part
-                              : to < inputs  ? Next{0, part}
-                                             : Next{outputs, -from};
+        for (long from = 0; from < inputs; from += k_block) {
+            const long to = std::min(from + k_block, inputs);
+            const Ahead ahead = k_block >= inputs ? Ahead{(AHEAD + bytes - 1) / bytes, 0}  // a single K block
+                                : to < inputs     ? Ahead{0, k_block}
+                                                  : Ahead{outputs, -from};
             for (long o = first; o <= last; o += O) {
                 Floats partial[N] = {};
-                Floats* const kept = waiting[(o - first) / O];
-                if (from > 0) memcpy(partial, kept, sizeof partial);
-                add_products<By, M, O, Weight>(x, matrix, o, inputs, from, to, next, partial);
+                Floats* const before = spilled[(o - first) / O];
+                if (from > 0) memcpy(partial, before, sizeof partial);
+                add_k_block<By, M, O, Weight>(x, matrix, o, inputs, from, to, ahead, partial);
                 if (to < inputs) {
-                    memcpy(kept, partial, sizeof partial);
+                    memcpy(before, partial, sizeof partial);
                     continue;
                 }
                 float sums[32];
-                *(Unaligned<Floats>*)sums = lanes_added<N, 0>(partial);
-                if constexpr (N > L) *(Unaligned<Floats>*)(sums + L) = lanes_added<N, L>(partial);
+                *(Unaligned<Floats>*)sums = horizontal_sums<N, 0>(partial);
+                if constexpr (N > L) *(Unaligned<Floats>*)(sums + L) = horizontal_sums<N, L>(partial);
                 matrix.template put<M, O>(sums, row, o);
             }
         }
         first += (last - first) / O * O + O;
     }
     if constexpr (O > 1)
-        if (first < end) multiply_rows<By, Weight, M, 1>(x, matrix, row, inputs, first, end);
+        if (first < end) multiply_tile<By, Weight, M, 1>(x, matrix, row, inputs, first, end);
 }
 
-// The same for a number of rows that is known only at run time. A tile has as many outputs as the registers can hold.
-template <class By, class Weight, int M = TILE>
-static void multiply_some(int rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
+// The same for a number of rows that is known only at run time, with as many outputs as the registers leave room for.
+template <class By, class Weight, int M = MR>
+static void multiply_tile_of(int rows, const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, long row,
                           long inputs, long begin, long end) {
     if constexpr (M > 0) {
-        constexpr int fitting = (REGISTERS - 2) / (M + 1), O = fitting < MAX_OUTPUTS ? fitting : MAX_OUTPUTS;
+        constexpr int fitting = (REGISTERS - 2) / (M + 1), O = fitting < NR ? fitting : NR;
         if (rows == M)
-            multiply_rows<By, Weight, M, O>(x, matrix, row, inputs, begin, end);
+            multiply_tile<By, Weight, M, O>(x, matrix, row, inputs, begin, end);
         else
-            multiply_some<By, Weight, M - 1>(rows, x, matrix, row, inputs, begin, end);
+            multiply_tile_of<By, Weight, M - 1>(rows, x, matrix, row, inputs, begin, end);
     }
 }
 
-// An input of products as the kernels take it. What is not taken as it is, is made ready in a number of parts.
+// An input of a GEMM as the kernels take it. What is not taken as it is, is made ready in a number of parts.
 template <class By>
 struct Input {
     typedef typename By::Number T;
@@ -209,7 +212,7 @@ struct Input {
     void* room;  // of `bytes`
     int forms;   // all that are needed
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
     const Lines<T> shape{rows};  // of lines
     static long bytes(long rows, long inputs) { return bytes_of_tiles<T>(rows, inputs) + Lines<T>(rows).bytes(inputs); }
     static Forms form_for(const Matrix<T>& matrix, long inputs) {
@@ -237,43 +240,43 @@ struct Input {
     }
 };
 
-// The same for any number of rows, in tiles of about equal size, and for weights of any type.
+// GEMM of any number of rows, in tiles of about equal size, with weights of any format.
 template <class By>
-static void multiply_vectors(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end) {
-    const long tiles = (x.rows + TILE - 1) / TILE, rows_of_tile = (x.rows + tiles - 1) / tiles;
+static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end) {
+    const long tiles = (x.rows + MR - 1) / MR, rows_of_tile = (x.rows + tiles - 1) / tiles;
     const auto some = by_weight<typename By::Number>(matrix.format, [](auto weight) {
         typedef decltype(weight) Weight;
-#if defined(__AVX2__) && !defined(HAS_TILES)
+#if defined(__AVX2__) && !defined(HAS_AMX)
         constexpr bool IS_SERVED = !gguf::IS_BLOCK<Weight> || sizeof(typename By::Number) == 4;
 #else
         constexpr bool IS_SERVED = !IS_INDEXED<Weight> && (!gguf::IS_BLOCK<Weight> || sizeof(typename By::Number) == 4);
 #endif
-        return multiply_some<By, std::conditional_t<IS_SERVED, Weight, typename By::Number>>;
+        return multiply_tile_of<By, std::conditional_t<IS_SERVED, Weight, typename By::Number>>;
     });
     for (long row = 0; row < x.rows; row += rows_of_tile)
         some(std::min(rows_of_tile, x.rows - row), x.row(row), matrix, row, x.inputs, begin, end);
 }
 
-// The products of all rows with outputs begin..end-1. next: the weights that this thread wants then, or null.
+// GEMM of all rows with outputs begin..end-1. next: the weights that this thread wants then, or null.
 template <class By>
 void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end,
               [[maybe_unused]] const void* next) {
-#ifdef HAS_TILES
+#ifdef HAS_AMX
     switch (x.form_for(matrix, x.inputs)) {
         case Input<By>::IN_LINES: multiply_in_lines(x.rows, x.shape, x.lines(), matrix, x.inputs, begin, end, next); break;
         case Input<By>::IN_COLUMNS: multiply_in_columns<By>(x.rows, x.columns(), matrix, x.inputs, begin, end); break;
         case Input<By>::AS_IT_IS:
-            if constexpr (sizeof(typename By::Number) == 4) multiply_vectors<By>(x, matrix, begin, end);  // never bf16
+            if constexpr (sizeof(typename By::Number) == 4) multiply_by_vectors<By>(x, matrix, begin, end);  // never bf16
     }
 #else
-    multiply_vectors<By>(x, matrix, begin, end);
+    multiply_by_vectors<By>(x, matrix, begin, end);
 #endif
     if (matrix.format == BYTES) matrix.scale(0, x.rows, begin, end);
 }
 
-// products.cpp has these; no other source compiles them once more.
+// gemm.cpp instantiates these; no other source compiles them once more.
 #define MULTIPLY(BY) template void multiply<BY>(const Input<BY>&, const Matrix<BY::Number>&, long, long, const void*)
-#if defined(HAS_TILES)
+#if defined(HAS_AMX)
 #define FOR_EACH_WAY(DO) DO(ByFloats); DO(ByPairs)
 #elif defined(__AVX512BF16__)
 #define FOR_EACH_WAY(DO) DO(ByFloats); DO(BySplitPairs); DO(ByPairs)
@@ -283,4 +286,4 @@ void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, lon
 #define DECLARED(BY) extern MULTIPLY(BY)
 FOR_EACH_WAY(DECLARED);
 
-}  // namespace products
+}  // namespace gemm

@@ -1,5 +1,4 @@
-// Products of the numbers of each head with rows of a matrix that are the head's own, in float32. They are few beside those
-// of whole layers. Each sum is in an order of its own, whatever other rows there are.
+// GEMM of the numbers of each head with a matrix of the head's own, in float32. It is small beside those of whole layers. Each sum is in an order of its own, whatever other rows there are.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Attention in bf16 by the processor's matrix unit (`tiles.h`), with the arguments and the sums of `attention.h`.
+// Attention in bf16 by the processor's matrix unit (`amx.h`), with the arguments and the sums of `attention.h`.
 //
 // The lanes of a vector are SIDE queries that share a key head. The unit multiplies them with SIDE keys. Of the scores,
 // weights are made and rounded to bf16, which the unit multiplies with SIDE numbers of the values.
@@ -8,13 +8,13 @@
 #include <new>
 
 #include "attention.h"
-#include "tiles.h"
+#include "amx.h"
 
 namespace attention {
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 
-using products::DEPTH, products::repeat, products::SIDE;
+using gemm::DEPTH, gemm::repeat, gemm::SIDE;
 
 struct TileBlock {
     static constexpr long KEYS = 256, GROUPS = TILE_QUERIES / SIDE, STEPS = MAX_SIZE / DEPTH, PLACES = MAX_SIZE / SIDE;
@@ -48,7 +48,7 @@ struct TileBlock {
             Ints v[SIDE] = {};
             for (int lane = 0; lane < lanes(group); lane++) {
                 const long offset = head_of(group, lane) * all.head_stride + row[group][lane] * all.row_stride;
-                v[lane] = *(const products::Unaligned<Ints>*)(all.query + offset + step * DEPTH);
+                v[lane] = *(const gemm::Unaligned<Ints>*)(all.query + offset + step * DEPTH);
             }
             transpose(v);
             memcpy(queries[group][step], v, sizeof v);
@@ -75,8 +75,8 @@ struct TileBlock {
     static INLINE void pair(const BFloat16* x, const BFloat16* next, Ints* to) {
         const __m512i a = x ? _mm512_loadu_si512(x) : _mm512_setzero_si512();
         const __m512i b = next ? _mm512_loadu_si512(next) : _mm512_setzero_si512();
-        const __m512i of_b = _mm512_add_epi32(products::PLACES, _mm512_set1_epi32(32));
-        const __m512i halves = _mm512_or_si512(products::PLACES, _mm512_slli_epi32(of_b, 16));  // a0 b0 a1 b1 ...
+        const __m512i of_b = _mm512_add_epi32(gemm::PLACES, _mm512_set1_epi32(32));
+        const __m512i halves = _mm512_or_si512(gemm::PLACES, _mm512_slli_epi32(of_b, 16));  // a0 b0 a1 b1 ...
         to[0] = (Ints)_mm512_permutex2var_epi16(a, halves, b);
         to[SIDE] = (Ints)_mm512_permutex2var_epi16(a, _mm512_add_epi16(halves, _mm512_set1_epi16(16)), b);
     }
@@ -107,19 +107,19 @@ struct TileBlock {
 
     // The scores of up to four tiles of keys.
     INLINE void score(int group, long j, long n) {
-        repeat<4>([](auto tile) { products::clear_tile<tile>(); });
+        repeat<4>([](auto tile) { gemm::clear_tile<tile>(); });
         for (long step = 0; step < size / DEPTH; step++) {
-            products::load_tile<7>(queries[group][step], products::TILE_BYTES / SIDE);
+            gemm::load_tile<7>(queries[group][step], gemm::TILE_BYTES / SIDE);
             repeat<4>([&](auto tile) {
                 const long of = j + tile * SIDE;
                 if (of >= n) return;
                 constexpr int KEY = 4 + tile % 3;
                 const BFloat16* const keys = of + SIDE > n ? last_keys : key + of * size;
-                products::load_tile<KEY>(keys + step * DEPTH, size * sizeof(BFloat16));
-                products::add_tiles<tile, KEY, 7>();
+                gemm::load_tile<KEY>(keys + step * DEPTH, size * sizeof(BFloat16));
+                gemm::add_tiles<tile, KEY, 7>();
             });
         }
-        repeat<4>([&](auto tile) { products::store_tile<tile>(scores + lead + j + tile * SIDE); });
+        repeat<4>([&](auto tile) { gemm::store_tile<tile>(scores + lead + j + tile * SIDE); });
     }
 
     // The weights of the values of DEPTH keys, as a tile. Returns what they add up to.
@@ -143,16 +143,16 @@ struct TileBlock {
     // Add D tiles of the weighted values. Returns D.
     template <int D>
     INLINE int add(int group, long place, long n, Floats fade) {
-        repeat<D>([](auto tile) { products::clear_tile<tile>(); });
+        repeat<D>([](auto tile) { gemm::clear_tile<tile>(); });
         for (long j = 0; j < n; j += DEPTH) {
-            products::load_tile<7>(weights[j / DEPTH], products::TILE_BYTES / SIDE);
+            gemm::load_tile<7>(weights[j / DEPTH], gemm::TILE_BYTES / SIDE);
             repeat<D>([&](auto tile) {
                 constexpr int VALUE = 4 + tile % 3;
-                products::load_tile<VALUE>(values[j / DEPTH][place + tile], products::TILE_BYTES / SIDE);
-                products::add_tiles<tile, 7, VALUE>();
+                gemm::load_tile<VALUE>(values[j / DEPTH][place + tile], gemm::TILE_BYTES / SIDE);
+                gemm::add_tiles<tile, 7, VALUE>();
             });
         }
-        repeat<D>([&](auto tile) { products::store_tile<tile>(products[tile]); });
+        repeat<D>([&](auto tile) { gemm::store_tile<tile>(products[tile]); });
         for (int lane = 0; lane < lanes(group); lane++)
             repeat<D>([&](auto tile) {
                 Floats& sum = sums[group][lane][place + tile];
@@ -166,7 +166,7 @@ struct TileBlock {
         const __mmask16 some = n < SIDE ? (1 << n) - 1 : -1;
         Floats added[SIDE] = {};
         if (is_causal) {
-            const Ints rows = *(const products::Unaligned<Ints>*)row[group];
+            const Ints rows = *(const gemm::Unaligned<Ints>*)row[group];
             for (int i = 0; i < SIDE; i++) added[i] = Ints{} + int(j + i) > rows ? Floats{} + HIDDEN : Floats{};
         } else {
             for (int lane = 0; lane < lanes(group); lane++) {
@@ -200,7 +200,7 @@ struct TileBlock {
     }
 
     void run(long begin, long end, const Part* part) {
-        products::set_up_tiles();
+        gemm::set_up_tiles();
         for (int group = 0; group < groups(); group++) take_queries(group);
         const long rows = first % all.rows + std::min<long>(all.queries() - first, TILE_QUERIES);  // if in one head
         if (is_causal) end = std::min(end, free + std::min(rows, all.rows));
@@ -224,7 +224,7 @@ static void block_in_tiles(const Attention<BFloat16>& all, long head, long first
 static inline long room_for(long keys_of_step) {
     const long more = padded(std::max(0L, NEAR + keys_of_step));  // beside the KEYS that all have
     const long bytes = sizeof(Space<BySingles>) + more * QUERIES * (long)sizeof(float);
-#ifdef HAS_TILES
+#ifdef HAS_AMX
     return (std::max<long>(bytes, sizeof(TileBlock)) + 63) / 64 * 64;
 #else
     return (bytes + 63) / 64 * 64;

@@ -1,4 +1,4 @@
-// The instructions of the processor's matrix unit (`tiles.h`), for processors without one, and for sanitizers: they see
+// The instructions of the processor's matrix unit (`amx.h`), for processors without one, and for sanitizers: they see
 // these loads and stores. As on the unit, numbers below 2^-126 count as zero.
 
 static thread_local struct {

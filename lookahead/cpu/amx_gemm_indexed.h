@@ -1,4 +1,4 @@
-// Products with weights in 12 bits (`Indexed` in weights.h) by the processor's matrix unit (`tiles.h`).
+// GEMM by AMX (`amx.h`) with weights in 12 bits (`Indexed` in weights.h).
 //
 // A tile of weights has SIDE outputs in its columns, for the bytes lie so. The rows of a tile of the input are rows of
 // the input as they stand, and those of a tile of sums are the rows of the output. So nothing is transposed, and the unit
@@ -10,11 +10,11 @@
 
 #pragma once
 
-#include "tile_products.h"
+#include "amx_gemm.h"
 
-namespace products {
+namespace gemm {
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 
 constexpr long AHEAD_OF_UNPACKED = 48 * 1024;  // bytes between weights that are unpacked and those prefetched with them
 
@@ -58,7 +58,7 @@ static INLINE void take_block(const T* weights, long rows, long inputs, Ints* fi
     transpose(first), transpose(second);
 }
 
-// Products of the rows of a turn, which take N tiles.
+// GEMM of the rows of a turn, which take N tiles.
 template <class T, int N>
 struct IndexedProducts {
     static constexpr int O = N < 4 ? 2 : 1;  // tiles of outputs at a time
@@ -157,7 +157,7 @@ struct IndexedProducts {
     }
 };
 
-// The products of any number of rows with outputs begin..end-1. next: the weights that this thread wants then, or null.
+// GEMM of any number of rows with outputs begin..end-1. next: the weights that this thread wants then, or null.
 template <class T>
 static void multiply_in_lines(long rows, const Lines<T>& shape, const Ints* x, const Matrix<T>& matrix, long inputs,
                               long begin, long end, const void* next) {
@@ -177,4 +177,4 @@ static void multiply_in_lines(long rows, const Lines<T>& shape, const Ints* x, c
 
 #endif
 
-}  // namespace products
+}  // namespace gemm

@@ -6,9 +6,9 @@
 
 #include "weights.h"
 
-namespace products {
+namespace gemm {
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 
 constexpr int SIDE = 16;   // outputs of a tile of weights, and rows of a tile of the input
 constexpr int DEPTH = 32;  // inputs of a tile, two in each lane
@@ -16,8 +16,8 @@ constexpr long TILE_BYTES = 1024;
 static const __m512i PLACES = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 
 // Instructions of the unit. Registers are named by numbers known when this is compiled.
-#ifdef EMULATED_TILES  // `make test-native`
-#include "emulated_tiles.h"
+#ifdef EMULATED_AMX  // `make test-native`
+#include "emulated_amx.h"
 #else
 template <int TO>
 static INLINE void clear_tile() {
@@ -59,10 +59,10 @@ static INLINE void set_up_tiles(long rows = SIDE) {
 }
 
 // The unit of the thread that makes this, for as long as it exists. Who uses the registers sets them up first.
-struct TileUnit {
-    TileUnit() {}  // so that it counts as used
-    ~TileUnit() { release_tiles(); }
-    TileUnit(const TileUnit&) = delete;
+struct AmxUnit {
+    AmxUnit() {}  // so that it counts as used
+    ~AmxUnit() { release_tiles(); }
+    AmxUnit(const AmxUnit&) = delete;
 };
 
 // Call f(integral_constant<int, 0>), f(integral_constant<int, 1>), ..., N times.
@@ -77,10 +77,10 @@ static INLINE void repeat(F f) {
 
 #else
 
-struct TileUnit {
-    TileUnit() {}  // so that it counts as used
+struct AmxUnit {
+    AmxUnit() {}  // so that it counts as used
 };
 
 #endif
 
-}  // namespace products
+}  // namespace gemm

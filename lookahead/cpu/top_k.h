@@ -7,7 +7,7 @@
 
 #include "vectors.h"
 
-namespace peaks {
+namespace top_k {
 
 constexpr int L = WIDTH, BLOCK = 8, MAX_COUNT = 256;
 typedef Lanes<L>::Floats Floats;
@@ -28,12 +28,12 @@ static inline bool any(Ints lanes) {
 }
 
 // The largest numbers so far, in descending order, and their places. Of equal ones, the first.
-struct Largest {
+struct TopK {
     float numbers[MAX_COUNT];
     long places[MAX_COUNT];
     const long count;
 
-    explicit Largest(long wanted) : count(std::min(wanted, (long)MAX_COUNT)) {
+    explicit TopK(long wanted) : count(std::min(wanted, (long)MAX_COUNT)) {
         for (long i = 0; i < count; i++) numbers[i] = -INFINITY, places[i] = i;
     }
 
@@ -71,4 +71,4 @@ struct Largest {
     }
 };
 
-}  // namespace peaks
+}  // namespace top_k

@@ -1,12 +1,13 @@
-// The largest numbers of a row of logits and their probabilities at a temperature, piece by piece.
+// The k largest logits of a row and their probabilities at a temperature, in one pass over the row: a softmax whose sum
+// follows the largest logit so far (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax").
 
 #pragma once
 
 #include <algorithm>
 
-#include "largest.h"
+#include "top_k.h"
 
-namespace peaks {
+namespace top_k {
 
 constexpr float LOG2_E = 1.44269504f;
 constexpr float LEAST = -32;  // 2 to the power of less counts for nothing: 49,152 such weights are 1e-5 at most
@@ -23,13 +24,13 @@ static inline Floats power_of_2(Floats x) {
     return (Floats)((Ints)y + ((Ints)shifted << 23));
 }
 
-struct Peaks {
-    Largest largest;
+struct TopKSoftmax {
+    TopK top;
     const float scale;
     float whole = 0;  // the sum of all numbers: NaN or infinite if one of them is
     float sum = 0;    // of 2 to the power of (x - the largest number) * scale
 
-    Peaks(long count, float temperature) : largest(count), scale(LOG2_E / temperature) {}
+    TopKSoftmax(long count, float temperature) : top(count), scale(LOG2_E / temperature) {}
 
     // Add n numbers, whose first stands at `place`. Pieces are added in their order.
     template <class T>
@@ -37,48 +38,48 @@ struct Peaks {
         for (long i = 0; i < n; i += PIECE) add_piece(x + i, std::min(n - i, PIECE), place + i);
     }
 
-    // Add what other peaks have seen of the same row, behind what these have.
-    void add(const Peaks& other) {
-        const float before = largest.numbers[0];
-        for (long i = 0; i < other.largest.count; i++) largest.offer(other.largest.numbers[i], other.largest.places[i]);
+    // Add what another has seen of the same row, behind what this has.
+    void add(const TopKSoftmax& other) {
+        const float before = top.numbers[0];
+        for (long i = 0; i < other.top.count; i++) top.offer(other.top.numbers[i], other.top.places[i]);
         whole += other.whole;
-        sum = rescaled(sum, before) + rescaled(other.sum, other.largest.numbers[0]);
+        sum = rescaled(sum, before) + rescaled(other.sum, other.top.numbers[0]);
     }
 
     // A row that has overflowed counts for nothing: its probabilities are 0.
     void put(float* probabilities, long* tokens) const {
-        for (long j = 0; j < largest.count; j++) {
-            const float p = std::exp2((largest.numbers[j] - largest.numbers[0]) * scale) / sum;
+        for (long j = 0; j < top.count; j++) {
+            const float p = std::exp2((top.numbers[j] - top.numbers[0]) * scale) / sum;
             probabilities[j] = whole < INFINITY && p == p ? p : 0.0f;
-            tokens[j] = largest.places[j];
+            tokens[j] = top.places[j];
         }
     }
 
 private:
     // A sum relative to an earlier largest number, relative to the present one.
     float rescaled(float earlier, float before) const {
-        return before == largest.numbers[0] ? earlier : earlier * std::exp2((before - largest.numbers[0]) * scale);
+        return before == top.numbers[0] ? earlier : earlier * std::exp2((before - top.numbers[0]) * scale);
     }
 
     template <class T>
     void add_piece(const T* x, long n, long place) {
         Floats tops[PIECE / (BLOCK * L)];
-        const float before = largest.numbers[0];
-        whole += largest.offer_row(x, n, place, tops);
-        const float top = largest.numbers[0];
-        if (top == -INFINITY) return;
+        const float before = top.numbers[0];
+        whole += top.offer_row(x, n, place, tops);
+        const float largest = top.numbers[0];
+        if (largest == -INFINITY) return;
         Floats sums = {};
         long i = 0;
         for (; i + BLOCK * L <= n; i += BLOCK * L)
-            if (any((tops[i / (BLOCK * L)] - top) * scale > LEAST))
+            if (any((tops[i / (BLOCK * L)] - largest) * scale > LEAST))
                 for (long j = i; j < i + BLOCK * L; j += L) {
-                    const Floats power = (load(x + j) - top) * scale;
+                    const Floats power = (load(x + j) - largest) * scale;
                     sums += power_of_2(power > LEAST ? power : Floats{} + LEAST);
                 }
         sum = rescaled(sum, before);
         for (int l = 0; l < L; l++) sum += sums[l];
-        for (; i < n; i++) sum += std::exp2((number(x[i]) - top) * scale);
+        for (; i < n; i++) sum += std::exp2((number(x[i]) - largest) * scale);
     }
 };
 
-}  // namespace peaks
+}  // namespace top_k

@@ -1,4 +1,4 @@
-// Products by the processor's matrix unit (`tiles.h`), of all weights but those in 12 bits (`indexed_products.h`).
+// GEMM by AMX (`amx.h`), with weights of all formats but 12 bits (`amx_gemm_indexed.h`).
 //
 // A tile of weights is SIDE rows of the matrix, as they stand in memory or as they are unpacked. Rows of the input become
 // columns of tiles, once for all outputs. A float32 number of the input is the sum of three bf16 numbers, which have 8 of
@@ -8,15 +8,15 @@
 #pragma once
 
 #include "matrix.h"
-#include "tiles.h"
+#include "amx.h"
 
-namespace products {
+namespace gemm {
 
-#ifdef HAS_TILES
+#ifdef HAS_AMX
 
-constexpr int MOST = 4;                     // tiles of the input whose sums the registers hold
+constexpr int MOST = 4;                     // tiles of the input at a time: their sums take 4 of 8 tile registers
 constexpr long PLAIN_AHEAD = 256 * 1024;    // bytes between weights taken as they are and those prefetched, at most
-constexpr long IN_TURN = 192;               // outputs whose weights serve all rows before the next are read
+constexpr long IN_TURN = 192;               // outputs whose weights stay in L2 for all rows: 600 KB of 1,536 inputs in bf16
 constexpr int FEW = 4;                      // columns that are cheaper to collect than to transpose
 
 // bf16 numbers that add up to a number of the input; rows of the input whose sums the registers hold; and their tiles.
@@ -122,7 +122,7 @@ static INLINE void put_row(const Matrix<T>& matrix, Floats sums, long row, long 
     }
 }
 
-// Products of rows that take N tiles. A unit of work is O tiles of outputs by two steps along the inputs. While the matrix
+// GEMM of rows that take N tiles. A unit of work is O tiles of outputs by two steps along the inputs. While the matrix
 // unit multiplies, the weights of the next unit of work are unpacked. Sums are stored after that, so nothing waits for
 // them.
 template <class By, class Weight, int N>
@@ -265,7 +265,7 @@ struct Products {
     }
 };
 
-// The products of any number of rows with outputs begin..end-1.
+// GEMM of any number of rows with outputs begin..end-1.
 template <class By, class Weight>
 static void multiply_tiles(long rows, const Ints* x, const Matrix<typename By::Number>& matrix, long inputs, long begin,
                            long end) {
@@ -302,4 +302,4 @@ static void multiply_in_columns(long rows, const Ints* x, const Matrix<typename 
 
 #endif
 
-}  // namespace products
+}  // namespace gemm

@@ -1,12 +1,12 @@
-// Products of a few rows with weights in torch's own order, for single layers (`products.h`).
+// GEMM of a few rows for single layers (`gemm.h`).
 
-#include "products.h"
+#include "gemm.h"
 
-namespace products {
+namespace gemm {
 FOR_EACH_WAY(MULTIPLY);
 }
 
-using namespace products;
+using namespace gemm;
 
 constexpr long BLOCK = 96;        // outputs that a thread takes at a time
 constexpr long SMALL_BLOCK = 24;  // the same for several tiles of rows, so that the weights stay in the first caches
@@ -18,13 +18,13 @@ static void multiply_all(const typename By::Number* x, const Matrix<typename By:
     if (rows == 0) return;
     int forms = 0;
     for (long i = 0; i < count; i++) forms |= Input<By>::form_for(matrices[i], inputs);
-    const long size = rows > TILE && !forms ? SMALL_BLOCK : BLOCK;
+    const long size = rows > MR && !forms ? SMALL_BLOCK : BLOCK;
     long blocks = 0;
     for (long i = 0; i < count; i++) blocks += (matrices[i].outputs + size - 1) / size;
     const Input<By> input = {x, rows, inputs, room, forms};
 #pragma omp parallel num_threads(threads)
     {
-        const TileUnit unit;
+        const AmxUnit unit;
 #pragma omp for schedule(static)
         for (long part = 0; part < input.parts(); part++) input.make(part);
 #pragma omp for schedule(static)
