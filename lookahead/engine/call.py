@@ -137,12 +137,12 @@ class Call:
                     if outlives is not None:
                         ended |= {b: self._cache.sequence(i) for i, b in enumerate(active) if b not in live}
                     self._cache.select(kept)
-                    self._source.keep(kept)
+                    self._source.select(kept)
                     active = live
                 yield from self._step(live)
             if self._budget.pace:
                 self._budget.end()
-                self._budget.pace.costs.keep()
+                self._budget.pace.costs.save()
             ids = _padded([rule.ids for rule in rules], self._generation)
             if outlives is not None:
                 ended |= {b: self._cache.sequence(i) for i, b in enumerate(active)}
@@ -317,7 +317,7 @@ class Call:
         for cache, begin, new in zip(caches, self._begins, ids[:, self._width :], strict=True):
             lacks = len(new) - 1 - (cache.lengths[0] - begin)  # the end of a text that ended early, and its padding
             if lacks:
-                self._runner.read(new[None, -1 - lacks : -1], cache)
+                self._runner.prefill(new[None, -1 - lacks : -1], cache)
         paddings = [prompt.padding for prompt in self._prompts]
         whole = caches[0]
         if len(caches) > 1 or paddings[0]:

@@ -79,7 +79,7 @@ def prefill(
     portion: positions of a pass; default: the whole prompt.
     Returns the cache of the batch, and the logits after the prompts, [batch, vocabulary].
     """
-    keep, of_each = max(source.needs.prompt_logits, 1), room if runner.is_ragged or len(prompts) == 1 else 0
+    logits_to_keep, of_each = max(source.needs.prompt_logits, 1), room if runner.is_ragged or len(prompts) == 1 else 0
     caches: list[LookaheadCache] = []
     last: list[torch.Tensor] = []
     for b, prompt in enumerate(prompts):
@@ -91,8 +91,8 @@ def prefill(
         if caches:
             yield
         one = cache or runner.adapter.make_cache(prompt.new.shape[1] + of_each)
-        output = yield from _read(runner, prompt.new, one, portion, keep)
-        source.read(prompt.text, output.logits, output.hidden_states)
+        output = yield from _read(runner, prompt.new, one, portion, logits_to_keep)
+        source.observe_prompt(prompt.text, output.logits, output.hidden_states)
         caches.append(one)
         last.append(output.logits[-1].clone())
     longest = max(prompt.new.shape[1] for prompt in prompts)
@@ -100,9 +100,9 @@ def prefill(
 
 
 def _read(
-    runner: EagerRunner, new: torch.Tensor, cache: LookaheadCache, portion: int | None, keep: int
+    runner: EagerRunner, new: torch.Tensor, cache: LookaheadCache, portion: int | None, logits_to_keep: int
 ) -> Generator[None, None, Output]:
-    """Compute the prompt of one sequence. Yields between passes. Arguments as for `EagerRunner.read` and `prefill`."""
+    """Compute the prompt of one sequence. Yields between passes. Arguments as for `prefill` and `EagerRunner`'s."""
     length, context = cache.lengths[0] + new.shape[1], context_length(runner.model)
     if length > context:
         warnings.warn(f"the prompt has {length} tokens, the model was made for {context}", stacklevel=2)
@@ -111,7 +111,7 @@ def _read(
         if outputs:
             yield
         try:
-            outputs.append(runner.read(part, cache, keep))
+            outputs.append(runner.prefill(part, cache, logits_to_keep))
         except IndexError as error:  # beyond the end of a table of learned positions
             if length <= context:
                 raise

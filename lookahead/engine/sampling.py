@@ -153,7 +153,7 @@ class NextTokenRule:
         writes the first token whose logit is NaN.
         """
         if self._usual is not None and (token := self._choose(logits, row or 0, self._usual[0])) is not None:
-            self.take(token)
+            self.record(token)
             return [token]
         if row is not None:
             logits = logits.flatten(0, -2)[row : row + 1]
@@ -208,7 +208,7 @@ class NextTokenRule:
         if not live and self._race is not None:
             self._race.end()
 
-    def take(self, token: int) -> None:
+    def record(self, token: int) -> None:
         """Record and stream the next token of the only sequence, in the usual case, where it was chosen otherwise."""
         assert self._usual is not None
         _, ends = self._usual
@@ -271,7 +271,7 @@ def _walk_one(rule: NextTokenRule, step: Step, output: Output, first: int) -> tu
         at = first + path[-1]
         token = argmax[at] if argmax else -1
         if token >= 0:
-            rule.take(token)
+            rule.record(token)
         else:
             (token,) = rule.emit(output.logits, at)
         tokens.append(token)

@@ -47,7 +47,7 @@ def learn_bigrams(
     *before, root = beginning
     with torch.no_grad():
         if before:
-            runner.read(torch.tensor([before], device=device_of(model)), cache)
+            runner.prefill(torch.tensor([before], device=device_of(model)), cache)
         for begin in range(0, size, ROWS):
             tokens = np.arange(begin, min(begin + ROWS, size))
             step = lay_out(root, GuessTree.of(tokens, np.full(len(tokens), -1)))

@@ -249,9 +249,9 @@ class Combined(Guesser):
         if len(others) == 1 and type(self._sources[others[0]]) is PoolSource:
             self.pool_alone = PoolAlone(self._guessers[others[0]], self._stats[others[0]])
 
-    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+    def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         for guesser in self._guessers.values():
-            guesser.read(text, logits, hidden_states)
+            guesser.observe_prompt(text, logits, hidden_states)
 
     def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
         for guesser in self._guessers.values():
@@ -329,9 +329,9 @@ class Combined(Guesser):
         earned = accepted - sum(tree.follow(emitted) for tree, emitted in zip(chosen, outcome.emitted, strict=True))
         return earned, self._budget.rows(chosen, self._window_rows)
 
-    def keep(self, sequences: list[int]) -> None:
+    def select(self, sequences: list[int]) -> None:
         for guesser in self._guessers.values():
-            guesser.keep(sequences)
+            guesser.select(sequences)
 
     def end(self) -> None:
         with ExitStack() as ending:  # ends all, even if one raises

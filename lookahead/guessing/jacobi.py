@@ -108,7 +108,7 @@ class Windows(Guesser):
         if self._source.size != self.size:
             self._open(outcome.texts)
 
-    def keep(self, sequences: list[int]) -> None:
+    def select(self, sequences: list[int]) -> None:
         self._windows = [self._windows[b] for b in sequences]
 
     def _open(self, texts: list[list[int]]) -> None:
@@ -158,5 +158,5 @@ class JacobiBlocks(Guesser):
             self._accepted += len(new) - 1
             self._observed += min(len(new), step.guesses)
 
-    def keep(self, sequences: list[int]) -> None:
+    def select(self, sequences: list[int]) -> None:
         self._blocks = [self._blocks[b] for b in sequences]

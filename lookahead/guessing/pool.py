@@ -44,7 +44,7 @@ class PoolGuesser(Guesser):
         """temperature: at which the next tokens are drawn. vocabulary: of the model; default: all ids of a pool."""
         self._pool, self._temperature, self._vocabulary = pool, temperature, vocabulary
 
-    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+    def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if text:  # a prompt of embeddings has no text
             self._pool.learn(text, Origin.PROMPT)
             logits = logits[-len(text) :]

@@ -105,7 +105,7 @@ class Guesser:
     passes: int = 0
     """Passes of its own model or heads that it has made in this call to propose, for the statistics."""
 
-    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+    def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         """See a prompt after its prefill, once for all sequences that share it.
 
         logits: [k, vocabulary], the prompt's last rows, at least ``needs.prompt_logits`` where it has so many.
@@ -133,7 +133,7 @@ class Guesser:
         """See the result of a step."""
         return
 
-    def keep(self, sequences: list[int]) -> None:
+    def select(self, sequences: list[int]) -> None:
         """Keep only these sequences of the batch: the others have ended."""
         return
 

@@ -456,7 +456,7 @@ class LookaheadCache(Cache):
                 self._restore_states()
                 paths, replay = [[]], self.replay + step.ids[path].tolist()
         # Layers that are not initialized use another layer's keys and values.
-        keep(list(filter(_IS_INITIALIZED, self.in_place)), paths)
+        compact(list(filter(_IS_INITIALIZED, self.in_place)), paths)
         for layer in self._states:
             layer.commit(paths)
         if self.pending is not None:
@@ -625,7 +625,7 @@ def counts_positions(cache: Cache) -> bool:
     return isinstance(cache, CountedCache) or any(hasattr(layer, "get_seq_length") for layer in cache.layers)
 
 
-def keep(layers: list[InPlaceLayer], paths: list[list[int]]) -> None:
+def compact(layers: list[InPlaceLayer], paths: list[list[int]]) -> None:
     """Keep rows ``paths[b]`` of the layers' last update, ascending indices for each sequence b. Drop its other rows."""
     alike: dict[tuple[int, bytes], list[InPlaceLayer]] = {}
     for layer in layers:

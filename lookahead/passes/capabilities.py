@@ -52,12 +52,12 @@ def _once_for_all(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Ca
 
     def find_or_read() -> str | None:
         path = verdicts.path_of(model, what, cpu_kernels)
-        if verdicts.read(path) is None:
+        if verdicts.load(path) is None:
             with kept_for_later():
                 wrong = find()
             if wrong is not None:
                 return wrong
-            verdicts.keep(path, {})
+            verdicts.save(path, {})
         return None
 
     return _once(model, what, cpu_kernels, find_or_read)
@@ -191,13 +191,13 @@ def what_training_changes(model: PreTrainedModel, adapter: ModelAdapter) -> str 
 def _read_or_try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     """Return the adapter that an earlier process has found, or that `_try_ways` finds."""
     path = verdicts.path_of(model, "adapter", cpu_kernels)
-    known = verdicts.read(path)
+    known = verdicts.load(path)
     if known is not None and known.keys() == set(_KEPT):
         return replace(read_config(model, known["branches_states"]), **known)
     with kept_for_later():
         adapter = _try_ways(model, cpu_kernels)
     if not adapter.given_up and not adapter.row_dependence:
-        verdicts.keep(path, {name: getattr(adapter, name) for name in _KEPT})
+        verdicts.save(path, {name: getattr(adapter, name) for name in _KEPT})
     return adapter
 
 

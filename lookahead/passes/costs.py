@@ -146,7 +146,7 @@ class StepCosts:
                 self.overhead_per_row = max(self.overhead_per_row + error * further / MANY_ROWS, 0.0)
             self.prices = None
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Replace the file if the costs have drifted from it. If that fails, the next process measures them again."""
         if self.path is None:
             return
@@ -220,7 +220,7 @@ def time_passes(
     with torch.no_grad():
         for length, cache in caches.items():
             if runner.adapter.has_state:  # without one, layers compute a prompt, which takes another time
-                runner.read(torch.from_numpy(tokens[None, :1]), cache)
+                runner.prefill(torch.from_numpy(tokens[None, :1]), cache)
             else:
                 _pass(runner, cache, tokens[:2])
             cache.skip(length)
@@ -287,7 +287,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
     known = _known.setdefault(model, {})
     if now not in known or anew:
         path = path_of(model, environment(model), *now)
-        costs = None if anew else _read(path)
+        costs = None if anew else _load(path)
         if costs is None:
             try:
                 with progress_bar("measuring step costs") as progress, kept_for_later():
@@ -298,7 +298,7 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
                     raise
                 warnings.warn(f"step costs could not be measured, so budgets use assumed ones: {error!r}", stacklevel=2)
                 costs = _assumed(runner)
-        costs.keep()
+        costs.save()
         known[now] = costs
     return known[now]
 
@@ -334,7 +334,7 @@ def write_json(path: Path, data: dict) -> None:
     os.replace(file.name, path)
 
 
-def _read(path: Path) -> StepCosts | None:
+def _load(path: Path) -> StepCosts | None:
     """Read a file. None: there is none, or its content is not valid."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -234,17 +234,17 @@ class FusedRunner(EagerRunner):
             except UnknownModelError:
                 return super().run(steps, cache, last, top_k)
 
-    def read(self, new: torch.Tensor, cache: LookaheadCache, keep: int = 1) -> Output:
+    def prefill(self, new: torch.Tensor, cache: LookaheadCache, logits_to_keep: int = 1) -> Output:
         count = new.shape[1]
         fits = count <= min(self.most_read, context_length(self.model) - cache.lengths[0])
         with self._packed.turn:
             if new.ndim > 2 or not fits or not self._takes([ids := new[0].cpu().numpy()], [cache]):
-                return super().read(new, cache, keep)
+                return super().prefill(new, cache, logits_to_keep)
             step = grow(ids.tolist(), range(-1, count - 1), computed=0)
             try:
-                output = self._compute([step], [cache], shown=min(keep, count), is_prompt=count > MAX_DEPTH)
+                output = self._compute([step], [cache], shown=min(logits_to_keep, count), is_prompt=count > MAX_DEPTH)
             except UnknownModelError:
-                return super().read(new, cache, keep)
+                return super().prefill(new, cache, logits_to_keep)
         cache.commit([step], [list(range(count))])
         return output
 

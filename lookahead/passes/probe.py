@@ -226,7 +226,7 @@ def _compare_with_plain(runner: EagerRunner, trial: Trial) -> str | None:
     for text, plain in trial.prompts:
         caches.append(adapter.make_cache())
         prompt = torch.tensor([text], device=device_of(runner.model))
-        logits = runner.read(prompt, caches[-1], keep=len(text)).logits
+        logits = runner.prefill(prompt, caches[-1], logits_to_keep=len(text)).logits
         if not _has_column_for_each(caches[-1], logits):
             return "a pass leaves more or fewer positions in the cache than it has tokens"
         worst = max(worst, _error_beyond_rounding(runner, logits, plain))

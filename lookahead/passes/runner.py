@@ -152,11 +152,11 @@ class EagerRunner:
             count, rows = len(steps), tokens.shape[2] - again
             return Output(output.logits[:, again:].flatten(0, 1), hidden, range(0, count * rows, rows))
 
-    def read(self, new: torch.Tensor, cache: LookaheadCache, keep: int = 1) -> Output:
+    def prefill(self, new: torch.Tensor, cache: LookaheadCache, logits_to_keep: int = 1) -> Output:
         """Compute a prompt of one sequence, or a portion of it, in one pass into its cache.
 
-        new: token ids, int64 [1, n], or embeddings [1, n, hidden]. Returns the logits of the last ``keep`` tokens, or
-        of all if there are fewer. Raises IndexError beyond the end of a table of learned positions.
+        new: token ids, int64 [1, n], or embeddings [1, n, hidden]. logits_to_keep: of so many of the last tokens, or of
+        all if there are fewer, logits are returned. Raises IndexError beyond the end of a table of learned positions.
         """
         model, adapter = self.model, self.adapter
         held = cache.lengths[0]
@@ -166,11 +166,11 @@ class EagerRunner:
         if adapter.takes_position_ids:
             inputs["position_ids"] = torch.arange(held, length, device=device_of(model))[None]
         if "logits_to_keep" in forward_arguments(model):
-            inputs["logits_to_keep"] = keep
+            inputs["logits_to_keep"] = logits_to_keep
         with self._in_pass():
             output = model(**inputs, **self._extras)
         cache.lengths = [length]
-        return Output(output.logits[0, -keep:], {i: output.hidden_states[i][0] for i in self.requested})
+        return Output(output.logits[0, -logits_to_keep:], {i: output.hidden_states[i][0] for i in self.requested})
 
     def settle(self, cache: LookaheadCache) -> None:
         """Compute the tokens in ``cache.replay``, so that the cache holds all accepted tokens."""

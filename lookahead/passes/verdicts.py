@@ -33,7 +33,7 @@ def path_of(model: PreTrainedModel, *depends_on: object) -> Path | None:
     return FOLDER / f"{model.config.model_type}-{xxhash.xxh3_128_hexdigest(text.encode())}.json"
 
 
-def read(path: Path | None) -> dict | None:
+def load(path: Path | None) -> dict | None:
     """Read a verdict. None: there is none, or the file is not valid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path else None
@@ -42,7 +42,7 @@ def read(path: Path | None) -> dict | None:
     return found if isinstance(found, dict) else None
 
 
-def keep(path: Path | None, verdict: dict) -> None:
+def save(path: Path | None, verdict: dict) -> None:
     """Write a verdict. If that fails, the next process finds it again."""
     try:
         if path:

@@ -30,7 +30,7 @@ class Checkpoint:
     """What taken tensors are converted to."""
 
     @classmethod
-    def read(cls, path: str | Path, device: torch.device, dtype: torch.dtype) -> "Checkpoint":
+    def load(cls, path: str | Path, device: torch.device, dtype: torch.dtype) -> "Checkpoint":
         """Read config.json and all tensors of a folder: safetensors or pytorch's .bin and .pt, also in several files.
 
         Of pytorch's files, tensors alone are read; nothing in them is run.

@@ -332,15 +332,15 @@ class DraftGuesser(Guesser):
 
     def end(self) -> None:
         if self._costs:
-            self._costs.keep()
+            self._costs.save()
         self._open.close()
 
-    def keep(self, sequences: list[int]) -> None:
+    def select(self, sequences: list[int]) -> None:
         self._forget()
         if self._cache is not None:
             self._cache.select(sequences)
         self._held = [self._held[b] for b in sequences]
-        self._inner.keep(sequences)
+        self._inner.select(sequences)
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:
         self._forget()
@@ -415,9 +415,9 @@ class DraftGuesser(Guesser):
             self._runner.settle(one)
             if new := text[shared:-1]:
                 count = max(self._inner.needs.prompt_logits, 1)
-                output = self._runner.read(torch.tensor([new]), one, keep=count)
+                output = self._runner.prefill(torch.tensor([new]), one, logits_to_keep=count)
                 if not shared:
-                    self._inner.read(text[:-1], output.logits, output.hidden_states)
+                    self._inner.observe_prompt(text[:-1], output.logits, output.hidden_states)
             caches.append(one)
             self._held[b] = text[:-1]
         self._cache = self._runner.join(caches, max(map(len, texts)) + ROOM)

@@ -116,7 +116,7 @@ class _Head:
         output = projection_of(model)
         self._vocabulary, self._width = output.weight.shape
         self.device, self._dtype = output.weight.device, output.weight.dtype
-        read = Checkpoint.read(path, self.device, self._dtype)
+        read = Checkpoint.load(path, self.device, self._dtype)
         settings = read.config | read.config.get("transformer_layer_config", {})  # speculators has the layer's in there
         for name in UNKNOWN_SETTINGS:
             if _eagle_setting(settings, name):
@@ -299,7 +299,7 @@ class EagleGuesser(Guesser):
         self._texts = [self._head.begin() for _ in batch.texts]
         self._drafts: list[Draft | None] = []
 
-    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+    def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if not (sequences := self._batch.sequences_of(text)):
             return
         one = self._head.begin()
@@ -324,7 +324,7 @@ class EagleGuesser(Guesser):
             if draft is not None:
                 draft.teach(draft.accepted(emitted), emitted)
 
-    def keep(self, sequences: list[int]) -> None:
+    def select(self, sequences: list[int]) -> None:
         self._texts = [self._texts[b] for b in sequences]
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:

@@ -246,7 +246,7 @@ class SkippedLayers:
         layers = ", ".join(map(str, self.skipped)) or "none"
         return f"layers to skip: {layers}; without them {self.agreement:.0%} of the next tokens are the model's"
 
-    def keep(self, model: PreTrainedModel) -> Path:
+    def save(self, model: PreTrainedModel) -> Path:
         """Write them for `LayerSkipSource`, beside the step costs. Returns the file. Raises OSError."""
         path = _path(model)
         write_json(path, asdict(self))
@@ -350,7 +350,7 @@ class _Sample:
             return None
         whole = runner.adapter.make_cache(len(text))
         with torch.no_grad():
-            logits = runner.read(text[None, : begins[-1] + CHUNK], whole, keep=len(begins) * CHUNK).logits
+            logits = runner.prefill(text[None, : begins[-1] + CHUNK], whole, logits_to_keep=len(begins) * CHUNK).logits
         parts = [LookaheadCache([copy.copy(layer) for layer in whole.layers], [begin]) for begin in begins]
         for part, begin in zip(parts, begins, strict=True):
             part.rewind(begin)

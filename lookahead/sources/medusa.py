@@ -59,7 +59,7 @@ class MedusaSource(GuessSource):
         """
         head = projection_of(model)
         vocabulary, hidden = head.weight.shape
-        checkpoint = Checkpoint.read(path, head.weight.device, head.weight.dtype)
+        checkpoint = Checkpoint.load(path, head.weight.device, head.weight.dtype)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.needs = Needs(hidden_states=(layers,))  # the last layer's output behind the final norm
         for prefix in ("medusa_heads.", "medusa_head."):
@@ -134,7 +134,7 @@ class MedusaGuesser(Guesser):
         # For each sequence, the hidden state at its last computed token, and how many tokens end with it.
         self._states: list[tuple[torch.Tensor, int] | None] = [None] * len(batch.texts)
 
-    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+    def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         for b in self._batch.sequences_of(text):
             self._states[b] = self._last(hidden_states)[-1].clone(), len(text)  # not the whole prompt's
 
@@ -143,7 +143,7 @@ class MedusaGuesser(Guesser):
         for b, (text, path, first) in enumerate(zip(outcome.texts, outcome.paths, outcome.first, strict=True)):
             self._states[b] = states[first + path[-1]], len(text) + len(path) - 1
 
-    def keep(self, sequences: list[int]) -> None:
+    def select(self, sequences: list[int]) -> None:
         self._states = [self._states[b] for b in sequences]
 
     def propose(self, texts: list[list[int]], limits: Limits) -> list[GuessTree]:

@@ -44,7 +44,7 @@ class Answers:
                 line = line[self._file.write(line) :]
         self.count += 1
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Wait until the disk has all answers, so that they survive a loss of power."""
         if self._path.is_file():
             with writing(self._path):

@@ -78,7 +78,7 @@ def generate(
                 )
                 sys.exit(130)
             finally:
-                kept.keep()
+                kept.save()
     click.echo(f"{out}: {len(tasks)} texts{texts.summary()}", err=True)
     if show_stats and engine:
         click.echo(str(engine.stats), err=True)

@@ -258,7 +258,7 @@ def tune(
             verdict = "" if found.gain > 1 else " (it does not pay)"
             click.echo(f"expected: {found.gain:.2f} times the tokens per second of steps without guesses{verdict}")
         with explained("cannot keep the layers", OSError):
-            click.echo(f"kept for LayerSkipSource: {found.keep(model)}")
+            click.echo(f"kept for LayerSkipSource: {found.save(model)}")
     if bigrams:
         kept = bigrams_file(model)
         with explained("cannot keep the bigrams", OSError):

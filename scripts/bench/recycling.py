@@ -129,7 +129,7 @@ class Racer(Recycled):
         super().__init__()
         self._grams = Followed()
 
-    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+    def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if text:  # a prompt of embeddings has no text
             self._learn_prompt(text, logits)
             self._insert_grams(text)
@@ -196,7 +196,7 @@ class Goose(Recycled):
         super().__init__()
         self._matches_right, self._matches_seen = np.full(NGRAM + 1, PRIOR / 2), np.full(NGRAM + 1, PRIOR)
 
-    def read(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
+    def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if text:  # a prompt of embeddings has no text
             self._learn_prompt(text, logits)
 

@@ -135,7 +135,7 @@ def assert_a_step_is_that_of_the_dense_mask(model, adapter) -> None:
         runner = EagerRunner(model, replace(adapter, splits_attention=in_parts))
         cache = runner.adapter.make_cache()
         with torch.no_grad():
-            runner.read(torch.tensor([prompt]), cache)
+            runner.prefill(torch.tensor([prompt]), cache)
             logits.append(runner.run([step], cache).logits)
     spread = logits[1].std()
     assert (logits[0] - logits[1]).abs().max() < 1e-4 * spread

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from zoo import tiny_model
 
 import lookahead.models.cache
-from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer, keep
+from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer, compact
 from lookahead.passes.capabilities import find_adapter
 
 
@@ -58,7 +58,7 @@ def test_update_and_commit(seed, window, batch, monkeypatch):
                 assert shown_count == len(texts) - first + new
                 assert (shown_count, offset) == (keys.shape[2], len(texts) - (shown_count - new))
         paths = [[0, *sorted(rng.sample(range(1, new), rng.randint(0, new - 1)))] for _ in kept]
-        keep([layer], paths)
+        compact([layer], paths)
         for texts, path, row in zip(kept, paths, step, strict=True):
             texts += row[path].tolist()
         assert layer.get_seq_length() == max(map(len, kept))
@@ -119,14 +119,14 @@ def test_no_step_copies_the_prefix():
     """The buffers stay where they are for as long as they have room, and growing is rare: O(1) copies a row."""
     layer = InPlaceLayer(expected_length=64)
     layer.update(states(40), states(40))
-    keep([layer], [list(range(40))])
+    compact([layer], [list(range(40))])
     place = layer._keys.data_ptr()
     marked = layer._keys[:, :, :40]
     version = layer._keys._version
     for _ in range(8):
         keys, _ = layer.update(states(16), states(16))
         assert keys.data_ptr() == place, "the prefix was copied to be shown"
-        keep([layer], [[0, 3, 7]])
+        compact([layer], [[0, 3, 7]])
     assert layer._keys.data_ptr() == place
     assert torch.equal(marked, states(40))
     assert layer._keys._version - version <= 2 * 8, "more was written than a step's rows and the accepted ones"
@@ -177,7 +177,7 @@ def test_returned_cache_continues_plain_decoding():
 def test_sliding_layer_gives_memory_back_after_a_long_prompt():
     layer = SlidingLayer(16)
     layer.update(states(5000), states(5000))
-    keep([layer], [list(range(5000))])
+    compact([layer], [list(range(5000))])
     layer.update(states(1, 5000), states(1, 5000))
     assert layer._keys.shape[2] <= lookahead.models.cache.FIRST_CAPACITY
     assert layer.keys[0, 0, -1, 0] == 5000
@@ -221,4 +221,4 @@ def test_all_layers_at_once_or_one_by_one(seed, window, monkeypatch):
             assert (ours.base, ours.columns) == (theirs.base, theirs.columns)
             assert all(buffer.shape[2] >= ours.columns for buffer in ours.buffers)
         for cache in caches:
-            keep(cache.layers, path)
+            compact(cache.layers, path)

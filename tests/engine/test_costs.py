@@ -172,10 +172,10 @@ def test_a_session_that_finds_other_times_is_followed(tmp_path):
     """A machine that is half as fast as when it was measured, and at 8 rows a third."""
     path = tmp_path / "costs.json"
     found = StepCosts(10e-3 + 1e-3 * np.array(RUNGS), np.array([1e-6, 0.0]), path=path)
-    found.keep()
+    found.save()
     before = path.read_text()
     found.follow(8, 100, float(found(8, 100)) * 1.1, 1e-3)
-    found.keep()
+    found.save()
     assert path.read_text() == before  # no drift to speak of
     truth = StepCosts(2 * (10e-3 + 1e-3 * np.array(RUNGS)), np.array([1e-6, 0.0]))
     truth.seconds[3] *= 1.5
@@ -188,7 +188,7 @@ def test_a_session_that_finds_other_times_is_followed(tmp_path):
     for rows in (1, 8, 12):
         assert found.between(rows) == pytest.approx(2e-3 + 1e-4 * (rows - 1), rel=0.15)
     assert found(64, 100) > 1.4 * (10e-3 + 64e-3)  # what was not run has followed, too
-    found.keep()
+    found.save()
     assert json.loads(path.read_text())["seconds"] == found.seconds.tolist()
 
 
@@ -196,14 +196,14 @@ def test_a_pause_while_costs_were_measured_is_found_out(tmp_path):
     """Something else ran when sixteen rows were measured at length."""
     truth = StepCosts(10e-3 + 1e-3 * np.array(RUNGS), np.array([1e-6, 1e-7]))
     found = StepCosts(10e-3 + 1e-3 * np.array(RUNGS), np.array([1e-6, 5e-5]), path=tmp_path / "costs.json")
-    found.keep()
+    found.save()
     rng = np.random.default_rng(0)
     for _ in range(1500):
         rows, length = int(rng.choice([1, 4, 8, 12])), int(rng.integers(50, 500))
         found.follow(rows, length, float(truth(rows, length)), 1e-3)
     for rows, length in ((1, 100), (8, 100), (8, 400), (16, 100), (16, 400)):
         assert float(found(rows, length)) == pytest.approx(float(truth(rows, length)), rel=0.4), (rows, length)
-    found.keep()
+    found.save()
     assert json.loads(found.path.read_text())["per_position"] == found.per_position.tolist()
 
 

@@ -97,12 +97,12 @@ def test_a_callback_raises(wrapped, where, error, at):
     still_right()
 
 
-@pytest.mark.parametrize("stage", ["extend", "keep", "clear_unused"])
+@pytest.mark.parametrize("stage", ["extend", "compact", "clear_unused"])
 @pytest.mark.parametrize("at", [1, 2, 7, 30])
 def test_the_cache_runs_out_of_memory(wrapped, monkeypatch, stage, at):
     model, ids, still_right = wrapped
     fault = RaisesAt(at, torch.OutOfMemoryError("full"))
-    owner = cache if stage == "keep" else InPlaceLayer
+    owner = cache if stage == "compact" else InPlaceLayer
     original = getattr(owner, stage)
 
     def failing(*args, **kwargs):

@@ -178,27 +178,27 @@ def positions_late_by_one(monkeypatch):
 
 
 def commit_keeps_the_first_rows(monkeypatch):
-    original = cache.keep
+    original = cache.compact
     monkeypatch.setattr(
-        cache, "keep", lambda layers, paths: original(layers, [list(range(len(path))) for path in paths])
+        cache, "compact", lambda layers, paths: original(layers, [list(range(len(path))) for path in paths])
     )
 
 
 def commit_keeps_one_row_too_many(monkeypatch):
-    original = cache.keep
+    original = cache.compact
 
-    def keep(layers, paths):
+    def compact(layers, paths):
         steps = [layer.columns - layer.base for layer in layers]
         original(layers, paths)
         for layer, step in zip(layers, steps, strict=True):
             layer.columns += max(map(len, paths)) < step
 
-    monkeypatch.setattr(cache, "keep", keep)
+    monkeypatch.setattr(cache, "compact", compact)
 
 
 def commit_forgets_the_moved_rows(monkeypatch):
-    original = cache.keep
-    monkeypatch.setattr(cache, "keep", lambda layers, paths: original(layers, [[0] * len(path) for path in paths]))
+    original = cache.compact
+    monkeypatch.setattr(cache, "compact", lambda layers, paths: original(layers, [[0] * len(path) for path in paths]))
 
 
 def sliding_rows_off_by_one(monkeypatch):

@@ -204,7 +204,7 @@ def test_it_computes_what_the_model_computes(
         prompt = torch.from_numpy(rng.integers(3, 97, (1, held)))
         with torch.no_grad():
             for cache in caches:
-                runners[0].read(prompt, cache)
+                runners[0].prefill(prompt, cache)
             for rows in steps:
                 step = lay_out(int(rng.integers(3, 97)), random_tree(rng, rows, 97))
                 eager, fused = (runner.run([step], cache) for runner, cache in zip(runners, caches, strict=True))
@@ -282,7 +282,7 @@ def test_guesses_do_not_change_a_bit(family, heads, window, held, rows, breadth,
     try:
         with torch.no_grad():
             filled = adapter.make_cache()
-            EagerRunner(model, adapter).read(prompt, filled)
+            EagerRunner(model, adapter).prefill(prompt, filled)
             torch.set_num_threads(threads[0])
             logits = runner.run([step], copy.deepcopy(filled)).logits
             torch.set_num_threads(threads[1])
@@ -318,7 +318,7 @@ def test_other_sequences_do_not_change_a_bit(family, heads, held, threads, dtype
         with torch.no_grad():
             alone = [adapter.make_cache() for _ in held]
             for cache, length in zip(alone, held, strict=True):
-                EagerRunner(model, adapter).read(torch.from_numpy(rng.integers(3, 97, (1, length))), cache)
+                EagerRunner(model, adapter).prefill(torch.from_numpy(rng.integers(3, 97, (1, length))), cache)
             together = runners[0].join([copy_of_cache(cache) for cache in alone])
             assert isinstance(together, SeparateCaches)
             for turn in range(2):
@@ -375,7 +375,8 @@ def test_it_reads_prompts_as_the_model_does(family, counts, keep, dtype, packs, 
         prompt = torch.from_numpy(rng.integers(3, 97, (1, count)))
         with torch.no_grad(), mock.patch.object(fused._executor, "run", side_effect=fused._executor.run) as passes:
             expected, found = (
-                runner.read(prompt, cache, keep=keep) for runner, cache in zip((eager, fused), caches, strict=True)
+                runner.prefill(prompt, cache, logits_to_keep=keep)
+                for runner, cache in zip((eager, fused), caches, strict=True)
             )
         if native.HAS_AMX and dtype == torch.bfloat16:
             assert fused.most_read == 192
@@ -395,7 +396,7 @@ def test_it_reads_prompts_as_the_model_does(family, counts, keep, dtype, packs, 
 
 def test_prompts_that_a_pass_does_not_take_are_read_by_the_model():
     model = lookahead.wrap(tiny_model("llama", max_position_embeddings=16))
-    with mock.patch.object(EagerRunner, "read", autospec=True, side_effect=EagerRunner.read) as reads:
+    with mock.patch.object(EagerRunner, "prefill", autospec=True, side_effect=EagerRunner.prefill) as reads:
         for config in ({}, {"prefill_chunk_size": 4}):
             model.generate(IDS, max_new_tokens=2, do_sample=False, **config)
         assert not reads.called
@@ -435,7 +436,7 @@ def of_both(runners, held, rows):
     prompt = torch.from_numpy(rng.integers(3, 97, (1, held)))
     with torch.no_grad():
         for cache in caches:
-            runners[0].read(prompt, cache)
+            runners[0].prefill(prompt, cache)
         step = lay_out(5, random_tree(rng, rows, 97))
         return [runner.run([step], cache) for runner, cache in zip(runners, caches, strict=True)]
 
@@ -469,7 +470,7 @@ def test_each_side_of_the_length_where_longrope_changes():
         assert relative_error(fused.logits[0], eager.logits[0]) < 1e-4
         prompt = torch.arange(held)[None] % 97
         with torch.no_grad():
-            expected, found = (runner.read(prompt, adapter.make_cache()).logits for runner in runners)
+            expected, found = (runner.prefill(prompt, adapter.make_cache()).logits for runner in runners)
         assert relative_error(found, expected) < 1e-4
 
 
@@ -981,7 +982,7 @@ def test_a_pass_finds_the_likeliest_tokens(vocabulary, rows, count, temperature,
         runner = FusedRunner(model, adapter, packs=packs)
         cache = runner.adapter.make_cache()
         with torch.no_grad():
-            runner.read(torch.from_numpy(rng.integers(0, vocabulary, (1, 7))), cache)
+            runner.prefill(torch.from_numpy(rng.integers(0, vocabulary, (1, 7))), cache)
             step = lay_out(1, random_tree(rng, rows, vocabulary))
             output = runner.run([step], cache, top_k=(count, temperature))
             tokens, probabilities = output.top_k
@@ -1004,7 +1005,7 @@ def test_a_row_that_is_nan_is_told(dtype):
     wanted = {"top_k": (3, 1.0)}
     cache = runner.adapter.make_cache()
     with torch.no_grad():
-        runner.read(torch.tensor([[5, 6]]), cache)
+        runner.prefill(torch.tensor([[5, 6]]), cache)
         sound = runner.run([step := lay_out(5, GuessTree.of([6, 8], [-1, 0]))], cache, **wanted)
         cache.commit([step], [[]])
         spoiled = runner.run([lay_out(5, GuessTree.of([7, 8], [-1, -1]))], cache, **wanted)

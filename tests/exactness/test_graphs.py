@@ -102,7 +102,7 @@ def runner_of(model) -> EagerRunner:
 
 def prefilled(runner: EagerRunner, ids: torch.Tensor):
     cache = runner.adapter.make_cache(ids.shape[1])
-    runner.read(ids, cache)
+    runner.prefill(ids, cache)
     return cache
 
 

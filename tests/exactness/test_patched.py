@@ -957,7 +957,7 @@ def passes_counted():
         return run
 
     with contextlib.ExitStack() as stack:
-        for place, name in ((probe, "_plain_logits"), (EagerRunner, "run"), (EagerRunner, "read")):
+        for place, name in ((probe, "_plain_logits"), (EagerRunner, "run"), (EagerRunner, "prefill")):
             stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name))))
         yield count
 

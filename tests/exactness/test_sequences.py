@@ -401,7 +401,7 @@ class Wants(GuessSource):
 
 
 class Wanting(PoolGuesser):
-    def read(self, text, logits, hidden_states):
+    def observe_prompt(self, text, logits, hidden_states):
         return
 
     def observe(self, outcome):

@@ -195,7 +195,7 @@ def test_a_pass_finds_no_more_tokens_than_there_is_room_for(count, dtype):
     runner = FusedRunner(model, find_adapter(model))
     with torch.no_grad():
         cache = runner.adapter.make_cache()
-        runner.read(IDS, cache)
+        runner.prefill(IDS, cache)
         output = runner.run([lay_out(5, GuessTree.of([6, 7], [-1, 0]))], cache, top_k=(count, 1.0))
     assert (output.top_k is None) == (not 0 < count <= top_k.MAX_COUNT)
     if output.top_k is not None:
@@ -304,7 +304,7 @@ def test_weights_that_change_within_a_call_take_effect_at_the_next_pass(change, 
     allowed = 1e-4 if dtype == torch.float32 else 8e-2
     with torch.no_grad():
         for cache in caches:
-            runners[0].read(IDS, cache)
+            runners[0].prefill(IDS, cache)
         for token in (5, 6, 7):
             if token == 6:
                 changed(model, change, part)
@@ -364,7 +364,7 @@ def test_a_model_that_changes_its_dtype_within_a_call_does_not_write_into_the_ca
     runner = FusedRunner(model, find_adapter(model))
     cache = runner.adapter.make_cache()
     with torch.no_grad():
-        runner.read(IDS, cache)
+        runner.prefill(IDS, cache)
     assert runner._takes([np.array([3])], [cache])
     model.bfloat16()
     assert not runner._takes([np.array([3])], [cache])
@@ -387,7 +387,7 @@ def test_a_cache_whose_memory_was_taken_away_is_not_written_to():
     runner = FusedRunner(model, find_adapter(model))
     cache = runner.adapter.make_cache()
     with torch.no_grad():
-        runner.read(IDS, cache)
+        runner.prefill(IDS, cache)
     assert runner._takes([np.array([3])], [cache])
     cache.layers[1].keys.untyped_storage().resize_(0)
     assert not runner._takes([np.array([3])], [cache])

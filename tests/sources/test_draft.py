@@ -175,7 +175,7 @@ def test_a_step_in_several_passes_is_the_step_in_one(model_type, split_attention
             caches.append(adapter.make_cache())
             prompt = torch.tensor([[rng.randrange(VOCABULARY) for _ in range(3 + 2 * b)]])
             prompt = torch.arange(3 + 2 * b)[None] + 7 * b
-            runner.read(prompt, caches[-1])
+            runner.prefill(prompt, caches[-1])
         cache = caches[0]
         if batch > 1:
             cache = adapter.make_cache()

@@ -291,7 +291,7 @@ def proposed(source, text: list[int], guesses: int, depth: int = 6, is_chain: bo
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     prompt = text[:-1]
     guesser = source.start(Batch([prompt], 0.3, VOCABULARY, None))
-    guesser.read(prompt, None, {layer: states[layer][0] for layer in source.needs.hidden_states})
+    guesser.observe_prompt(prompt, None, {layer: states[layer][0] for layer in source.needs.hidden_states})
     (tree,) = guesser.propose([text], Limits([depth], guesses, 1e-4, is_chain, rate))
     return tree
 

@@ -297,7 +297,7 @@ def test_a_pass_that_fails_half_way_leaves_the_cache_as_it_was(at):
 def test_a_part_is_given_back_even_if_half_of_it_was_written():
     model = deep_model()
     cache = find_adapter(model).make_cache()
-    EagerRunner(model, find_adapter(model)).read(IDS, cache)
+    EagerRunner(model, find_adapter(model)).prefill(IDS, cache)
     before = state_of(cache)
     with pytest.raises(ZeroDivisionError), cache.part([1, 3]) as part:  # noqa: PT012
         part.begin(2, 0)
@@ -543,7 +543,7 @@ def test_without_layers_found_the_command_is_named(tmp_path, monkeypatch):
     model = deep_model()
     with pytest.raises(ValueError, match="`lookahead tune --layer-skip --model NAME_OR_PATH`"):
         LayerSkipSource(model)
-    path = SkippedLayers((1, 2), 0.9, 1.1).keep(model)
+    path = SkippedLayers((1, 2), 0.9, 1.1).save(model)
     assert LayerSkipSource(model).skipped == (1, 2)
     assert LayerSkipSource(lookahead.wrap(model)).skipped == (1, 2)
     for data in ({}, [1], {"skipped": "x", "agreement": 1, "gain": 1}):

@@ -20,7 +20,7 @@ class Reader(GuessSource):
         self.needs = Needs(**needs)
         self.shown = []
 
-    def read(self, text, logits, hidden_states):
+    def observe_prompt(self, text, logits, hidden_states):
         self.shown.append((text, logits, hidden_states))
 
     def propose(self, texts, limits):

@@ -133,7 +133,7 @@ def test_racer_takes_the_most_frequent_continuations_first(monkeypatch):
     monkeypatch.setattr(recycling, "RACER_NODES", 3)
     source = begun(RacerSource(), {})
     text = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 5, 6, 1, 2]
-    source.read(text, torch.zeros(len(text), VOCABULARY), {})
+    source.observe_prompt(text, torch.zeros(len(text), VOCABULARY), {})
     source._said = {2: [7]}
     (tree,) = source.propose([text], LIMITS)
     assert set(paths_of(tree)) == {(3,), (5,), (3, 9)}

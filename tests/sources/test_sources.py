@@ -248,7 +248,7 @@ class Following(Guesser):
             self._seen[i] += new
         counted.append([list(text) for text in self._seen])
 
-    def keep(self, sequences):
+    def select(self, sequences):
         self._seen = [self._seen[b] for b in sequences]
 
 
@@ -753,7 +753,7 @@ class Sees(Knows):
         self.prompts: list[tuple] = []
         self.positions: list[tuple[int, tuple, torch.Tensor, dict]] = []  # which, text so far, logits, hidden states
 
-    def read(self, text, logits, hidden_states):
+    def observe_prompt(self, text, logits, hidden_states):
         states = {layer: x.clone() for layer, x in hidden_states.items()}
         self.prompts.append((list(text), logits.clone(), states))
 
@@ -869,7 +869,7 @@ def test_only_what_is_asked_for_is_shown():
     shown = []
 
     class Modest(Wrong):
-        def read(self, text, logits, hidden_states):
+        def observe_prompt(self, text, logits, hidden_states):
             shown.append((len(logits), hidden_states))
 
         def observe(self, outcome):
@@ -988,8 +988,8 @@ class Fails(Wrong):
         self._count("start")
         return self
 
-    def read(self, text, logits, hidden_states):
-        self._count("read")
+    def observe_prompt(self, text, logits, hidden_states):
+        self._count("observe_prompt")
 
     def propose(self, texts, limits):
         self._count("propose")
@@ -1002,15 +1002,23 @@ class Fails(Wrong):
     def observe(self, outcome):
         self._count("observe")
 
-    def keep(self, sequences):
-        self._count("keep")
+    def select(self, sequences):
+        self._count("select")
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["before the pool", "after the pool"])
 @pytest.mark.parametrize("model_type", ["llama", "lfm2"])
 @pytest.mark.parametrize(
     ("method", "at"),
-    [("start", 1), ("read", 1), ("propose", 1), ("propose", 9), ("look_ahead", 3), ("observe", 1), ("observe", 9)],
+    [
+        ("start", 1),
+        ("observe_prompt", 1),
+        ("propose", 1),
+        ("propose", 9),
+        ("look_ahead", 3),
+        ("observe", 1),
+        ("observe", 9),
+    ],
 )
 def test_after_a_source_has_failed_all_is_well(method, at, model_type, order):
     model = tiny_model(model_type)
@@ -1032,7 +1040,7 @@ def test_after_a_source_has_failed_as_a_batch_shrinks_all_is_well():
     end = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, -25].item()
     options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": end}
     expected = model.generate(**inputs, **options)
-    lookahead.wrap(model, LookaheadConfig(budget=4), source=[PoolSource(), Fails("keep", 1)])
+    lookahead.wrap(model, LookaheadConfig(budget=4), source=[PoolSource(), Fails("select", 1)])
     with pytest.raises(Fault):
         model.generate(**inputs, **options)
     assert model.generate(**inputs, **options).tolist() == expected.tolist()

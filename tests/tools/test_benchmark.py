@@ -185,12 +185,12 @@ def test_a_busy_machine_has_no_ratios(model, prompts, tmp_path, machine):
 
 def test_differences_are_found(prompts, tmp_path, monkeypatch):
     """A decoder that writes one wrong token is reported as different, with the margin at that place."""
-    original = NextTokenRule.take
+    original = NextTokenRule.record
 
-    def take(self, token):
+    def record(self, token):
         original(self, token + 1 if self.ids.shape[1] == 30 else token)
 
-    monkeypatch.setattr(NextTokenRule, "take", take)
+    monkeypatch.setattr(NextTokenRule, "record", record)
     out = tmp_path / "run"
     result = run("--prompts", prompts, "--methods", "auto", "--max-new-tokens", 24, "--repeats", 1, "--out", out)
     assert result.exit_code == 0, result.output

@@ -230,7 +230,7 @@ def test_the_live_line(kinds, monkeypatch):
 def test_tuning(kinds, monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(commands, "find_skipped_layers", lambda *_: SkippedLayers((1,), 0.5, 0.9))
-    monkeypatch.setattr(SkippedLayers, "keep", lambda self, model: tmp_path)
+    monkeypatch.setattr(SkippedLayers, "save", lambda self, model: tmp_path)
     monkeypatch.setattr(StepTimes, "picture", lambda self, path, title, has_ratios: drawn.append(has_ratios))
     on(monkeypatch, *kinds)
     arguments = ["tune", "--seconds", "1", "--contexts", "16", "--threads", "1", "--layer-skip"]
