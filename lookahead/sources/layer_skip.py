@@ -254,7 +254,7 @@ class SkippedLayers:
 
 
 def kept_layers(model: PreTrainedModel) -> SkippedLayers:
-    """Read what `SkippedLayers.keep` has written. Raises ValueError, which names the remedy, if there is nothing."""
+    """Read what `SkippedLayers.save` has written. Raises ValueError, which names the remedy, if there is nothing."""
     try:
         data = json.loads(_path(model).read_text(encoding="utf-8"))
         return SkippedLayers(tuple(map(int, data["skipped"])), float(data["agreement"]), float(data["gain"]))
