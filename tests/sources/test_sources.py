@@ -852,7 +852,7 @@ def test_the_short_road_of_the_pool_leads_where_the_long_one_does(model_type, wi
             patch.setattr(StepCosts, "follow", lambda *_: None)
             patch.setattr(costs, "_known", type(costs._known)())
             patch.setattr(costs, "measure", lambda *_: StepCosts(1e-2 * (1 + np.arange(8) / 20), np.zeros(2)))
-            patch.setattr(costs, "_read", lambda path: None)
+            patch.setattr(costs, "_load", lambda path: None)
             model = lookahead.wrap(tiny_model(model_type), LookaheadConfig(**window))
             torch.manual_seed(0)
             texts = [model.generate(IDS, **options).tolist() for _ in range(2)]
