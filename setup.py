@@ -33,7 +33,7 @@ TARGET = os.environ.get("_PYTHON_HOST_PLATFORM", "")
 IS_X86 = (TARGET or platform.machine()).endswith(("x86_64", "AMD64"))
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 FLAVOURS = {  # compiler options by the processor's capability, in torch's words
-    "AVX512_AMX": (*_AVX512, "-mavx512bf16", "-DHAS_TILES"),
+    "AVX512_AMX": (*_AVX512, "-mavx512bf16", "-DHAS_AMX"),
     "AVX512_BF16": (*_AVX512, "-mavx512bf16"),
     "AVX512": _AVX512,
     "AVX2": ("-mavx2", "-mfma"),
