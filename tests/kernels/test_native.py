@@ -113,6 +113,15 @@ def test_each_kind_of_processor_has_its_library():
     assert tuple(setup.library_names(setup.KERNELS)) == kinds
 
 
+def test_what_a_flavour_defines_is_asked_for():
+    """Under another name, a library would be built without what the flavour has, and nothing would say so."""
+    defined = {option[2:] for options in setup.FLAVOURS.values() for option in options if option.startswith("-D")}
+    lines = [line for source in cpp.sources(native.PACKAGE) for line in source.read_text().splitlines()]
+    assert defined
+    for macro in defined:
+        assert f"#ifdef {macro}" in lines, macro
+
+
 @pytest.mark.parametrize("says", ["SVE256", "DEFAULT", "NO AVX", "Z VECTOR", None, AttributeError, RuntimeError])
 def test_what_torch_does_not_know_of_the_processor_is_not_used(says, monkeypatch):
     def capability():
