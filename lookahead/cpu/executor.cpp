@@ -52,7 +52,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, y)           /* another one, or -1, */                                                  \
     FIELD(long, out)         /* and the one that it writes */                                           \
     FIELD(long, width)       /* numbers of a row of x */                                                \
-    FIELD(long, size)        /* of these, those of a head, or those that are normed together */         \
+    FIELD(long, size)        /* of these, those of a head, or normed together; or those a router reads */ \
     FIELD(long, value_size)  /* numbers of a head of values, and of what attention makes */             \
     FIELD(const T*, weight)  /* of a norm, an embedding, heads or taps, or sinks of attention */        \
     FIELD(long, format)      /* in which the weights of an embedding are (`Format`) */                  \
@@ -62,6 +62,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, is_each_shared)  /* each product is shared out by itself, not all of them together */   \
     FIELD(long, next)        /* the operation that multiplies next, or -1 */                            \
     FIELD(const long*, temporary) /* buffers that an operation needs beside `out` */                    \
+    FIELD(long, is_gated)    /* the first product of an expert gives gates and what they multiply */    \
     FIELD(long, top_k)       /* experts of a row */                                                     \
     FIELD(long, adds_to_one) /* the weights of a row's experts are divided by their sum, */             \
     FIELD(long, rounds_weights)  /* and rounded */                                                      \
@@ -80,6 +81,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, index)       /* of a layer of the cache, a rotary embedding or an output; an offset */  \
     FIELD(long, rounds_once) /* not before a norm multiplies, or rotary products are added up */        \
     FIELD(long, is_centered) /* a norm takes the mean away */                                           \
+    FIELD(long, gates_behind)  /* the gate of a norm multiplies what it has made */                     \
     FIELD(long, is_interleaved) /* neighbouring numbers turn together, */                               \
     FIELD(long, separates)   /* and come to stand in two halves */                                      \
     FIELD(long, taps)        /* of a convolution, */                                                    \
@@ -330,24 +332,32 @@ static INLINE Floats error_function(Floats x) {
     return x < 0 ? -y : y;
 }
 
-// RMSNorm of silu(gate) * x, whose weights are those of a row from `first` on.
+// RMSNorm of silu(gate) * x, or silu(gate) times that of x. Its weights are those of a row from `first` on.
 template <class T>
 static void normalize_gated(const Operation<T>& norm, long first, const T* x, const T* gate, T* out) {
     using recurrence::some;
-    const auto gated = [&](long i) {
+    const auto factors = [&](long i) {
         const auto y = some(gate + i, norm.size - i);
-        return some(x + i, norm.size - i) * times_sigmoid(y, y);
+        return times_sigmoid(y, y);
+    };
+    const auto taken = [&](long i) {
+        const auto y = some(x + i, norm.size - i);
+        return norm.gates_behind ? y : y * factors(i);
     };
     recurrence::Floats squares = {};
-    for (long i = 0; i < norm.size; i += WIDTH) squares += gated(i) * gated(i);
+    for (long i = 0; i < norm.size; i += WIDTH) squares += taken(i) * taken(i);
     float sum = 0;
     for (long l = 0; l < WIDTH; l++) sum += squares[l];
     const float scale = 1 / __builtin_sqrtf(sum / norm.size + float(norm.epsilon));
     for (long i = 0; i < norm.size; i += WIDTH) {
-        T rounded[WIDTH];
-        store(gated(i) * scale, rounded);
-        auto y = load(rounded);
+        auto y = taken(i) * scale;
+        if (!norm.rounds_once) {
+            T rounded[WIDTH];
+            store(y, rounded);
+            y = load(rounded);
+        }
         if (norm.weight) y *= some(norm.weight + first + i, norm.size - i);
+        if (norm.gates_behind) y *= factors(i);
         recurrence::store_some(y, out + i, norm.size - i);
     }
 }
@@ -861,11 +871,11 @@ struct Thread {
 
     // Products with a router in float32. Each sum is in the same order, whatever other rows there are.
     void route(const Operation<T>& of, const T* x, long experts, float* scores) const {
-        for (long row = 0; row < pass.rows; row++, x += of.width)
+        for (long row = 0; row < pass.rows; row++, x += of.size)
             for (long e = 0; e < experts; e++) {
-                const float* const weights = of.router + e * of.width;
+                const float* const weights = of.router + e * of.size;
                 float partial[16] = {}, sum = 0;
-                for (long i = 0; i < of.width; i += 16)
+                for (long i = 0; i < of.size; i += 16)
                     for (int l = 0; l < 16; l++) partial[l] += number(x[i + l]) * weights[i + l];
                 for (int l = 0; l < 16; l++) sum += partial[l];
                 *scores++ = sum;
@@ -931,12 +941,12 @@ struct Thread {
             choices[places[by_row[i].row]++] = {(int32_t)(i / of.top_k), by_row[i].weight};
     }
 
-    // A gated MLP of each row's experts (Shazeer et al. 2017, arXiv 1701.06538), added up by their weights. An expert's
+    // The MLPs of each row's experts (Shazeer et al. 2017, arXiv 1701.06538), added up by their weights. An expert's
     // weights are read once for all rows that have chosen it.
     template <long ACTIVATION>
     void experts(const Operation<T>& of) {
         const auto* const router = (const Product<T>*)of.products;
-        const long experts = (of.count - 1) / 2, width = of.width, inner = router[1].matrix.outputs / 2;
+        const long experts = (of.count - 1) / 2, width = of.width, inner = router[1].matrix.outputs >> of.is_gated;
         const T *const x = buffer(of.x), *const routed = of.y < 0 ? x : buffer(of.y);
         T *const scores = buffer(of.temporary[0]), *const gathered = buffer(of.temporary[1]);
         T* const halves = buffer(of.temporary[2]);
@@ -948,7 +958,7 @@ struct Thread {
         } else {
             Matrix<T> routing = router->matrix;
             routing.out = scores;
-            multiply(prepare(routed, pass.rows, width, router, 1), routing, 0, experts, nullptr);
+            multiply(prepare(routed, pass.rows, of.size, router, 1), routing, 0, experts, nullptr);
         }
         choose(of, scores, experts, choices, begins);
         const long begin = share(inner, index), n = share(inner, index + 1) - begin;
@@ -956,7 +966,7 @@ struct Thread {
             const long first = begins[e], rows = begins[e + 1] - first;
             if (!rows) continue;
             for (long i = 0; i < rows; i++) std::copy_n(x + choices[first + i].row * width, width, gathered + i * width);
-            const Matrix<T>& both = router[1 + 2 * e].matrix;  // gates, then what they are multiplied with
+            const Matrix<T>& both = router[1 + 2 * e].matrix;  // gates, then what they are multiplied with, if anything
             const Input<By> input = prepare(gathered, rows, width, router + 1 + 2 * e, 1);
             if (of.limit) {
                 multiply(input, both.part(2 * begin, 2 * n, width, halves), 0, 2 * n, nullptr);
@@ -964,11 +974,13 @@ struct Thread {
                     activate_bounded(halves + i * 2 * n, of.alpha, of.limit, gated + (first + i) * inner + begin, n);
                 continue;
             }
-            T* const ups = halves + rows * n;
-            multiply(input, both.part(begin, n, width, halves), 0, n, both.at(inner + begin, width));
-            multiply(input, both.part(inner + begin, n, width, ups), 0, n, nullptr);
-            for (long i = 0; i < rows; i++)
-                activate<ACTIVATION>(halves + i * n, ups + i * n, gated + (first + i) * inner + begin, n);
+            T* const ups = of.is_gated ? halves + rows * n : nullptr;
+            multiply(input, both.part(begin, n, width, halves), 0, n, ups ? both.at(inner + begin, width) : nullptr);
+            if (ups) multiply(input, both.part(inner + begin, n, width, ups), 0, n, nullptr);
+            for (long i = 0; i < rows; i++) {
+                const T* const by = ups ? ups + i * n : nullptr;
+                activate<ACTIVATION>(halves + i * n, by, gated + (first + i) * inner + begin, n);
+            }
         }
         meet();
         const long begin_out = share(width, index), end_out = share(width, index + 1);

@@ -420,7 +420,7 @@ class Executor:
                     settings = {"width": out.width, "weight": weight, "factor": factor}
                     settings |= {"bias": of_positions, "index": offset, "format": form}
                 case op.Norm(x):
-                    names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered"
+                    names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered", "gates_behind"
                     settings = {name: getattr(operation, name) for name in names} | {"width": x.width}
                     settings["y"] = operation.gate
                     kind = "NORM_HEADS" if operation.of_heads else "NORM"
@@ -478,13 +478,14 @@ class Executor:
                     kept += [np.array(matrices, np.int64), np.array(temporary, np.int64)]
                     settings = {"width": x.width, "products": kept[-2].ctypes.data, "count": len(matrices)}
                     settings |= {
+                        "size": (operation.routed or x).width,
                         "y": operation.routed,
                         "temporary": kept[-1].ctypes.data,
                         "activation": activations[activation.upper()],
                     }
                     copied = (
                         *("top_k", "adds_to_one", "rounds_weights", "is_sigmoid", "factor", "groups", "top_groups"),
-                        *("best_of_group", "limit", "alpha", "correction", "router", "scales"),
+                        *("best_of_group", "limit", "alpha", "correction", "router", "scales", "is_gated"),
                     )
                     settings |= {name: getattr(operation, name) for name in copied}
                     multiplying = -1  # which weights come first, only the pass itself finds

@@ -98,7 +98,7 @@ class Norm(Operation):
     weight, bias: [size]; None: as if all were 1, or 0. Each `size` numbers of a row are normed together. RMS norms
     round before they multiply with their weights, unless they round once. of_heads: x is what attention takes, queries
     or keys, and no row of the hidden states. gate: what is normed is silu(gate) * x, not rounded. Then the weight is
-    that of the whole row.
+    that of the whole row. gates_behind: silu(gate) multiplies the result instead, before that is rounded.
     """
 
     x: Value
@@ -112,13 +112,14 @@ class Norm(Operation):
     of_heads: bool = False
     size: int = 0
     gate: Value | None = None
+    gates_behind: bool = False
 
     def fits(self) -> bool:
         shapes, is_gated = {tuple(tensor.shape) for tensor in self.tensors()}, self.gate is not None
         return (
             (self.is_centered or self.bias is None)
             and shapes <= {(self.x.width if is_gated else self.size,)}
-            and not (is_gated and (self.is_centered or self.offset or self.rounds_once or not self.of_heads))
+            and not (is_gated and (self.is_centered or self.offset or not self.of_heads))
             and (self.gate is None or self.gate.width == self.x.width)
             and self.size > 0
             and self.x.width % self.size == 0
@@ -433,9 +434,10 @@ class Xielu(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Experts(Operation):
-    """A gated MLP of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
+    """The MLPs of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
 
-    of: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The weights
+    of: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The first one
+    may also give a single half, which then has no gates. The weights
     are the router's softmax, or sigmoid, of each expert. They are divided by their sum if they add to one, then
     multiplied by a factor, and may be rounded. Results are rounded when they have been weighed, and added in the order
     of experts. correction: float32 [experts], added to the weights by which experts are chosen (Wang et al. 2024, arXiv
@@ -488,6 +490,11 @@ class Experts(Operation):
         """Numbers of a row within an expert."""
         return self.experts[1].inputs
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether the first layer of an expert gives both halves."""
+        return self.experts[0].outputs != self.inner
+
     def fits(self) -> bool:
         count, width = self.count, self.x.width
         routing = Linear(self.router) if self.router is not None else self.of[0]
@@ -495,11 +502,11 @@ class Experts(Operation):
         back = {(linear.outputs, linear.inputs) for linear in self.experts[1::2]}
         return (
             0 < self.top_k <= count
-            and (routing.outputs, routing.inputs) == (count, width)
-            and shapes == {(2 * self.inner, width)}
+            and (routing.outputs, routing.inputs) == (count, (self.routed or self.x).width)
+            and shapes == {(self.inner << self.is_gated, width)}
+            and (self.is_gated or not self.limit)
             and back == {(width, self.inner)}
             and all(one is None or one.shape == (count,) for one in (self.correction, self.scales))
-            and (self.routed is None or self.routed.width == width)
             and 0 < self.top_groups <= self.groups
             and self.best_of_group in (1, 2)
             and (self.groups == 1 or (count % self.groups == 0 and count // self.groups >= self.best_of_group))

@@ -136,12 +136,14 @@ class Reference:
             bias = None if norm.bias is None else norm.bias.to(self.wide)
             weight = None if weight is None else self.rounded(weight.to(self.wide) + norm.offset)
             return self.rounded(functional.layer_norm(x, (norm.size,), weight, bias, norm.epsilon).flatten(1))
-        if norm.gate is not None:
-            x = x * functional.silu(self.heads(norm.gate, norm.size))
+        factors = None if norm.gate is None else functional.silu(self.heads(norm.gate, norm.size))
+        if factors is not None:
+            x = x if norm.gates_behind else x * factors
             weight = None if weight is None else weight.unflatten(0, (-1, norm.size))
         x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
         x = x if norm.rounds_once else self.rounded(x)
-        return self.rounded((x if weight is None else x * (weight.to(self.wide) + norm.offset)).flatten(1))
+        x = x if weight is None else x * (weight.to(self.wide) + norm.offset)
+        return self.rounded((x * factors if factors is not None and norm.gates_behind else x).flatten(1))
 
     @computed.register
     def _(self, products: op.Products) -> None:
@@ -286,9 +288,11 @@ class Reference:
             both = self.product(of[2 * expert], x[row])
             if experts.limit:
                 inner = self.clipped(both, experts.alpha, experts.limit)
-            else:
+            elif experts.is_gated:
                 gate, up = both.chunk(2, dim=-1)
                 inner = self.rounded(self.activated(gate, experts.activation) * up)
+            else:
+                inner = self.activated(both, experts.activation)
             weighed = self.product(of[2 * expert + 1], inner) * weights[row, place, None]
             out[row] = self.rounded(out[row] + self.rounded(weighed))
         return out

@@ -290,7 +290,8 @@ class RandomProgram:
         of_heads = [self.numbers(heads) for _ in range(3)]
         found = self.add(op.Scan(q, Value(width), k, v, times, *of_heads, layer, heads, keys))
         weight = self.numbers(width, mean=1.0) if self.rng.random() < 0.8 else None
-        normed = op.Norm(found, Value(width), weight, 1e-5, of_heads=True, size=width // key_heads, gate=gate)
+        flags = {"rounds_once": self.rng.random() < 0.5, "gates_behind": self.rng.random() < 0.5}
+        normed = op.Norm(found, Value(width), weight, 1e-5, of_heads=True, size=width // key_heads, gate=gate, **flags)
         return self.products(self.add(normed), x.width)[0]
 
     def next_layer(self) -> int:
@@ -335,13 +336,15 @@ class RandomProgram:
             if self.rng.random() < 0.3:
                 settings["scales"] = self.memory.copy(torch.rand(count) + 0.5)
             if self.rng.random() < 0.3:
-                settings["routed"] = self.add(op.Scale(x, Value(x.width), 0.7))
+                settings["routed"], x = x, self.products(x, self.rng.choice([x.width, 2 * x.width]))[0]
+        halves = 1 + ("limit" in settings or self.rng.random() < 0.7)
         for _ in range(count):
-            of += [self.linear(2 * width, x.width), self.linear(x.width, width)]
+            of += [self.linear(halves * width, x.width), self.linear(x.width, width)]
         flags = [self.rng.random() < 0.5 for _ in range(2)]
         most = min(count // settings.get("groups", 1) * settings.get("top_groups", 1), 4)
         top_k = self.rng.randint(1, most)
-        return self.add(op.Experts(x, Value(x.width), tuple(of), top_k, self.activation, *flags, **settings))
+        out = self.add(op.Experts(x, Value(x.width), tuple(of), top_k, self.activation, *flags, **settings))
+        return self.products(out, settings["routed"].width)[0] if "routed" in settings else out
 
     def mlp(self, x: Value, width: int) -> Value:
         if self.rng.random() < 0.25:
