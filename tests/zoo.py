@@ -84,7 +84,12 @@ SETTINGS = {
     # Layers that keep a state: short convolution, linear attention, both kinds in one layer, states only.
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_next": {**HEAD, **EXPERTS, **DELTA},
-    "falcon_h1": {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4},
+    "falcon_h1": {
+        **{"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4},
+        **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.6, "mlp_multipliers": [0.7, 1.3]},
+        **{"key_multiplier": 1.4, "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2},
+        **{"ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.9, "ssm_multipliers": [0.7, 1.2, 0.8, 1.4, 0.9]},
+    },
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "zaya": {},  # computes its states by code of its own, which has no form over trees
 }

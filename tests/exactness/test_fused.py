@@ -60,16 +60,18 @@ FAMILIES = [
     "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
     "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
     "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "lfm2", "lfm3",
-    "qwen3_5_text", "olmo_hybrid", "bamba", "mixtral", "granitemoehybrid", "mellum", "qwen3_next", "qwen3_5_moe_text",
-    "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe",
-    "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3",
-    "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
+    "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "mixtral", "granitemoehybrid", "mellum", "qwen3_next",
+    "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared",
+    "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "ernie4_5_moe",
+    "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
 ]  # fmt: skip
 # In older transformers, the attention of these is of their own.
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen"]
 FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family in CONFIG_MAPPING]
 
-STATES = [family for family in ("lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "bamba") if family in FAMILIES]
+STATES = [
+    family for family in ("lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1") if family in FAMILIES
+]
 WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
     "lfm3",
@@ -134,6 +136,16 @@ VARIANTS = [
     ("qwen3_5_text", {"attention_bias": True, "linear_key_head_dim": 12, "linear_num_key_heads": 4}),
     ("qwen3_next", {"linear_value_head_dim": 12, "layer_types": ["full_attention", "linear_attention"]}),
     ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2, "ssm_multipliers": None}
+        | {"mlp_multipliers": None, "embedding_multiplier": 1.0, "lm_head_multiplier": 1.0},
+    ),
+    (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_n_groups": 2, "attention_bias": True, "mlp_bias": True, "projectors_bias": True}
+        | {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3},
+    ),
     ("olmo_hybrid", {"rope_parameters": {"rope_theta": None}, "linear_allow_neg_eigval": False}),
 ]
 """Of families whose settings change what is computed."""

@@ -44,7 +44,10 @@ IN_ONE_CALL = [
     t
     for t in FAMILIES
     if t
-    in ("bamba", "granitemoehybrid", "lfm2", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+    in (
+        *("bamba", "granitemoehybrid", "falcon_h1", "lfm2", "lfm3"),
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+    )
 ]
 """Their passes."""
 WAYS = [*((family, False) for family in FAMILIES), *((family, True) for family in IN_ONE_CALL)]

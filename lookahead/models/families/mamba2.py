@@ -1,4 +1,4 @@
-"""Hybrids of attention and Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): Bamba and Granite 4."""
+"""Hybrids of attention and Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): Bamba, Granite 4 and Falcon-H1."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class Bamba(Llama):
             raise UnknownModelError("its time steps are limited, but not those of single tokens")
         width, size, heads = mixer.intermediate_size, mixer.ssm_state_size, mixer.num_heads
         of_keys = mixer.n_groups * size
-        gate, *parts, times = self.products(x, *self.parts(mixer.in_proj, width, width, of_keys, of_keys))
+        gate, *parts, times = self.inputs(x, mixer, (width, width, of_keys, of_keys))
         convolved, first, activation = [], 0, ACT2FN[mixer.activation]
         for part in parts:  # values, keys and queries
             convolved.append(self.gate(self.convolve(part, mixer.conv1d, mixer.layer_idx, first), activation))
@@ -41,11 +41,20 @@ class Bamba(Llama):
         v, k, q = convolved
         of_heads = mixer.A_log.detach(), mixer.dt_bias.detach(), mixer.D.detach()
         scanned = self._add(op.Scan(q, Value(width), k, v, times, *of_heads, mixer.layer_idx, heads, size))
+        return self.product(self.gated(scanned, gate, mixer), mixer.out_proj)
+
+    def inputs(self, x: Value, mixer: Any, widths: tuple[int, ...]) -> list[Value]:
+        """The gate, values, keys, queries and times."""
+        return self.products(x, *self.parts(mixer.in_proj, *widths))
+
+    def gated(self, x: Value, gate: Value, mixer: Any) -> Value:
         norm = self.own(mixer.norm, "RMSNormGated")
-        size = getattr(norm, "group_size", width)  # older transformers norm all groups together
-        settings: dict[str, Any] = {"of_heads": True, "size": size, "gate": gate}
-        normed = op.Norm(scanned, Value(width), norm.weight.detach(), norm.variance_epsilon, **settings)
-        return self.product(self._add(normed), mixer.out_proj)
+        size = getattr(norm, "group_size", x.width)  # older transformers norm all groups together
+        return self.norm_gated(x, gate, norm, size)
+
+    def norm_gated(self, x: Value, gate: Value, norm: Any, size: int, **settings: Any) -> Value:
+        weight, epsilon = norm.weight.detach(), norm.variance_epsilon
+        return self._add(op.Norm(x, Value(x.width), weight, epsilon, of_heads=True, size=size, gate=gate, **settings))
 
     def windows(self) -> list[int | None]:
         return [0 if kind == "linear_attention" else None for kind in self.inner.config.layer_types]
@@ -68,3 +77,51 @@ class GraniteMoeHybrid(Bamba, GraniteMoeShared):
         if not layer.has_experts:
             return self.shared(x, layer.shared_mlp)
         return self.add(GraniteMoe.feed_forward(self, x, layer), self.shared(x, layer.shared_mlp))
+
+
+class FalconH1(Bamba):
+    """Each layer has both, side by side. Factors scale nearly all that they take and give (muP)."""
+
+    turns_part = False
+
+    def mixer(self, layer: Any) -> Any:
+        return layer.self_attn
+
+    def embedding(self, inner: Any) -> Value:
+        return self.embed(inner.embed_tokens, float(inner.embedding_multiplier))
+
+    def head(self, x: Value) -> None:
+        self.logits(x, self.model.lm_head, factor=float(self.model.model.lm_head_multiplier))
+
+    def mixed(self, x: Value, layer: Any, name: str) -> Value:
+        if layer.mamba.layer_idx != layer.self_attn.layer_idx:
+            raise UnknownModelError("its state and its keys are in different layers of the cache")
+        attended = self.attention(self.scaled(x, layer.attention_in_multiplier), layer.self_attn, name)
+        recurrent = self.scaled(self.mamba(x, layer.mamba, name), layer.ssm_out_multiplier)
+        return self.add(recurrent, attended, float(layer.attn_out_multiplier))
+
+    def scaled(self, x: Value, factor: float) -> Value:
+        return x if factor == 1 else self.scale(x, float(factor))
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        return super().turned(q, self.scaled(k, attention.key_multiplier), attention, name)
+
+    def inputs(self, x: Value, mixer: Any, widths: tuple[int, ...]) -> list[Value]:
+        parts = super().inputs(self.scaled(x, mixer.ssm_in_multiplier), mixer, widths)
+        factors = mixer.mup_vector.flatten().split([part.width for part in parts])
+        if mixer.mup_vector.dtype != mixer.D.dtype or any((of_part != of_part[0]).any() for of_part in factors):
+            raise UnknownModelError("its vector of muP has other numbers than the model, or several for a part")
+        return [self.scaled(part, float(of_part[0])) for part, of_part in zip(parts, factors, strict=True)]
+
+    def gated(self, x: Value, gate: Value, mixer: Any) -> Value:
+        if not mixer.mamba_rms_norm:
+            return self._add(op.Gate(gate, Value(gate.width), "silu", x))
+        norm = self.own(mixer.norm, "RMSNormGated")
+        size = x.width // norm.n_groups
+        return self.norm_gated(x, gate, norm, size, rounds_once=True, gates_behind=norm.norm_before_gate)
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "MLP")
+        gate, up = self.products(x, self.linear(mlp.gate_proj), self.linear(mlp.up_proj))
+        gated = self.gate(self.scaled(gate, mlp.gate_multiplier), mlp.act_fn, up)
+        return self.scaled(self.product(gated, mlp.down_proj), mlp.down_multiplier)
