@@ -119,6 +119,11 @@ ALIKE = {
         **{**MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "nemotron_h": {
+        **{**HEAD, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8},
+        "time_step_min": 0.5,  # a limit that most time steps of prompts are below
+        "layer_types": ["linear_attention", "full_attention", "mlp"],
+    },
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "ernie4_5": {},

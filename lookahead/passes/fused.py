@@ -38,7 +38,7 @@ from lookahead.passes.packed import Packs, ReadyProgram, packed_of
 from lookahead.passes.runner import EagerRunner, Output, TopK
 from lookahead.step import MAX_DEPTH, Step, grow, pad
 
-# Tokens of a prompt, at most; torch is quicker beyond. With the matrix unit by dtype, and without it.
+# Tokens of a prompt, at most, if any; torch is quicker beyond. With the matrix unit by dtype, and without it.
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
 MOST_READ = 64 if native.CAPABILITY.startswith("AVX512") else 32
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
@@ -191,7 +191,7 @@ class FusedRunner(EagerRunner):
             original=Executor(original, of_copies) if of_copies and is_read else None,
             digests=of_copies,
             can_wait=self._watch.is_plain and original.lies_in(self._watch.tensors),
-            most_read=MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ,
+            most_read=self._page.reads_prompts * (MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ),
             weight_bytes=weight_bytes(found),
             declined_bytes=declined,
         )

@@ -1,13 +1,15 @@
-"""Hybrids of attention and Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): Bamba, Granite 4 and Falcon-H1."""
+"""Hybrids of attention and Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): Bamba, Granite 4, Falcon-H1 and Nemotron-H."""
 
 from typing import Any
 
+from torch import nn
 from transformers.activations import ACT2FN
 
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mixtral import GraniteMoe, GraniteMoeShared
+from lookahead.models.families.nemotron import Arcee
 from lookahead.models.families.page import UnknownModelError
 
 
@@ -29,8 +31,7 @@ class Bamba(Llama):
 
     def mamba(self, x: Value, mixer: Any, name: str) -> Value:
         """The recurrence behind short convolutions. Its result is gated and normed."""
-        if self.own(mixer, self.mixer_class).time_step_limit not in (None, (0.0, float("inf"))):
-            raise UnknownModelError("its time steps are limited, but not those of single tokens")
+        self.own(mixer, self.mixer_class)
         width, size, heads = mixer.intermediate_size, mixer.ssm_state_size, mixer.num_heads
         of_keys = mixer.n_groups * size
         gate, *parts, times = self.inputs(x, mixer, (width, width, of_keys, of_keys))
@@ -56,8 +57,14 @@ class Bamba(Llama):
         weight, epsilon = norm.weight.detach(), norm.variance_epsilon
         return self._add(op.Norm(x, Value(x.width), weight, epsilon, of_heads=True, size=size, gate=gate, **settings))
 
+    @property
+    def reads_prompts(self) -> bool:
+        """The time steps of a prompt may be limited. Those of single tokens are not."""
+        limits = {getattr(module, "time_step_limit", None) for module in self.inner.modules()}
+        return limits <= {None, (0.0, float("inf"))}
+
     def windows(self) -> list[int | None]:
-        return [0 if kind == "linear_attention" else None for kind in self.inner.config.layer_types]
+        return [None if kind in ("full_attention", "hybrid") else 0 for kind in self.inner.config.layer_types]
 
 
 class GraniteMoeHybrid(Bamba, GraniteMoeShared):
@@ -125,3 +132,40 @@ class FalconH1(Bamba):
         gate, up = self.products(x, self.linear(mlp.gate_proj), self.linear(mlp.up_proj))
         gated = self.gate(self.scaled(gate, mlp.gate_multiplier), mlp.act_fn, up)
         return self.scaled(self.product(gated, mlp.down_proj), mlp.down_multiplier)
+
+
+class NemotronH(Bamba, Arcee):
+    """Each layer has one part: the recurrence, attention without positions, an MLP, or a mixture of MLPs."""
+
+    layer_class = "Block"
+    mixer_class = "Mamba2Mixer"
+    embedding_at = "embeddings"
+    last_norm = "norm_f"
+    norms_round_once = True
+    turns_part = False
+    may_lack_rotary = True
+
+    def mixer(self, layer: Any) -> Any:
+        return layer.mixer if layer.block_type in ("linear_attention", "full_attention") else layer
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        normed, mixer = self.norm(x, layer.norm), layer.mixer
+        match layer.block_type:
+            case "linear_attention":
+                return self.add(x, self.mamba(normed, mixer, name))
+            case "full_attention":
+                return self.add(x, self.attention(normed, mixer, name))
+            case "mlp":
+                return self.add(x, self.mlp(normed, mixer))
+        return self.add(x, self.add(self.mixture(normed, mixer), self.mlp(normed, mixer.shared_experts)))
+
+    def mixture(self, x: Value, moe: Any) -> Value:
+        gate, before, behind = self.own(moe, "MoE").gate, moe.fc1_latent_proj, moe.fc2_latent_proj
+        has_latent = not type(before) is type(behind) is nn.Identity
+        out = self.experts(
+            self.product(x, before) if has_latent else x, gate, moe.experts, gate.norm_topk_prob, rounds=False,
+            suffix="TopkRouter", in_float32=True, correction=gate.e_score_correction_bias, is_sigmoid=True,
+            factor=float(gate.routed_scaling_factor), groups=gate.num_group, top_groups=gate.topk_group,
+            into="up_proj", routed=x if has_latent else None,
+        )  # fmt: skip
+        return self.product(out, behind) if has_latent else out

@@ -287,11 +287,12 @@ class Page:
         correction: torch.Tensor | None = None,
         top_k: int | None = None,
         routing: Linear | None = None,
+        into: str = "gate_up_proj",
         **settings: Any,
     ) -> Value:
         """rounds: whether weights of experts are rounded. suffix: of the router's class. in_float32: whether it
         computes in float32. weight, top_k: the router's, if these are not its own. routing: its layer, if it has one.
-        settings: further ones of `Experts`.
+        into: the name of the experts' first layers. settings: further ones of `Experts`.
         """
         self.own(router, suffix)
         if type(experts) is not gguf_class("GgufExperts"):
@@ -300,7 +301,7 @@ class Page:
             weight = router.weight if weight is None else weight
             routing = Linear(weight, None, getattr(router, "bias", None))
         of = [] if in_float32 else [routing]
-        for both, back in zip(self._of_each(experts, "gate_up_proj"), self._of_each(experts, "down_proj"), strict=True):
+        for both, back in zip(self._of_each(experts, into), self._of_each(experts, "down_proj"), strict=True):
             of += both, back
         settings |= {"router": routing.weight.float() if in_float32 else None}
         settings |= {"correction": None if correction is None else correction.float().flatten()}
@@ -366,6 +367,11 @@ class Page:
     @property
     def _lacks_rotary(self) -> bool:
         return self.may_lack_rotary and self.rotary_module is None
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the model computes the tokens of a prompt as it computes single ones."""
+        return True
 
     def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
         """Return cosines and sines of these positions, [1, n], as `Rotary` takes them: [n, rotary] each.

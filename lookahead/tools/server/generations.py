@@ -311,10 +311,10 @@ def portion(model: PreTrainedModel, engine: Lookahead | None) -> int | None:
     """Return how many tokens of a prompt are read between two steps of other answers.
 
     As many as passes of our own take: these round a row alike in any company, so a prompt that goes on from an earlier
-    text holds the numbers of one that is read as a whole. None, all of them, without such passes.
+    text holds the numbers of one that is read as a whole. None, all of them, if such passes read no prompts.
     """
     if engine is None or engine.adapter is None:
         return None
     runner = engine.find_runner(model)
     runner.end()
-    return min(PORTION, runner.most_read) if isinstance(runner, FusedRunner) else None
+    return min(PORTION, runner.most_read) or None if isinstance(runner, FusedRunner) else None
