@@ -107,6 +107,7 @@ ALIKE = {
         **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY},
     },
     "exaone4": {**HEAD, **MIXED},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {
         **{"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3, **HEAD},
         "sliding_window": WINDOW,

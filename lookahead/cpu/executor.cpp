@@ -66,6 +66,8 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, top_k)       /* experts of a row */                                                     \
     FIELD(long, adds_to_one) /* the weights of a row's experts are divided by their sum, */             \
     FIELD(long, rounds_weights)  /* and rounded */                                                      \
+    FIELD(long, rounds_steps)  /* after each step */                                                    \
+    FIELD(long, rounds_ranks)  /* as is that by which experts are chosen */                             \
     FIELD(long, is_sigmoid)  /* they are sigmoids, and no softmax */                                    \
     FIELD(long, groups)      /* of experts, */                                                          \
     FIELD(long, top_groups)  /* and those of which a row chooses, */                                    \
@@ -92,7 +94,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
     FIELD(double, limit)     /* of gates of experts, which then stand beside their numbers; or 0 */     \
     FIELD(double, alpha)     /* of these, or of xIELU */                                                \
-    FIELD(double, epsilon)   /* of a norm */                                                            \
+    FIELD(double, epsilon)   /* of a norm, or of a sum of weights */                                    \
     FIELD(double, offset)    /* added to the weights of a norm */
 
 #define CACHED(FIELD, T)                                                                                \
@@ -899,11 +901,24 @@ struct Thread {
         }
     }
 
+    // Bring the k largest to the front. Of equal ones, torch's topk takes those that these algorithms bring there.
+    static void find_best(std::pair<float, int32_t>* ranked, long n, long k) {
+        const auto is_before = [](const auto& a, const auto& b) { return a.first > b.first; };
+        if (k * 64 <= n) {
+            std::partial_sort(ranked, ranked + k, ranked + n, is_before);
+        } else {
+            std::nth_element(ranked, ranked + k - 1, ranked + n, is_before);
+            std::sort(ranked, ranked + k - 1, is_before);
+        }
+    }
+
     // Each row's experts: choices in the order of experts, then of rows, and where those of each expert begin. scores: of
     // type T, or those of `route`.
     void choose(const Operation<T>& of, const T* scores, long experts, Choice* choices, long* begins) const {
         const long rows = pass.rows;
         float chances[MOST_EXPERTS], ranks[MOST_EXPERTS];
+        std::pair<float, int32_t> ranked[MOST_EXPERTS];
+        const auto stepped = [&](float weight) { return of.rounds_steps ? rounded_to<T>(weight) : weight; };
         Choice* const by_row = choices + rows * of.top_k;  // [rows][top_k], of which `row` is an expert
         std::fill(begins, begins + experts + 1, 0);
         for (long row = 0; row < rows; row++) {
@@ -914,22 +929,25 @@ struct Thread {
             for (long e = 1; e < experts && !of.is_sigmoid; e++) most = std::max(most, score(e));
             for (long e = 0; e < experts; e++) sum += chances[e] = std::exp(score(e) - most);
             for (long e = 0; e < experts; e++) {
-                chances[e] = of.is_sigmoid ? 1 / (1 + std::exp(-score(e))) : chances[e] / sum;
-                const float rank = chances[e] + (of.correction ? of.correction[e] : 0);
+                chances[e] = stepped(of.is_sigmoid ? 1 / (1 + std::exp(-score(e))) : chances[e] / sum);
+                float rank = chances[e] + (of.correction ? of.correction[e] : 0);
+                if (of.rounds_ranks) rank = rounded_to<T>(rank);
                 ranks[e] = rank >= attention::HIDDEN ? rank : attention::HIDDEN;  // so that none is chosen twice, NaN or not
             }
             if (of.groups > 1) leave_groups(of, experts, ranks);
+            for (long e = 0; e < experts; e++) ranked[e] = {ranks[e], (int32_t)e};
+            find_best(ranked, experts, of.top_k);
             for (long k = 0; k < of.top_k; k++) {
-                const long e = std::max_element(ranks, ranks + experts) - ranks;
-                by_row[row * of.top_k + k] = {(int32_t)e, chances[e]};
+                const int32_t e = ranked[k].second;
+                by_row[row * of.top_k + k] = {e, chances[e]};
                 chosen += chances[e];
-                ranks[e] = -std::numeric_limits<float>::infinity();
                 begins[e + 1]++;
             }
+            const float divisor = stepped(stepped(chosen) + float(of.epsilon));
             for (long k = 0; k < of.top_k; k++) {
                 float& weight = by_row[row * of.top_k + k].weight;
-                if (of.adds_to_one) weight /= chosen + 1e-20f;
-                weight *= float(of.factor);
+                if (of.adds_to_one) weight = stepped(weight / divisor);
+                weight = stepped(weight * float(of.factor));
                 if (of.scales) weight *= of.scales[by_row[row * of.top_k + k].row];
                 if (of.rounds_weights) weight = rounded_to<T>(weight);
             }

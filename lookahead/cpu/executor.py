@@ -485,6 +485,7 @@ class Executor:
                     }
                     copied = (
                         *("top_k", "adds_to_one", "rounds_weights", "is_sigmoid", "factor", "groups", "top_groups"),
+                        *("rounds_steps", "rounds_ranks", "epsilon"),
                         *("best_of_group", "limit", "alpha", "correction", "router", "scales", "is_gated"),
                     )
                     settings |= {name: getattr(operation, name) for name in copied}

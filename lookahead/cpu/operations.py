@@ -437,16 +437,17 @@ class Experts(Operation):
     """The MLPs of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
 
     of: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The first one
-    may also give a single half, which then has no gates. The weights
-    are the router's softmax, or sigmoid, of each expert. They are divided by their sum if they add to one, then
-    multiplied by a factor, and may be rounded. Results are rounded when they have been weighed, and added in the order
-    of experts. correction: float32 [experts], added to the weights by which experts are chosen (Wang et al. 2024, arXiv
-    2408.15664). scales: float32 [experts], by which the weights are multiplied at last, unless they are rounded.
-    routed: what the router reads, if that is not x. groups: experts are divided into so many; of these, `top_groups`
-    are left whose best experts, two or one, add up to the most (DeepSeek-V3, arXiv 2412.19437). router: a router in
-    float32, [experts, width], whose products are not rounded; then there is none in `of`. limit: unless it is 0, a gate
-    stands beside its number, and the two become (number + 1) * gate * sigmoid(alpha * gate), within this limit
-    (gpt-oss, arXiv 2508.10925).
+    may also give a single half, which then has no gates. The weights are the router's softmax, or sigmoid, of each
+    expert. They are divided by their sum if they add to one, then multiplied by a factor, and may be rounded, also at
+    each of these steps (rounds_steps). epsilon: added to that sum. Of experts that are equally good, those are chosen
+    that torch's topk takes. rounds_ranks: the weights by which they are chosen are rounded, too. Results are rounded
+    when they have been weighed, and added in the order of experts. correction: float32 [experts], added to the weights
+    by which experts are chosen (Wang et al. 2024, arXiv 2408.15664). scales: float32 [experts], by which the weights
+    are multiplied at last, unless they are rounded. routed: what the router reads, if that is not x. groups: experts
+    are divided into so many; of these, `top_groups` are left whose best experts, two or one, add up to the most
+    (DeepSeek-V3, arXiv 2412.19437). router: a router in float32, [experts, width], whose products are not rounded; then
+    there is none in `of`. limit: unless it is 0, a gate stands beside its number, and the two become (number + 1) *
+    gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv 2508.10925).
     """
 
     x: Value
@@ -458,6 +459,9 @@ class Experts(Operation):
     rounds_weights: bool
     is_sigmoid: bool = False
     factor: float = 1.0
+    rounds_steps: bool = False
+    rounds_ranks: bool = False
+    epsilon: float = 1e-20
     groups: int = 1
     top_groups: int = 1
     best_of_group: int = 2

@@ -269,8 +269,10 @@ class Reference:
         x, of, routed = self.values[experts.x], experts.experts, self.values[experts.routed or experts.x]
         router = experts.router
         scores = self.product(experts.of[0], routed) if router is None else routed @ router.to(self.wide).T
-        weights = scores.sigmoid() if experts.is_sigmoid else scores.softmax(-1)
+        stepped: Callable = self.rounded if experts.rounds_steps else lambda weights: weights
+        weights = stepped(scores.sigmoid() if experts.is_sigmoid else scores.softmax(-1))
         ranks = weights if experts.correction is None else weights + experts.correction.to(self.wide)
+        ranks = self.rounded(ranks) if experts.rounds_ranks else ranks
         if experts.groups > 1:
             groups = ranks.unflatten(1, (experts.groups, -1))
             best = groups.topk(experts.best_of_group).values.sum(-1).topk(experts.top_groups).indices
@@ -278,8 +280,9 @@ class Reference:
             ranks = groups.masked_fill(~is_left[..., None], -math.inf).flatten(1)
         chosen = ranks.topk(experts.top_k).indices
         weights = weights.gather(1, chosen)
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if experts.adds_to_one else weights
-        weights = weights * experts.factor
+        if experts.adds_to_one:
+            weights = stepped(weights / stepped(stepped(weights.sum(-1, keepdim=True)) + experts.epsilon))
+        weights = stepped(weights * experts.factor)
         weights = weights if experts.scales is None else weights * experts.scales.to(self.wide)[chosen]
         weights = self.rounded(weights) if experts.rounds_weights else weights
         out = torch.zeros_like(x)

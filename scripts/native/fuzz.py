@@ -334,6 +334,8 @@ class RandomProgram:
             elif self.rng.random() < 0.5:
                 settings["correction"] = self.memory.copy(torch.randn(count))
             if self.rng.random() < 0.3:
+                settings |= {"rounds_steps": True, "rounds_ranks": self.rng.random() < 0.5, "epsilon": 1e-6}
+            if self.rng.random() < 0.3:
                 settings["scales"] = self.memory.copy(torch.rand(count) + 0.5)
             if self.rng.random() < 0.3:
                 settings["routed"], x = x, self.products(x, self.rng.choice([x.width, 2 * x.width]))[0]

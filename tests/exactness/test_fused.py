@@ -60,10 +60,10 @@ FAMILIES = [
     "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
     "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
     "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "lfm2", "lfm3",
-    "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mixtral", "granitemoehybrid", "mellum",
-    "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared",
-    "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "ernie4_5_moe",
-    "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
+    "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mixtral", "granitemoehybrid", "lfm2_moe",
+    "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe",
+    "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2",
+    "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
 ]  # fmt: skip
 # In older transformers, the attention of these is of their own.
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen"]
@@ -135,6 +135,7 @@ VARIANTS = [
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
     ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["full_attention", "conv"]}),
+    ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 2.5, "num_experts": 8}),
     ("qwen3_5_text", {"attention_bias": True, "linear_key_head_dim": 12, "linear_num_key_heads": 4}),
     ("qwen3_next", {"linear_value_head_dim": 12, "layer_types": ["full_attention", "linear_attention"]}),
     ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
@@ -482,6 +483,21 @@ def test_it_rounds_where_the_model_rounds(family, monkeypatch):
     for layer in layers:
         assert (fused.hidden_states[layer] == eager.hidden_states[layer]).float().mean() > 0.98
     assert (fused.logits == eager.logits).float().mean() > 0.98
+
+
+@pytest.mark.skipif("lfm2_moe" not in FAMILIES, reason="needs another transformers")
+@pytest.mark.parametrize("keeps_biases", [False, True])
+def test_rounded_scores_choose_the_experts_that_the_model_chooses(keeps_biases):
+    """In bf16, where other experts would be chosen if a single step were not rounded. Read biases stay in float32."""
+    model = tiny_model("lfm2_moe", num_experts=32, num_experts_per_tok=4, **sizes("lfm2_moe", 96, 64, 24))
+    mixture = model.model.layers[1].feed_forward
+    biases = mixture.expert_bias.clone()
+    model.to(torch.bfloat16)
+    if keeps_biases:
+        mixture.expert_bias = biases
+    adapter = capabilities.find_adapter(model)
+    eager, fused = of_both([EagerRunner(model, adapter), FusedRunner(model, adapter)], held=40, rows=60)
+    assert relative_error(fused.logits, eager.logits) < 2e-2
 
 
 def test_each_side_of_the_length_where_longrope_changes():

@@ -15,7 +15,7 @@ from zoo import tiny_model
 
 from lookahead.cpu import blocks, native
 from lookahead.cpu.executor import Executor, Rows
-from lookahead.cpu.operations import Add, Embed, Logits, Norm, Products, Value
+from lookahead.cpu.operations import Add, Embed, Experts, Logits, Norm, Products, Value
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import Reference, State
@@ -100,6 +100,22 @@ def test_a_pass_finds_the_digests_of_the_weights_that_it_reads(dtype, rows, thre
         torch.set_num_threads(before)
     assert [digest.tobytes() for digest in executor.digests[[0, 2]]] == list(map(blocks.digest_of, linears[::2]))
     assert not executor.digests[1].any()
+
+
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize(("count", "top_k"), [(5, 1), (32, 4), (64, 1), (128, 2), (128, 8)])
+def test_of_equal_experts_those_are_chosen_that_topk_takes(dtype, count, top_k):
+    torch.manual_seed(count + top_k)
+    x, out = Value(32), Value(32)
+    router = Linear(torch.randn(count, 32).sign().to(dtype))  # whose products are few numbers
+    experts = [Linear(torch.randn(shape).to(dtype)) for _ in range(count) for shape in ((32, 32), (32, 32))]
+    flags = {"is_sigmoid": True, "rounds_steps": True, "rounds_ranks": True, "epsilon": 1e-6}
+    embedding = torch.nn.functional.one_hot(torch.arange(32)).to(dtype)
+    made = [Embed(x, embedding), Experts(x, out, (router, *experts), top_k, "relu", True, False, **flags)]
+    program, ids = Program([*made, Logits(out, Linear(torch.randn(64, 32).to(dtype)))]), np.arange(32)
+    logits, *_ = Executor(program).run([Rows(ids, ids, [], [], [], 0)], {})
+    expected = Reference(program, torch.arange(32), torch.arange(32), {}, {}, {}).logits
+    assert relative_error(logits, expected) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def test_a_value_does_not_take_the_place_of_one_that_is_still_read():

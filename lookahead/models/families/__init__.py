@@ -50,7 +50,7 @@ HOMES: dict[str, str] = {
         "nanochat": "NanoChatForCausalLM",
         "apertus": "ApertusForCausalLM",
         "afmoe": "AfmoeForCausalLM",
-        "lfm2": "Lfm2ForCausalLM Lfm3ForCausalLM",
+        "lfm2": "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM",
         "gated_delta": "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3NextForCausalLM OlmoHybridForCausalLM",
         "mamba2": "BambaForCausalLM GraniteMoeHybridForCausalLM FalconH1ForCausalLM NemotronHForCausalLM",
         "with_images": "Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration",

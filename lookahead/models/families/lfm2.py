@@ -1,4 +1,4 @@
-"""LFM2 (arXiv 2511.23404) and LFM3: short convolutions between gates, and a few layers of attention."""
+"""LFM2 (arXiv 2511.23404), its mixtures, and LFM3: short convolutions between gates, and a few layers of attention."""
 
 from typing import Any
 
@@ -48,6 +48,24 @@ class Lfm2(Llama):
 
     def windows(self) -> list[int | None]:
         return [0 if kind == "conv" else None for kind in self.inner.config.layer_types]
+
+
+class Lfm2Moe(Lfm2):
+    """The router rounds each step, so experts tie. But their bias stays in float32 where a checkpoint is read."""
+
+    @property
+    def rotary_module(self) -> Any:
+        return self.inner.pos_emb
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        if not hasattr(mlp, "experts"):  # the first layers have a usual MLP
+            return super().mlp(x, mlp)
+        gate, bias = self.own(mlp, "SparseMoeBlock").gate, mlp.expert_bias if mlp.use_expert_bias else None
+        return self.experts(
+            x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, correction=bias, is_sigmoid=True,
+            factor=float(gate.routed_scaling_factor), epsilon=1e-6, rounds_steps=True,
+            rounds_ranks=bias is None or bias.dtype == gate.weight.dtype,
+        )  # fmt: skip
 
 
 class Lfm3(Lfm2):

@@ -305,7 +305,8 @@ class Page:
             of += both, back
         settings |= {"router": routing.weight.float() if in_float32 else None}
         settings |= {"correction": None if correction is None else correction.float().flatten()}
-        activation: op.Activation = "silu" if "limit" in settings else self._activation(experts.act_fn)
+        is_silu = "limit" in settings or experts.act_fn is nn.functional.silu
+        activation: op.Activation = "silu" if is_silu else self._activation(experts.act_fn)
         fields = tuple(of), top_k or router.top_k, activation, adds_to_one, rounds
         return self._add(op.Experts(x, Value(x.width), *fields, **settings))
 
