@@ -135,6 +135,10 @@ ALIKE = {
     "phi": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe_swa": {
+        **{**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+        **{"layer_rope_theta": [0, 1e4], "attn_implementation": "eager", "attention_multiplier": 0.35},
+    },
     "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
     "olmo": {},
     "persimmon": {},

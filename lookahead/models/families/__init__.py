@@ -41,7 +41,7 @@ HOMES: dict[str, str] = {
             "Glm4MoeForCausalLM SolarOpenForCausalLM Dots1ForCausalLM ExaoneMoeForCausalLM HYV3ForCausalLM "
             "MiniMaxM2ForCausalLM Ernie4_5_MoeForCausalLM"
         ),
-        "gpt_oss": "GptOssForCausalLM",
+        "gpt_oss": "GptOssForCausalLM GraniteMoeSWAForCausalLM",
         "deepseek": (
             "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM AXK1ForCausalLM "
             "YoutuForCausalLM MiniCPM3ForCausalLM"

@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv 2508.10925): attention has sinks, and experts have biases, and bounds for their gates."""
+"""gpt-oss (arXiv 2508.10925) and Granite-MoE-SWA: attention has sinks. In gpt-oss, experts have biases and bounds."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
+from lookahead.models.families.mixtral import GraniteMoeShared
 from lookahead.models.families.page import AttendsBy, UnknownModelError
 
 
@@ -26,3 +27,25 @@ class GptOss(Llama):
             raise UnknownModelError("the bound of its gates is not above 0")
         limit, alpha = float(experts.limit), float(experts.alpha)
         return self.experts(x, mlp.router, experts, adds_to_one=True, limit=limit, alpha=alpha)
+
+
+class GraniteMoeSWA(GraniteMoeShared):
+    """Some layers know no positions."""
+
+    attends_by: AttendsBy = "eager"
+    slides = "by type"
+    may_lack_rotary = True
+
+    @property
+    def rotary_module(self) -> Any:
+        modules = self.inner.rotary_embs
+        if len(modules) > 1:
+            raise UnknownModelError("its layers turn by several sets of frequencies")
+        return modules[0] if modules else None
+
+    def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
+        return self.attend(q, k, v, attention, sinks=attention.sinks)
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        has_positions = self.inner.config.layer_rope_theta[attention.layer_idx]
+        return super().turned(q, k, attention, name) if has_positions else (q, k)
