@@ -90,7 +90,7 @@ SETTINGS = {
         **{"key_multiplier": 1.4, "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2},
         **{"ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.9, "ssm_multipliers": [0.7, 1.2, 0.8, 1.4, 0.9]},
     },
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "residual_in_fp32": False},
     "zaya": {},  # computes its states by code of its own, which has no form over trees
 }
 # Built like models above, but for details of their settings. Only their passes are tested.

@@ -130,9 +130,12 @@ class FusedRunner(EagerRunner):
         self._shares = not any(rope.get("rope_type") == "longrope" for rope in ropes_of(model))
         by = self._page.attends_by
         attends = adapter.splits_attention if by == "split" else attention_implementation(model.config) == by
+        if by == "nothing":
+            attends = True
         if by == "eager" and registered_attention(by) is not None:  # something stands in place of the model's own
             attends = False
-        if not (attends and adapter.can_branch and adapter.uses_kernels and adapter.takes_position_ids):
+        takes_positions = adapter.takes_position_ids or by == "nothing"
+        if not (attends and adapter.can_branch and adapter.uses_kernels and takes_positions):
             raise UnknownModelError("it does not take our attention or our kernels")
         with self._packed.turn:
             if not packs:
@@ -461,6 +464,8 @@ def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
 
 def _fits_state(executor: Executor, shape: StateShape, layer: StateLayer) -> bool:
     """Whether C++ can read and write the state of a layer of the cache."""
+    if not layer.kept():
+        return False
     inputs, *states = layer.kept()
     columns = inputs.shape[2]
     is_of_shape = inputs.shape == (1, shape.channels, columns) and shape.columns <= columns <= executor.most_columns

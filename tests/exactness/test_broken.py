@@ -352,7 +352,10 @@ IN_FUSED_BATCHES = {
 }
 OF_KERNELS = {kernel_without_its_mask, kernel_that_misses_the_first_key}  # torch's are left
 SPLIT = {half_of_the_prefix_unseen, parts_joined_evenly, *OF_KERNELS}  # the dense mask is left, or torch's kernels
-OF_STATES = {only_parents_are_seen, windows_along_the_rows, the_state_stays_behind}
+OF_STATES = {
+    only_parents_are_seen, siblings_update_each_other, windows_along_the_rows, rejected_rows_stay_in_the_state,
+    the_state_stays_behind,
+}  # fmt: skip
 SEEN_BY_THE_PROBE = set(DEFECTS) - {
     sliding_window_too_wide, sliding_rows_off_by_one, first_guess_always_accepted, one_draw_too_many
 }  # fmt: skip

@@ -60,10 +60,11 @@ FAMILIES = [
     "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
     "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
     "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "lfm2", "lfm3",
-    "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mixtral", "granitemoehybrid", "lfm2_moe",
-    "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe",
-    "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2",
-    "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss", "granitemoe_swa",
+    "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "mixtral", "granitemoehybrid",
+    "lfm2_moe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
+    "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
+    "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
+    "granitemoe_swa",
 ]  # fmt: skip
 # In older transformers, the attention of these is of their own.
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen"]
@@ -71,7 +72,7 @@ FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family i
 
 STATES = [
     family
-    for family in ("lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h")
+    for family in ("lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2")
     if family in FAMILIES
 ]
 WITH_WINDOWS = {
@@ -137,6 +138,7 @@ VARIANTS = [
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["full_attention", "conv"]}),
     ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 2.5, "num_experts": 8}),
     ("granitemoe_swa", {"layer_rope_theta": [0, 0], "shared_intermediate_size": 0, "residual_multiplier": 0.7}),
+    ("mamba2", {"residual_in_fp32": True, "use_bias": True, "use_conv_bias": False, "n_groups": 1}),
     ("qwen3_5_text", {"attention_bias": True, "linear_key_head_dim": 12, "linear_num_key_heads": 4}),
     ("qwen3_next", {"linear_value_head_dim": 12, "layer_types": ["full_attention", "linear_attention"]}),
     ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
@@ -179,6 +181,8 @@ def sizes(family, width, intermediate, size, heads=4, key_heads=2):
         return {"n_embd": width, "hidden_size": width, "n_inner": intermediate}
     if family in LATENT:
         return {"hidden_size": width, "intermediate_size": intermediate}
+    if family == "mamba2":
+        return {"hidden_size": width, "num_heads": width // 4, "head_dim": 8}
     size = width // heads if family in AS_WIDE_AS_HEADS else size
     return {"hidden_size": width, "intermediate_size": intermediate, "head_dim": size}
 
@@ -484,6 +488,12 @@ def test_it_rounds_where_the_model_rounds(family, monkeypatch):
     for layer in layers:
         assert (fused.hidden_states[layer] == eager.hidden_states[layer]).float().mean() > 0.98
     assert (fused.logits == eager.logits).float().mean() > 0.98
+
+
+def test_sums_of_layers_in_float32_are_left_to_the_model():
+    model = tiny_model("mamba2", residual_in_fp32=True).to(torch.bfloat16)
+    with pytest.raises(UnknownModelError, match="it adds up its layers in float32"):
+        FusedRunner(model, capabilities.find_adapter(model))
 
 
 @pytest.mark.skipif("lfm2_moe" not in FAMILIES, reason="needs another transformers")

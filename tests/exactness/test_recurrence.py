@@ -45,7 +45,7 @@ IN_ONE_CALL = [
     for t in FAMILIES
     if t
     in (
-        *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe", "lfm3"),
+        *("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe", "lfm3"),
         *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
     )
 ]

@@ -52,7 +52,9 @@ HOMES: dict[str, str] = {
         "afmoe": "AfmoeForCausalLM",
         "lfm2": "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM",
         "gated_delta": "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3NextForCausalLM OlmoHybridForCausalLM",
-        "mamba2": "BambaForCausalLM GraniteMoeHybridForCausalLM FalconH1ForCausalLM NemotronHForCausalLM",
+        "mamba2": (
+            "Mamba2ForCausalLM BambaForCausalLM GraniteMoeHybridForCausalLM FalconH1ForCausalLM NemotronHForCausalLM"
+        ),
         "with_images": "Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration",
     }.items()
     for name in names.split()

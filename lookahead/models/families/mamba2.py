@@ -1,7 +1,9 @@
-"""Hybrids of attention and Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): Bamba, Granite 4, Falcon-H1 and Nemotron-H."""
+"""Mamba-2 (Dao & Gu 2024, arXiv 2405.21060), and hybrids with attention: Bamba, Granite 4, Falcon-H1, Nemotron-H."""
 
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -10,7 +12,7 @@ from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mixtral import GraniteMoe, GraniteMoeShared
 from lookahead.models.families.nemotron import Arcee
-from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.page import AttendsBy, UnknownModelError
 
 
 class Bamba(Llama):
@@ -169,3 +171,32 @@ class NemotronH(Bamba, Arcee):
             into="up_proj", routed=x if has_latent else None,
         )  # fmt: skip
         return self.product(out, behind) if has_latent else out
+
+
+class Mamba2(NemotronH):
+    """Every layer is the recurrence. Sums of layers may be in float32, whatever else is in bf16."""
+
+    attends_by: AttendsBy = "nothing"
+    names = MappingProxyType({"RMSNormGated": "MambaRMSNormGated"})
+    mixer_class = "Mixer"
+    norms_round_once = False
+
+    @property
+    def inner(self) -> Any:
+        return self.model.backbone
+
+    def write(self) -> None:
+        """Unlike others, the model does not name the embedding among its hidden states."""
+        inner = self.own(self.inner, self.model_class)
+        x = self.embedding(inner)
+        for layer in self.layers(inner):
+            x = self.output(self.layer(x, layer, ""))
+        self.head(self.output(self.norm(x, inner.norm_f)))
+
+    def mixer(self, layer: Any) -> Any:
+        return layer.mixer
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        if layer.residual_in_fp32 and layer.norm.weight.dtype != torch.float32:
+            raise UnknownModelError("it adds up its layers in float32")
+        return self.add(x, self.mamba(self.norm(x, layer.norm), layer.mixer, name))

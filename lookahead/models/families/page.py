@@ -4,7 +4,7 @@ What a model's own code does is not read but known: of these families, as transf
 must be exactly of its class, with no hook, no forward of its own and no adapter. The probe compares the results, too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, op.Activation] = {
 
 
 Slides = Literal["never", "always", "by type"]
-AttendsBy = Literal["split", "sdpa", "eager"]
+AttendsBy = Literal["split", "sdpa", "eager", "nothing"]
 
 
 class UnknownModelError(Exception):
@@ -44,7 +44,9 @@ class Page:
 
     attends_by: AttendsBy = "split"
     """By which `attn_implementation` the model computes what `attend` says; split: by "sdpa", which it looks up with
-    transformers."""
+    transformers. nothing: it has no attention, and takes no positions."""
+    names: Mapping[str, str] = {}
+    """Of classes that lack the family's name, by what they are to it."""
     suffix = "ForCausalLM"
     """Of the model's class, behind the family's name."""
     layer_class = "DecoderLayer"
@@ -115,7 +117,8 @@ class Page:
 
     def own(self, module: Any, suffix: str) -> Any:
         """Return a module, which must be of the family's class of this name."""
-        cls, wanted = type(module), self._own.__name__.removesuffix(self.suffix) + suffix
+        cls, family = type(module), self._own.__name__.removesuffix(self.suffix)
+        wanted = self.names.get(suffix, family + suffix)
         if (cls.__module__, cls.__qualname__) != (self._own.__module__, wanted):
             raise UnknownModelError(f"a {cls.__name__} of {cls.__module__} stands where {wanted} is expected")
         return self._check(module)
