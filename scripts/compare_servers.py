@@ -44,7 +44,7 @@ from bench.pages import command_line, heading, table, write_results
 from lookahead.passes.environment import processor
 from lookahead.tools.prompts import read_prompts
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PEERS = Path(__file__).with_name("peers")
 SLOTS, POSITIONS = 8, 4096  # of llama-server, and tokens of each
 PATIENCE = 300  # seconds until it has loaded
@@ -90,7 +90,7 @@ class Said(NamedTuple):
 def llama_server(folder: Path, model: str, dtype: str, threads: int) -> Iterator[str]:
     """Run llama.cpp's server, as scripts/peers/install.sh has built it in ``folder``; yield its address."""
     python, server = folder / "llama/bin/python", folder / "llama/build/bin/llama-server"
-    converted = subprocess.run(
+    converted = subprocess.run(  # in another folder, so no path may be relative
         [python, "-c", CONVERT, model, TYPES[dtype]], cwd=PEERS, check=True, stdout=subprocess.PIPE, text=True
     )
     with socket.socket() as free:
@@ -346,9 +346,9 @@ def main(
     names = [] if part == "predictions" else servers
     options |= {"model": model, "dtype": dtype}
     with tempfile.TemporaryDirectory() as folder:
-        served = with_tools(model, Path(folder)) if part == "tools" else model
+        served = with_tools(model, Path(folder)) if part == "tools" else model.absolute()
         ask = Asks(AutoTokenizer.from_pretrained(served))
-        with all_running(names, str(served), dtype, llama, torch.get_num_threads()) as running_ones:
+        with all_running(names, str(served), dtype, llama and llama.absolute(), torch.get_num_threads()) as running_ones:
             for server in running_ones:  # which load and measure
                 ask(server, [{"role": "user", "content": "Say hello."}], 16)
             columns, rows = PARTS[part](running_ones, ask, options)
