@@ -13,7 +13,7 @@ import click
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "cpu-2-cores"
 MACHINES = {
     "smollm2-amx": "Intel Xeon with a matrix unit (AMX)",
-    "smollm2-48": "AMD EPYC, by older code of lookahead",
+    "smollm2-48-epyc": "AMD EPYC, with instructions for bf16",
     "smollm2-packed": "older Intel Xeon, without instructions for bf16",
 }
 METHODS = {
