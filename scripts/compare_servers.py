@@ -347,8 +347,8 @@ def main(
     options |= {"model": model, "dtype": dtype}
     with tempfile.TemporaryDirectory() as folder:
         served = with_tools(model, Path(folder)) if part == "tools" else model.absolute()
-        ask = Asks(AutoTokenizer.from_pretrained(served))
-        with all_running(names, str(served), dtype, llama and llama.absolute(), torch.get_num_threads()) as running_ones:
+        ask, threads = Asks(AutoTokenizer.from_pretrained(served)), torch.get_num_threads()
+        with all_running(names, str(served), dtype, llama and llama.absolute(), threads) as running_ones:
             for server in running_ones:  # which load and measure
                 ask(server, [{"role": "user", "content": "Say hello."}], 16)
             columns, rows = PARTS[part](running_ones, ask, options)
