@@ -12,7 +12,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
 from lookahead.models.adapter import UnsupportedModelError, context_length
 from lookahead.models.cache import CountedCache
-from lookahead.models.layers import ropes_of
+from lookahead.models.layers import hides_in_cache_alone, ropes_of
 from lookahead.models.state import state_of
 from lookahead.passes.capabilities import (
     can_batch,
@@ -131,6 +131,9 @@ def why_plain(
     dense = getattr(adapter.config, DENSE_UP_TO.get(adapter.config.model_type, ""), None)
     if dense is not None and end > dense:
         return f"beyond {dense} positions, from which on the model's attention drops keys by the shape of a pass"
+    window = adapter.sees_all_up_to
+    if window is not None and end > window and hides_in_cache_alone(model, adapter):
+        return f"beyond the {window} positions of a window that the model's cache has and its own masks have not"
     if _switches_rope(model, len(ids), length, end):
         return "across the length at which the model's rotary embedding changes"
     return None

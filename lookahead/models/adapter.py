@@ -75,6 +75,12 @@ class ModelAdapter:
         return self.can_branch and all_see_all and not self.has_state
 
     @cached_property
+    def sees_all_up_to(self) -> int | None:
+        """The length up to which every layer sees all keys; None: at any length."""
+        hiding = [visibility for visibility in self.layers if visibility is not None and not visibility.is_full]
+        return min((visibility.window or visibility.chunk or 0 for visibility in hiding), default=None)
+
+    @cached_property
     def counts_positions(self) -> bool:
         """`cache.counts_positions` of a cache of this model."""
         return counts_positions(DynamicCache(config=self.config))

@@ -103,12 +103,11 @@ def _keeps_state(layer: object) -> bool:
 def hides_in_cache_alone(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     """Whether the cache has a window and the model's own masks have none, as with settings that its code does not read.
 
-    A chain of guesses would then see more than plain decoding does.
+    A chain of guesses would then see more than plain decoding does, and a tree less or more, once a text outgrows it.
     """
     makers = {"create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate"}
     is_known = "create_causal_mask" in (names := state_of(model).names)  # other models make masks in their own way
-    has_window = any(visibility is not None and visibility != Visibility() for visibility in adapter.layers)
-    return has_window and is_known and makers.isdisjoint(names)
+    return adapter.sees_all_up_to is not None and is_known and makers.isdisjoint(names)
 
 
 def rope_kinds(config: PreTrainedConfig) -> dict[str, dict]:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -66,8 +67,8 @@ FAMILIES = [
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
     "granitemoe_swa",
 ]  # fmt: skip
-# In older transformers, the attention of these is of their own.
-LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen"]
+# In older transformers, the attention of two of these is of their own, and a norm of the third of another model.
+LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen", "nemotron_h"]
 FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family in CONFIG_MAPPING]
 
 STATES = [
@@ -485,9 +486,19 @@ def test_it_rounds_where_the_model_rounds(family, monkeypatch):
     adapter = capabilities.find_adapter(model)
     layers = (0, 1, 2)
     eager, fused = of_both([EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers)], held=40, rows=6)
+    # Where a processor multiplies pairs, a single layer rounds the weights of all values, a pass those of far ones.
+    pairs = native.CAPABILITY == "AVX512_BF16" and "GenuineIntel" not in Path("/proc/cpuinfo").read_text()
+    rounds_weights = pairs and family in ("opt", "gemma4", "gemma4_text")  # heads of whole vectors
+
+    def alike(found, expected):
+        if rounds_weights:
+            assert (found - expected).abs().max() < 0.03 * expected.abs().max()
+        else:
+            assert (found == expected).float().mean() > 0.98
+
     for layer in layers:
-        assert (fused.hidden_states[layer] == eager.hidden_states[layer]).float().mean() > 0.98
-    assert (fused.logits == eager.logits).float().mean() > 0.98
+        alike(fused.hidden_states[layer], eager.hidden_states[layer])
+    alike(fused.logits, eager.logits)
 
 
 def test_sums_of_layers_in_float32_are_left_to_the_model():

@@ -17,7 +17,7 @@ import transformers.activations
 import transformers.cache_utils
 import transformers.masking_utils
 import transformers.models.llama.modeling_llama as llama
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -486,6 +486,7 @@ FUSED = [TYPES.get(page.__name__, TYPES.get(f"{page.__name__}Text")) for page in
     prompt=st.integers(2, 50),
     seed=st.integers(0, 9),
 )
+@example("llama", {"layer_types", "sliding_window"}, 30, False, 2, 0)  # a window of the cache alone
 def test_settings_of_other_families(family, names, window, is_late, prompt, seed):
     chosen = {name: OF_OTHERS[name] for name in sorted(names)}
     chosen |= dict.fromkeys({"sliding_window", "attention_chunk_size"} & names, window)
