@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench import cli
-from bench.pages import command_line, heading, table, write_results
+from bench.pages import command_line, heading, show_results, table
 from bench.peer_process import Peer, PeerError, worker_command
 from bench.timing import decoding_options, in_turn
 from lookahead import DEMO_MODEL
@@ -157,9 +157,7 @@ def main(
         "repeats": repeats, **versions,
     }  # fmt: skip
     text = markdown(rows, where, failures)
-    click.echo(text)
-    if out:
-        write_results(out, text, {"where": where, "table": rows, "failures": failures})
+    show_results(out, text, {"where": where, "table": rows, "failures": failures})
 
 
 if __name__ == "__main__":

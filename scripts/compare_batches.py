@@ -19,7 +19,7 @@ from transformers import BatchEncoding, PreTrainedModel
 
 import lookahead
 from bench import cli
-from bench.pages import command_line, heading, table, write_results
+from bench.pages import command_line, heading, show_results, table
 from bench.timing import decoding_options, in_turn, load_for_batches, timed, why_no_ratios
 from lookahead import LookaheadConfig, NgramPool
 from lookahead.compat import CACHE
@@ -147,9 +147,7 @@ def main(
             })  # fmt: skip
     where = {"command": command_line(__file__), **environment(model), "note": why_no_ratios()}
     text = markdown(rows, where)
-    click.echo(text)
-    if out is not None:
-        write_results(out, text, {"environment": where, "table": rows})
+    show_results(out, text, {"environment": where, "table": rows})
 
 
 if __name__ == "__main__":

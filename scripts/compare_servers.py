@@ -40,7 +40,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from turns import QUESTIONS
 
 from bench import cli
-from bench.pages import command_line, heading, table, write_results
+from bench.pages import command_line, heading, show_results, table
 from lookahead.passes.environment import processor
 from lookahead.tools.prompts import read_prompts
 
@@ -353,9 +353,7 @@ def main(
                 ask(server, [{"role": "user", "content": "Say hello."}], 16)
             columns, rows = PARTS[part](running_ones, ask, options)
     text = f"{heading(where)}{table(columns, rows, 'l' + 'r' * (len(columns) - 1))}\n"
-    click.echo(text)
-    if out is not None:
-        write_results(out, text, {"environment": where, "columns": columns, "table": rows})
+    show_results(out, text, {"environment": where, "columns": columns, "table": rows})
 
 
 if __name__ == "__main__":

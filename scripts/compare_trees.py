@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import lookahead
 from bench import cli
-from bench.pages import command_line, heading, table, write_results
+from bench.pages import command_line, heading, show_results, table
 from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig
 from lookahead.cpu import products
@@ -137,9 +137,7 @@ def main(seconds: float, dtype: str, out: Path | None) -> None:
     where = {"command": command_line(__file__), **environment(model)}
     of_each = [table(list(rows[0]), map(dict.values, rows)) for rows in (texts, passes)]
     text = heading(where) + "\n\n".join(["Tokens a step:", of_each[0], "Milliseconds of a pass:", of_each[1]]) + "\n"
-    click.echo(text)
-    if out is not None:
-        write_results(out, text, {"environment": where, "texts": texts, "passes": passes})
+    show_results(out, text, {"environment": where, "texts": texts, "passes": passes})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 import lookahead
 from bench import cli
-from bench.pages import command_line, heading, table, write_results
+from bench.pages import command_line, heading, show_results, table
 from bench.timing import in_turn, load_for_batches
 from lookahead.passes.environment import environment
 from lookahead.tools.contention import Span, watch, why_no_ratio
@@ -162,9 +162,7 @@ def main(
     where = {"command": command_line(__file__), **environment(model), "trl": version("trl")}
     where["note"] = why_no_ratio(sum(every, Span()))
     text = markdown(rows, where)
-    click.echo(text)
-    if out is not None:
-        write_results(out, text, {"environment": where, "table": rows})
+    show_results(out, text, {"environment": where, "table": rows})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import openai
 import torch
 
 from bench import cli
-from bench.pages import command_line, heading, table, write_results
+from bench.pages import command_line, heading, show_results, table
 from lookahead.passes.environment import processor
 from lookahead.tools.prompts import read_prompts
 
@@ -138,9 +138,7 @@ def main(model_name, prompts_file, limit, dtype, device, max_new_tokens, tempera
     where |= {"processor": processor(torch.device(device)), "threads": torch.get_num_threads(), "dtype": dtype}
     where |= {name: version(name) for name in ("torch", "transformers", "openai")}
     text = heading(where) + table(COLUMNS, [list(row.values()) for row in rows], "rlrrrrrrr") + "\n"
-    click.echo(text)
-    if out is not None:
-        write_results(out, text, {"environment": where, "table": rows})
+    show_results(out, text, {"environment": where, "table": rows})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import click
 import openai
 
 from bench import cli
-from bench.pages import command_line, heading, table, write_results
+from bench.pages import command_line, heading, show_results, table
 
 QUESTIONS = [
     "Summarise the text above in two sentences.",
@@ -61,9 +61,7 @@ def main(url: str, model: str | None, history: Path, characters: int, turns: int
         rows.append([turn, usage.prompt_tokens, cached, first or seconds, seconds, usage.completion_tokens])
     where = {"command": command_line(__file__), "model": model, "new tokens": max_new_tokens}
     text = heading(where) + table(COLUMNS, rows, "rrrrrr") + "\n"
-    click.echo(text)
-    if out is not None:
-        write_results(out, text, {"environment": where, "table": rows})
+    show_results(out, text, {"environment": where, "table": rows})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import click
+
 INSTRUCTIONS = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"  # variables that forbid some of the processor's
 
 
@@ -39,6 +41,13 @@ def heading(where: dict) -> str:
     """Return the head of a page: the command in ``where``, then everything else that the results depend on."""
     rest = ", ".join(f"{name} {value}" for name, value in where.items() if name != "command" and value != "")
     return f"`{where['command']}`\n\n{rest}\n\n"
+
+
+def show_results(out: Path | None, text: str, results: dict) -> None:
+    """Show a page. If ``out`` is given, also `write_results`."""
+    click.echo(text)
+    if out is not None:
+        write_results(out, text, results)
 
 
 def write_results(out: Path, text: str, results: dict) -> None:
