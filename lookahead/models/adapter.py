@@ -71,8 +71,7 @@ class ModelAdapter:
     @property
     def can_grow(self) -> bool:
         """Whether several passes can compute one step. The rows of each pass see those of the passes before."""
-        all_see_all = all(visibility in (None, Visibility()) for visibility in self.layers)
-        return self.can_branch and all_see_all and not self.has_state
+        return self.can_branch and self.sees_all_up_to is None and not self.has_state
 
     @cached_property
     def sees_all_up_to(self) -> int | None:

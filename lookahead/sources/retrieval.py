@@ -77,10 +77,8 @@ class RetrievalSource(GuessSource):
     def _longest_match(self, suffix: list[int]) -> tuple[int, int, int]:
         """Return the range of ``order`` that begins with the longest known end of ``suffix``, and how long that end
         is."""
-        known, places = (
-            _bytes_of(np.array(suffix, np.int64)),
-            self._order.data,
-        )  # a memory view: of Python's own numbers
+        known = _bytes_of(np.array(suffix, np.int64))
+        places = self._order.data  # a memory view: of Python's own numbers
         first, found = 0, b""
         shortest, longest = 1, len(suffix)
         while shortest <= longest:  # where a part occurs, so does each shorter one
