@@ -18,7 +18,7 @@ class HunYuanDenseV1(Llama):
 class HunYuanMoEV1(HunYuanDenseV1):
     def mlp(self, x: Value, mlp: Any) -> Value:
         gate = self.own(mlp, "Moe").gate
-        router = self.linear(gate.wg).weight
-        in_float32 = router.dtype == torch.float32
-        mixed = self.experts(x, gate, mlp.experts, True, not in_float32, "Gate", in_float32, weight=router)
+        routing = self.linear(gate.wg)
+        in_float32 = routing.weight.dtype == torch.float32
+        mixed = self.experts(x, gate, mlp.experts, True, not in_float32, "Gate", in_float32, routing=routing)
         return self.add(mixed, super().mlp(x, mlp.shared_mlp))
