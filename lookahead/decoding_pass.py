@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lookahead.step import Forest
+from lookahead.step import Forest, Places
 
 
 @dataclass
@@ -24,6 +24,8 @@ class DecodingPass:
     """Whether torch.compile traces the pass for `passes.compiled`."""
     forest: Forest | None = None
     """The rows of the pass, if layers with a state compute them as a tree (`models.recurrence`)."""
+    places: Places | None = None
+    """Of its keys and rows, if attention is biased by them (`models.biases`)."""
 
     def __enter__(self) -> None:
         self._before = current_pass()
@@ -41,11 +43,12 @@ def decoding_pass(
     uses_kernels: bool,
     is_traced: bool = False,
     forest: Forest | None = None,
+    places: Places | None = None,
 ) -> DecodingPass:
     """Run a block as a pass of the decoding loop, in this thread: ``with decoding_pass(...)``."""
     # Tracers follow only torch's own operations, and our kernels give no gradients.
     uses_kernels = uses_kernels and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    return DecodingPass(splits_attention, uses_kernels, is_traced, forest)
+    return DecodingPass(splits_attention, uses_kernels, is_traced, forest, places)
 
 
 def current_pass() -> DecodingPass | None:

@@ -62,11 +62,8 @@ SETTINGS = {
         "attn_implementation": "eager",
     },
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "mpt": {
-        **{"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2},
-        **{"max_seq_len": 256, "max_position_embeddings": None},
-    },
+    "bloom": {},
+    "mpt": {"expansion_ratio": 2, "max_seq_len": 256, "max_position_embeddings": None},
     "olmo2": {},
     "cohere": {"logit_scale": 1.0},
     "starcoder2": {"sliding_window": WINDOW},
@@ -179,6 +176,7 @@ ALIKE = {
         **{"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True},
     },
     "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
@@ -196,7 +194,7 @@ WITH_IMAGES: dict[str, tuple[str, dict]] = {
 }
 RESTORED = {"zaya"}  # their states, after a rejection
 WITH_STATE = {"lfm2", "qwen3_next", "falcon_h1", "mamba2", *RESTORED}
-CHAIN_ONLY = {"bloom", "mpt", *RESTORED}  # ALiBi biases keys by their cache position
+CHAIN_ONLY = RESTORED
 
 
 def tiny_model(model_type: str, seed: int = 0, **settings):

@@ -301,13 +301,17 @@ struct Attention {
     const T* sinks = nullptr;    // [heads]: the score of a key without a value, of which `join` knows; or null
     const T* more = nullptr;     // the last more_size numbers of each key, which lie apart; or null
     long more_size = 0, more_stride = 0;
+    const float* biases = nullptr;  // [heads][bias_count], added to the scores of keys by their position; or null
+    const long* places = nullptr;   // [rows]: their positions, if there are biases
+    long bias_count = 0;
+    bool by_distance = false, rounds_scores = false;  // the last bias is that of the row itself; scores are of type T
 
     long key_size() const { return size - more_size; }  // numbers that lie together
     long queries() const { return heads / key_heads * rows; }  // of a key head
     bool is_causal() const { return !mask && !hidden; }
     long free() const { return keys - (is_causal() ? rows : masked); }  // number of first keys, which all rows see
     bool in_tiles() const {
-        return HAS_TILE_UNIT && sizeof(T) == 2 && size % 32 == 0 && value_size % 32 == 0 && !more;
+        return HAS_TILE_UNIT && sizeof(T) == 2 && size % 32 == 0 && value_size % 32 == 0 && !more && !biases;
     }
     long lanes() const { return in_tiles() ? TILE_QUERIES : QUERIES; }
     long blocks() const { return (queries() + lanes() - 1) / lanes(); }
@@ -364,6 +368,16 @@ struct Attention {
                 scores[j] += number(mask[of + j]);
             else
                 scores[j] = is_causal() || hidden[of + j] ? HIDDEN : scores[j];
+    }
+
+    // Add the biases of n keys from `begin` on to the scores of a row of a head. No key stands behind the row.
+    void bias(long of, long row, long begin, long n, float* scores) const {
+        const long before = std::max(0L, std::min(n, keys - rows - begin));  // keys before those of the rows
+        const float* const own = biases + of * bias_count + (by_distance ? bias_count - 1 - places[row] : 0);
+        const float* const cached = own + start + begin;
+        for (long j = 0; j < before; j++) scores[j] += cached[j];
+        for (long j = before; j < n; j++) scores[j] += own[std::min(places[begin + j - (keys - rows)], places[row])];
+        for (long j = 0; j < n && rounds_scores; j++) scores[j] = rounded_to<T>(scores[j]);
     }
 
     // Make weights of the scores of a query, and add them to its total. Scores in earlier blocks were `largest` at most.
@@ -429,6 +443,7 @@ struct Attention {
             for (int i = 0; i < count; i++) {
                 float *const own = p + i * columns, *const sum = sums + i * width;
                 for (long j = 0; j < columns && cap; j += WIDTH) store(capped(load(own + j), cap), own + j);
+                if (biases) bias(head_of(i), row[i], begin, n, own + lead);
                 std::fill(own, own + lead, ABSENT), std::fill(own + lead + n, own + columns, ABSENT);
                 hide<IS_NEAR>(row[i], begin, n, own + lead);
                 const float fade = weigh<IS_NEAR>(own, columns, largest[i], total[i]);

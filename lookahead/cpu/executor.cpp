@@ -43,7 +43,8 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     DO(EMBED) DO(NORM) DO(NORM_HEADS) DO(PRODUCTS) DO(HEADPRODUCTS) DO(SELECT) DO(JOIN) DO(ROTARY) DO(APPEND) \
     DO(ATTEND) DO(CONVOLVE) DO(DELTA) DO(SCAN) DO(GATE) DO(XIELU)                                             \
     DO(EXPERTS) DO(WEIGH) DO(SCALE) DO(ADD) DO(KEEP) DO(LOGITS)
-#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(RELU) DO(RELU_SQUARED) DO(SIGMOID) DO(IDENTITY)
+#define ACTIVATIONS(DO) DO(SILU) DO(GELU) DO(GELU_TANH) DO(GELU_NEW) DO(GELU_BLOOM) DO(RELU) DO(RELU_SQUARED) \
+    DO(SIGMOID) DO(IDENTITY)
 
 #define OPERATION(FIELD, T)                                                                             \
     FIELD(long, kind)                                                                                   \
@@ -79,6 +80,10 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(long, repeats)     /* each so many times */                                                   \
     FIELD(long, heads)       /* of these, in all; or of what is multiplied or joined by heads */        \
     FIELD(long, is_transposed)  /* rows of a head's weights take its numbers, and do not give them */   \
+    FIELD(const float*, biases)  /* [heads][positions], added to scores by the positions of keys; or null */ \
+    FIELD(long, positions)                                                                              \
+    FIELD(long, by_distance)  /* the last bias is that of the row's own position, and not of the last one */ \
+    FIELD(long, rounds_scores)                                                                          \
     FIELD(long, is_latent)   /* keys are also values, and what the cache holds as values is more of keys */ \
     FIELD(long, index)       /* of a layer of the cache, a rotary embedding or an output; an offset */  \
     FIELD(long, rounds_once) /* not before a norm multiplies, or rotary products are added up */        \
@@ -93,6 +98,7 @@ constexpr int SPINS = 2048;       // 0.1 ms where a pause takes 140 cycles, a te
     FIELD(double, factor)    /* of what is embedded, scaled, added, attended with, or of experts */     \
     FIELD(double, cap)       /* of scores of attention, or 0 */                                         \
     FIELD(double, limit)     /* of gates of experts, which then stand beside their numbers; or 0 */     \
+    FIELD(double, nearness)  /* of scores that share the weight of an expert which is chosen in its turn; or -1 */ \
     FIELD(double, alpha)     /* of these, or of xIELU */                                                \
     FIELD(double, epsilon)   /* of a norm, or of a sum of weights */                                    \
     FIELD(double, offset)    /* added to the weights of a norm */
@@ -263,14 +269,6 @@ struct Barrier {
 #endif
 };
 
-// The nearest number of type T, as a float.
-template <class T>
-static INLINE float rounded_to(float x) {
-    T nearest;
-    store(x, &nearest);
-    return number(nearest);
-}
-
 // The sum of f(number) over n numbers, in 16 lanes.
 template <class T, class F>
 static INLINE float sum_of(const T* x, long n, F f) {
@@ -393,11 +391,13 @@ static INLINE Floats xielu(Floats x, float positive, float negative, float beta,
 
 // x * sigmoid(y) with y = sqrt(8 / pi) * (x + 0.044715 * x^3) is GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) as
 // approximated by tanh, for 1 + tanh(z) is 2 * sigmoid(2 * z). This one rounds to T at each step of the formula, as
-// transformers' NewGELUActivation does.
-template <class T, class Floats>
+// transformers' NewGELUActivation does; in the order of Bloom's, if it is that one.
+template <class T, bool IS_BLOOM, class Floats>
 static INLINE Floats gelu_in_steps(Floats x) {
     const auto rounded = [](Floats y) { return all_rounded_to<T>(y); };
-    const Floats z = rounded(0.79788456f * rounded(x + rounded(0.044715f * rounded(rounded(x * x) * x))));
+    const Floats z = IS_BLOOM
+        ? rounded(rounded(0.79788456f * x) * rounded(1.0f + rounded(rounded(0.044715f * x) * x)))
+        : rounded(0.79788456f * rounded(x + rounded(0.044715f * rounded(rounded(x * x) * x))));
     const Floats power = exponential<WIDTH>(z < 0 ? 2.0f * z : -2.0f * z), size = (1.0f - power) / (1.0f + power);
     return rounded(0.5f * x) * rounded(1.0f + rounded(z < 0 ? -size : size));
 }
@@ -408,7 +408,8 @@ static INLINE Floats activated(Floats x) {
     if constexpr (ACTIVATION == SILU) return times_sigmoid(x, x);
     if constexpr (ACTIVATION == GELU) return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
     if constexpr (ACTIVATION == GELU_TANH) return times_sigmoid(x, x * (1.5957691216f + 0.0713548163f * x * x));
-    if constexpr (ACTIVATION == GELU_NEW) return gelu_in_steps<T>(x);
+    if constexpr (ACTIVATION == GELU_NEW) return gelu_in_steps<T, false>(x);
+    if constexpr (ACTIVATION == GELU_BLOOM) return gelu_in_steps<T, true>(x);
     if constexpr (ACTIVATION == SIGMOID) return times_sigmoid(Floats{} + 1.0f, x);
     if constexpr (ACTIVATION == IDENTITY) return x;
     const Floats positive = x < 0 ? Floats{} : x;  // NaN stays NaN
@@ -660,6 +661,8 @@ struct Thread {
             all.more = cache.values, all.more_size = attend.size - attend.value_size, all.more_stride = cache.value_stride;
             all.value = cache.keys, all.value_stride = cache.key_stride;
         }
+        all.biases = attend.biases, all.bias_count = attend.positions, all.places = pass.positions + sequence.begin;
+        all.by_distance = attend.by_distance, all.rounds_scores = attend.rounds_scores;
         Attended found = {all, 0, pass.has_near, {}};
         for (long end = 0; end < far; found.parts++) {
             end = std::min(far, attention::end_of_part(start + end) - start);
@@ -912,6 +915,25 @@ struct Thread {
         }
     }
 
+    // SparseMixer (Liu et al. 2024, arXiv 2409.12136): the best expert that is left, in turn, and its share among those
+    // whose scores are near its own.
+    template <class F, class G>
+    static void choose_in_turn(const Operation<T>& of, long experts, F score, G stepped, Choice* chosen) {
+        bool is_taken[MOST_EXPERTS] = {};
+        for (long k = 0; k < of.top_k; k++) {
+            long best = -1;
+            for (long e = 0; e < experts; e++)
+                if (!is_taken[e] && (best < 0 || score(e) > score(best))) best = e;
+            const float most = score(best);
+            float sum = 0;
+            for (long e = 0; e < experts; e++) {
+                const float distance = stepped(stepped(most - score(e)) / std::max(std::abs(score(e)), most));
+                if (!is_taken[e] && !(distance > float(of.nearness))) sum += std::exp(score(e) - most);
+            }
+            is_taken[best] = true, chosen[k] = {(int32_t)best, stepped(1 / sum)};
+        }
+    }
+
     // Each row's experts: choices in the order of experts, then of rows, and where those of each expert begin. scores: of
     // type T, or those of `route`.
     void choose(const Operation<T>& of, const T* scores, long experts, Choice* choices, long* begins) const {
@@ -925,6 +947,11 @@ struct Thread {
             const auto score = [&](long e) {
                 return of.router ? ((const float*)scores)[row * experts + e] : number(scores[row * experts + e]);
             };
+            if (of.nearness >= 0) {
+                choose_in_turn(of, experts, score, stepped, by_row + row * of.top_k);
+                for (long k = 0; k < of.top_k; k++) begins[by_row[row * of.top_k + k].row + 1]++;
+                continue;
+            }
             float most = of.is_sigmoid ? 0 : score(0), sum = 0, chosen = 0;
             for (long e = 1; e < experts && !of.is_sigmoid; e++) most = std::max(most, score(e));
             for (long e = 0; e < experts; e++) sum += chances[e] = std::exp(score(e) - most);

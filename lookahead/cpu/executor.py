@@ -442,7 +442,11 @@ class Executor:
                 case op.Attend(x, _, layer, size, key_heads, scaling, cap, sinks):
                     settings = {"width": x.width, "size": size, "index": layer, "count": key_heads, "factor": scaling}
                     settings |= {"cap": cap, "weight": sinks, "value_size": operation.value_size}
-                    settings["is_latent"] = operation.is_latent
+                    settings |= {"is_latent": operation.is_latent, "rounds_scores": operation.rounds_scores}
+                    if operation.biases is not None:
+                        kept.append(operation.biases)
+                        settings |= {"biases": kept[-1].ctypes.data, "positions": operation.biases.shape[1]}
+                        settings["by_distance"] = operation.by_distance
                 case op.Weigh(x, _, by):
                     settings = {"width": x.width, "y": by}
                 case op.Convolve(x, _, weight, layer, bias, first):
@@ -486,7 +490,7 @@ class Executor:
                     copied = (
                         *("top_k", "adds_to_one", "rounds_weights", "is_sigmoid", "factor", "groups", "top_groups"),
                         *("rounds_steps", "rounds_ranks", "epsilon"),
-                        *("best_of_group", "limit", "alpha", "correction", "router", "scales", "is_gated"),
+                        *("best_of_group", "nearness", "limit", "alpha", "correction", "router", "scales", "is_gated"),
                     )
                     settings |= {name: getattr(operation, name) for name in copied}
                     multiplying = -1  # which weights come first, only the pass itself finds

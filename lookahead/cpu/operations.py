@@ -7,14 +7,18 @@ quantized weights and `wide` ones have one dtype, and every operation rounds its
 from dataclasses import dataclass, fields
 from typing import Literal
 
+import numpy as np
 import torch
 
 from lookahead.cpu.products import Format, Linear, is_plain_of
 
 LANES = 16
 """Numbers of the longest vector."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu_squared", "sigmoid", "identity"]
-"""gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula."""
+Activation = Literal[
+    "silu", "gelu", "gelu_tanh", "gelu_new", "gelu_bloom", "relu", "relu_squared", "sigmoid", "identity"
+]  # fmt: skip
+"""gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula; gelu_bloom: of
+Bloom's form of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +269,9 @@ class Attend(Operation):
     share a key head. Other operations may have appended keys and values to the layer. cap: scores s become cap * tanh(s
     / cap), unless it is 0 (Gemma 2, arXiv 2408.00118). sinks: [heads], of each the score of a key without a value (Xiao
     et al. 2023, arXiv 2309.17453). is_latent: keys are also the values, and what the cache holds as values are further
-    numbers of each key (DeepSeek-V2, arXiv 2405.04434).
+    numbers of each key (DeepSeek-V2, arXiv 2405.04434). biases: float32 [heads, positions], contiguous: what is added
+    to the score of a key, by its position (ALiBi, Press et al. 2022, arXiv 2108.12409). by_distance: the last one is
+    that of the query's own position, behind which no key stands. rounds_scores: scores are rounded then.
     """
 
     x: Value
@@ -277,6 +283,9 @@ class Attend(Operation):
     cap: float = 0.0
     sinks: torch.Tensor | None = None
     is_latent: bool = False
+    biases: np.ndarray | None = None
+    by_distance: bool = False
+    rounds_scores: bool = False
 
     @property
     def heads(self) -> int:
@@ -291,7 +300,9 @@ class Attend(Operation):
     def fits(self) -> bool:
         heads = self.heads
         has_whole_heads = not self.x.width % self.size and not self.out.width % heads and not heads % self.key_heads
-        return has_whole_heads and (self.sinks is None or self.sinks.shape == (heads,))
+        counts = {len(of_heads) for of_heads in (self.sinks, self.biases) if of_heads is not None}
+        is_plain = self.biases is None and not (self.by_distance or self.rounds_scores)
+        return has_whole_heads and counts <= {heads} and (is_plain or (self.biases is not None and not self.cap))
 
 
 @dataclass(frozen=True, eq=False)
@@ -447,7 +458,9 @@ class Experts(Operation):
     are divided into so many; of these, `top_groups` are left whose best experts, two or one, add up to the most
     (DeepSeek-V3, arXiv 2412.19437). router: a router in float32, [experts, width], whose products are not rounded; then
     there is none in `of`. limit: unless it is 0, a gate stands beside its number, and the two become (number + 1) *
-    gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv 2508.10925).
+    gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv 2508.10925). nearness: unless it is negative,
+    experts are chosen in turn, each with its share of the softmax of those left whose scores s are near its own s':
+    (s' - s) / max(|s|, s') <= nearness (SparseMixer, Liu et al. 2024, arXiv 2409.12136).
     """
 
     x: Value
@@ -465,6 +478,7 @@ class Experts(Operation):
     groups: int = 1
     top_groups: int = 1
     best_of_group: int = 2
+    nearness: float = -1.0
     limit: float = 0.0
     alpha: float = 1.0
     correction: torch.Tensor | None = None

@@ -75,7 +75,9 @@ class Program:
     def positions(self) -> int | None:
         """Positions that a text may have; None: no table bounds them."""
         table = self._embed.of_positions
-        return None if table is None else len(table) - self._embed.offset
+        found = [] if table is None else [len(table) - self._embed.offset]
+        attends = [operation for operation in self.operations if isinstance(operation, Attend)]
+        return min([*found, *(one.biases.shape[1] for one in attends if one.biases is not None)], default=None)
 
     @property
     def vocabulary(self) -> int:

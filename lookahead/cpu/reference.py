@@ -46,14 +46,15 @@ class Reference:
         states: Mapping[int, State] | None = None,
         parents: Sequence[int] | None = None,
         wide: torch.dtype = torch.float32,
+        start: int = 0,
     ):
         """ids, positions: int64 [T]. rotary: by name, cosines and sines [positions, rotary] of all positions.
 
         caches: by layer, keys and values [key heads, held, head size] before this pass. hidden: by layer, which of the
         last keys each row must not see, bool [T, keys]. states: by layer, before this pass. parents: of each row, its
-        parent or -1; default: the rows are a chain.
+        parent or -1; default: the rows are a chain. start: position of the first key in the caches.
         """
-        self.dtype, self.wide = program.dtype, wide
+        self.dtype, self.wide, self.start = program.dtype, wide, start
         self.ids, self.positions, self.rotary, self.hidden = ids, positions, rotary, hidden
         self.caches = {layer: (keys.to(wide), values.to(wide)) for layer, (keys, values) in caches.items()}
         self.states = states or {}
@@ -106,17 +107,28 @@ class Reference:
         return self.rounded(sums if bias is None else sums + bias.to(self.wide))
 
     def activated(self, x: torch.Tensor, activation: op.Activation) -> torch.Tensor:
-        return self.rounded(self.gelu_in_steps(x) if activation == "gelu_new" else ACTIVATIONS[activation](x))
+        is_in_steps = activation in ("gelu_new", "gelu_bloom")
+        return self.rounded(self.gelu_in_steps(x, activation) if is_in_steps else ACTIVATIONS[activation](x))
 
-    def gelu_in_steps(self, x: torch.Tensor) -> torch.Tensor:
-        rounded = self.rounded
-        z = rounded(math.sqrt(2 / math.pi) * rounded(x + rounded(0.044715 * rounded(rounded(x * x) * x))))
+    def gelu_in_steps(self, x: torch.Tensor, activation: op.Activation) -> torch.Tensor:
+        rounded, factor = self.rounded, math.sqrt(2 / math.pi)
+        if activation == "gelu_bloom":
+            z = rounded(rounded(factor * x) * rounded(1 + rounded(rounded(0.044715 * x) * x)))
+        else:
+            z = rounded(factor * rounded(x + rounded(0.044715 * rounded(rounded(x * x) * x))))
         return rounded(0.5 * x) * rounded(1 + rounded(z.tanh()))
 
     def clipped(self, both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         rounded = self.rounded
         gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
         return rounded(rounded(up + 1) * rounded(gate * rounded(rounded(gate * alpha).sigmoid())))
+
+    def biases_of(self, attend: op.Attend, keys: int) -> torch.Tensor:
+        """[heads, T, keys]."""
+        rows, biases = self.positions[:, None], torch.from_numpy(attend.biases).to(self.wide)
+        cached = self.start + torch.arange(keys - len(rows))
+        places = torch.cat([cached, self.positions]).minimum(rows)
+        return biases[:, places + (biases.shape[1] - 1 - rows if attend.by_distance else 0)]
 
     @singledispatchmethod
     def computed(self, operation: op.Operation) -> torch.Tensor | None:
@@ -198,6 +210,10 @@ class Reference:
         if attend.is_latent:
             keys, values = torch.cat([keys, values], dim=-1), keys
         scores = queries @ keys.mT * attend.scaling
+        if attend.biases is not None:
+            scores = scores + self.biases_of(attend, scores.shape[-1])
+        if attend.rounds_scores:
+            scores = self.rounded(scores)
         if attend.cap:
             scores = (scores / attend.cap).tanh() * attend.cap
         scores[..., scores.shape[-1] - hidden.shape[1] :].masked_fill_(hidden, -math.inf)
@@ -266,10 +282,11 @@ class Reference:
 
     @computed.register
     def _(self, experts: op.Experts) -> torch.Tensor:
-        x, of, routed = self.values[experts.x], experts.experts, self.values[experts.routed or experts.x]
-        router = experts.router
+        routed, router = self.values[experts.routed or experts.x], experts.router
         scores = self.product(experts.of[0], routed) if router is None else routed @ router.to(self.wide).T
         stepped: Callable = self.rounded if experts.rounds_steps else lambda weights: weights
+        if experts.nearness >= 0:
+            return self.mixed(experts, *self.chosen_in_turn(experts, scores, stepped))
         weights = stepped(scores.sigmoid() if experts.is_sigmoid else scores.softmax(-1))
         ranks = weights if experts.correction is None else weights + experts.correction.to(self.wide)
         ranks = self.rounded(ranks) if experts.rounds_ranks else ranks
@@ -284,7 +301,23 @@ class Reference:
             weights = stepped(weights / stepped(stepped(weights.sum(-1, keepdim=True)) + experts.epsilon))
         weights = stepped(weights * experts.factor)
         weights = weights if experts.scales is None else weights * experts.scales.to(self.wide)[chosen]
-        weights = self.rounded(weights) if experts.rounds_weights else weights
+        return self.mixed(experts, chosen, self.rounded(weights) if experts.rounds_weights else weights)
+
+    def chosen_in_turn(
+        self, experts: op.Experts, scores: torch.Tensor, stepped: Callable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        left, chosen, weights = scores, list[torch.Tensor](), list[torch.Tensor]()
+        for _ in range(experts.top_k):
+            most, best = left.max(-1, keepdim=True)
+            distances = stepped(stepped(most - scores) / torch.maximum(scores.abs(), most))
+            near = left.masked_fill(distances > experts.nearness, -math.inf)
+            weights.append(stepped(near.softmax(-1).gather(1, best)))
+            chosen.append(best)
+            left = left.scatter(1, best, -math.inf)
+        return torch.cat(chosen, 1), torch.cat(weights, 1)
+
+    def mixed(self, experts: op.Experts, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        x, of = self.values[experts.x], experts.experts
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             row, place = (chosen == expert).nonzero(as_tuple=True)

@@ -88,6 +88,14 @@ static inline void store(Floats x, BFloat16* to) {
     memcpy(to, &some, sizeof some);
 }
 
+// The nearest number of type T, as a float.
+template <class T>
+static INLINE float rounded_to(float x) {
+    T nearest;
+    store(x, &nearest);
+    return number(nearest);
+}
+
 // WIDTH numbers.
 static inline Lanes<WIDTH>::Floats load(const float* x) {
     Lanes<WIDTH>::Floats some;

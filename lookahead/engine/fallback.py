@@ -91,7 +91,8 @@ def why_plain(
     if model_kwargs.get("use_cache") is False and not same_without_cache(model, adapter):
         return "with use_cache=False a model that writes another text then"
     if len(ids) > 1 and not can_batch(model, adapter):
-        return "batches of a model whose guesses are single chains"
+        why = "steps take one sequence" if adapter.can_branch else "guesses are single chains"
+        return f"batches of a model whose {why}"
     embeds = model_kwargs.get("inputs_embeds")
     cache, mask = cache_passed_in(model_kwargs), model_kwargs.get("attention_mask")
     held, new = positions_in(cache), (ids if embeds is None else embeds).shape[1]

@@ -51,6 +51,8 @@ class ModelAdapter:
     branches_states: bool = False
     """These layers can compute the rows of a step as a tree (`models.branching`). If not, their states are restored
     after a rejection, and the accepted tokens computed again."""
+    biases_keys: bool = False
+    """Attention is biased by a key's column in the cache, in steps by its position (`models.biases`)."""
     can_branch: bool = True
     """False: the model ignores or refuses a custom mask. Guesses are then a single chain, without a window."""
     in_inference_mode: bool = False
@@ -71,7 +73,7 @@ class ModelAdapter:
     @property
     def can_grow(self) -> bool:
         """Whether several passes can compute one step. The rows of each pass see those of the passes before."""
-        return self.can_branch and self.sees_all_up_to is None and not self.has_state
+        return self.can_branch and self.sees_all_up_to is None and not (self.has_state or self.biases_keys)
 
     @cached_property
     def sees_all_up_to(self) -> int | None:

@@ -1,13 +1,15 @@
-"""A model whose layers with a state can compute branches: it shares everything with the model but the functions that
-such layers call.
+"""A model that can compute branches: it shares everything with the model but functions that depend on them.
 
 transformers' forward of such a layer looks up functions over states by name: ``causal_conv1d_fn``,
 ``mamba2_chunk_scan`` and others. A copy of the layer runs the same forward, and finds our functions (`recurrence`)
-under these names. The modules that contain it are copied with it. Nothing is written to the model or to transformers,
+under these names. So do models that bias attention by the columns of keys, and find our biases (`biases`). The modules
+that contain such a layer are copied with it. Nothing is written to the model or to transformers,
 so all other calls, in any thread, get transformers' own functions. Passes over a single row are such calls.
 """
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from types import FunctionType, MethodType
 from weakref import WeakKeyDictionary
 
@@ -15,15 +17,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.compat import copy_of_module, replaces_forward
-from lookahead.models import recurrence
+from lookahead.models import biases, recurrence
 from lookahead.models.state import PASS_ON, State, state_of
 
-_OURS = {
+_OURS: dict[str, Callable] = {
     "causal_conv1d_fn": recurrence.convolve,
     "torch_chunk_gated_delta_rule": recurrence.delta_rule,
     "chunk_kimi_delta_attention": recurrence.delta_rule,
     "mamba2_chunk_scan": recurrence.scan,
 }
+# These are given transformers' own function first.
+_BIASES: dict[str, Callable] = {"build_alibi_tensor": biases.by_position, "build_mpt_alibi_tensor": biases.by_distance}
 # What a layer calls to change a state of the cache, and the functions that must have computed it.
 _CHANGES = {
     "update_conv_state": {"causal_conv1d_fn"},
@@ -35,21 +39,21 @@ _copies: WeakKeyDictionary[State, tuple[bool, PreTrainedModel]] = WeakKeyDiction
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """Why layers with a state cannot compute branches; None if they can."""
+    """Why layers with a state, or with biases, cannot compute branches; None if they can."""
     state = state_of(model)
     foreign = next((foreign for foreign in state.foreign if foreign.package not in PASS_ON), None)
     if foreign is not None:
         return str(foreign)
     if state.is_compiled:
         return "torch.compile has compiled the model or a part of it"
-    keeps_states = False
+    is_known = False
     for module in model.modules():
         for name, method in _methods(type(module)).items():
             changes = _CHANGES.keys() & set(method.__code__.co_names)
             if changes and not (name == "forward" and all(_CHANGES[how] & _looked_up(method) for how in changes)):
                 return f"{type(module).__name__} computes its state by functions that have no form over trees"
-            keeps_states = keeps_states or bool(changes)
-    if not keeps_states:
+            is_known = is_known or bool(changes) or not _BIASES.keys().isdisjoint(_looked_up(method))
+    if not is_known:
         return "its layers keep their states elsewhere than in the cache"
     moved = next((m for m in model.modules() if replaces_forward(m)), None)
     if moved is not None:  # bound to the module itself, so it would run in the place of the copy
@@ -58,7 +62,7 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def branching(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model for passes with a forest, if `why_not` has nothing against it.
+    """Return the model for passes with a forest or with places, if `why_not` has nothing against it.
 
     It is the same as long as ``model`` is as it is.
     """
@@ -72,15 +76,14 @@ def branching(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _copied(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    """Return a copy of a module, and of those in it, if it contains a layer with a state; else the module itself."""
+    """Return a copy of a module, and of those in it, if it contains one that calls them; else the module itself."""
     if id(module) not in known:
         children = {name: _copied(child, known) for name, child in module.named_children()}
-        forward = _methods(type(module)).get("forward")
-        ours = _looked_up(forward) if forward is not None else set()
+        ours = {name: method for name, method in _methods(type(module)).items() if _looked_up(method)}
         if ours or any(child is not module._modules[name] for name, child in children.items()):
             copied = copy_of_module(module, children)
-            if forward is not None and ours:
-                copied.forward = MethodType(_rebound(forward, ours), copied)
+            for name, method in ours.items():
+                setattr(copied, name, MethodType(_rebound(method), copied))
             known[id(module)] = copied
         else:
             known[id(module)] = module
@@ -96,12 +99,15 @@ def _methods(cls: type) -> dict[str, FunctionType]:
 
 def _looked_up(method: FunctionType) -> set[str]:
     """Which of our functions a method would call, by the names that it looks up."""
-    return {name for name in method.__code__.co_names if name in _OURS and name in method.__globals__}
+    known = _OURS.keys() | _BIASES
+    return {name for name in method.__code__.co_names if name in known and name in method.__globals__}
 
 
-def _rebound(method: FunctionType, names: set[str]) -> FunctionType:
+def _rebound(method: FunctionType) -> FunctionType:
     """Return the same method, which finds our functions under these names."""
-    namespace = method.__globals__ | {name: _OURS[name] for name in names}
+    own = method.__globals__
+    ours = {name: _OURS[name] if name in _OURS else partial(_BIASES[name], own[name]) for name in _looked_up(method)}
+    namespace = own | ours
     rebound = FunctionType(method.__code__, namespace, method.__name__, method.__defaults__, method.__closure__)
     rebound.__kwdefaults__ = method.__kwdefaults__
     return rebound

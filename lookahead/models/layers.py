@@ -53,6 +53,7 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
     window = getattr(config, "sliding_window", None) if always else None
     if branches_states is None:
         branches_states = any(map(_keeps_state, theirs)) and why_no_branches(model) is None
+    biases_keys = _biases_keys(config)
     layers: list[Visibility | None] = []
     has_state = False
     for index, layer in enumerate(theirs):
@@ -77,22 +78,24 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
         has_state=has_state,
         branches_states=branches_states,
         in_inference_mode=(not has_state or branches_states) and not _changes_rope(model),
+        biases_keys=biases_keys,
         can_branch=(
             attention_implementation(model.config) in ("sdpa", "eager")
-            and not _depends_on_columns(config)
+            and not (config.model_type == "gpt_neo" and "local" in config.attention_layers)  # windows by columns
+            and not (biases_keys and branching.why_not(model) is not None)
             and (not has_state or branches_states)
         ),
     )
 
 
 def why_no_branches(model: PreTrainedModel) -> str | None:
-    """Why the model's layers with a state cannot compute branches; None if they can, or if it has none."""
+    """Why the model's layers with a state or biases cannot compute branches; None if they can, or it has none."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     kinds = {type(layer) for layer in layers if _keeps_state(layer)}
     unknown = kinds - {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
     if unknown:
         return f"its cache keeps states in a {unknown.pop().__name__}"
-    return branching.why_not(model) if kinds else None
+    return branching.why_not(model) if kinds or _biases_keys(model.config.get_text_config(decoder=True)) else None
 
 
 def _keeps_state(layer: object) -> bool:
@@ -145,18 +148,14 @@ def looks_up_sdpa(model: PreTrainedModel) -> bool:
     return looks_up and has_sdpa
 
 
-def _depends_on_columns(config: PreTrainedConfig) -> bool:
-    """Whether attention depends on a key's column in the cache. In a tree, columns are not positions.
-
-    The probe would notice a bias by distance (ALiBi), but not a window longer than the probe's few tokens.
-    """
+def _biases_keys(config: PreTrainedConfig) -> bool:
+    """Whether attention is biased by a key's column in the cache (ALiBi). In a tree, columns are not positions."""
     attention = getattr(config, "attn_config", None)
     return bool(
         config.model_type in ("bloom", "mpt")
         or getattr(config, "alibi", False)
         or getattr(attention, "alibi", False)
         or getattr(config, "position_embedding_type", None) == "alibi"
-        or (config.model_type == "gpt_neo" and "local" in config.attention_layers)
     )
 
 

@@ -209,7 +209,7 @@ def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         cpu_kernels = False
         given_up.append(f"kernels of our own: {reason}")
     adapter = replace(read_config(model), uses_kernels=cpu_kernels, foreign=tuple(map(str, state.foreign)))
-    if adapter.has_state and (reason := why_no_branches(model)) is not None:
+    if (adapter.has_state or adapter.biases_keys) and (reason := why_no_branches(model)) is not None:
         given_up.append(f"trees: {reason}")
     if adapter.can_branch and (reason := state.why_no_trees()) is not None:
         adapter = replace(adapter, can_branch=False)

@@ -134,7 +134,7 @@ class FusedRunner(EagerRunner):
             attends = True
         if by == "eager" and registered_attention(by) is not None:  # something stands in place of the model's own
             attends = False
-        takes_positions = adapter.takes_position_ids or by == "nothing"
+        takes_positions = adapter.takes_position_ids or adapter.biases_keys or by == "nothing"
         if not (attends and adapter.can_branch and adapter.uses_kernels and takes_positions):
             raise UnknownModelError("it does not take our attention or our kernels")
         with self._packed.turn:

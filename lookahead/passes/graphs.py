@@ -92,7 +92,7 @@ class _CudaReplay:
 
 def why_eager(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
     """Say why the model cannot run as a graph on any device, or return None."""
-    if not adapter.can_branch or not adapter.takes_position_ids or adapter.has_state:
+    if not adapter.can_branch or not adapter.takes_position_ids or adapter.has_state or adapter.biases_keys:
         return "its steps depend on more than mask and position_ids"
     if adapter.mask_of is not None or any(visibility != Visibility() for visibility in adapter.layers):
         return "not all of its layers attend to everything"

@@ -24,7 +24,7 @@ from lookahead.decoding_pass import decoding_pass
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.branching import branching
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
-from lookahead.step import Forest, Step, lay_out, pad, to_device
+from lookahead.step import Forest, Places, Step, lay_out, pad, to_device
 from ngram_pool import GuessTree
 
 TopK = tuple[int, float | Sequence[float]]
@@ -143,10 +143,12 @@ class EagerRunner:
             inputs["attention_mask"] = to_device(seen.astype(np.int64), device)  # as generate() makes it
         elif adapter.kinds and (len(steps) > 1 or (adapter.can_branch and len(steps[0]) > 1)):
             inputs["attention_mask"] = adapter.masks(ancestors, positions, cache, self.model.dtype, device)
-        model, forest = self.model, None
+        model, forest, places = self.model, None, None
         if adapter.branches_states and tokens.shape[2] > 1:
             model, forest = branching(model), Forest(ancestors, device)
-        with self._in_pass(forest), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
+        elif adapter.biases_keys and cache.paddings is None and "attention_mask" in inputs:
+            model, places = branching(model), Places(cache.positions_of_keys(positions), positions)
+        with self._in_pass(forest, places), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
             output = model(input_ids=tokens[0], **inputs, **self._extras)
             hidden = {i: output.hidden_states[i][:, again:].flatten(0, 1) for i in self.requested}
             count, rows = len(steps), tokens.shape[2] - again
@@ -181,10 +183,10 @@ class EagerRunner:
             self.run([step], cache)
             cache.commit([step], [[0]])
 
-    def _in_pass(self, forest: Forest | None = None) -> AbstractContextManager[None]:
+    def _in_pass(self, forest: Forest | None = None, places: Places | None = None) -> AbstractContextManager[None]:
         """The context of each call of the model."""
         adapter = self.adapter
-        return decoding_pass(adapter.splits_attention, adapter.uses_kernels, forest=forest)
+        return decoding_pass(adapter.splits_attention, adapter.uses_kernels, forest=forest, places=places)
 
 
 class Pass(NamedTuple):

@@ -134,14 +134,14 @@ class RandomProgram:
     def __init__(self, rng: random.Random, memory: Guarded, dtype: torch.dtype, size: int, heads: int, key_heads: int):
         self.rng, self.memory, self.dtype = rng, memory, dtype
         self.size, self.heads, self.key_heads = size, heads, key_heads
-        self.layer = -1  # of the cache
+        self.layer, self.positions = -1, 0  # of the cache; that its texts have
         self.shapes: dict[int, tuple[int, int]] = {}  # by layer of the cache: numbers of a head of keys, and of values
         self.latents: set[int] = set()
         self.operations: list[op.Operation] = []
         self.kept = 0
         self.offset, self.rounds_once = rng.choice([0.0, 1.0]), rng.random() < 0.5
         self.is_centered, self.turns_once = rng.random() < 0.25, rng.random() < 0.5
-        self.residual, self.activation = rng.choice([1.0, 0.5]), rng.choice([*ACTIVATIONS, "gelu_new"])
+        self.residual, self.activation = rng.choice([1.0, 0.5]), rng.choice([*ACTIVATIONS, "gelu_new", "gelu_bloom"])
         self.is_interleaved = rng.random() < 0.3
 
     def linear(self, outputs: int, inputs: int) -> Linear:
@@ -307,8 +307,13 @@ class RandomProgram:
         scaling = self.rng.choice([size**-0.5, 0.1])
         cap, sinks = self.rng.choice([0.0, 0.0, 2.0, 30.0]), self.numbers(self.heads, mean=1.0)
         sinks = self.rng.choice([None, None, sinks])
-        out = Value(self.heads * value_size)
-        return self.products(self.add(op.Attend(q, out, layer, size, self.key_heads, scaling, cap, sinks)), width)[0]
+        out, biases = Value(self.heads * value_size), dict[str, Any]()
+        if not cap and self.rng.random() < 0.4:
+            table = self.memory.copy(torch.randn(self.heads, self.positions).to(self.dtype).float()).numpy()
+            flags = {"by_distance": self.rng.random() < 0.5, "rounds_scores": self.rng.random() < 0.5}
+            biases = {"biases": table, **flags}
+        attend = op.Attend(q, out, layer, size, self.key_heads, scaling, cap, sinks, **biases)
+        return self.products(self.add(attend), width)[0]
 
     def experts(self, x: Value, width: int) -> Value:
         count, settings = self.rng.choice([1, 2, 5, 20]), dict[str, Any]()
@@ -324,6 +329,8 @@ class RandomProgram:
                     "top_groups": self.rng.randint(1, groups),
                     "best_of_group": self.rng.randint(1, 2),
                 }
+            if self.rng.random() < 0.2:
+                settings["nearness"] = self.rng.choice([0.05, 0.4])
             if self.rng.random() < 0.3:
                 settings |= {"limit": self.rng.choice([0.2, 7.0]), "alpha": 1.7}
             if self.rng.random() < 0.5:
@@ -375,6 +382,7 @@ class RandomProgram:
         return x
 
     def write(self, vocabulary: int, width: int, intermediate: int, layers: int, positions: int) -> Program:
+        self.positions = positions
         has_positions, norms = self.rng.random() < 0.2, self.rng.choice(["", "heads", "all heads"])
         is_parallel = self.rng.random() < 0.2
         table, offset = (self.numbers(positions + 2, width), self.rng.choice([0, 2])) if has_positions else (None, 0)
@@ -533,7 +541,8 @@ class RandomRows:
     def computed_plainly(self, program: Program, rotary: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Reference:
         before, hidden = {i: tuple(cache) for i, cache in self.before.items()}, dict.fromkeys(self.before, self.hidden)
         states = self.states_before, self.parents
-        return Reference(program, self.ids, self.positions, rotary, before, hidden, *states, torch.float64)
+        wide, start = torch.float64, self.shape.dropped
+        return Reference(program, self.ids, self.positions, rotary, before, hidden, *states, wide, start)
 
     def commit(self, ready: Executor, b: int, plain: Reference, rng: random.Random, allowed: float) -> None:
         """Commit a path, or nothing if the pass has done it."""

@@ -160,8 +160,8 @@ def test_the_report_says_what_is_in_use_and_why_not_more(monkeypatch):
     assert "given up: n-gram pools in C++: the C++ was never built here" in report
     assert "kernels: torch's" in report
     assert "given up: kernels of our own: the C++ was never built here" in report
-    bloom = lookahead.wrap(tiny_model("bloom")).lookahead.report()
-    assert "guesses: single chains" in bloom
+    zaya = lookahead.wrap(tiny_model("zaya")).lookahead.report()
+    assert "guesses: single chains" in zaya
     graphs = lookahead.wrap(small_llama(), LookaheadConfig(cuda_graphs=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -226,7 +226,7 @@ def test_a_mask_of_other_rows_is_refused_as_plain_decoding_refuses_it():
 
 
 def test_the_report_gives_no_reason_against_what_is_not_asked_for_any_more():
-    model = tiny_model("bloom")  # its attention is its own
+    model = tiny_model("ctrl")  # its attention is its own
     for compile_passes in (True, False):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

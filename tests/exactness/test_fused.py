@@ -60,9 +60,10 @@ FAMILIES = [
     "hyperclovax", "phi3", "olmo", "olmo2", "olmo3", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3",
     "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
     "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
-    "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "lfm2", "lfm3",
+    "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "bloom", "mpt",
+    "lfm2", "lfm3",
     "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "mixtral", "granitemoehybrid",
-    "lfm2_moe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
+    "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
     "granitemoe_swa",
@@ -78,7 +79,7 @@ STATES = [
 ]
 WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
-    "lfm3",
+    "lfm3", "granitemoe_swa", "phimoe",
 }  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
@@ -86,16 +87,28 @@ TRANSPOSED = {"gpt2", "gpt_oss"}  # a copy of their weights must be made, for wh
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"}  # attention has another form
 NOT_QUANTIZED = LATENT | {"falcon"}  # it multiplies with parts of weights, and torchao does not know Falcon's layers
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart.
-OTHERWISE = {"gemma2", "vaultgemma", "falcon", "ministral3"} | LATENT
+OTHERWISE = {
+    "gemma2", "vaultgemma", "falcon", "ministral3", "bloom", "mpt", *LATENT,
+}  # fmt: skip
 # these know no other width
 AS_WIDE_AS_HEADS = {
     "gpt2", "gpt_bigcode", "gptj", "codegen", "nanochat", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium",
-    "opt", "phi", "stablelm", "olmoe", "granitemoe",
+    "opt", "phi", "stablelm", "olmoe", "granitemoe", "bloom", "mpt",
 }  # fmt: skip
 VARIANTS = [
     ("falcon", {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
     ("falcon", {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "num_kv_heads": 4}),
     ("falcon", {"num_ln_in_parallel_attn": 1}),
+    ("falcon", {"alibi": True}),
+    (
+        "falcon",
+        {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "num_kv_heads": 4}
+        | {"alibi": True, "bias": True},
+    ),
+    ("bloom", {"apply_residual_connection_post_layernorm": True, "tie_word_embeddings": False}),
+    ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),
+    ("mpt", {"num_attention_heads": 6, "hidden_size": 96, "attn_config": {"softmax_scale": 0.3}}),
+    ("phimoe", {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.01, "num_local_experts": 8}),
     ("gpt_neox", {"use_parallel_residual": False}),
     ("gpt_neox", {"attention_bias": False, "rotary_pct": 1.0}),
     ("gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
@@ -182,6 +195,8 @@ def sizes(family, width, intermediate, size, heads=4, key_heads=2):
         return {"n_embd": width, "hidden_size": width, "n_inner": intermediate}
     if family in LATENT:
         return {"hidden_size": width, "intermediate_size": intermediate}
+    if family == "mpt":
+        return {"hidden_size": width, "max_seq_len": 8192}
     if family == "mamba2":
         return {"hidden_size": width, "num_heads": width // 4, "head_dim": 8}
     size = width // heads if family in AS_WIDE_AS_HEADS else size
@@ -287,7 +302,10 @@ def sharp_model(family, heads, window, dtype):
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     family=st.sampled_from(
-        ["llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "phi3", "gpt_oss", "deepseek_v3", *STATES]
+        [
+            *("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "phi3", "gpt_oss", "deepseek_v3"),
+            *("bloom", "mpt", "lfm2_moe", "granitemoe_swa", *STATES),
+        ]
     ),
     heads=st.sampled_from([(4, 4, 16), (6, 3, 32), (3, 3, 64)]),
     window=st.sampled_from([20, 100, 300]),
@@ -881,9 +899,7 @@ def test_calls_in_threads_have_programs_of_their_own():
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("bloom", {}, "no page says what BloomForCausalLM computes; of its parts, no operation computes BloomGelu"),
-        ("falcon", {"alibi": True}, "biased by distance"),
-        ("falcon", {"bias": True}, "before the bias is added"),
+        ("big_bird", {}, "no page says what BigBirdForCausalLM computes; of its parts, no operation computes Tanh"),
         ("llama", {"hidden_act": "quick_gelu"}, "which no operation computes"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "changes with the"),
         ("gemma2", {"final_logit_softcapping": 0.0}, "the cap of its logits is 0"),

@@ -85,7 +85,7 @@ def test_without_dropout(family):
         ("mixtral", {"router_jitter_noise": 0.2}, "model.layers.0.mlp.jitter_noise is 0.2"),
         ("falcon", {"attention_dropout": 0.3}, "transformer.h.0.self_attention.attention_dropout.p is 0.3"),
         ("opt", {}, "model.decoder.dropout is 0.1"),
-        ("bloom", {}, "it is not known what BloomForCausalLM does"),
+        ("diffllama", {}, "it is not known what DiffLlamaForCausalLM does"),
     ],
 )  # fmt: skip
 def test_what_draws_at_random_is_named(family, settings, reason):

@@ -33,9 +33,10 @@ HOMES: dict[str, str] = {
         "gpt2": "GPT2LMHeadModel GPTBigCodeForCausalLM",
         "gpt_neox": "GPTNeoXForCausalLM PersimmonForCausalLM",
         "falcon": "FalconForCausalLM",
+        "alibi": "BloomForCausalLM MptForCausalLM",
         "mixtral": (
-            "MixtralForCausalLM MellumForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM OlmoeForCausalLM "
-            "FlexOlmoForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM"
+            "MixtralForCausalLM PhimoeForCausalLM MellumForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM "
+            "OlmoeForCausalLM FlexOlmoForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM"
         ),
         "corrected": (
             "Glm4MoeForCausalLM SolarOpenForCausalLM Dots1ForCausalLM ExaoneMoeForCausalLM HYV3ForCausalLM "

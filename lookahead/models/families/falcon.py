@@ -1,11 +1,15 @@
 """Falcon (Almazrouei et al. 2023, arXiv 2311.16867): one layer gives query, key and value, in one of three orders."""
 
+import math
 from typing import Any
 
+import torch
 from torch import nn
+from transformers.models.falcon import modeling_falcon
 
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
+from lookahead.models.families.alibi import MOST_POSITIONS
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
 
@@ -25,16 +29,20 @@ class Falcon(Llama):
         return self.model.transformer
 
     def write(self) -> None:
+        self.biases: dict[str, Any] = {}
         if self.inner.use_alibi:
-            raise UnknownModelError("its attention is biased by distance (ALiBi)")
+            columns, heads = torch.ones(1, MOST_POSITIONS, dtype=torch.long), self.inner.num_heads
+            biases = modeling_falcon.build_alibi_tensor(columns, heads, dtype=self.model.dtype)[:, 0]
+            size = self.inner.config.hidden_size // heads
+            self.biases = {"biases": (biases / math.sqrt(size)).float().numpy()}
         super().write()
 
     def linear(self, module: Any) -> Linear:
         if module is self.model.lm_head:
             return super().linear(module)
-        if module.bias is not None:
+        if module.bias is not None and module.weight.dtype != torch.float32:
             raise UnknownModelError("its products are rounded before the bias is added")
-        return Linear(self.own(module, "Linear").weight)
+        return Linear(self.own(module, "Linear").weight, None, module.bias)
 
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         config = layer.config
@@ -60,8 +68,10 @@ class Falcon(Llama):
         else:
             joined = self.product(x, attention.query_key_value)
             q, k, v = (self.select(joined, size, 3, i) for i in range(3))
-        q, k = self.rotary(q, size, name), self.rotary(k, size, name)
-        return self.product(self.attend(q, k, v, attention, size, scaling=size**-0.5), attention.dense)
+        if not self.biases:
+            q, k = self.rotary(q, size, name), self.rotary(k, size, name)
+        attended = self.attend(q, k, v, attention, size, scaling=size**-0.5, **self.biases)
+        return self.product(attended, attention.dense)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")

@@ -1,8 +1,12 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Mellum, OLMoE, FlexOlmo and Granite-MoE."""
+"""Mixtures of experts: Mixtral, PhiMoE, Qwen2-MoE, Qwen3-MoE, Mellum, OLMoE, FlexOlmo and Granite-MoE."""
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from lookahead.cpu.operations import Value
+from lookahead.cpu.products import Linear
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Llama, Mistral
 from lookahead.models.families.olmo import Olmo2
@@ -11,11 +15,27 @@ from lookahead.models.families.qwen import Qwen2, Qwen3
 
 
 class Mixtral(Mistral):
-    dropouts = ("router_jitter_noise",)
+    dropouts: tuple[str, ...] = ("router_jitter_noise",)
 
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "SparseMoeBlock")
         return self.experts(x, mlp.gate, mlp.experts, adds_to_one=True, rounds=False)
+
+
+class Phimoe(Mixtral):
+    norm_class = nn.LayerNorm
+    norms_are_centered = True
+    dropouts = "router_jitter_noise", "input_jitter_noise"
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        router = self.own(mlp, "SparseMoeBlock").router
+        if router.training:  # it draws experts, whatever its settings are
+            raise UnknownModelError("its layers are in training mode, and drop numbers")
+        nearness = torch.tensor(2 * router.router_jitter_noise, dtype=router.weight.dtype).item()
+        return self.experts(
+            x, router, mlp.experts, adds_to_one=False, top_k=2, routing=Linear.of(router), rounds_steps=True,
+            nearness=nearness,
+        )  # fmt: skip
 
 
 class Qwen3Moe(Qwen3):

@@ -11,7 +11,7 @@ from lookahead.models.families.page import Page, UnknownModelError
 class OPT(Page):
     norm_class = nn.LayerNorm
     norms_are_centered = True
-    dropouts = "dropout", "layerdrop"
+    dropouts: tuple[str, ...] = ("dropout", "layerdrop")
 
     @property
     def inner(self) -> Any:

@@ -25,6 +25,8 @@ ACTIVATIONS: dict[str, op.Activation] = {
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
     "NewGELUActivation": "gelu_new",
+    "BloomGelu": "gelu_bloom",
+    "GELU": "gelu",
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu_squared",
 }
@@ -238,14 +240,16 @@ class Page:
         sinks: torch.Tensor | None = None,
         layer: int | None = None,
         is_latent: bool = False,
+        **biases: Any,
     ) -> Value:
         """Append keys and values to the cache, and attend to it.
 
         size, scaling: if attention does not name them as usual. dropout: the name of attention's setting or module of
         it, if it has one. cap: None: scores are not capped. layer: of the cache, if it is not the attention's own.
         Without keys and values, it has them already. is_latent: as for `Attend`, with one head of keys.
+        biases: further settings of `Attend`.
         """
-        if not attention.is_causal:
+        if not getattr(attention, "is_causal", True):  # some are never otherwise
             raise UnknownModelError("its attention is not causal")
         rate = getattr(attention, dropout) if dropout else 0
         if attention.training and getattr(rate, "p", rate):
@@ -258,7 +262,7 @@ class Page:
             self._operations.append(op.Append(k, v, layer, k.width if is_latent else size))
         held = next(one for one in self._operations if isinstance(one, op.Append) and one.layer == layer)
         out = Value(q.width // size * (held.size if is_latent else held.value_size))
-        return self._add(op.Attend(q, out, layer, size, held.heads, scaling, cap or 0.0, sinks, is_latent))
+        return self._add(op.Attend(q, out, layer, size, held.heads, scaling, cap or 0.0, sinks, is_latent, **biases))
 
     def gate(self, x: Value, activation: Any, by: Value | None = None) -> Value:
         return self._add(op.Gate(x, Value(x.width), self._activation(activation), by))
@@ -286,7 +290,6 @@ class Page:
         rounds: bool = True,
         suffix: str = "TopKRouter",
         in_float32: bool = False,
-        weight: torch.Tensor | None = None,
         correction: torch.Tensor | None = None,
         top_k: int | None = None,
         routing: Linear | None = None,
@@ -294,15 +297,14 @@ class Page:
         **settings: Any,
     ) -> Value:
         """rounds: whether weights of experts are rounded. suffix: of the router's class. in_float32: whether it
-        computes in float32. weight, top_k: the router's, if these are not its own. routing: its layer, if it has one.
+        computes in float32. top_k: the router's, if this is not its own. routing: its layer, if it has one.
         into: the name of the experts' first layers. settings: further ones of `Experts`.
         """
         self.own(router, suffix)
         if type(experts) is not gguf_class("GgufExperts"):
             self.own(experts, "Experts")
         if routing is None:
-            weight = router.weight if weight is None else weight
-            routing = Linear(weight, None, getattr(router, "bias", None))
+            routing = Linear(router.weight, None, getattr(router, "bias", None))
         of = [] if in_float32 else [routing]
         for both, back in zip(self._of_each(experts, into), self._of_each(experts, "down_proj"), strict=True):
             of += both, back
@@ -357,6 +359,8 @@ class Page:
         is_usual = getattr(getattr(activation, "act", None), "keywords", None) == arguments
         if name == "GELUActivation":
             is_usual = activation.act is nn.functional.gelu
+        if name == "GELU":
+            is_usual = activation.approximate == "none"
         if name not in ACTIVATIONS or not is_usual:
             raise UnknownModelError(f"its activation is {name}, which no operation computes")
         return ACTIVATIONS[name]
