@@ -132,6 +132,25 @@ ALIKE = {
     "phi": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": {
+        **{**HEAD, **MIXED, "layer_rope_theta": [0, 1e4], "attn_implementation": "eager"},
+        **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.35},
+        "logits_scaling": 0.6,
+    },
+    "flint": {
+        **{**HEAD, **MIXED, **EXPERTS, "mlp_only_layers": [0], "attn_implementation": "eager"},
+        "shared_expert_intermediate_size": 32,
+    },
+    "cohere2_moe": {
+        **{**MIXED, **EXPERTS, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
+        **{"logit_scale": 1.0, "prefix_dense_intermediate_size": 64},
+    },
+    "apertus1p5_text": HEAD,
+    "gpt_neox_japanese": {"intermediate_multiple_size": 2},
+    "biogpt": {},
+    "ctrl": {"dff": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "bitnet": {},
+    "xglm": {"ffn_dim": 48},
     "granitemoe_swa": {
         **{**HEAD, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
         **{"layer_rope_theta": [0, 1e4], "attn_implementation": "eager", "attention_multiplier": 0.35},
@@ -195,6 +214,7 @@ WITH_IMAGES: dict[str, tuple[str, dict]] = {
 RESTORED = {"zaya"}  # their states, after a rejection
 WITH_STATE = {"lfm2", "qwen3_next", "falcon_h1", "mamba2", *RESTORED}
 CHAIN_ONLY = RESTORED
+ALONE = {"mpt"}  # a step takes one sequence
 
 
 def tiny_model(model_type: str, seed: int = 0, **settings):

@@ -46,19 +46,25 @@ def why_not(model: PreTrainedModel) -> str | None:
         return str(foreign)
     if state.is_compiled:
         return "torch.compile has compiled the model or a part of it"
-    is_known = False
+    is_known = biases_keys(model)
     for module in model.modules():
         for name, method in _methods(type(module)).items():
             changes = _CHANGES.keys() & set(method.__code__.co_names)
             if changes and not (name == "forward" and all(_CHANGES[how] & _looked_up(method) for how in changes)):
                 return f"{type(module).__name__} computes its state by functions that have no form over trees"
-            is_known = is_known or bool(changes) or not _BIASES.keys().isdisjoint(_looked_up(method))
+            is_known = is_known or bool(changes)
     if not is_known:
         return "its layers keep their states elsewhere than in the cache"
     moved = next((m for m in model.modules() if replaces_forward(m)), None)
     if moved is not None:  # bound to the module itself, so it would run in the place of the copy
         return f"the forward of its {type(moved).__name__} was replaced, as accelerate does it"
     return None
+
+
+def biases_keys(model: PreTrainedModel) -> bool:
+    """Whether the code of the model makes biases by the columns of keys, in a way that is known."""
+    methods = (method for module in model.modules() for method in _methods(type(module)).values())
+    return any(not _BIASES.keys().isdisjoint(_looked_up(method)) for method in methods)
 
 
 def branching(model: PreTrainedModel) -> PreTrainedModel:

@@ -53,7 +53,7 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
     window = getattr(config, "sliding_window", None) if always else None
     if branches_states is None:
         branches_states = any(map(_keeps_state, theirs)) and why_no_branches(model) is None
-    biases_keys = _biases_keys(config)
+    biases_keys = _biases_keys(model)
     layers: list[Visibility | None] = []
     has_state = False
     for index, layer in enumerate(theirs):
@@ -95,7 +95,7 @@ def why_no_branches(model: PreTrainedModel) -> str | None:
     unknown = kinds - {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
     if unknown:
         return f"its cache keeps states in a {unknown.pop().__name__}"
-    return branching.why_not(model) if kinds or _biases_keys(model.config.get_text_config(decoder=True)) else None
+    return branching.why_not(model) if kinds or _biases_keys(model) else None
 
 
 def _keeps_state(layer: object) -> bool:
@@ -148,15 +148,14 @@ def looks_up_sdpa(model: PreTrainedModel) -> bool:
     return looks_up and has_sdpa
 
 
-def _biases_keys(config: PreTrainedConfig) -> bool:
-    """Whether attention is biased by a key's column in the cache (ALiBi). In a tree, columns are not positions."""
-    attention = getattr(config, "attn_config", None)
-    return bool(
-        config.model_type in ("bloom", "mpt")
-        or getattr(config, "alibi", False)
-        or getattr(attention, "alibi", False)
-        or getattr(config, "position_embedding_type", None) == "alibi"
-    )
+def _biases_keys(model: PreTrainedModel) -> bool:
+    """Whether attention is biased by a key's column in the cache (ALiBi). In a tree, columns are not positions.
+
+    Of models that do this in a way of their own, the probe finds out.
+    """
+    config = model.config.get_text_config(decoder=True)
+    is_said = config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
+    return is_said and branching.biases_keys(model)
 
 
 def state_layers(adapter: ModelAdapter) -> str:

@@ -175,7 +175,7 @@ def test_a_compiler_that_fails_is_in_the_report(monkeypatch):
 
     torch.compiler.reset()
     monkeypatch.setattr(torch._inductor, "compile", broken)
-    model = lookahead.wrap(tiny_model("biogpt"), LookaheadConfig(compile_passes=True, budget=4))
+    model = lookahead.wrap(tiny_model("diffllama"), LookaheadConfig(compile_passes=True, budget=4))
     with pytest.warns(UserWarning, match="without compiled passes"):
         model.generate(IDS, **GREEDY)
     report = model.lookahead.report()
@@ -226,7 +226,7 @@ def test_a_mask_of_other_rows_is_refused_as_plain_decoding_refuses_it():
 
 
 def test_the_report_gives_no_reason_against_what_is_not_asked_for_any_more():
-    model = tiny_model("ctrl")  # its attention is its own
+    model = tiny_model("zaya")  # its attention is its own
     for compile_passes in (True, False):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -61,12 +61,13 @@ FAMILIES = [
     "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
     "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
     "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "bloom", "mpt",
+    "granite_swa", "apertus1p5_text", "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet",
     "lfm2", "lfm3",
     "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "mixtral", "granitemoehybrid",
     "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
-    "granitemoe_swa",
+    "granitemoe_swa", "flint", "cohere2_moe",
 ]  # fmt: skip
 # In older transformers, the attention of two of these is of their own, and a norm of the third of another model.
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen", "nemotron_h"]
@@ -79,7 +80,7 @@ STATES = [
 ]
 WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
-    "lfm3", "granitemoe_swa", "phimoe",
+    "lfm3", "granitemoe_swa", "phimoe", "granite_swa", "flint", "cohere2_moe",
 }  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
@@ -88,12 +89,13 @@ LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minic
 NOT_QUANTIZED = LATENT | {"falcon"}  # it multiplies with parts of weights, and torchao does not know Falcon's layers
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart.
 OTHERWISE = {
-    "gemma2", "vaultgemma", "falcon", "ministral3", "bloom", "mpt", *LATENT,
+    "gemma2", "vaultgemma", "falcon", "ministral3", "bloom", "mpt", "granite_swa", "gpt_neox_japanese", "xglm", *LATENT,
 }  # fmt: skip
 # these know no other width
 AS_WIDE_AS_HEADS = {
     "gpt2", "gpt_bigcode", "gptj", "codegen", "nanochat", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium",
     "opt", "phi", "stablelm", "olmoe", "granitemoe", "bloom", "mpt",
+    "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet",
 }  # fmt: skip
 VARIANTS = [
     ("falcon", {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
@@ -108,6 +110,17 @@ VARIANTS = [
     ("bloom", {"apply_residual_connection_post_layernorm": True, "tie_word_embeddings": False}),
     ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),
     ("mpt", {"num_attention_heads": 6, "hidden_size": 96, "attn_config": {"softmax_scale": 0.3}}),
+    (
+        "cohere2_moe",
+        {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "shared_expert_combination_strategy": "sum"}
+        | {"rms_norm_eps": 1e-5, "prefix_dense_sliding_window_pattern": 2},
+    ),
+    ("cohere2_moe", {"expert_selection_fn": "sigmoid", "num_shared_experts": 0}),
+    ("flint", {"norm_topk_prob": False, "attention_bias": True}),
+    ("granite_swa", {"layer_rope_theta": [0, 0], "tie_word_embeddings": False}),
+    ("biogpt", {"scale_embedding": False}),
+    ("bitnet", {"attention_bias": True, "hidden_act": "silu"}),
+    ("xglm", {"scale_embedding": False, "tie_word_embeddings": False}),
     ("phimoe", {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.01, "num_local_experts": 8}),
     ("gpt_neox", {"use_parallel_residual": False}),
     ("gpt_neox", {"attention_bias": False, "rotary_pct": 1.0}),
@@ -197,6 +210,10 @@ def sizes(family, width, intermediate, size, heads=4, key_heads=2):
         return {"hidden_size": width, "intermediate_size": intermediate}
     if family == "mpt":
         return {"hidden_size": width, "max_seq_len": 8192}
+    if family == "ctrl":
+        return {"hidden_size": width, "dff": intermediate}
+    if family == "xglm":
+        return {"hidden_size": width, "ffn_dim": intermediate}
     if family == "mamba2":
         return {"hidden_size": width, "num_heads": width // 4, "head_dim": 8}
     size = width // heads if family in AS_WIDE_AS_HEADS else size

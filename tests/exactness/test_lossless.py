@@ -10,7 +10,7 @@ import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
-from zoo import CHAIN_ONLY, END, SETTINGS, VOCABULARY, tiny_model
+from zoo import ALONE, CHAIN_ONLY, END, SETTINGS, VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
@@ -254,7 +254,7 @@ def known_model(model_type: str, seed: int):
     return tiny_model(model_type, seed=seed)
 
 
-@pytest.mark.parametrize("model_type", sorted(set(SETTINGS) - CHAIN_ONLY))
+@pytest.mark.parametrize("model_type", sorted(set(SETTINGS) - CHAIN_ONLY - ALONE))
 def test_batches_at_their_own_pace(model_type):
     """Each sequence of a greedy batch is that of generate() on the batch, and that of generate() on it alone."""
     model = tiny_model(model_type)

@@ -25,13 +25,14 @@ HOMES: dict[str, str] = {
         "gemma": "GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM VaultGemmaForCausalLM",
         "gemma4": "Gemma4ForCausalLM",
         "glm": "GlmForCausalLM Glm4ForCausalLM Ernie4_5ForCausalLM HeliumForCausalLM",
-        "cohere": "CohereForCausalLM Cohere2ForCausalLM",
+        "cohere": "CohereForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM",
         "nemotron": "ArceeForCausalLM NemotronForCausalLM Jais2ForCausalLM",
         "hunyuan": "HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM",
         "phi": "PhiForCausalLM StableLmForCausalLM Starcoder2ForCausalLM",
         "opt": "OPTForCausalLM",
+        "biogpt": "BioGptForCausalLM XGLMForCausalLM",
         "gpt2": "GPT2LMHeadModel GPTBigCodeForCausalLM",
-        "gpt_neox": "GPTNeoXForCausalLM PersimmonForCausalLM",
+        "gpt_neox": "GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM PersimmonForCausalLM",
         "falcon": "FalconForCausalLM",
         "alibi": "BloomForCausalLM MptForCausalLM",
         "mixtral": (
@@ -42,14 +43,16 @@ HOMES: dict[str, str] = {
             "Glm4MoeForCausalLM SolarOpenForCausalLM Dots1ForCausalLM ExaoneMoeForCausalLM HYV3ForCausalLM "
             "MiniMaxM2ForCausalLM Ernie4_5_MoeForCausalLM"
         ),
-        "gpt_oss": "GptOssForCausalLM GraniteMoeSWAForCausalLM",
+        "gpt_oss": "GptOssForCausalLM GraniteSWAForCausalLM GraniteMoeSWAForCausalLM FlintForCausalLM",
         "deepseek": (
             "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM AXK1ForCausalLM "
             "YoutuForCausalLM MiniCPM3ForCausalLM"
         ),
         "gptj": "GPTJForCausalLM CodeGenForCausalLM",
         "nanochat": "NanoChatForCausalLM",
-        "apertus": "ApertusForCausalLM",
+        "apertus": "ApertusForCausalLM Apertus1p5TextForCausalLM",
+        "bitnet": "BitNetForCausalLM",
+        "ctrl": "CTRLLMHeadModel",
         "afmoe": "AfmoeForCausalLM",
         "lfm2": "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM",
         "gated_delta": "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3NextForCausalLM OlmoHybridForCausalLM",

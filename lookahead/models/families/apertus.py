@@ -1,4 +1,7 @@
-"""Apertus (arXiv 2509.14233): queries and keys are normed, and the MLP has an activation with weights of its own."""
+"""Apertus (arXiv 2509.14233): queries and keys are normed, and the MLP has an activation with weights of its own.
+
+So does the text side of Apertus 1.5.
+"""
 
 from typing import Any
 
@@ -25,3 +28,7 @@ class Apertus(Arcee):
         beta = activation.beta
         slopes = functional.softplus(activation.alpha_p), beta + functional.softplus(activation.alpha_n)
         return self._add(op.Xielu(x, Value(x.width), *map(float, (*slopes, beta, activation.eps))))
+
+
+class Apertus1p5Text(Apertus):
+    pass

@@ -1,4 +1,7 @@
-"""Cohere: attention and MLP take the same normed states, neighbouring numbers turn together, and logits are scaled."""
+"""Cohere: attention and MLP take the same normed states, neighbouring numbers turn together, and logits are scaled.
+
+Cohere2-MoE is a mixture of experts.
+"""
 
 from typing import Any
 
@@ -36,6 +39,25 @@ class Cohere2(Cohere):
     slides = "by type"
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
-        if attention.sliding_window is None:
+        if attention.sliding_window is None and not getattr(attention, "force_rope", False):
             return q, k
         return Llama.turned(self, q, k, attention, name)
+
+
+class Cohere2Moe(Cohere2):
+    def norm(self, x: Value, module: Any) -> Value:
+        is_centered = type(module).__name__.endswith("LayerNorm")
+        self.norm_class, self.norms_are_centered = "LayerNorm" if is_centered else "RMSNorm", is_centered
+        return super().norm(x, module)
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        if not hasattr(mlp, "experts"):  # some layers have a usual MLP
+            return super().mlp(x, mlp)
+        gate = self.own(mlp, "SparseMoeBlock").gate
+        is_sigmoid = gate.expert_selection_fn == "sigmoid"  # else the softmax of the scores that are chosen
+        adds_to_one = not is_sigmoid or gate.norm_topk_prob
+        mixed = self.experts(x, gate, mlp.experts, adds_to_one, is_sigmoid=is_sigmoid, epsilon=0.0)
+        if not mlp.num_shared_experts:
+            return mixed
+        both = self.add(mixed, super().mlp(x, mlp.shared_experts))
+        return both if mlp.shared_expert_combination_strategy == "sum" else self.scale(both, 0.5)

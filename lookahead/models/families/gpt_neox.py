@@ -1,4 +1,7 @@
-"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745) and Persimmon: a head's query, key and value stand side by side."""
+"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745), its Japanese form, and Persimmon.
+
+A head's query, key and value stand side by side.
+"""
 
 from typing import Any
 
@@ -6,6 +9,7 @@ from torch import nn
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
+from lookahead.models.families.page import AttendsBy
 
 
 class GPTNeoX(Llama):
@@ -33,11 +37,14 @@ class GPTNeoX(Llama):
         return self.add(self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp), x)
 
     def attention(self, x: Value, attention: Any, name: str) -> Value:
+        q, k, v = self.heads(x, attention, name)
+        return self.product(self.attend(q, k, v, attention, getattr(attention, self.head_size)), attention.dense)
+
+    def heads(self, x: Value, attention: Any, name: str) -> tuple[Value, Value, Value]:
         size = getattr(self.own(attention, "Attention"), self.head_size)
         joined = self.product(x, attention.query_key_value)
         q, k, v = (self.select(joined, size, group=3, first=i) for i in range(3))
-        q, k = self.turned(q, k, attention, name)
-        return self.product(self.attend(q, k, v, attention, size), attention.dense)
+        return *self.turned(q, k, attention, name), v
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return self.rotary(q, attention.head_size, name), self.rotary(k, attention.head_size, name)
@@ -45,6 +52,30 @@ class GPTNeoX(Llama):
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "MLP")
         return self.product(self.gate(self.product(x, mlp.dense_h_to_4h), mlp.act), mlp.dense_4h_to_h)
+
+
+class GPTNeoXJapanese(GPTNeoX):
+    """The bias of what attention adds is that of its last layer alone."""
+
+    attends_by: AttendsBy = "eager"
+
+    @property
+    def inner(self) -> Any:
+        return self.model.gpt_neox_japanese
+
+    def head(self, x: Value) -> None:
+        self.logits(x, self.model.embed_out)
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        x = self.add(x, self.attention(self.norm(x, layer.input_layernorm), layer.attention, name))
+        return self.add(x, self.mlp(self.norm(x, layer.post_attention_layernorm), layer.mlp))
+
+    def attention(self, x: Value, attention: Any, name: str) -> Value:
+        q, k, v = self.heads(x, attention, name)
+        scaling, dense = 1 / attention.norm_factor, self.linear(attention.dense)
+        attended = self.attend(q, k, v, attention, attention.head_size, scaling)
+        (out,) = self.products(attended, dense._replace(bias=attention.dense_bias))
+        return out
 
 
 class Persimmon(GPTNeoX):

@@ -1,22 +1,30 @@
-"""gpt-oss (arXiv 2508.10925) and Granite-MoE-SWA: attention has sinks. In gpt-oss, experts have biases and bounds."""
+"""Families whose attention has sinks: gpt-oss (arXiv 2508.10925), Granite-SWA, Granite-MoE-SWA and Flint.
+
+In gpt-oss, experts have biases and bounds.
+"""
 
 from typing import Any
 
 import torch
 
 from lookahead.cpu.operations import Value
+from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Llama
-from lookahead.models.families.mixtral import GraniteMoeShared
-from lookahead.models.families.page import AttendsBy, UnknownModelError
+from lookahead.models.families.mixtral import GraniteMoeShared, Qwen3Moe
+from lookahead.models.families.page import AttendsBy, Slides, UnknownModelError
 
 
-class GptOss(Llama):
+class WithSinks(Llama):
     attends_by: AttendsBy = "eager"
-    slides = "by type"
-    norms_round_once = True
+    slides: Slides = "by type"
 
     def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
-        return self.attend(q, k, v, attention, sinks=attention.sinks)
+        sinks = attention.sinks
+        return self.attend(q, k, v, attention, sinks=None if sinks is None else sinks.to(self.model.dtype))
+
+
+class GptOss(WithSinks):
+    norms_round_once = True
 
     def rotary_tables(self, like: torch.Tensor, positions: torch.Tensor, name: str) -> list[torch.Tensor]:
         return [table.repeat(1, 2) for table in super().rotary_tables(like, positions, name)]
@@ -29,11 +37,9 @@ class GptOss(Llama):
         return self.experts(x, mlp.router, experts, adds_to_one=True, limit=limit, alpha=alpha)
 
 
-class GraniteMoeSWA(GraniteMoeShared):
+class GraniteSWA(WithSinks, Granite):
     """Some layers know no positions."""
 
-    attends_by: AttendsBy = "eager"
-    slides = "by type"
     may_lack_rotary = True
 
     @property
@@ -43,9 +49,29 @@ class GraniteMoeSWA(GraniteMoeShared):
             raise UnknownModelError("its layers turn by several sets of frequencies")
         return modules[0] if modules else None
 
-    def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
-        return self.attend(q, k, v, attention, sinks=attention.sinks)
-
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         has_positions = self.inner.config.layer_rope_theta[attention.layer_idx]
         return super().turned(q, k, attention, name) if has_positions else (q, k)
+
+
+class GraniteMoeSWA(GraniteSWA, GraniteMoeShared):
+    pass
+
+
+class Flint(WithSinks, Qwen3Moe):
+    """Only layers with a window know positions."""
+
+    norms_round_once = True
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        has_positions = attention.sliding_window is not None
+        return super().turned(q, k, attention, name) if has_positions else self.normed(q, k, attention)
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        if not hasattr(mlp, "experts"):
+            return super().mlp(x, mlp)
+        gate = self.own(mlp, "SparseMoeBlock").gate
+        mixed = self.experts(
+            x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, in_float32=True, is_sigmoid=True, epsilon=0.0
+        )
+        return self.add(mixed, super().mlp(x, mlp.shared_expert))

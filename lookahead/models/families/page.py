@@ -174,17 +174,19 @@ class Page:
     # -- operations --
 
     def embed(self, module: Any, factor: float = 1.0, suffix: str = "", positions: Any = None) -> Value:
-        """suffix: of the family's own class, if it has one. positions: an embedding of these, which may have an
-        ``offset`` that is added to them.
+        """suffix: of the family's own class, if it has one. positions: an embedding of these, or a module whose table
+        is called ``weights``. It may have an ``offset`` that is added to them.
         """
         if type(module) is gguf_class("GgufEmbedding") and not suffix and positions is None:
             width, form = self._check(module).embedding_dim, self._blocks(module.ggml_type)
             return self._add(op.Embed(Value(width), module.weight, factor, format=form))
         embedding = self.own(module, suffix) if suffix else self._plain(module, nn.Embedding)
         for one in (embedding, positions):
-            if one is not None and one.max_norm is not None:
+            if getattr(one, "max_norm", None) is not None:
                 raise UnknownModelError("its embedding changes when it is read (max_norm)")
-        table, offset = (None, 0) if positions is None else (positions.weight, getattr(positions, "offset", 0))
+        table, offset = getattr(positions, "weights", None), getattr(positions, "offset", 0)
+        if isinstance(positions, nn.Embedding):
+            table = positions.weight
         return self._add(op.Embed(Value(embedding.weight.shape[-1]), embedding.weight, factor, table, offset))
 
     def norm(self, x: Value, module: Any) -> Value:
