@@ -78,9 +78,10 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 SCHEMAS: dict[str, Any] = {CHAT: ChatParams, COMPLETION: CompletionParams, RESPONSE: ResponseParams}
 OF_MESSAGES = (
-    "cache_control", "container", "context_management", "inference_geo", "max_tokens", "mcp_servers", "messages",
-    "metadata", "model", "output_config", "output_format", "service_tier", "stop_sequences", "stream", "system",
-    "temperature", "thinking", "tool_choice", "tools", "top_k", "top_p",
+    "billing_policy", "cache_control", "compaction", "container", "context_management", "diagnostics",
+    "fallback_credit_token", "fallbacks", "inference_geo", "max_tokens", "mcp_servers", "messages", "metadata", "model",
+    "output_config", "output_format", "service_tier", "speed", "stop_sequences", "stream", "system", "temperature",
+    "thinking", "thread", "tool_choice", "tools", "top_k", "top_p", "user_profile_id",
 )  # fmt: skip
 MORE_FIELDS = (
     "seed", "generation_config", "chat_template_kwargs", "top_k", "min_p", "stop", "logit_bias", "chat_template",
@@ -114,6 +115,7 @@ NESTED: dict[str, list[tuple]] = {
     ],
     MESSAGE: [
         ("thinking", "type"), ("thinking", "budget_tokens"), ("output_config", "format"), ("output_config", "effort"),
+        ("output_config", "task_budget"), ("thinking", "display"),
         ("messages", 0), ("messages", 0, "role"), ("messages", 0, "content"), ("messages", 0, "content", 0),
         ("messages", 0, "content", 0, "type"), ("messages", 0, "content", 0, "text"), ("messages", 1, "content", 0),
         ("messages", 1, "content", 2), ("messages", 1, "content", 2, "id"), ("messages", 1, "content", 2, "name"),

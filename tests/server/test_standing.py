@@ -1,18 +1,22 @@
 """The server stands: clients that stall, go, come in crowds or read slowly; signals in the middle; failing models."""
 
+import asyncio
 import contextlib
+import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from server_process import ENVIRONMENT, SERVE, ask, connect, running
+from server_process import ENVIRONMENT, FIXED, SERVE, ask, connect, running
 from test_hostile_requests import half_sent, unread
 from test_messages import events
 from test_server import idle
@@ -21,6 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
+from lookahead.tools.server import app
+from lookahead.tools.server.app import Server
 
 COMPLETION, CHAT, MESSAGE, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
@@ -82,6 +88,127 @@ def test_the_bodies_that_are_held_are_bounded():
         assert "1 requests are open" in answered["error"]["message"]
         assert first.result()[0] == 200
         assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+
+
+def of_app(code: str) -> tuple[str, str]:
+    """Return the arguments of Python for a server of other limits."""
+    return (
+        "-c",
+        f"from lookahead.tools.server import app, arriving; {code}; from lookahead.tools.cli import main; main()",
+    )
+
+
+COMMAND = ("serve", "--port", "0", *FIXED)
+
+
+def status_of(client: socket.socket) -> int:
+    """Return the status of the answer to a request, and see the connection end, since nothing more is sent."""
+    client.settimeout(30)
+    said = b""
+    while piece := client.recv(4096):
+        said += piece
+    return int(said.split()[1])
+
+
+def test_a_body_that_stalls_or_takes_long_is_given_up():
+    code = "arriving.STALL = 0.5; arriving.PATIENCE = 1.5"
+    with running(*of_app(code), *COMMAND) as address:
+        with contextlib.closing(half_sent(address)) as stalled, contextlib.closing(half_sent(address)) as slow:
+            began = time.monotonic()
+            with ThreadPoolExecutor(2) as threads:
+                stops, goes_on = threads.submit(status_of, stalled), threads.submit(status_of, slow)
+                while not goes_on.done():
+                    with contextlib.suppress(OSError):  # it has been closed
+                        slow.sendall(b" ")
+                    time.sleep(0.1)
+                    if stops.done():
+                        first = time.monotonic() - began
+            assert (stops.result(), goes_on.result()) == (408, 408)
+            assert first < time.monotonic() - began
+        assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+
+
+def test_bodies_that_arrive_make_room_for_newer_ones():
+    """The oldest first. All that is open counts."""
+    with contextlib.ExitStack() as clients, running(*of_app("app.MOST_OPEN = 3"), *COMMAND) as address:
+        halves = []
+        for number in range(5):
+            halves.append(clients.enter_context(contextlib.closing(half_sent(address))))
+            time.sleep(0.1)
+            if number >= 3:
+                assert status_of(halves[number - 3]) == 503
+        assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+        assert status_of(halves[2]) == 503
+        halves[3].sendall(b'"a": 1' + b" " * 91 + b"}")
+        answer = http.client.HTTPResponse(halves[3])
+        answer.begin()
+        assert (answer.status, json.load(answer)["error"]["message"][:15]) == (400, "a is not served")
+
+
+def test_the_largest_body_makes_room_where_all_are_too_large_together():
+    code = "arriving.HELD = 1 << 20; arriving.SMALL = 1 << 10; app.LEAST_BODY = 1 << 20"
+    with contextlib.ExitStack() as clients, running(*of_app(code), *COMMAND) as address:
+        halves = [clients.enter_context(contextlib.closing(half_sent(address, 1 << 20))) for _ in range(3)]
+        for number, half in enumerate(halves):
+            half.sendall(b" " * ((number + 1) << 18))
+        assert status_of(halves[2]) == 503
+        assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+        halves[0].sendall(b" " * (1 << 20))
+        answer = http.client.HTTPResponse(halves[0])
+        answer.begin()
+        assert answer.status == 400
+
+
+def test_connections_without_a_request_end():
+    code = "arriving.PATIENCE = 1; arriving.MOST_CONNECTIONS = 4"
+    with contextlib.ExitStack() as clients, running(*of_app(code), *COMMAND) as address:
+
+        def connected() -> socket.socket:
+            client = socket.create_connection(
+                (urllib.parse.urlsplit(address).hostname, urllib.parse.urlsplit(address).port)
+            )
+            client.settimeout(30)
+            return clients.enter_context(client)
+
+        first, *others = (connected() for _ in range(5))
+        with contextlib.suppress(ConnectionResetError):
+            assert first.recv(1) == b""  # it makes room
+        assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+        others[-1].sendall(b"POST ")
+        for other in others:
+            with contextlib.suppress(ConnectionResetError):
+                assert other.recv(1) == b""
+        assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+
+
+def test_a_client_that_takes_nothing_is_given_up(monkeypatch):
+    """Its answer is not decoded to the end, and no longer counts."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
+    lookahead.wrap(model, LookaheadConfig(budget=6, window_size=2, ngram_size=3))
+    server = Server(model, AutoTokenizer.from_pretrained(DEMO_MODEL), "demo", None, 0, 1, None)
+    monkeypatch.setattr(app, "PATIENCE", 0.2)
+    body = {"prompt": "x", "max_tokens": 900, "temperature": 1.5, "seed": 1, "stream": True}
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")], "method": "POST", "path": COMPLETION}
+    sent = []
+
+    async def asked():
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive():
+            return messages.pop() if messages else await asyncio.Future()
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) > 2:
+                await asyncio.Future()
+
+        await asyncio.wait_for(app.Exchange(server, COMPLETION, scope, receive, send).serve(), 30)
+        await asyncio.wait_for(server.generations.ended(), 30)
+
+    asyncio.run(asked())
+    assert len(sent) == 3
+    assert server.metrics.requests == {"running": 0, (COMPLETION, "cancelled"): 1}
+    assert server.metrics.answer_tokens.sum == 0
 
 
 def test_fifty_megabytes_are_refused(address):

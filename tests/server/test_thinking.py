@@ -3,6 +3,8 @@
 import contextlib
 import json
 import random
+import re
+from dataclasses import replace
 from functools import cache
 
 import openai
@@ -13,14 +15,17 @@ from hypothesis import strategies as st
 from server_process import ask, connect, running
 from test_lossless import random_cases
 from test_messages import events
-from test_server import idle
+from test_server import THINKING, WRITING, idle
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
+from lookahead.stats import Stats
+from lookahead.tools.server.answering import Words, Writer
 from lookahead.tools.server.fields import CHAT, COUNT, MESSAGE, RESPONSE, RefusedError, read_request
+from lookahead.tools.server.parsing import Parser
 from lookahead.tools.server.reading import Reader, Written
-from lookahead.tools.server.thinking import LimitThinking, Marks
+from lookahead.tools.server.thinking import LimitThinking, Marks, ReasoningTokens
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: "
@@ -110,22 +115,50 @@ def test_what_counts():
 
 
 @pytest.mark.parametrize(
-    ("path", "said", "effort", "thought"),
+    ("path", "said", "thinks", "effort", "thought"),
     [
-        (CHAT, {}, None, None),
-        (CHAT, {"reasoning_effort": None}, None, None),
-        (CHAT, {"reasoning_effort": "high"}, "high", None),
-        (RESPONSE, {"reasoning": {"effort": "none", "summary": None}}, "none", None),
-        (RESPONSE, {"reasoning": {}}, None, None),
-        (MESSAGE, {"thinking": {"type": "disabled"}}, "none", None),
-        (MESSAGE, {"thinking": {"type": "adaptive"}}, None, None),
-        (MESSAGE, {"thinking": {"type": "enabled", "budget_tokens": 2**70}}, "medium", 2**70),
-        (COUNT, {"thinking": {"type": "enabled", "budget_tokens": 1}}, "medium", 1),
+        (CHAT, {}, None, None, None),
+        (CHAT, {"reasoning_effort": None}, None, None, None),
+        (CHAT, {"reasoning_effort": "high"}, True, "high", None),
+        (CHAT, {"reasoning_effort": "max"}, True, "max", None),
+        (RESPONSE, {"reasoning": {"effort": "none", "summary": None}}, False, "none", None),
+        (RESPONSE, {"reasoning": {}}, None, None, None),
+        (MESSAGE, {"thinking": {"type": "disabled"}}, False, "none", None),
+        (MESSAGE, {"thinking": {"type": "adaptive"}}, None, None, None),
+        (MESSAGE, {"thinking": {"type": "enabled", "budget_tokens": 2**70}}, True, "medium", 2**70),
+        (COUNT, {"thinking": {"type": "enabled", "budget_tokens": 1}}, True, "medium", 1),
+        # To Anthropic's clients, how much a model reasons does not say whether it does.
+        (MESSAGE, {"output_config": {"effort": "low"}}, None, "low", None),
+        (MESSAGE, {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}, None, "low", None),
+        (MESSAGE, {"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}, False, "none", None),
+        (
+            MESSAGE,
+            {"output_config": {"effort": "max"}, "thinking": {"type": "enabled", "budget_tokens": 5}},
+            True, "max", 5,
+        ),
     ],
-)
-def test_what_requests_say(path, said, effort, thought):
+)  # fmt: skip
+def test_what_requests_say(path, said, thinks, effort, thought):
     asked, wishes = read_request(BODIES[path] | said, path, "demo", 4096, ())
-    assert (asked.effort, wishes.thought) == (effort, thought)
+    assert (asked.thinks, asked.effort, wishes.thought) == (thinks, effort, thought)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (CHAT, {"verbosity": "low"}),
+        (CHAT, {"messages": [ASKED[0] | {"cache_control": {"type": "ephemeral"}}]}),
+        (RESPONSE, {"text": {"verbosity": "high"}, "max_tool_calls": 3, "client_metadata": {"x": "y"}}),
+        (RESPONSE, {"reasoning": {"summary": "auto", "context": "auto"}, "include": ["reasoning.encrypted_content"]}),
+        (MESSAGE, {"thinking": {"type": "adaptive", "display": "omitted"}, "mcp_servers": [], "speed": "standard"}),
+        (MESSAGE, {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+        (MESSAGE, {"output_config": {"task_budget": {"type": "tokens", "total": 9}}, "diagnostics": {}}),
+    ],
+)  # fmt: skip
+def test_hints_change_nothing(path, said):
+    """Clients send them by themselves. The model cannot be given them, and nothing that they ask for is missed."""
+    with_hint, without = (read_request(BODIES[path] | more, path, "demo", 4096, ()) for more in (said, {}))
+    assert (replace(with_hint[0], told={}), with_hint[1]) == without
 
 
 NAN, NO_TEXT = float("nan"), [None, 5, True, [], {}, {"type": 5}]
@@ -135,17 +168,24 @@ NAN, NO_TEXT = float("nan"), [None, 5, True, [], {}, {"type": 5}]
     ("path", "name", "values"),
     [
         (CHAT, "reasoning_effort", ["", "most", 1, NAN, True, ["low"], {"effort": "low"}, "x" * 9999]),
-        (RESPONSE, "reasoning", ["low", 1, NAN, [], {"effort": 1}, {"effort": []}, {"summary": "auto"}, {"budget": 5}]),
-        (RESPONSE, "include", ["message.output_text.logprobs", 5, [5], [[]], ["reasoning.encrypted_content"], {}]),
+        (CHAT, "verbosity", ["", "most", 1, NAN, True, ["low"]]),
+        (RESPONSE, "text", [5, {"verbosity": "most"}, {"verbosity": ["low"]}]),
+        (RESPONSE, "reasoning", [
+            "low", 1, NAN, [], {"effort": 1}, {"effort": []}, {"summary": "all"}, {"budget": 5}, {"mode": "pro"},
+            {"context": "current_turn"}, {"mode": ["standard"]},
+        ]),
+        (RESPONSE, "include", ["message.output_text.logprobs", 5, [5], [[]], ["nothing"], {}]),
+        (MESSAGE, "context_management", [5, {"edits": 5}, {"edits": [{"type": "clear_tool_uses_20250919"}]}]),
         (MESSAGE, "output_config", [
-            5, [], {"effort": "low"}, {"format": 5}, {"format": {}}, {"format": {"type": "text"}},
+            5, [], {"effort": "none"}, {"effort": ["low"]}, {"effort": 1}, {"task_budget": 5}, {"format": 5},
+            {"format": {}}, {"format": {"type": "text"}},
             {"format": {"type": "json_schema"}}, {"format": {"type": "json_schema", "schema": [NAN]}},
             {"format": {"type": "json_schema", "json_schema": {"schema": {}}}},
         ]),
         (RESPONSE, "top_logprobs", [-1, 21, NAN, 1.0, True, "5", [], 2**70]),
         (MESSAGE, "thinking", [
             "enabled", 5, NAN, [], {}, {"type": None}, {"type": "enabled"}, {"type": "disabled", "budget_tokens": 5},
-            {"type": "adaptive", "x": 1}, {"type": []}, *(
+            {"type": "adaptive", "x": 1}, {"type": "adaptive", "display": "all"}, {"type": []}, *(
                 {"type": "enabled", "budget_tokens": tokens} for tokens in (0, -1, 1.5, NAN, True, "9", None, [], 1e99)
             ),
         ]),
@@ -179,6 +219,9 @@ def test_templates_are_told_in_their_own_words():
         text, _ = prompt_of(WITH_EFFORT, reasoning_effort=effort)
         assert text.startswith(f"{begin}user")
         assert text.endswith(end)
+    for said, begin in (({}, "no effort"), ({"output_config": {"effort": "max"}}, "max")):
+        text, _ = prompt_of("{{ 'set' if enable_thinking is defined }}" + WITH_EFFORT, MESSAGE, **said)
+        assert text.startswith(f"{begin}user")
     own = {"enable_thinking": True, "reasoning_effort": "xhigh"}  # a variable that is given goes before
     text, _ = prompt_of(WITH_EFFORT, reasoning_effort="none", chat_template_kwargs=own)
     assert text.startswith("xhigh")
@@ -192,12 +235,14 @@ def test_what_no_template_can_be_told():
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     _, prompt = prompt_of(plain, MESSAGE, thinking={"type": "disabled"})
     assert (prompt.thought, prompt.marks) == (None, None)
+    without = prompt_of(plain)
     for path, said in (
         (CHAT, {"reasoning_effort": "low"}), (RESPONSE, {"reasoning": {"effort": "low"}}),
         (MESSAGE, {"thinking": {"type": "enabled", "budget_tokens": 7}}),
+        (MESSAGE, {"output_config": {"effort": "max"}}),
     ):  # fmt: skip
-        with pytest.raises(RefusedError, match="thinking, reasoning and reasoning_effort must be left out"):
-            prompt_of(plain, path, **said)
+        text, prompt = prompt_of(plain, path, **said)  # there is no reasoning, and so none too much
+        assert (text, prompt.marks) == (without[0], None)
     with pytest.raises(RefusedError, match="thinking must have no budget_tokens"):
         prompt_of("{{ enable_thinking }}" + plain, MESSAGE, thinking={"type": "enabled", "budget_tokens": 7})
 
@@ -249,6 +294,115 @@ def test_a_stream_that_is_cancelled_while_it_thinks(address):
         assert b"message_start" in connection.getresponse().read(200)
     assert idle(address)
     test_a_message_has_a_short_thought(address)
+
+
+def tokens_of_reasoning(ids: list[int], begun: bool = False) -> int:
+    """Count the tokens that have a byte between the marks. Each character of a token of this tokenizer is a byte."""
+    _, tokenizer = demo()
+    before = b"<think>" * begun
+    text = before + tokenizer.decode(ids).encode()
+    within = [
+        place for found in re.finditer(rb"<think>(.*?)(?:</think>|\Z)", text, re.DOTALL)
+        for place in range(*found.span(1))
+    ]  # fmt: skip
+    count, at = 0, len(before)
+    for token in ids:
+        end = at + len(tokenizer.convert_ids_to_tokens(token))
+        count += any(place in range(at, end) for place in within)
+        at = end
+    assert at == len(text)
+    return count
+
+
+BETWEEN = THINKING | {"start_anchor": "a: "}
+
+
+@given(
+    st.lists(st.sampled_from(
+        ["<think>", "</think>", "a b", "é", "\U0001f600", "한국", "\n", " ", "<", "</th", "think>", "x = 1\n"]
+    ), max_size=20),
+    st.booleans(), st.booleans(), st.randoms(),
+)  # fmt: skip
+def test_the_tokens_of_reasoning_are_counted(pieces, joined, begun, rng):
+    """Whatever the steps write together, and where a token has characters of reasoning and of a mark."""
+    _, tokenizer = demo()
+    ids = [token for piece in (["".join(pieces)] if joined else pieces) for token in tokenizer(piece).input_ids]
+    prompt = "a: <think>\n" if begun else "a: "
+    sent: list = []
+    writer = Writer(tokenizer, Parser(tokenizer, BETWEEN, prompt, None), (), None, sent.append)
+    writer.put(torch.zeros(1, 1, dtype=torch.long))
+    writer.begin([], Stats())
+    at = 0
+    while at < len(ids):
+        step = ids[at : at + rng.randint(1, 4)]
+        for token in step:
+            writer.put(torch.tensor([token]))
+        writer.record(0, None, None, [], [])
+        at += len(step)
+    writer.end()
+    assert writer.reasoning == tokens_of_reasoning(ids, begun)
+    counts = [piece.reasoning for piece in sent if isinstance(piece, Words)]
+    assert counts == sorted(counts)
+    assert all(count <= writer.reasoning for count in counts)
+
+
+def test_bytes_that_are_tokens_do_not_count_with_the_mark_behind_them():
+    """A tokenizer such as Llama's tells the text of tokens for bytes with the next token, if that is no byte."""
+
+    class Bytes:
+        def decode(self, ids):
+            return "".join(map(chr, ids))
+
+    count = ReasoningTokens(Bytes())
+    for token, text in ((65, "A"), (66, ""), (67, ""), (60, "é<"), (68, "D")):
+        count.see(text, token)
+    count.add(0, 2)
+    assert count.count == 3  # "<" begins the mark
+    count.add(3, 4)
+    assert count.count == 4
+
+
+def usage_of(address: str, path: str, **body) -> list[dict]:
+    """Return the usage of an answer that comes whole, and of one that is streamed."""
+    status, whole = ask(address, path, **body)
+    assert status == 200, whole
+    *_, last = (event for _, event in events(address, path, **body) if event.get("type") != "message_stop")
+    return [whole["usage"], last.get("response", last)["usage"]]
+
+
+def test_usage_tells_the_tokens_of_reasoning(address):
+    """All of the answer, where its length has cut it; as many as the budget, where that has ended it; or none."""
+    chat, response = {"max_tokens": 40, "temperature": 0}, {"max_output_tokens": 40, "temperature": 0}
+    none, short = {"reasoning_effort": "none", "max_tokens": 3}, {"max_tokens": 20, "temperature": 0}
+    for path, said, wanted in (
+        (CHAT, BODIES[CHAT] | chat, 40), (RESPONSE, BODIES[RESPONSE] | response, 40),
+        (CHAT, BODIES[CHAT] | chat | none, 0), (CHAT, BODIES[CHAT] | chat | {"n": 2}, 80),
+    ):  # fmt: skip
+        for usage in usage_of(address, path, **said):
+            details = usage.get("completion_tokens_details") or usage.get("output_tokens_details")
+            assert details == {"reasoning_tokens": wanted}
+    for most, wanted in ((9, 9), (100, 20)):
+        thinking = {"type": "enabled", "budget_tokens": most}
+        for usage in usage_of(address, MESSAGE, **BODIES[MESSAGE] | short, thinking=thinking):
+            assert usage["output_tokens_details"] == {"thinking_tokens": wanted}
+
+
+def test_usage_of_an_answer_that_reasons_and_then_speaks():
+    """The model writes what it is asked to. With each event, too, where the client asks for it."""
+    text = "<think>a b\n한국 c</think>return x<think>d</think>, y"
+    _, tokenizer = demo()
+    wanted = tokens_of_reasoning(tokenizer(text).input_ids)
+    assert 6 < wanted < len(tokenizer(text).input_ids)
+    with running("-c", WRITING, json.dumps(THINKING)) as address:
+        chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 200, "temperature": 0}
+        for usage in usage_of(address, CHAT, **chat):
+            assert usage["completion_tokens_details"] == {"reasoning_tokens": wanted}
+        for usage in usage_of(address, RESPONSE, input=text, max_output_tokens=200, temperature=0):
+            assert usage["output_tokens_details"] == {"reasoning_tokens": wanted}
+        told = events(address, CHAT, **chat, stream_options={"continuous_usage_stats": True, "include_usage": True})
+        counts = [event["usage"]["completion_tokens_details"]["reasoning_tokens"] for _, event in told]
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (0, wanted)
 
 
 @pytest.mark.parametrize("stream", [False, True])

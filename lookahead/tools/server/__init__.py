@@ -1,6 +1,7 @@
 """`lookahead serve`: a server for clients of OpenAI's and Anthropic's APIs around one wrapped model. See docs/serve.md.
 
 app           routes, and requests from their body to their answer
+arriving      requests while they arrive: how many, how large, for how long
 fields        what a request says: each field honoured, passed over, or refused by name
 reading       prompts, with the tokens that the model has written in earlier turns
 generations   answers that are decoded at the same time, and the call of ``model.generate``

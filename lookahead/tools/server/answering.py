@@ -12,7 +12,8 @@ from lookahead.engine.recording import Recorder
 from lookahead.stats import Stats
 from lookahead.step import Step
 from lookahead.streaming import CONTEXT, StopWhenAsked, TextPieces, without_half_character
-from lookahead.tools.server.parsing import TEXT, Call, Parser, Trim
+from lookahead.tools.server.parsing import TEXT, Call, Parser, Part, Trim
+from lookahead.tools.server.thinking import ReasoningTokens
 from ngram_pool import GuessTree
 
 BYTES = 4  # tokens that a character may take
@@ -39,6 +40,8 @@ class Words:
     likelihoods: list[Likelihood]
     tokens: int
     """Of the answer, up to here."""
+    reasoning: int
+    """Those of them that are reasoning."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,14 @@ class End:
     """An answer is whole.
 
     reason: "stop" or "length". stop: the stop string that has ended it.
-    tokens, cached: of the answer; and of its prompt, those that earlier requests had left.
+    tokens, reasoning, cached: of the answer; those of them that are reasoning; and of its prompt, those that earlier
+        requests had left.
     """
 
     reason: str
     stop: str | None
     tokens: int
+    reasoning: int
     cached: int
 
 
@@ -163,6 +168,7 @@ class Writer(Recorder):
         self._end_text = one_call
         self._texts = TextPieces(tokenizer, with_special=parser is not None)
         self._parser = parser
+        self._reasoning = ReasoningTokens(tokenizer) if parser is not None and parser.reasons else None
         self._pieces, self._trim = Pieces(stops), Trim()
         self._probabilities = probabilities
         self._send = send
@@ -189,20 +195,28 @@ class Writer(Recorder):
 
     def end(self) -> None:
         self._write()
-        self._hand_over(self._texts.rest())
-        for part in self._parser.finish() if self._parser is not None else ():
-            self._part(part)
+        rest = self._texts.rest()
+        if self._reasoning is not None:
+            self._reasoning.see(rest)
+        self._hand_over(rest)
+        if self._parser is not None:
+            self._parts(self._parser.finish())
         self._words(self._pieces.release())
 
     def finish(self, stop: Stop, cached: int) -> End:
         """Return how the answer has ended. A stop string in a mark or a call is in no text."""
         reason = "stop" if stop.has_ended or self._has_its_call else "length"
-        return End(reason, self._pieces.stop or stop.found, self.count, cached)
+        return End(reason, self._pieces.stop or stop.found, self.count, self.reasoning, cached)
 
     @property
     def is_whole(self) -> bool:
         """Whether neither a stop string nor a call has cut what was sent."""
         return self._pieces.stop is None and not self._has_its_call
+
+    @property
+    def reasoning(self) -> int:
+        """Tokens of reasoning."""
+        return 0 if self._reasoning is None else self._reasoning.count
 
     @property
     def _has_its_call(self) -> bool:
@@ -215,7 +229,18 @@ class Writer(Recorder):
         size = len(new) if self._probabilities is None else 1
         for at in range(0, len(new), size or 1):
             self.count += size
-            self._hand_over(self._texts.add(new[at : at + size]))
+            self._hand_over(self._text(new[at : at + size]))
+
+    def _text(self, tokens: list[int]) -> str:
+        """Return the text that tokens complete."""
+        if self._reasoning is None:
+            return self._texts.add(tokens)
+        text = ""
+        for token in tokens:
+            piece = self._texts.add([token])
+            self._reasoning.see(piece, token)
+            text += piece
+        return text
 
     def _hand_over(self, text: str) -> None:
         if not text:
@@ -223,10 +248,17 @@ class Writer(Recorder):
         if self._parser is None:
             self._words(self._pieces.feed(TEXT, text))
         else:
-            for part in self._parser.feed(text):
-                self._part(part)
+            self._parts(self._parser.feed(text))
 
-    def _part(self, part: tuple[str, str] | Call) -> None:
+    def _parts(self, parts: list[Part]) -> None:
+        if self._reasoning is not None and self._parser is not None:
+            for begin, end in self._parser.reasoned:
+                self._reasoning.add(begin, end)
+            self._parser.reasoned.clear()
+        for part in parts:
+            self._part(part)
+
+    def _part(self, part: Part) -> None:
         if self._has_its_call:
             return
         if not isinstance(part, Call):
@@ -246,7 +278,7 @@ class Writer(Recorder):
                 continue
             if kind == TEXT:
                 self.text += text
-            self._send(Words(kind, text, self._likelihoods(), self.count))
+            self._send(Words(kind, text, self._likelihoods(), self.count, self.reasoning))
 
     def _likelihoods(self) -> list[Likelihood]:
         return self._probabilities.told(self.count) if self._probabilities is not None else []

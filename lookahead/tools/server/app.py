@@ -32,7 +32,19 @@ from lookahead.tools.files import read_text
 from lookahead.tools.loading import decoding, load_wrapped
 from lookahead.tools.server import chats, messages, responses
 from lookahead.tools.server.answering import Piece, Words
-from lookahead.tools.server.fields import CHAT, COMPLETION, COUNT, MESSAGE, RESPONSE, Asked, RefusedError, read_request
+from lookahead.tools.server.arriving import PATIENCE, Bodies, Body, Connection, UnreadError
+from lookahead.tools.server.fields import (
+    CHAT,
+    COMPLETION,
+    COUNT,
+    MESSAGE,
+    PROMPTS,
+    RESPONSE,
+    Asked,
+    RefusedError,
+    blamed,
+    read_request,
+)
 from lookahead.tools.server.forms import Form, error_body
 from lookahead.tools.server.generations import Answer, BusyError, Generations, Worker
 from lookahead.tools.server.metrics import Metrics, exposition
@@ -50,8 +62,7 @@ BYTES_A_TOKEN = 16  # of a request: enough for any language, also where JSON esc
 LEAST_BODY, LARGEST_BODY = 2**20, 2**23
 GRACE = 5  # seconds that requests have to end once the server is told to stop
 LAST_WORDS = 1  # seconds in which a stream can still say that it was stopped
-PATIENCE = 60  # seconds for a body to arrive
-MOST_OPEN = 256  # requests whose bodies are held; further ones are refused
+MOST_OPEN = 256  # requests that arrive or are answered; further ones are refused
 PING = 10  # seconds without an event, after which a stream shows that it is alive
 
 Result = TypeVar("Result")
@@ -82,7 +93,7 @@ def serve(
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler())
     app = make_app(model, tokenizer, name, assistant, **of_app)
-    server = uvicorn.Server(uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=GRACE))
+    server = uvicorn.Server(uvicorn.Config(app, http=Connection, access_log=False, timeout_graceful_shutdown=GRACE))
     place = f"[{host}]" if ":" in host else host
     click.echo(f"running on http://{place}:{sockets[0].getsockname()[1]} (Ctrl-C to quit)", err=True)
     with suppress(KeyboardInterrupt):  # uvicorn passes it on when it has ended
@@ -187,7 +198,8 @@ class Server:
     ):
         engine: Lookahead | None = getattr(model, "lookahead", None)  # type: ignore[assignment]  # no module
         self.name, self.metrics = name, Metrics()
-        self.max_body = max_body or min(max(BYTES_A_TOKEN * context_length(model), LEAST_BODY), LARGEST_BODY)
+        most = min(max(BYTES_A_TOKEN * context_length(model), LEAST_BODY), LARGEST_BODY)
+        self.bodies = Bodies(max_body or most)
         self.reader = Reader(model, tokenizer, written := Written() if cache_mb else Written(0))
         self._prefixes = Prefixes(model, cache_mb * 2**20)
         self.generations = Generations(model, self.reader, written, self._prefixes, engine, assistant, parallel)
@@ -219,7 +231,7 @@ class Server:
         self._reading.calls.put(run)
         return await result
 
-    def understand(self, body: bytes, path: str) -> tuple[Asked, Any, list[Prompt]]:
+    def understand(self, body: bytearray, path: str) -> tuple[Asked, Any, list[Prompt]]:
         """Return what a request says, its wishes and its prompts. Raises RefusedError."""
         try:
             said = json.loads(body)
@@ -229,7 +241,8 @@ class Server:
             raise RefusedError("the body must be a JSON object")
         reader = self.reader
         asked, wishes = read_request(said, path, self.name, vocabulary_of(self._model), reader.reserved)
-        return asked, wishes, reader.read(asked, wishes)
+        with blamed(PROMPTS[path]):
+            return asked, wishes, reader.read(asked, wishes)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -262,10 +275,7 @@ class Server:
 
 
 class Endpoint:
-    """Answers the requests at one path, as an ASGI application.
-
-    It counts them, refuses large ones, and cancels one whose client has gone.
-    """
+    """Answers the requests at one path, as an ASGI application."""
 
     def __init__(self, server: Server, path: str):
         self._server, self._path = server, path
@@ -283,7 +293,7 @@ class Endpoint:
 
 
 class Exchange:
-    """One request and its answer."""
+    """One request and its answer. It is cancelled when its client goes, or takes nothing of the answer for long."""
 
     def __init__(self, server: Server, path: str, scope: Scope, receive: Receive, send: Send):
         self._server, self._path, self._scope, self._receive = server, path, scope, receive
@@ -293,23 +303,27 @@ class Exchange:
         self._answers: list[Answer] = []
         self._pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
         self._form: Form | None = None
+        self._gone: asyncio.Future[Any] | None = None  # done when the client goes, or has all
 
     async def serve(self) -> None:
-        requests = self._server.metrics.requests
-        if requests["running"] >= MOST_OPEN:
+        requests, bodies = self._server.metrics.requests, self._server.bodies
+        if requests["running"] + bodies.arriving >= MOST_OPEN and not bodies.make_room():
             await self._refuse(f"{MOST_OPEN} requests are open: try again later", 429, {"Retry-After": "1"})
             requests[self._path, "429"] += 1
             return
         try:
-            body = await asyncio.wait_for(body_of(Request(self._scope, self._receive), self._server.max_body), PATIENCE)
+            body = await bodies.take(Request(self._scope).headers, self._receive)
         except ClientDisconnect:
             return
-        except asyncio.TimeoutError:
-            await self._refuse(f"the body has not arrived within {PATIENCE} seconds", 408)
-            requests[self._path, "408"] += 1
+        except UnreadError as error:
+            # Others may still send; if the connection ended, they would not see why.
+            headers = {408: {"Connection": "close"}, 503: {"Retry-After": "1"}}.get(error.status)
+            await self._refuse(str(error), error.status, headers)
+            requests[self._path, self._status] += 1
+            self._log()
             return
         requests["running"] += 1
-        gone: asyncio.Future[Any] = asyncio.ensure_future(self._receive())  # when the client goes, or has all
+        self._gone = gone = asyncio.ensure_future(self._receive())
         answering: asyncio.Future[Any] = asyncio.ensure_future(self._answer(body))
         try:
             await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -327,32 +341,30 @@ class Exchange:
             gone.cancel()
             answering.cancel()
             await asyncio.wait({answering})
+            bodies.release(body)
             requests["running"] -= 1
             requests[self._path, self._status] += 1
             self._log()
 
-    async def _answer(self, body: bytes | None) -> None:
+    async def _answer(self, body: Body) -> None:
         server = self._server
-        if body is None:
-            await self._refuse(
-                f"the body of a request must have {server.max_body} bytes at most; this one is larger", 413
-            )
-            return
         kind = Request(self._scope).headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # browsers send others without asking the server
             await self._refuse("the body must be a JSON object, whose Content-Type is application/json", 400)
             return
         try:
-            asked, wishes, prompts = await server.read(lambda: server.understand(body, self._path))
+            asked, wishes, prompts = await server.read(lambda: server.understand(body.bytes, self._path))
+            server.bodies.release(body)
             if self._path == COUNT:
                 await self._whole({"input_tokens": len(prompts[0].ids)})
                 return
             self._form = form = FORMS[self._path](asked, server.name, prompts, wishes.answers)
             tell = partial(call_in, asyncio.get_running_loop(), self._pieces.put_nowait)
             send = lambda number, piece: tell((number, piece))  # noqa: E731
-            self._answers = await server.read(lambda: server.generations.begin(prompts, wishes, send))
+            with blamed(PROMPTS[self._path]):
+                self._answers = await server.read(lambda: server.generations.begin(prompts, wishes, send))
         except RefusedError as error:
-            await self._refuse(str(error), 400)
+            await self._refuse(str(error), 400, param=error.param)
         except BusyError as error:
             await self._refuse(str(error), 429, {"Retry-After": "1"})
         else:
@@ -400,8 +412,10 @@ class Exchange:
     async def _whole(self, said: dict) -> None:
         await self._respond(JSONResponse(said))
 
-    async def _refuse(self, message: str, status: int, headers: dict[str, str] | None = None) -> None:
-        await self._respond(JSONResponse(_form_at(self._path).error(message, status), status, headers))
+    async def _refuse(
+        self, message: str, status: int, headers: dict[str, str] | None = None, param: str | None = None
+    ) -> None:
+        await self._respond(JSONResponse(_form_at(self._path).error(message, status, param), status, headers))
 
     async def _fail(self, error: Exception) -> None:
         stops = isinstance(error, InterruptedError)
@@ -415,7 +429,12 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
     async def _send(self, message: Message) -> None:
-        await self._send_to_client(message)
+        late = asyncio.get_running_loop().call_later(PATIENCE, self._gone.cancel) if self._gone is not None else None
+        try:
+            await self._send_to_client(message)
+        finally:
+            if late is not None:
+                late.cancel()
         if message["type"] == "http.response.start":
             self._status = str(message["status"])
         else:
@@ -454,16 +473,3 @@ def _failure(error: Exception) -> str:
         return str(error)
     logger.error("a request has failed", exc_info=error)
     return f"decoding failed: {type(error).__name__}: {error}"
-
-
-async def body_of(request: Request, most: int) -> bytes | None:
-    """Return the body of a request, or None if it has more than ``most`` bytes, which are then not kept."""
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > most:
-        return None
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > most:
-            return None
-    return bytes(body)

@@ -1,5 +1,5 @@
-"""The fields of OpenAI's and Anthropic's requests: each is honoured, passed over because no text depends on it, or
-refused by name.
+"""The fields of OpenAI's and Anthropic's requests: each is honoured, passed over because no text depends on it or
+because it is a hint that the model cannot be given, or refused by name.
 
 Nothing here needs a server: the bodies are parsed JSON, and what comes out are messages as chat completions write them,
 and settings of ``model.generate``.
@@ -7,12 +7,15 @@ and settings of ``model.generate``.
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGE, COUNT = "/v1/messages", "/v1/messages/count_tokens"  # Anthropic's
+PROMPTS = {CHAT: "messages", COMPLETION: "prompt", RESPONSE: "input", MESSAGE: "messages", COUNT: "messages"}
+SCHEMAS = {CHAT: "response_format", RESPONSE: "text.format", MESSAGE: "output_config.format"}
 
 LEVELS = 64  # of nested lists and objects
 MESSAGES = 4096  # a template may look at all messages for each of them
@@ -23,8 +26,28 @@ NAMES, ITEMS, TEXT, LARGEST = 32, 64, 1000, 1_000_000  # of the variables of a t
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}  # imply do_sample
 
 
+Read = TypeVar("Read")
+
+
 class RefusedError(ValueError):
-    """A request asks for what cannot be done. The message names the field and what it must be."""
+    """A request asks for what cannot be done. The message names the field and what it must be.
+
+    param: the field at fault, or the part of it, such as messages[1]; None if it is no field.
+    """
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+@contextmanager
+def blamed(param: str) -> Iterator[None]:
+    """Let what is refused here be the fault of this field, unless a part of it is named already."""
+    try:
+        yield
+    except RefusedError as error:
+        error.param = error.param or param
+        raise
 
 
 @dataclass(frozen=True)
@@ -33,10 +56,12 @@ class Demand:
 
     schema: JSON schema of its text; None: any text.
     calls: names of the tools of which it must call one; empty: it need not.
+    field: of the request, with the schema.
     """
 
     schema: dict | None = None
     calls: tuple[str, ...] = ()
+    field: str = ""
 
     def __bool__(self) -> bool:
         return self.schema is not None or bool(self.calls)
@@ -79,7 +104,8 @@ class Asked:
     prompts: texts, or tokens.
     continues: whether the last message, the model's own, goes on; otherwise the model begins a new one.
     tools, variables: for the chat template.
-    effort: how much the model is to reason, one of EFFORTS, for the chat template; None: as it does by itself.
+    thinks, effort: whether the model is to reason, and how much, one of EFFORTS, for the chat template; None: as it
+        does by itself.
     streams: whether the answer comes as a stream.
     usage_apart: whether the stream ends with an event of the usage alone.
     usage_always: whether each event has the usage so far.
@@ -92,6 +118,7 @@ class Asked:
     continues: bool = False
     tools: list[Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    thinks: bool | None = None
     effort: str | None = None
     streams: bool = False
     usage_apart: bool = False
@@ -113,17 +140,22 @@ def read_request(body: dict, path: str, model: str, vocabulary: int, reserved: C
     body = {name: value for name, value in body.items() if value is not None and name not in PASSED_OVER}
     fields = FIELDS[path]
     for name, value in body.items():
-        if name not in fields:
-            raise RefusedError(f"{name:.80} is not served: {INSTEAD.get((path, name)) or INSTEAD.get(name, LEAVE_OUT)}")
-        _check_characters(name, value)
-        _check(name, value, fields[name])
+        with blamed(f"{name:.80}"):
+            if name not in fields:
+                instead = INSTEAD.get((path, name)) or INSTEAD.get(name, LEAVE_OUT)
+                raise RefusedError(f"{name:.80} is not served: {instead}")
+            _check_characters(name, value)
+            _check(name, value, fields[name])
     if body.get("model", model) != model:
-        raise RefusedError(f"model must be {model!r}, the only one of this server; it is {body['model']!r:.80}")
+        raise RefusedError(
+            f"model must be {model!r}, the only one of this server; it is {body['model']!r:.80}", "model"
+        )
     asked, wishes = _asked(body, path, vocabulary, reserved), _wishes(body, path, vocabulary)
     if len(asked.prompts) * wishes.answers > MOST_PROMPTS:
         raise RefusedError(
             f"n must be lower, or prompt shorter: a request gets {MOST_PROMPTS} answers at most, and this one asks for "
-            f"{len(asked.prompts) * wishes.answers}"
+            f"{len(asked.prompts) * wishes.answers}",
+            "n",
         )
     return asked, wishes
 
@@ -138,10 +170,10 @@ def _wishes(body: dict, path: str, vocabulary: int) -> Wishes:
     settings |= {name: body[name] if name in NOT_FLOATS else float(body[name]) for name in OF_SAMPLING if name in body}
     stop = body.get("stop", body.get("stop_sequences", ()))
     logprobs = body.get("logprobs") if path == COMPLETION else body.get("top_logprobs", 0)
-    if (path == CHAT and not body.get("logprobs")) or (path == RESPONSE and not body.get("include")):
+    if (path == CHAT and not body.get("logprobs")) or (path == RESPONSE and LOGPROBS not in body.get("include", ())):
         if logprobs:
             where = "logprobs is not true" if path == CHAT else f"include does not hold {LOGPROBS!r}"
-            raise RefusedError(f"top_logprobs must be left out where {where}")
+            raise RefusedError(f"top_logprobs must be left out where {where}", "top_logprobs")
         logprobs = None
     elif path in (MESSAGE, COUNT):
         logprobs = None
@@ -156,17 +188,25 @@ def _wishes(body: dict, path: str, vocabulary: int) -> Wishes:
         float(body.get("presence_penalty", 0)),
         float(body.get("frequency_penalty", 0)),
         not body.get("parallel_tool_calls", True) or choice.get("disable_parallel_tool_use", False),
-        Demand(_schema(body), _to_be_called(body, path)),
+        Demand(_schema(body), _to_be_called(body, path), SCHEMAS.get(path, "")),
         body.get("thinking", {}).get("budget_tokens"),
     )
 
 
-def _effort(body: dict) -> str | None:
-    """Return how much the model is to reason, by one of EFFORTS."""
-    thinking = body.get("thinking", {}).get("type")
-    if thinking is not None:
-        return {"disabled": "none", "enabled": "medium"}.get(thinking)
-    return body.get("reasoning_effort") or body.get("reasoning", {}).get("effort")
+def _reasoning(body: dict) -> tuple[bool | None, str | None]:
+    """Return whether the model is to reason, and how much, by one of EFFORTS; None: as it does by itself.
+
+    To Anthropic's clients these are two things: an effort says nothing of whether it reasons.
+    """
+    thinking, effort = body.get("thinking", {}).get("type"), body.get("output_config", {}).get("effort")
+    if thinking == "disabled":
+        return False, "none"
+    if thinking == "enabled":
+        return True, effort or "medium"
+    if effort is None:
+        effort = body.get("reasoning_effort") or body.get("reasoning", {}).get("effort")
+        return None if effort is None else effort != "none", effort
+    return None, effort
 
 
 def _schema(body: dict) -> dict | None:
@@ -178,6 +218,7 @@ def _schema(body: dict) -> dict | None:
     return (how.get("json_schema") or how).get("schema") if how.get("type") == "json_schema" else None
 
 
+@blamed("tool_choice")
 def _to_be_called(body: dict, path: str) -> tuple[str, ...]:
     """Return the names of the tools of which one must be called."""
     choice = body.get("tool_choice")
@@ -201,7 +242,7 @@ def _asked(body: dict, path: str, vocabulary: int, reserved: Collection[str]) ->
     streams = body.get("stream", False)
     if path == COMPLETION:
         if body.get("echo") and "logprobs" in body:
-            raise RefusedError("echo must be false where logprobs are asked for: the prompt has none")
+            raise RefusedError("echo must be false where logprobs are asked for: the prompt has none", "echo")
         return Asked(
             prompts=_prompts(_given(body, "prompt"), vocabulary),
             streams=streams,
@@ -212,21 +253,23 @@ def _asked(body: dict, path: str, vocabulary: int, reserved: Collection[str]) ->
     tools = None
     choice = body.get("tool_choice")
     if body.get("tools") and choice not in ("none", {"type": "none"}):
-        tools = [_tool(one, path) for one in body["tools"]]
+        tools = _each("tools", body["tools"], lambda one: _tool(one, path))
     if path == CHAT:
-        messages = [_message(one) for one in _given(body, "messages")]
+        messages = _each("messages", _given(body, "messages"), _message)
     elif path == RESPONSE:
         messages = _input_items(_given(body, "input"), body.get("instructions"))
     else:
         if path == MESSAGE:
             _given(body, "max_tokens")
         messages = _anthropic_messages(_given(body, "messages"), body.get("system"))
+    thinks, effort = _reasoning(body)
     return Asked(
         messages=messages,
         continues=path in (MESSAGE, COUNT) and messages[-1]["role"] == "assistant",
         tools=tools,
         variables=_variables(body.get("chat_template_kwargs", {}), reserved),
-        effort=_effort(body),
+        thinks=thinks,
+        effort=effort,
         streams=streams,
         usage_apart=path == CHAT and options.get("include_usage", False),
         usage_always=path == CHAT and options.get("continuous_usage_stats", False),
@@ -247,8 +290,17 @@ def _check(name: str, value: Any, check: Check) -> None:
 
 def _given(body: dict, name: str) -> Any:
     if name not in body:
-        raise RefusedError(f"{name} is missing: it must be {OF_ALL_NEEDED[name][1]}")
+        raise RefusedError(f"{name} is missing: it must be {OF_ALL_NEEDED[name][1]}", name)
     return body[name]
+
+
+def _each(name: str, given: list, read: Callable[[Any], Read]) -> list[Read]:
+    """Read each part of a field."""
+    found = []
+    for number, one in enumerate(given):
+        with blamed(f"{name}[{number}]"):
+            found.append(read(one))
+    return found
 
 
 def _check_characters(name: str, value: Any, levels: int = LEVELS) -> None:
@@ -315,9 +367,21 @@ LIKELIEST: Check = (
     lambda value: _whole(value) and 0 <= value <= MOST_LIKELIEST,
     f"a whole number from 0 to {MOST_LIKELIEST}",
 )
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+LEVELS_OF_EFFORT = ("low", "medium", "high", "xhigh", "max")
+EFFORTS = ("none", "minimal", *LEVELS_OF_EFFORT)
 EFFORT: Check = (lambda value: value in EFFORTS, f"one of {', '.join(EFFORTS)}")
+VERBOSITY: Check = (lambda value: value in ("low", "medium", "high"), "low, medium or high")
+# Of a response; what is told of its reasoning is all, whatever `summary` says.
+REASONING: dict[str, tuple[str, ...]] = {
+    "effort": EFFORTS, "summary": ("auto", "concise", "detailed"), "generate_summary": ("auto", "concise", "detailed"),
+    "context": ("auto",), "mode": ("standard",),
+}  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"  # what a response can include
+INCLUDED = {
+    LOGPROBS, "reasoning.encrypted_content", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "file_search_call.results", "message.input_image.image_url", "web_search_call.action.sources",
+    "web_search_call.results",
+}  # fmt: skip  # all but the first are of items that no answer has, or of nothing that is missed
 TOOL_CHOICE: Check = (
     lambda value: (
         value in ("auto", "none", "required")
@@ -412,7 +476,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "modalities": _only(["text"], '["text"], because nothing else is written'),
         "reasoning_effort": EFFORT,
         "response_format": (_is_format, "of type text, json_object, or json_schema with a json_schema and its schema"),
-        "verbosity": _only("medium", '"medium", because nothing else is enforced'),
+        "verbosity": VERBOSITY,
     }
     | COMMON
     | OF_COMPLETIONS
@@ -434,23 +498,22 @@ FIELDS: dict[str, dict[str, Check]] = {
         "max_output_tokens": NEW_TOKENS,
         "background": _only(False, "false, because an answer is given to the request for it"),
         "include": (
-            lambda value: isinstance(value, list) and all(one == LOGPROBS for one in value),
-            f'["{LOGPROBS}"] or empty, because answers hold nothing else',
+            lambda value: isinstance(value, list) and all(isinstance(one, str) and one in INCLUDED for one in value),
+            f"a list of {', '.join(sorted(INCLUDED))}",
         ),
         "truncation": _only("disabled", '"disabled": a prompt that is too long is refused'),
         "reasoning": (
             lambda value: (
                 isinstance(value, dict)
-                and all(one is None for name, one in value.items() if name != "effort")
-                and value.get("effort") in (None, *EFFORTS)
+                and all(one is None or (name in REASONING and one in REASONING[name]) for name, one in value.items())
             ),
-            f"an object whose effort is one of {', '.join(EFFORTS)}, and that holds nothing else",
+            "an object of " + ", ".join(f"{name} ({' or '.join(values)})" for name, values in REASONING.items()),
         ),
         "text": (
             lambda value: (
                 isinstance(value, dict)
                 and (value.get("format") is None or _is_format(value["format"]))
-                and value.get("verbosity") in (None, "medium")
+                and (value.get("verbosity") is None or VERBOSITY[0](value["verbosity"]))
                 and value.keys() <= {"format", "verbosity"}
             ),
             "an object whose format is of type text, json_object, or json_schema with a schema",
@@ -459,6 +522,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     | COMMON
     | OF_TOOLS,
 }
+KEEP_THINKING: dict[str, Any] = {"type": "clear_thinking_20251015", "keep": "all"}
 OF_MESSAGES: dict[str, Check] = {
     "messages": OF_ALL_NEEDED["messages"],
     "system": (
@@ -479,24 +543,39 @@ OF_MESSAGES: dict[str, Check] = {
         lambda value: (
             isinstance(value, dict)
             and (
-                (value.get("type") in ("disabled", "adaptive") and value.keys() == {"type"})
+                (value.get("type") in ("disabled", "adaptive") and value.keys() <= {"type", "display"})
                 or (
                     value.get("type") == "enabled"
-                    and value.keys() == {"type", "budget_tokens"}
+                    and {"budget_tokens"} <= value.keys() <= {"type", "budget_tokens", "display"}
                     and NEW_TOKENS[0](value["budget_tokens"])
                 )
             )
+            and value.get("display") in (None, "summarized", "omitted")
         ),
-        'an object of type "disabled" or "adaptive", or of type "enabled" with budget_tokens, a whole number above 0',
+        'an object of type "disabled" or "adaptive", or of type "enabled" with budget_tokens, a whole number above 0; '
+        'display may be "summarized" or "omitted"',
     ),
     "output_config": (
         lambda value: (
             isinstance(value, dict)
-            and value.keys() <= {"format"}
+            and value.keys() <= {"format", "effort", "task_budget"}
             and (value.get("format") is None or (_is_format(value["format"]) and "schema" in value["format"]))
+            and value.get("effort") in (None, *LEVELS_OF_EFFORT)
+            and isinstance(value.get("task_budget") or {}, dict)
         ),
-        "an object whose format is of type json_schema with a schema, and that holds nothing else",
+        "an object whose format is of type json_schema with a schema, and whose effort is one of "
+        f"{', '.join(LEVELS_OF_EFFORT)}",
     ),
+    "context_management": (
+        lambda value: (
+            isinstance(value, dict)
+            and value.keys() <= {"edits"}
+            and (value.get("edits") or [])
+            in ([], *([KEEP_THINKING | {"keep": keep}] for keep in ("all", {"type": "all"})))
+        ),
+        f"an object without edits, or with {json.dumps(KEEP_THINKING)} alone: the conversation is read as it is sent",
+    ),
+    "mcp_servers": _only([], "empty, because the server calls no other"),
     "chat_template_kwargs": AN_OBJECT,
     "stop_sequences": (
         lambda value: isinstance(value, list) and _stops(value),
@@ -505,10 +584,12 @@ OF_MESSAGES: dict[str, Check] = {
     "max_tokens": NEW_TOKENS,
 } | {name: check for name, check in COMMON.items() if name != "stream_options"}
 FIELDS[MESSAGE] = FIELDS[COUNT] = OF_MESSAGES
-# No text depends on them: they are about accounts, storage and speed, or ask for what a stream holds anyway.
+# No text depends on them: they are about accounts, storage, speed, and what a server does that declines requests or
+# runs tools itself.
 PASSED_OVER = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "cache_control", "container", "inference_geo",
+    "prompt_cache_options", "cache_control", "container", "inference_geo", "client_metadata", "access_programs",
+    "max_tool_calls", "speed", "diagnostics", "user_profile_id", "billing_policy", "fallbacks", "fallback_credit_token",
 }  # fmt: skip
 REPEATED = (  # in a response
     "instructions", "tools", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "top_logprobs",
@@ -550,6 +631,10 @@ INSTEAD: dict[Any, str] = {
     (CHAT, "prompt"): f"give messages instead, or ask {COMPLETION}",
     "max_output_tokens": "give max_tokens instead",
     "max_completion_tokens": "give max_tokens instead",
+    (MESSAGE, "output_format"): "give output_config.format instead",
+    (CHAT, "reasoning"): "give reasoning_effort instead",
+    (RESPONSE, "reasoning_effort"): "give reasoning.effort instead",
+    (RESPONSE, "response_format"): "give text.format instead",
     "previous_response_id": "answers are not kept; send the whole conversation as input",
     "conversation": "conversations are not kept; send the whole conversation as input",
 } | {
@@ -562,6 +647,7 @@ INSTEAD: dict[Any, str] = {
 # -- what to decode ---------------------------------------------------------------------------------------------------
 
 
+@blamed("generation_config")
 def _generation_config(given: str | dict) -> dict[str, Any]:
     if isinstance(given, str):
         try:
@@ -581,7 +667,9 @@ def _sampling(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with ``do_sample`` as they imply it; without what only sampling reads, where it is false."""
     if settings.get("temperature") == 0:
         if settings.get("do_sample"):
-            raise RefusedError("temperature must be above 0 where do_sample is true; it is 0, which decodes greedily")
+            raise RefusedError(
+                "temperature must be above 0 where do_sample is true; it is 0, which decodes greedily", "temperature"
+            )
         settings = settings | {"do_sample": False}
     elif settings.keys() & SAMPLING:
         settings = {"do_sample": True} | settings
@@ -590,6 +678,7 @@ def _sampling(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+@blamed("logit_bias")
 def _biases(given: dict, vocabulary: int) -> dict[tuple[int], float]:
     is_bias = _from(-100, 100)[0]
     for token, bias in given.items():
@@ -606,7 +695,10 @@ def _biases(given: dict, vocabulary: int) -> dict[tuple[int], float]:
 PARTS = ("text", "input_text", "output_text")
 ROLE: Check = (lambda value: isinstance(value, str) and 0 < len(value) <= ITEMS, f"a text of 1 to {ITEMS} characters")
 ARGUMENTS = "the JSON text of an object"
-MESSAGE_PASSED_OVER = {"name", "refusal", "annotations", "reasoning", "reasoning_content", "id", "type", "status"}
+MESSAGE_PASSED_OVER = {
+    "name", "refusal", "annotations", "reasoning", "reasoning_content", "id", "type", "status", "phase",
+    "cache_control",
+}  # fmt: skip
 
 
 def _is_content(value: Any) -> bool:
@@ -620,7 +712,10 @@ def _is_content(value: Any) -> bool:
 
 
 def _content(value: Any, of: str) -> str:
-    """Return a message's content, whose text parts stand below each other. Raises RefusedError for anything else."""
+    """Return a content, or what a call has returned, whose text parts stand below each other.
+
+    Raises RefusedError for anything else.
+    """
     if not _is_content(value):
         raise RefusedError(f"{of}'s content must be a text, or parts of type text; one is {json.dumps(value):.80}")
     return value if isinstance(value, str) else "\n".join(part["text"] for part in value)
@@ -677,26 +772,30 @@ def _input_items(given: str | list[dict], instructions: str | None) -> list[dict
         return [*messages, {"role": "user", "content": given}]
     if all(item.get("type") in PARTS and "role" not in item for item in given):
         return [*messages, {"role": "user", "content": _content(given, "a message")}]
-    for item in given:
-        kind = item.get("type")
-        if item.get("role") is not None and kind in (None, "message"):
-            message = _message(item)
-            _known(message, {"role", "content"}, "a message of input")
-            messages.append(message)
-        elif kind == "function_call" and messages:
-            _add_calls(messages, [_call(item.get("call_id", ""), item)])
-        elif kind == "function_call_output" and messages:
-            _check("the call_id of a function_call_output", item.get("call_id"), A_TEXT)
-            _check("the output of a function_call_output", item.get("output"), A_TEXT)
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
-        elif kind != "reasoning":
-            raise RefusedError(
-                "input must begin with a message, and hold only messages with a role and a content, function_call, "
-                f"function_call_output and reasoning; one item is {json.dumps(item):.80}"
-            )
+    _each("input", given, lambda item: _add_item(messages, item))
     if not messages:
-        raise RefusedError("input must hold a message")
+        raise RefusedError("input must hold a message", "input")
     return messages
+
+
+def _add_item(messages: list[dict], item: dict) -> None:
+    """Add an item of a response's input to the messages before it."""
+    kind = item.get("type")
+    if item.get("role") is not None and kind in (None, "message"):
+        message = _message(item)
+        _known(message, {"role", "content"}, "a message of input")
+        messages.append(message)
+    elif kind == "function_call" and messages:
+        _add_calls(messages, [_call(item.get("call_id", ""), item)])
+    elif kind == "function_call_output" and messages:
+        _check("the call_id of a function_call_output", item.get("call_id"), A_TEXT)
+        output = _content(item.get("output"), "a function_call_output")
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+    elif kind != "reasoning":
+        raise RefusedError(
+            "input must begin with a message, and hold only messages with a role and a content, function_call, "
+            f"function_call_output and reasoning; one item is {json.dumps(item):.80}"
+        )
 
 
 def _add_calls(messages: list[dict], calls: list[dict]) -> None:
@@ -744,6 +843,7 @@ def _anthropic_messages(given: list[dict], system: str | list[dict] | None) -> l
     return messages
 
 
+@blamed("prompt")
 def _prompts(given: Any, vocabulary: int) -> list[str | list[int]]:
     """Return the prompts of a completion, texts or tokens. Raises RefusedError if they are neither."""
 
@@ -776,6 +876,7 @@ def _tool(given: dict, path: str) -> dict:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
+@blamed("chat_template_kwargs")
 def _variables(given: dict, reserved: Collection[str]) -> dict[str, Any]:
     """Return the variables for a chat template. Raises RefusedError for all but plain ones."""
     if len(given) > NAMES:

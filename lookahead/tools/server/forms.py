@@ -23,11 +23,16 @@ def name_of_call() -> str:
     return new_name(length=9)  # some chat templates take names of nine letters and digits alone
 
 
-def error_body(message: str, status: int) -> dict:
-    """Return an error as OpenAI's clients read it."""
-    message = message.encode(errors="backslashreplace").decode()  # it may quote what is no character
+def error_body(message: str, status: int, param: str | None = None) -> dict:
+    """Return an error as OpenAI's clients read it. param: the field at fault."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    named = None if param is None else characters(param)
+    return {"error": {"message": characters(message), "type": kind, "param": named, "code": None}}
+
+
+def characters(text: str) -> str:
+    """Return a text that may quote what is no character as one that can be sent."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def event(said: dict, name: str | None = None) -> str:
@@ -37,11 +42,12 @@ def event(said: dict, name: str | None = None) -> str:
 
 @dataclass
 class Whole:
-    """An answer so far. parts: texts with their kinds, and calls with their names, in order."""
+    """An answer so far. parts: texts with their kinds, and calls with their names, in order. reasoning: its tokens."""
 
     parts: list[tuple[str, Any]] = field(default_factory=list)
     likelihoods: list[Likelihood] = field(default_factory=list)
     tokens: int = 0
+    reasoning: int = 0
     end: End | None = None
 
     def add(self, piece: Piece) -> None:
@@ -51,11 +57,11 @@ class Whole:
             else:
                 self.parts.append((piece.kind, piece.text))
             self.likelihoods += piece.likelihoods
-            self.tokens = piece.tokens
+            self.tokens, self.reasoning = piece.tokens, piece.reasoning
         elif isinstance(piece, Call):
             self.parts.append((name_of_call(), piece))
         else:
-            self.end, self.tokens = piece, piece.tokens
+            self.end, self.tokens, self.reasoning = piece, piece.tokens, piece.reasoning
 
     def text(self, kind: str = TEXT) -> str:
         return "".join(part for of, part in self.parts if of == kind)
@@ -80,8 +86,8 @@ class Form:
         self._count = count
 
     @staticmethod
-    def error(message: str, status: int) -> dict:
-        return error_body(message, status)
+    def error(message: str, status: int, param: str | None = None) -> dict:
+        return error_body(message, status, param)
 
     @property
     def is_whole(self) -> bool:
@@ -91,6 +97,11 @@ class Form:
     def tokens(self) -> int:
         """Tokens of all answers."""
         return sum(answer.tokens for answer in self.answers)
+
+    @property
+    def reasoning(self) -> int:
+        """Those of them that are reasoning."""
+        return sum(answer.reasoning for answer in self.answers)
 
     @property
     def cached(self) -> int:
@@ -103,6 +114,7 @@ class Form:
             "completion_tokens": self.tokens,
             "total_tokens": self.prompt_tokens + self.tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
     def object(self) -> dict:

@@ -29,9 +29,9 @@ from lookahead.passes.fused import FusedRunner
 from lookahead.sequences import Sequences, seeded
 from lookahead.sources.retrieval import LONGEST, RetrievalSource
 from lookahead.tools.server.answering import Penalties, Piece, Probabilities, Stop, Writer
-from lookahead.tools.server.fields import RefusedError, Wishes
+from lookahead.tools.server.fields import Wishes, blamed
 from lookahead.tools.server.prefixes import Prefixes, can_be_cut
-from lookahead.tools.server.reading import Prompt, Reader, Written
+from lookahead.tools.server.reading import Prompt, Reader, Written, too_long
 from lookahead.tools.server.thinking import LimitThinking
 
 if TYPE_CHECKING:
@@ -128,9 +128,7 @@ class Generations(Worker):
         context = context_length(self._model)
         for prompt in prompts:
             if not 0 < len(prompt.ids) < context:
-                raise RefusedError(
-                    f"the prompt has {len(prompt.ids)} tokens: give 1 to {context - 1}, the model's context"
-                )
+                raise too_long(len(prompt.ids), context)
         grammars = [self._grammar(prompt, wishes) for prompt in prompts]
         if self.open >= self._most + MOST_WAITING:
             raise BusyError(f"{self.open} requests are being served: try again later")
@@ -147,7 +145,8 @@ class Generations(Worker):
             return None
         if self._grammars is None:
             self._grammars = self._reader.grammars(vocabulary_of(self._model))
-        return self._grammars.of(wishes.demand, prompt, not wishes.one_call)
+        with blamed("tools" if wishes.demand.schema is None else wishes.demand.field):
+            return self._grammars.of(wishes.demand, prompt, not wishes.one_call)
 
     def _submit(
         self,

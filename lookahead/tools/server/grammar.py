@@ -79,7 +79,8 @@ class Grammars:
     def _calls(self, how: dict | None, tools: Sequence[Any], names: Sequence[str], many: bool) -> list[str]:
         if how is None or how.get("content") != "json" or how.get("transform", {}).get("function") != "{content}":
             raise RefusedError(
-                'tool_choice must be "auto" or "none": no call can be enforced in the form that this model uses'
+                'tool_choice must be "auto" or "none": no call can be enforced in the form that this model uses',
+                "tool_choice",
             )
         schemas = [_schema_of(tool["function"]) for tool in tools if not names or tool["function"]["name"] in names]
         opens, closes = self._literal(how["open"]), self._literal(how["close"])

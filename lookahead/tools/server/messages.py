@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lookahead.tools.server.answering import Piece, Words
-from lookahead.tools.server.forms import Form, event
+from lookahead.tools.server.forms import Form, characters, event
 from lookahead.tools.server.parsing import TEXT, Call
 
 KINDS = {
@@ -23,9 +23,8 @@ class Message(Form):
         self._open: str | None = None  # kind of the last block, if it has not ended
 
     @staticmethod
-    def error(message: str, status: int) -> dict:
-        message = message.encode(errors="backslashreplace").decode()  # it may quote what is no character
-        return {"type": "error", "error": {"type": KINDS.get(status, "api_error"), "message": message}}
+    def error(message: str, status: int, param: str | None = None) -> dict:
+        return {"type": "error", "error": {"type": KINDS.get(status, "api_error"), "message": characters(message)}}
 
     def object(self) -> dict:
         blocks = [block(kind, part) for kind, part in self.answers[0].parts]
@@ -67,6 +66,7 @@ class Message(Form):
         return {
             "input_tokens": self.prompt_tokens - self.cached,
             "output_tokens": self.tokens,
+            "output_tokens_details": {"thinking_tokens": self.reasoning},
             "cache_read_input_tokens": self.cached,
             "cache_creation_input_tokens": 0,
         }

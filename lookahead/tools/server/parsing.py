@@ -95,6 +95,11 @@ class Parser:
         self._units = re.compile(rf"{special}|\w+|.", re.DOTALL)
         self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)  # None: it has failed
         self._held = ""  # what no part has shown yet
+        self._fed, self._read = 0, -len(unread(self._parser))  # characters, and those that its events have told of
+        self.reasons = any(name in template.get("fields", {}) for name in REASONING_FIELDS)
+        """Whether answers have reasoning."""
+        self.reasoned: list[tuple[int, int]] = []
+        """Where the reasoning of the parts so far stands in the text: begin and end. Whoever takes them clears it."""
         self._may_fail = False  # whether a part has begun that is read when it ends
 
     def feed(self, text: str) -> list[Part]:
@@ -104,6 +109,7 @@ class Parser:
 
     def _feed(self, text: str) -> list[Part]:
         self._held += text
+        self._fed += len(text)
         if self._parser is None:
             return self._as_text()
         try:
@@ -128,7 +134,8 @@ class Parser:
     def _parts(self, events: list[dict], text: str) -> list[Part]:
         """text: what was fed last."""
         parts: list[Part] = []
-        for event in events:
+        begin, self._read = self._read, self._fed - len(unread(self._parser))
+        for number, event in enumerate(events):
             name, is_clean = event.get("field"), event["type"] == "region_chunk" and not event.get("dirty")
             if event["type"] == "region_close" and name == "tool_calls":
                 if not _is_call(event.get("value")):
@@ -136,6 +143,9 @@ class Parser:
                 parts.append(_call(event["value"]["function"]))
             elif is_clean and (name in REASONING_FIELDS or name == "content"):
                 shown = self._unseen.sub("", event["text"])
+                if name != "content":  # marks stand before and behind it
+                    at = self._read - len(event["text"]) if number else begin
+                    self.reasoned.append((at, at + len(event["text"])))
                 parts += [(TEXT if name == "content" else REASONING, shown)] if shown else []
             if event["type"] == "region_close" and self._may_fail:
                 self._held = text

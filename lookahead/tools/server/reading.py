@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lookahead.models.adapter import context_length
 from lookahead.models.cache import empty_cache
 from lookahead.streaming import CONTEXT
 from lookahead.tools.audit import first_difference
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from lookahead.tools.server.grammar import Grammars
 
 MOST_WRITTEN = 2**22  # tokens of conversations, of four bytes each
+LONG = 16  # characters for each token of the context, of which a text with more is read first
+CUT = 16  # tokens at the end of a text that another one may have where the text goes on
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class Reader:
         cache = empty_cache(model)
         self._keeps_beginnings = cache is not None and not can_be_cut(cache)
         # Others, such as Mistral's own, write tokens without a text.
+        self._context = context_length(model)
         self._writes_text = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
 
     @property
@@ -125,7 +129,7 @@ class Reader:
     def read(self, asked: Asked, wishes: Wishes) -> list[Prompt]:
         """Return the prompts of a request. Raises RefusedError if they cannot be read, or if tools have no place."""
         try:
-            predicted = self._encode(wishes.prediction) if wishes.prediction else []
+            predicted = self._encode(wishes.prediction[: LONG * self._context]) if wishes.prediction else []
             if asked.messages is None:
                 return [self._plain(prompt, predicted) for prompt in asked.prompts]
             asked, most = self._told_how_to_think(asked, wishes.thought)
@@ -151,25 +155,23 @@ class Reader:
     def _told_how_to_think(self, asked: Asked, most: int | None) -> tuple[Asked, int | None]:
         """Return the request with variables for the chat template, and the tokens of reasoning, at most.
 
-        What no variable can say is said by the length of the reasoning, if that is none.
+        What no variable can say is said by the length of the reasoning, if that is none. Where neither the chat
+        template nor the answers know of reasoning, there is none, whatever is asked for.
         """
-        effort, variables = asked.effort, dict[str, Any]()
+        variables = dict[str, Any]()
         knows = {name for name in ("enable_thinking", "reasoning_effort") if self._takes(name)}
-        if effort is not None:
-            thinks = effort != "none"
-            if "enable_thinking" in knows:
-                variables["enable_thinking"] = thinks
-            if "reasoning_effort" in knows and (thinks or "enable_thinking" not in knows):
-                variables["reasoning_effort"] = effort
-            if not thinks and not knows and self._marks is not None:
-                most = 0
-            if thinks and not knows and self._marks is None:
-                raise RefusedError(
-                    "thinking, reasoning and reasoning_effort must be left out: the model's chat template has no "
-                    "variable for them, and its answers mark no reasoning"
-                )
-        if most is not None and self._marks is None and effort != "none":
-            raise RefusedError("thinking must have no budget_tokens: the model's answers do not mark their reasoning")
+        if asked.thinks is not None and "enable_thinking" in knows:
+            variables["enable_thinking"] = asked.thinks
+        says_no = asked.thinks is False and "enable_thinking" in knows
+        if asked.effort is not None and "reasoning_effort" in knows and not says_no:
+            variables["reasoning_effort"] = asked.effort
+        if asked.thinks is False and not knows and self._marks is not None:
+            most = 0
+        if most and knows and self._marks is None:
+            raise RefusedError(
+                "thinking must have no budget_tokens: the model may reason, but its answers do not mark where",
+                "thinking",
+            )
         return replace(asked, variables=variables | asked.variables), most
 
     def _takes(self, name: str) -> bool:
@@ -186,6 +188,7 @@ class Reader:
 
     def _plain(self, prompt: str | list[int], predicted: list[int]) -> Prompt:
         if isinstance(prompt, str):
+            self._check_length(prompt)
             return Prompt(self.tokenizer(prompt).input_ids, predicted, prompt)
         return Prompt(prompt, predicted, str(self.tokenizer.decode(prompt)))
 
@@ -204,7 +207,7 @@ class Reader:
         how = not asked.continues, asked.continues
         rendered = self._render(asked, messages, asked.tools, *how)
         if asked.tools and rendered == self._render(asked, messages, None, *how):
-            raise RefusedError("tools must be left out, because the model's chat template knows none")
+            raise RefusedError("tools must be left out, because the model's chat template knows none", "tools")
         *_, digest = known = list(digests(messages))
         conversation = None if asked.continues else Conversation(digest, _digest(rendered))
         ids = self._with_written(asked, messages, rendered, known) or self._encode(rendered)
@@ -274,7 +277,18 @@ class Reader:
         )  # fmt: skip
 
     def _encode(self, text: str) -> list[int]:
+        self._check_length(text)
         return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def _check_length(self, text: str) -> None:
+        """Raise RefusedError for a text whose beginning alone is too long: a tokenizer takes 200 bytes a character."""
+        begin = LONG * self._context
+        if len(text) > begin and len(self.tokenizer(text[:begin]).input_ids) - CUT >= self._context:
+            raise too_long(f"{self._context} or more", self._context)
+
+
+def too_long(tokens: object, context: int) -> RefusedError:
+    return RefusedError(f"the prompt has {tokens} tokens: give 1 to {context - 1}, the model's context")
 
 
 def digests(messages: list[dict], before: bytes = b"") -> Iterator[bytes]:

@@ -75,7 +75,7 @@ class Response(Form):
             "output_tokens": self.tokens,
             "total_tokens": self.prompt_tokens + self.tokens,
             "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
     def _begin_item(self, kind: str) -> Iterator[str]:

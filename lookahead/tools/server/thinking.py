@@ -1,5 +1,6 @@
-"""How long a model reasons: what a chat template is told, and the mark that ends reasoning which has taken too long."""
+"""How long a model reasons: the mark that ends reasoning which has taken too long, and how many tokens it has."""
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -51,3 +52,34 @@ class LimitThinking(LogitsProcessor):
             if not mark:
                 return
             self._thinks, self._text, self._forced = not self._thinks, rest, []
+
+
+class ReasoningTokens:
+    """Counts the tokens of an answer that its reasoning has characters of. Those of marks alone do not count."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._spans: deque[tuple[int, int]] = deque()  # characters of each token that may still count: begin and end
+        self._length = 0  # of the text
+        self._without_text = 0  # last tokens, which have the beginning of a character
+        self.count = 0
+
+    def see(self, text: str, token: int | None = None) -> None:
+        """Note the next token, and the text that it has completed; without a token, the end of the text."""
+        self._without_text += token is not None
+        if not text:
+            return
+        end = between = self._length + len(text)
+        own = "" if token is None or self._without_text < 2 else str(self._tokenizer.decode([token]))
+        if own and len(own) < len(text) and text.endswith(own):  # the others have a text without this one
+            between -= len(own)
+            self._without_text -= 1
+        self._spans += [(self._length, between)] * self._without_text
+        if between < end:
+            self._spans.append((between, end))
+        self._length, self._without_text = end, 0
+
+    def add(self, begin: int, end: int) -> None:
+        """Count the tokens of some characters, which stand behind those of earlier calls."""
+        while self._spans and self._spans[0][0] < end:
+            self.count += self._spans.popleft()[1] > begin
