@@ -250,6 +250,41 @@ def anthropic_messages(url: str) -> None:
             equal("tool_choice" in str(error), True)
 
 
+@client("anthropic")
+def two_anthropic_agents(url: str) -> None:
+    """Two loops of 20 turns with a tool at once, with hints that agents send; the history is found in the cache."""
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda name: anthropic_loop(url, name), ("one", "two")))
+
+
+def anthropic_loop(url: str, name: str) -> None:
+    import anthropic
+
+    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
+        options = {"model": MODEL, "max_tokens": 200, "tools": [ANTHROPIC_TOOL], "metadata": {"user_id": "x"}}
+        options |= {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}
+        messages, cached = [], 0
+        for turn in range(TURNS):
+            call = CALL.replace("1", str(turn))
+            messages.append({"role": "user", "content": f"<think>{name}</think>so {call}"})
+            answer = client.messages.create(messages=messages, **options)
+            equal([block.type for block in answer.content], ["thinking", "text", "tool_use"])
+            made = answer.content[2]
+            equal((made.name, made.input, answer.stop_reason), ("add", {"a": turn, "b": 2}, "tool_use"))
+            equal(answer.usage.output_tokens_details.thinking_tokens > 0, True)
+            result = {"type": "tool_result", "tool_use_id": made.id, "content": str(turn + 2)}
+            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+            answer = client.messages.create(messages=messages, **options)
+            equal(answer.content[0].text, str(turn + 2))
+            messages.append({"role": "assistant", "content": answer.content})
+            usage = answer.usage
+            if turn:
+                equal(usage.cache_read_input_tokens > cached, True)
+            cached = usage.cache_read_input_tokens
+            if usage.input_tokens + cached > 800:  # the model's context ends
+                messages, cached = [], 0
+
+
 @client("litellm")
 def litellm_both(url: str) -> None:
     """completion by both providers, whole and streamed, with a tool; text_completion."""
