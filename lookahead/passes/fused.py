@@ -137,6 +137,8 @@ class FusedRunner(EagerRunner):
         takes_positions = adapter.takes_position_ids or adapter.biases_keys or by == "nothing"
         if not (attends and adapter.can_branch and adapter.uses_kernels and takes_positions):
             raise UnknownModelError("it does not take our attention or our kernels")
+        if native.why_missing() is not None:
+            raise UnknownModelError("their C++ is missing")
         with self._packed.turn:
             if not packs:
                 self._packed.drop_copies()

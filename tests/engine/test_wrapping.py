@@ -160,6 +160,9 @@ def test_the_report_says_what_is_in_use_and_why_not_more(monkeypatch):
     assert "given up: n-gram pools in C++: the C++ was never built here" in report
     assert "kernels: torch's" in report
     assert "given up: kernels of our own: the C++ was never built here" in report
+    without = lookahead.wrap(small_llama())
+    without.generate(IDS, **GREEDY)
+    assert "given up: fused passes: their C++ is missing" in without.lookahead.report()
     zaya = lookahead.wrap(tiny_model("zaya")).lookahead.report()
     assert "guesses: single chains" in zaya
     graphs = lookahead.wrap(small_llama(), LookaheadConfig(cuda_graphs=True))
