@@ -30,7 +30,7 @@ from lookahead.tools.audit import first_difference, markdown
 from lookahead.tools.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
 from lookahead.tools.contention import Span, watch, why_no_ratio
 from lookahead.tools.files import explained, read_text, reading, writing
-from lookahead.tools.live import Meter, PlainDecoding
+from lookahead.tools.live import Meter, PlainDecoding, Share
 from lookahead.tools.loading import decoding, load, load_wrapped
 from lookahead.tools.prompts import given_prompt, read_prompts, source_prompts
 from lookahead.tools.terminal import AnswerStreamer, StepStreamer, can_show_live_line
@@ -40,6 +40,7 @@ from lookahead.tools.tuning import time_steps
 from lookahead.wrapping import engine_of, unwrap, wrap
 from ngram_pool.waiting import seconds_saved, told_if_long
 
+COMPARING = "decoding plainly for comparison"
 SAMPLES = 4  # texts on which `tune` tries which layers to skip
 
 
@@ -80,7 +81,8 @@ def generate(
                 ours = decode()
         if compare:
             _unwrap(model, options)
-            plain = decode()
+            with progress_bar(COMPARING) as progress:
+                plain = decode(Share(progress, len(ours.ids)))
 
     stats = engine.last if engine else None
     text, count = tokenizer.decode(ours.ids, skip_special_tokens=True), len(ours.ids)
@@ -120,9 +122,10 @@ def trace(seed: int, strategy: str, compare: bool, out: Path, **shared: Any) -> 
         if compare:
             _unwrap(model, options)
             torch.manual_seed(seed)
-            plain, span = Recorder(), watch(model.device)
-            model.generate(**inputs, **options, streamer=plain)  # type: ignore[operator]  # a method
-            why = why_no_ratio(ours, span())
+            with progress_bar(COMPARING) as progress:
+                plain, span = Recorder(Share(progress, len(traced.record.tokens))), watch(model.device)
+                model.generate(**inputs, **options, streamer=plain)  # type: ignore[operator]  # a method
+                why = why_no_ratio(ours, span())
             traced = replace(traced, plain=PlainTimes(plain.times, plain.tokens == traced.record.tokens, why))
     with writing(out):
         traced.save(out)
@@ -304,7 +307,6 @@ def _unwrap(model: PreTrainedModel, options: dict) -> None:
     """Let the model decode plainly from now on. options: arguments of generate()."""
     unwrap(model)
     options.pop("assistant_model", None)
-    click.echo("decoding plainly for comparison ...", err=True)
 
 
 def _prepare(engine: Lookahead, model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import BaseStreamer
 
 from lookahead.passes.costs import progress_bar
 from lookahead.stats import Stats
@@ -101,6 +102,22 @@ def fitted(line: str) -> str:
 def below(line: str) -> str:
     """Return what shows ``line`` below the cursor's line, and leaves the cursor where it is."""
     return BELOW + fitted(line) + BACK
+
+
+class Share(BaseStreamer):
+    """Says how much of a text has been written, to whoever waits for it without seeing it."""
+
+    def __init__(self, progress: Callable[[float], None], length: int):
+        """progress: called with the share that is done, 0 to 1. length: tokens of the text, as far as is known."""
+        self._progress, self._length = progress, length
+        self._seen = -1  # the prompt comes first
+
+    def put(self, value: torch.Tensor) -> None:
+        self._seen += 1
+        self._progress(min(self._seen / self._length, 1.0))
+
+    def end(self) -> None:
+        pass
 
 
 class _Clock(StoppingCriteria):

@@ -576,14 +576,14 @@ def test_texts_of_a_file_are_continued_raw_and_that_is_said(instruct, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="terminals")
 def test_whatever_takes_long_says_so(tmp_path):
-    """Before the first token, a user is told of each part, each of which takes minutes for some model or machine."""
+    """A user is told of each part that writes no text, each of which takes minutes for some model or machine."""
     import pty
 
     ours, theirs = pty.openpty()
     patient = "from ngram_pool import waiting; waiting.PATIENCE = 0.001; from lookahead.tools.cli import main; main()"
     saved = str(tmp_path / "x.pool")
     NgramPool(64).save(saved)
-    arguments = ["generate", "# " + "words " * 500, "--max-new-tokens", "4", "--pool", saved]
+    arguments = ["generate", "# " + "words " * 500, "--max-new-tokens", "4", "--pool", saved, "--compare"]
     process = subprocess.Popen([sys.executable, "-c", patient, *arguments], stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
     told = ""
@@ -598,6 +598,7 @@ def test_whatever_takes_long_says_so(tmp_path):
         f"reading {saved}",
         "trying how",
         "reading the prompt",
+        f"decoding plainly for comparison  [{'#' * 36}]  100%",
     )
     places = [told.find(part) for part in parts]
     assert -1 not in places, told

@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from lookahead.stats import Stats
 from lookahead.tools import live
 from lookahead.tools.contention import Span
-from lookahead.tools.live import Meter, Rate, measure_plain
+from lookahead.tools.live import Meter, Rate, Share, measure_plain
 from lookahead.tools.loading import load
 from lookahead.tools.terminal import StepStreamer
 from lookahead.tools.words import WordWrap
@@ -235,6 +235,18 @@ def test_rates(monkeypatch):
     assert str(meter) == "4.0 tokens/s, 1.50 tokens a step, 2.0 times plain"
     meter.count()
     assert str(meter) == "3.0 tokens/s, 1.50 tokens a step, 1.5 times plain"
+
+
+@given(st.integers(1, 50), st.integers(1, 80))
+def test_the_share_that_is_written(known, written):
+    """Of a text that may be longer or shorter than the one that its length was taken from."""
+    shares: list[float] = []
+    streamer = Share(shares.append, known)
+    streamer.put(torch.zeros(1, 7))
+    for token in range(written):
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert shares == [min(token / known, 1) for token in range(1 + written)]
 
 
 def test_plain_decoding_is_measured_as_it_is():
