@@ -211,7 +211,7 @@ def generate(prompts_file: str | None, out: Path | None, **options: Any) -> None
 @click.option("--out", type=FileToWrite(), default="trace.html", show_default=True, metavar="FILE.html",
               help="Page to write; an existing file is replaced at the end.")  # fmt: skip
 def trace(**options: Any) -> None:
-    """Continue PROMPT (or - for standard input), and write a page that replays it step by step.
+    """Write a page that replays a text step by step. The text continues PROMPT (or - for standard input).
 
     The page needs no network. It holds the prompt and the text.
     """
@@ -254,7 +254,7 @@ def chat(**options: Any) -> None:
     help="Largest body of a request; by default, 16 bytes for each token of the context, 1 to 8 MiB.",
 )
 def serve(host: str, port: int, **options: Any) -> None:
-    """Serve a model to clients of OpenAI's and Anthropic's APIs, with one pool for all requests.
+    """Serve a model to clients of OpenAI's and Anthropic's APIs. All requests share one pool.
 
     Options of sampling hold for requests that leave them open. Needs the extra `serve`.
     """
@@ -273,7 +273,7 @@ def serve(host: str, port: int, **options: Any) -> None:
 @click.option("--assistant", metavar="NAME_OR_PATH", help="Draft model: also audit transformers' assisted decoding.")
 @click.option("--json", "out", type=FileToWrite(), metavar="FILE", help="Write all measurements.")
 def audit(**options: Any) -> None:
-    """List where lookahead's texts part from plain decoding's, and whether rounding explains it.
+    """List where lookahead's texts part from plain decoding's. The list says whether rounding explains it.
 
     The exit status is 1 if a difference is not a near tie; see docs/numerics.md.
     """
@@ -298,13 +298,13 @@ def audit(**options: Any) -> None:
 @click.option("--bigrams", is_flag=True,
               help="Also learn what the model says after each single token, for the pools of later wraps.")  # fmt: skip
 def tune(**options: Any) -> None:
-    """Measure what steps cost on this machine, keep the costs for decoding with this model, and show them."""
+    """Measure what steps cost on this machine. The costs are kept for decoding with this model, and shown."""
     _run("commands", "tune", options)
 
 
 @main.group()
 def pool() -> None:
-    """Pools of n-grams on disk: learn from a team's code or past answers, merge what replicas have learned."""
+    """Build, merge and show pools of n-grams. They learn from code, past answers, and what replicas have learned."""
 
 
 pool_files = click.argument("files", nargs=-1, required=True, type=FILE)
@@ -349,5 +349,5 @@ def merge(**options: Any) -> None:
 @tokenizer_option
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Contexts to list.")
 def show(**options: Any) -> None:
-    """Show what a pool holds: size, fill, origins of its evidence, and the contexts whose next token is surest."""
+    """Show what a pool holds. That is size, fill, origins of evidence, and the contexts whose next token is surest."""
     _run("pool_commands", "show", options)

@@ -94,6 +94,13 @@ def test_a_gguf_file_as_a_folder(tmp_path):
     assert run(*command, "--model", str(folder)).stdout == run(*command).stdout
 
 
+@pytest.mark.parametrize("group", [(), ("pool",)])
+def test_a_list_of_commands_cuts_no_sentence(group):
+    listed = CliRunner().invoke(main, [*group, "--help"])
+    assert listed.exit_code == 0
+    assert "..." not in listed.stdout.partition("Commands:")[2]
+
+
 @pytest.mark.parametrize(("seconds", "told"), [(0.7, False), (42.1, True)])
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_the_end_says_what_the_next_run_will_not_wait_for(seconds, told, options, monkeypatch):
