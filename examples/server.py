@@ -1,6 +1,6 @@
 """A server of OpenAI's API whose pool all requests share, and that keeps the pool from one run to the next.
 
-    pip install starlette uvicorn
+    pip install starlette uvicorn llguidance
     python examples/server.py --model HuggingFaceTB/SmolLM2-135M-Instruct --pool answers.pool
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def main():"}'
 

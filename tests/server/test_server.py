@@ -591,7 +591,7 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     done = CliRunner().invoke(main, ["serve", "--port", "0"])
     assert done.exit_code == 2
-    assert "pip install starlette uvicorn" in done.stderr
+    assert "pip install starlette uvicorn llguidance" in done.stderr
 
 
 def test_a_model_that_is_not_wrapped(plain, tokenizer):

@@ -20,7 +20,7 @@ try:
     import uvicorn  # noqa: F401
 except ImportError as error:
     raise click.UsageError(
-        f"the server needs packages that are missing ({error}): pip install starlette uvicorn"
+        f"the server needs packages that are missing ({error}): pip install starlette uvicorn llguidance"
     ) from error
 
 from lookahead.tools.server.app import make_app, serve
