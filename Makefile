@@ -80,7 +80,7 @@ gpu:
 
 # The site, into build/site. A warning is an error.
 docs: $(VENV)/installed-with-docs
-	$(VENV)/bin/python -m mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build
 
 format: $(WITH_TESTS)
 	$(VENV)/bin/ruff check --fix .
