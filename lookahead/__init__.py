@@ -8,59 +8,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lookahead.config import LookaheadConfig
-    from lookahead.engine.engine import Lookahead
-    from lookahead.engine.loop import decode
-    from lookahead.guessing.pool import PoolSource
-    from lookahead.guessing.source import Guesser, GuessSource
-    from lookahead.models.adapter import UnsupportedModelError
-    from lookahead.sequences import Sequences
-    from lookahead.sources.draft import DraftModelSource
-    from lookahead.sources.eagle import EagleSource
-    from lookahead.sources.layer_skip import LayerSkipSource
-    from lookahead.sources.medusa import MedusaSource
-    from lookahead.sources.mtp import MtpSource
-    from lookahead.sources.retrieval import RetrievalSource
-    from lookahead.stats import Stats
-    from lookahead.streaming import stream
-    from lookahead.tools.trace import Trace, trace
-    from lookahead.vocabulary import vocabulary_fingerprint
-    from lookahead.wrapping import unwrap, wrap
-    from ngram_pool import GuessTree, NgramPool, Origin, PoolFileError
+    from lookahead.config import LookaheadConfig as LookaheadConfig
+    from lookahead.engine.custom import decode as decode
+    from lookahead.engine.engine import Lookahead as Lookahead
+    from lookahead.guessing.pool import PoolSource as PoolSource
+    from lookahead.guessing.source import Guesser as Guesser
+    from lookahead.guessing.source import GuessSource as GuessSource
+    from lookahead.models.adapter import UnsupportedModelError as UnsupportedModelError
+    from lookahead.sequences import Sequences as Sequences
+    from lookahead.sources.draft import DraftModelSource as DraftModelSource
+    from lookahead.sources.eagle import EagleSource as EagleSource
+    from lookahead.sources.layer_skip import LayerSkipSource as LayerSkipSource
+    from lookahead.sources.medusa import MedusaSource as MedusaSource
+    from lookahead.sources.mtp import MtpSource as MtpSource
+    from lookahead.sources.retrieval import RetrievalSource as RetrievalSource
+    from lookahead.stats import Stats as Stats
+    from lookahead.streaming import stream as stream
+    from lookahead.tools.trace import Trace as Trace
+    from lookahead.tools.trace import trace as trace
+    from lookahead.vocabulary import vocabulary_fingerprint as vocabulary_fingerprint
+    from lookahead.wrapping import unwrap as unwrap
+    from lookahead.wrapping import wrap as wrap
+    from ngram_pool import GuessTree as GuessTree
+    from ngram_pool import NgramPool as NgramPool
+    from ngram_pool import Origin as Origin
+    from ngram_pool import PoolFileError as PoolFileError
 
 __version__ = "0.1.0"
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 """Folder of the small model that the package carries, in Hugging Face format."""
-
-__all__ = [
-    "DEMO_MODEL",
-    "DraftModelSource",
-    "EagleSource",
-    "GuessSource",
-    "GuessTree",
-    "Guesser",
-    "LayerSkipSource",
-    "Lookahead",
-    "LookaheadConfig",
-    "MedusaSource",
-    "MtpSource",
-    "NgramPool",
-    "Origin",
-    "PoolFileError",
-    "PoolSource",
-    "RetrievalSource",
-    "Sequences",
-    "Stats",
-    "Trace",
-    "UnsupportedModelError",
-    "decode",
-    "stream",
-    "trace",
-    "unwrap",
-    "vocabulary_fingerprint",
-    "wrap",
-]
 
 # Imported when first asked for (PEP 562), since torch and transformers take seconds.
 _HOMES = {
@@ -83,13 +60,14 @@ _HOMES = {
     "Stats": "lookahead.stats",
     "Trace": "lookahead.tools.trace",
     "UnsupportedModelError": "lookahead.models.adapter",
-    "decode": "lookahead.engine.loop",
+    "decode": "lookahead.engine.custom",
     "stream": "lookahead.streaming",
     "trace": "lookahead.tools.trace",
     "unwrap": "lookahead.wrapping",
     "vocabulary_fingerprint": "lookahead.vocabulary",
     "wrap": "lookahead.wrapping",
 }
+__all__ = ["DEMO_MODEL", *_HOMES]
 
 
 def __getattr__(name: str) -> object:

@@ -6,10 +6,14 @@ torch's.
 
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from lookahead.step import Forest, Places
+from lookahead.step import Places
+
+if TYPE_CHECKING:
+    from lookahead.models.recurrence import Forest
 
 
 @dataclass
@@ -22,7 +26,7 @@ class DecodingPass:
     """Whether our own kernels may be used on a CPU (`products`, `tree_attention`)."""
     is_traced: bool
     """Whether torch.compile traces the pass for `passes.compiled`."""
-    forest: Forest | None = None
+    forest: "Forest | None" = None
     """The rows of the pass, if layers with a state compute them as a tree (`models.recurrence`)."""
     places: Places | None = None
     """Of its keys and rows, if attention is biased by them (`models.biases`)."""
@@ -42,7 +46,7 @@ def decoding_pass(
     splits_attention: bool,
     uses_kernels: bool,
     is_traced: bool = False,
-    forest: Forest | None = None,
+    forest: "Forest | None" = None,
     places: Places | None = None,
 ) -> DecodingPass:
     """Run a block as a pass of the decoding loop, in this thread: ``with decoding_pass(...)``."""

@@ -9,7 +9,7 @@ the committed cache and its own ancestors, so positions and mask follow from the
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -99,38 +99,6 @@ class Places(NamedTuple):
     def last(self) -> int:
         """The last position."""
         return int(self.keys.max())
-
-
-class Forest:
-    """What the rows of a pass see of each other, for layers that keep a state."""
-
-    layer: Any
-    """The layer of the cache whose states the model is about to update."""
-
-    def __init__(self, ancestors: np.ndarray, device: torch.device):
-        """ancestors: bool [batch, T, T], as `pad` returns them."""
-        self.rows = ancestors.shape[1]
-        self.seen = to_device(ancestors, device)[:, None]
-        """bool [batch, 1, T, T]: which rows each of them sees."""
-        proper = ancestors & ~np.eye(self.rows, dtype=bool)
-        self._parents = np.where(proper, np.arange(self.rows), -1).max(2)
-        self._windows: dict[tuple[int, int], torch.Tensor] = {}
-
-    def windows(self, width: int, held: int) -> torch.Tensor:
-        """Return the columns that each row and those before it on its path stand in: int64 [batch, T, width].
-
-        held: committed columns, which come before the rows.
-        """
-        if (width, held) not in self._windows:
-            rows = np.broadcast_to(np.arange(self.rows), self._parents.shape)
-            found = [rows]
-            for _ in range(width - 1):
-                before = np.take_along_axis(self._parents, np.maximum(rows, 0), axis=1)
-                rows = np.where(rows < 0, rows - 1, before)  # -1 is the last committed column
-                found.append(rows)
-            columns = held + np.stack(found[::-1], axis=2)
-            self._windows[width, held] = to_device(columns, self.seen.device)
-        return self._windows[width, held]
 
 
 def grow(ids: Sequence[int], parents: Sequence[int], computed: int) -> Step:

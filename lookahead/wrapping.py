@@ -13,7 +13,6 @@ from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.engine import loop
 from lookahead.engine.engine import Lookahead
-from lookahead.engine.fallback import ASSISTED_ARGUMENTS, why_no_draft_model
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.source import GuessSource
 from lookahead.models.state import forget, state_of
@@ -46,6 +45,8 @@ class LookaheadMixin:
         self: Any, input_ids: torch.Tensor, *, assistant_model: PreTrainedModel | None = None, **kwargs: Any
     ) -> Any:
         """Decode by lookahead, with the assistant model as one more source of guesses."""
+        from lookahead.engine.assisted import ASSISTED_ARGUMENTS, why_no_draft_model  # other calls need neither
+
         own = {name: kwargs.pop(name) for name in ASSISTED_ARGUMENTS if name in kwargs}
         plain = partial(_own_method(self, "_assisted_decoding"), assistant_model=assistant_model, **own)
         engine = _engine(self)

@@ -303,17 +303,3 @@ def _serves(input: torch.Tensor, linear: Linear) -> bool:
         and linear.is_served(input.dtype)
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-def _products(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:
-    linears = [Linear(weight, None, bias) for weight, bias in zip(weights, biases, strict=True)]
-    if all(input.shape[-1] == linear.weight.shape[-1] and linear.is_served(input.dtype) for linear in linears):
-        return multiply(input, linears)
-    return [nn.functional.linear(input, linear.weight, linear.bias) for linear in linears]
-
-
-# For compiled passes. Defined by hand, because the wrapper of torch.library.custom_op takes as long as a small layer.
-_library = torch.library.Library("lookahead", "FRAGMENT")
-_library.define("products(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
-_library.impl("products", _products, "CPU")
-_library.impl("products", lambda x, weights, _: [x.new_empty(*x.shape[:-1], len(w)) for w in weights], "Meta")

@@ -16,7 +16,6 @@ from lookahead.decoding_pass import decoding_pass
 from lookahead.engine.draws import BatchDraws
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
-from lookahead.engine.recording import Recorder
 from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, walk
 from lookahead.guessing.budget import Budget, average_length
 from lookahead.guessing.combine import Combined, needs_of
@@ -40,6 +39,21 @@ MIN_PROBABILITY_WITH_STATE = 0.2
 
 Decoding = Generator[Pass | None, Output, torch.Tensor | ModelOutput]
 """A call under way. Yields each pass of a step, to be sent its output, and None between passes over prompts."""
+
+
+class RecordingStreamer(BaseStreamer):
+    """A streamer that is shown the steps of a call, too."""
+
+    streamer: BaseStreamer | None = None
+    """It is shown the tokens as well."""
+
+    def begin(self, names: list[str], stats: Stats) -> None:
+        """See that lookahead decodes the call. names: of what accepted guesses are counted for. stats: of the call."""
+        raise NotImplementedError
+
+    def record(self, length: int, step: Step, tree: GuessTree, path: list[int], emitted: list[int]) -> None:
+        """See a step. length: positions committed before it. tree: its guesses. path, emitted: of `Outcome`."""
+        raise NotImplementedError
 
 
 class Call:
@@ -72,7 +86,7 @@ class Call:
         self._texts = [prompt.text for prompt in self._prompts]
         sources = engine.sources_with(draft_model)
         self._names = engine.ledger.names
-        self._recorder = streamer if isinstance(streamer, Recorder) else None
+        self._recorder = streamer if isinstance(streamer, RecordingStreamer) else None
         if self._recorder is not None:
             self._recorder.begin(self._names, self.stats)
         resting = engine.ledger.resting(self._new_tokens)
@@ -125,7 +139,11 @@ class Call:
         """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded."""
         rules, theirs = self._rules, self._cache_passed_in
         held = positions_in(theirs)
-        taken_over = self._runner.adapter.take_over(theirs) if theirs is not None and held else None
+        taken_over = None
+        if theirs is not None and held:
+            from lookahead.models.passed_in import take_over  # other calls begin with an empty one
+
+            taken_over = take_over(self._runner.adapter, theirs)
         outlives = theirs if self._generation.return_dict_in_generate or compat.is_callers_own(theirs) else None
         ended: dict[int, LookaheadCache] = {}  # by sequence, for a cache that outlives the call
         try:
@@ -360,8 +378,8 @@ def _padded(ids: list[torch.Tensor], generation: GenerationConfig) -> torch.Tens
 
 def _runs_code_of_users(called: object) -> bool:
     """Whether a processor, criterion, streamer or source may do what neither we nor transformers have written."""
-    if type(called) is Recorder and called.streamer is not None:
-        return _runs_code_of_users(called.streamer)
+    if isinstance(called, RecordingStreamer) and called.streamer is not None and _runs_code_of_users(called.streamer):
+        return True
     module = type(called).__module__
     is_known = type(called) in BY_SEQUENCE or isinstance(called, BaseStreamer)
     return not (module.startswith("lookahead.") or (is_known and module.startswith("transformers.")))

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from lookahead.compat import attention_implementation, is_tensor_parallel
+from lookahead.compat import is_tensor_parallel
 from lookahead.config import AUTO, LookaheadConfig
-from lookahead.cpu import native
 from lookahead.engine.fallback import warn_plain
 from lookahead.guessing.bigrams import new_pool
 from lookahead.guessing.budget import Pace, WindowTrials
 from lookahead.guessing.combine import Ledger, needs_of, trials_of
-from lookahead.guessing.jacobi import JacobiSource, WindowSource
+from lookahead.guessing.jacobi import WindowSource
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource, Needs, can_guess
 from lookahead.models.adapter import ModelAdapter, vocabulary_of
@@ -24,8 +23,7 @@ from lookahead.passes.costs import step_costs
 from lookahead.passes.packed import packed_of
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
-from ngram_pool import NgramPool, Origin
-from ngram_pool import native as of_pools
+from ngram_pool import NgramPool
 from ngram_pool.forks import Lock
 
 if TYPE_CHECKING:
@@ -40,6 +38,8 @@ GREEDY_TEMPERATURE = 0.5  # for learning from logits in greedy decoding
 def default_sources(config: LookaheadConfig) -> list[GuessSource]:
     """The sources of guesses where the user gives none."""
     if config.strategy == "jacobi":
+        from lookahead.sources.jacobi import JacobiSource  # only settings that ask for it need it
+
         return [JacobiSource(JACOBI_SIZE if config.budget == AUTO else config.budget)]
     if config.window_size == AUTO:
         trials = WindowTrials(None if config.ngram_size == AUTO else config.ngram_size)
@@ -78,7 +78,8 @@ class Lookahead:
     """Guards what several threads write to here."""
     _running: int = 0  # number of calls under way
     _graphs_of: tuple | None = field(default=None, repr=False)  # `State.key` of the model that `graphs` are of
-    _why_not_faster: dict[str, str] = field(default_factory=dict)
+    why_not_faster: dict[str, str] = field(default_factory=dict)
+    """Reasons against faster passes, by what they are called, as the last call found them."""
 
     def __post_init__(self) -> None:
         given = default_sources(self.config) if self.source is None else self.source
@@ -130,50 +131,9 @@ class Lookahead:
 
     def report(self) -> str:
         """Lines of text: how passes are run, why not in a faster way, and what the sources did in all calls."""
-        if self.last.plain:
-            return f"the model's own decoding: lookahead does not decode {self.last.plain}"
-        adapter = self.adapter
-        if adapter is None:
-            return "nothing has been decoded yet"
-        missing = native.why_missing() if adapter.uses_kernels else None
-        is_ours = adapter.uses_kernels and missing is None
-        lines = [
-            f"passes: {self.passes}",
-            f"attention: {attention_implementation(adapter.config)}, "
-            + ("split into cache and step" if adapter.splits_attention else "with a dense mask"),
-            f"kernels: of our own on a CPU, for {native.CAPABILITY}" if is_ours else "kernels: torch's",
-            f"guesses: {'trees' if adapter.can_branch else 'single chains'}",
-            f"sources: {', '.join(map(self._described, range(len(self.ledger.trials))))}",
-            *self.stats.by_source(),
-        ]
-        if self.copied_bytes:
-            lines.append(f"weights: read from a copy of {self.copied_bytes / 1e6:.1f} MB")
-        reasons = list(adapter.given_up)
-        reasons += [f"{what}: {reason}" for what, reason in self._why_not_faster.items()]
-        if missing is not None:
-            reasons.append(f"kernels of our own: {missing}")
-        if (slow := of_pools.why_missing()) is not None:
-            reasons.append(f"n-gram pools in C++: {slow}")
-        if self.graphs is not None and self.graphs.why_not is not None:
-            reasons.append(f"CUDA graphs: {self.graphs.why_not}")
-        if self.needs.hidden_states and (self.config.compile_passes or self.config.cuda_graphs):
-            reasons.append("compiled passes and CUDA graphs: a source of guesses wants hidden states")
-        lines += [f"given up: {reason}" for reason in reasons]
-        has_pool = any(isinstance(source, PoolSource) for source in self.sources)
-        if self.lacks_bigrams and has_pool and adapter.can_branch:
-            lines.append("not made: bigrams, with which new pools begin (lookahead tune --bigrams)")
-        if not self.config.compile_passes and self.passes == EagerRunner.name:
-            lines.append("not asked for: compiled passes (compile_passes=True)")
-        if not self.config.pack_weights:
-            lines.append("not asked for: weights in fewer bits (pack_weights=True)")
-        if not self.config.cpu_kernels:
-            lines.append("not asked for: kernels of our own on a CPU (cpu_kernels=True)")
-        return "\n".join(lines)
+        from lookahead.engine.report import report  # who decodes need not ask
 
-    def _described(self, source: int) -> str:
-        """Name a source of the ledger, and say whether it is asked."""
-        name = self.ledger.names[len(Origin) + source]
-        return name if self.ledger.is_asked(source) else f"{name} (pauses, for it did not pay)"
+        return report(self)
 
     def sources_with(self, draft_model: PreTrainedModel | None) -> list[GuessSource]:
         """The sources of a call. The last is the draft model that generate() was given, if any.
@@ -211,7 +171,7 @@ class Lookahead:
         needs: what the sources of a call want to see; by default, what all sources want.
         """
         layers = (needs or self.needs).hidden_states
-        runner, self._why_not_faster = choose_runner(model, self.config, layers)
+        runner, self.why_not_faster = choose_runner(model, self.config, layers)
         if self.config.cuda_graphs and not layers:
             from lookahead.passes.graphs import GraphRunner, StepGraphs
 
@@ -231,23 +191,23 @@ class Lookahead:
 
     def max_guesses(self, sequences: int, pace: Pace | None) -> int | None:
         """Guesses that a step of this many sequences verifies; None: as many as pay. pace: from `find_pace`."""
-        if (jacobi := self._plain_jacobi) is not None:
-            return sequences * jacobi.size
-        if self.config.budget == AUTO:
+        budget = self.config.budget
+        if self._is_plain_jacobi:
+            return sequences * (JACOBI_SIZE if budget == AUTO else budget)
+        if budget == AUTO:
             return None if pace else BUDGET_WITHOUT_COSTS
-        return self.config.budget
+        return budget
 
     @property
     def goes_by_costs(self) -> bool:
         """Whether a choice depends on step costs, so that they must be measured (`costs.step_costs`)."""
-        chooses = self.config.budget == AUTO and self._plain_jacobi is None
+        chooses = self.config.budget == AUTO and not self._is_plain_jacobi
         return chooses or (self.windows is not None and self.windows.trials is not None)
 
     @property
-    def _plain_jacobi(self) -> JacobiSource | None:
-        """The source of guesses, if the settings ask for plain Jacobi decoding."""
-        first = self.sources[0]
-        return first if isinstance(first, JacobiSource) and self.source is None else None
+    def _is_plain_jacobi(self) -> bool:
+        """Whether the settings ask for plain Jacobi decoding, and no other sources were given."""
+        return self.source is None and self.config.strategy == "jacobi"
 
     @staticmethod
     def temperature(generation: GenerationConfig) -> float:

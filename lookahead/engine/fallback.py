@@ -1,6 +1,7 @@
 """Calls that lookahead leaves to the model's own decoding, and the reasons."""
 
 import warnings
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,18 +11,11 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from lookahead import compat
 from lookahead.config import LookaheadConfig
 from lookahead.engine.prefill import cache_passed_in, is_empty, positions_in, repeats_what_is_cached
-from lookahead.models.adapter import UnsupportedModelError, context_length
+from lookahead.models.adapter import context_length
 from lookahead.models.cache import CountedCache
 from lookahead.models.layers import hides_in_cache_alone, ropes_of
 from lookahead.models.state import state_of
-from lookahead.passes.capabilities import (
-    can_batch,
-    find_adapter,
-    hides_padding,
-    same_without_cache,
-    what_training_changes,
-)
-from lookahead.vocabulary import vocabulary_fingerprint
+from lookahead.passes.capabilities import can_batch, find_adapter
 
 # By model type, the attribute of its configuration with the length up to which attention sees all keys. Beyond it,
 # these models choose keys, and their own passes of different shapes choose differently.
@@ -32,14 +26,6 @@ KNOWN_ARGUMENTS = {
     *compat.CACHE_ARGUMENTS, "attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "position_ids",
     "tokenizer", "use_cache",
 }  # fmt: skip
-
-ASSISTED_ARGUMENTS = ("inputs_tensor", "tokenizer", "assistant_tokenizer")
-"""Arguments that generate() passes only to assisted decoding, beside the assistant model."""
-
-# Settings of assisted decoding for other guesses than those of an assistant model, or for another text.
-OTHER_ASSISTANCE = (
-    "assistant_early_exit", "assistant_ensemble_weight", "prompt_lookup_num_tokens", "speculation_type", "use_mtp",
-)  # fmt: skip
 
 _warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
@@ -86,9 +72,10 @@ def why_plain(
             "spread), as activations quantized in each pass make them; LookaheadConfig(allow_row_dependent=True) lets "
             "it, at the price of texts that part"
         )
-    if (change := what_training_changes(model, adapter)) is not None:
+    in_training = bool(state_of(model).in_training)
+    if in_training and (change := _conditions().what_training_changes(model, adapter)) is not None:
         return f"in training mode, in which {change} (model.eval() ends it)"
-    if model_kwargs.get("use_cache") is False and not same_without_cache(model, adapter):
+    if model_kwargs.get("use_cache") is False and not _conditions().same_without_cache(model, adapter):
         return "with use_cache=False a model that writes another text then"
     if len(ids) > 1 and not can_batch(model, adapter):
         why = "steps take one sequence" if adapter.can_branch else "guesses are single chains"
@@ -100,8 +87,11 @@ def why_plain(
         return "on a cache of states alone, which do not say how much of the prompt they hold"
     if cache is not None and type(cache) not in (DynamicCache, CountedCache):
         return f"on a cache of type {type(cache).__name__}"
-    if cache is not None and not ((is_empty(cache) and not held) or adapter.can_take_over(cache, model)):
-        return "on a cache whose layers are not such as this model fills: their kind, length, dtype or device"
+    if cache is not None and (held or not is_empty(cache)):
+        from lookahead.models.passed_in import can_take_over  # other calls begin with an empty one
+
+        if not can_take_over(adapter, cache, model):
+            return "on a cache whose layers are not such as this model fills: their kind, length, dtype or device"
     if held and len(ids) > 1:
         return "batches on a cache that is passed in"
     whole = not held or repeats_what_is_cached(ids, generation, model_kwargs)
@@ -117,7 +107,7 @@ def why_plain(
             return "with an attention_mask of other values than 0 and 1"
         if not seen[:, -1].all() or (seen[:, :-1] & ~seen[:, 1:]).any():
             return "with an attention_mask that hides more than padding to the left"
-        if not seen.all() and (held or (adapter.has_state and not hides_padding(model, adapter))):
+        if not seen.all() and (held or (adapter.has_state and not _conditions().hides_padding(model, adapter))):
             return "with padding, on a cache or in a model whose states take it in"
         if not seen.all() and any(getattr(module, "is_causal", True) is False for module in model.modules()):
             return "with padding, in a model whose attention is told to see later tokens"  # it does so without a mask
@@ -140,28 +130,11 @@ def why_plain(
     return None
 
 
-def why_no_draft_model(
-    assistant: object, generation: GenerationConfig, arguments: dict, config: LookaheadConfig
-) -> str | None:
-    """Why an assistant model cannot be a source of guesses, or None if it can.
+def _conditions() -> ModuleType:
+    """The trials of conditions that few calls have."""
+    from lookahead.passes import conditions
 
-    arguments: the given ones of ASSISTED_ARGUMENTS.
-    """
-    for name in OTHER_ASSISTANCE:
-        if getattr(generation, name, None):
-            return f"with {name}"
-    if not isinstance(assistant, PreTrainedModel) or assistant.config.is_encoder_decoder:
-        return f"with an assistant model of class {type(assistant).__name__}"
-    tokenizers = [arguments.get(name) for name in ("tokenizer", "assistant_tokenizer")]
-    if all(tokenizers) and len({vocabulary_fingerprint(tokenizer) for tokenizer in tokenizers if tokenizer}) > 1:
-        return "with an assistant model of another vocabulary"
-    from lookahead.sources.draft import DraftModelSource  # only calls with an assistant model need it
-
-    try:
-        DraftModelSource(assistant, config).check()
-    except UnsupportedModelError as error:
-        return f"with this assistant model ({error})"
-    return None
+    return conditions
 
 
 def _described(name: str, value: Any) -> str:

@@ -10,76 +10,22 @@ from transformers.generation import BaseStreamer, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from lookahead import compat
-from lookahead.config import LookaheadConfig
 from lookahead.cpu import choice
 from lookahead.engine.call import Call, Decoding
 from lookahead.engine.draws import BatchDraws, RaceInBatch
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
 from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, Settings, for_sequence
-from lookahead.guessing.bigrams import new_pool
-from lookahead.guessing.source import GuessSource
 from lookahead.models.adapter import UnsupportedModelError
 from lookahead.models.state import looked_at
-from ngram_pool import NgramPool
 
 
-def decode(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    lookahead_config: LookaheadConfig | None = None,
-    pool: NgramPool | None = None,
-    source: GuessSource | Sequence[GuessSource] | None = None,
-    **model_kwargs: Any,
-) -> torch.Tensor | ModelOutput:
-    """Decode one call by lookahead: ``model.generate(**inputs, custom_generate=lookahead.decode)``.
-
-    generate() prepares all arguments but three, which it passes on:
-    lookahead_config: settings.
-    pool: evidence to use and to add to; default: a new pool, as for `wrap`.
-    source: one source of guesses, or several; default: the pool and its Jacobi window.
-    transformers passes neither a streamer nor a tokenizer (for stop strings) to a custom_generate. `wrap` has both.
-
-    Returns the same as generate(): int64 [sequences, n], or a GenerateDecoderOnlyOutput.
-    Raises UnsupportedModelError for a model that lookahead cannot decode. Raises ValueError for beam search, which
-    generate() does not do with a custom_generate.
-    """
-    if generation_config.num_beams > 1:
-        raise ValueError(
-            f"custom_generate=lookahead.decode does not search with beams (num_beams={generation_config.num_beams}): "
-            "call generate() without it"
-        )
-    config = lookahead_config or LookaheadConfig()
-    engine = Lookahead(config, pool if pool is not None else new_pool(model, config), source)
-    return run(
-        engine, compat.sampling_loop(model), model, input_ids, logits_processor, stopping_criteria, generation_config,
-        **model_kwargs,
-    )  # fmt: skip
-
-
-def run(
-    engine: Lookahead,
-    plain: Callable,
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool = False,
-    streamer: BaseStreamer | None = None,
-    draft_model: PreTrainedModel | None = None,
-    seeds: Sequence[int] | None = None,
-    **model_kwargs: Any,
-) -> torch.Tensor | ModelOutput:
+def run(engine: Lookahead, plain: Callable, *args: Any, **kwargs: Any) -> torch.Tensor | ModelOutput:
     """Decode by lookahead; or by ``plain``, the model's own method of the same signature, with one warning.
 
     Arguments as for `decoding`.
     """
-    given = model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
-    with closing(decoding(engine, plain, *given, draft_model, seeds, **model_kwargs)) as steps:
+    with closing(decoding(engine, plain, *args, **kwargs)) as steps:
         try:
             wanted = next(steps)
             while True:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers.generation import BaseStreamer
 
+from lookahead.engine.call import RecordingStreamer
 from lookahead.stats import STAGES, Stats
 from lookahead.step import Step
 from ngram_pool import GuessTree
@@ -41,7 +42,7 @@ class RecordedStep:
     """Tokens of the Jacobi window that the step computed."""
 
 
-class Recorder(BaseStreamer):
+class Recorder(RecordingStreamer):
     """A streamer that keeps the tokens of one sequence, and its steps, which the decoding loop shows it as well.
 
     ``model.generate(**inputs, streamer=Recorder())`` writes the same text as without. If nothing records, the loop does
@@ -50,7 +51,6 @@ class Recorder(BaseStreamer):
 
     def __init__(self, streamer: BaseStreamer | None = None):
         self.streamer = streamer
-        """It is shown the tokens, too."""
         self.prompt: list[int] = []
         """The prompt's tokens."""
         self.tokens: list[int] = []
@@ -87,11 +87,9 @@ class Recorder(BaseStreamer):
             self.streamer.end()
 
     def begin(self, names: list[str], stats: Stats) -> None:
-        """Lookahead decodes the call."""
         self.names, self.stats = names, stats
 
     def record(self, length: int, step: Step, tree: GuessTree, path: list[int], emitted: list[int]) -> None:
-        """Keep a step. length: positions committed before it. tree: its guesses."""
         ids, parents = step.ids, step.parents
         probabilities, sources = tree.probabilities.copy(), tree.sources.copy()  # they may be views of larger arrays
         self._rows += len(step)

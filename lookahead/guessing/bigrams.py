@@ -1,62 +1,13 @@
-"""What a model says after each single token, so that a new pool is not empty.
+"""The pools that wraps begin with: with what `lookahead tune --bigrams` has kept of a model (`tools.bigrams`)."""
 
-Every token of the vocabulary passes once through the model, behind a few tokens that begin a text. The likeliest next
-tokens are ordinary evidence of a pool: what decoding observes soon outweighs it (weight-derived bigrams, arXiv
-2411.03786).
-"""
-
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
-from lookahead.guessing.pool import TOP_K
-from lookahead.guessing.source import top_k
-from lookahead.models.adapter import UnsupportedModelError, device_of, vocabulary_of
+from lookahead.models.adapter import vocabulary_of
 from lookahead.passes.costs import path_of
-from lookahead.passes.runner import EagerRunner
-from lookahead.step import lay_out
-from ngram_pool import GuessTree, NgramPool, Origin, PoolFileError
-
-ROWS = 63  # tokens of a pass; with the root, the most rows that the kernels for a CPU serve
-
-
-def learn_bigrams(
-    runner: EagerRunner,
-    beginning: Sequence[int],
-    temperature: float,
-    progress: Callable[[float], None] = lambda done: None,
-) -> NgramPool:
-    """Return a pool that knows what a model says after each token of its vocabulary.
-
-    beginning: at least one token to stand before each. A line break says the least about what follows.
-    temperature: of the probabilities that are learned. progress: called with the share done, 0 to 1.
-    Raises UnsupportedModelError if the model cannot verify trees.
-    """
-    model = runner.model
-    if not runner.adapter.can_branch:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} verifies single branches only, so it would need a pass for each token of its "
-            "vocabulary: tune it without --bigrams"
-        )
-    pool, size = NgramPool(), vocabulary_of(model)
-    cache = runner.adapter.make_cache(len(beginning) + ROWS)
-    *before, root = beginning
-    with torch.no_grad():
-        if before:
-            runner.prefill(torch.tensor([before], device=device_of(model)), cache)
-        for begin in range(0, size, ROWS):
-            tokens = np.arange(begin, min(begin + ROWS, size))
-            step = lay_out(root, GuessTree.of(tokens, np.full(len(tokens), -1)))
-            logits = runner.run([step], cache).logits[1:]
-            said, probabilities = top_k(logits, temperature, TOP_K)
-            cache.commit([step], [[]])
-            pool.learn_next(tokens[:, None], said, probabilities, Origin.LOGITS)
-            progress((begin + len(tokens)) / size)
-    return pool
+from ngram_pool import NgramPool, PoolFileError
 
 
 def bigrams_file(model: PreTrainedModel) -> Path:

@@ -1,13 +1,11 @@
-"""Several sources of guesses as one: their trees are merged, their claims calibrated, and each is asked while it pays.
-
-A claim is the probability that a source gives to a guess, once the guess's parent is accepted. A source speaks at a
-node if it proposes anything below it.
-"""
+"""Several sources of guesses as one: their trees are merged (`merging`), and each is asked while it pays."""
 
 import time
 from collections.abc import Container, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,54 +18,9 @@ from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs
 from lookahead.models.cache import AnyCache
 from lookahead.stats import Stats
 from ngram_pool import GuessTree, Origin
-from ngram_pool.forks import Lock
 
-BINS = 10  # of claims, equally wide
-PRIOR = 8.0  # guesses that each bin starts with, which came true as claimed
-MIN_CLAIM = 1e-6  # smaller claims count as this, so that there is no division by 0
-FADE = 0.995  # factor by which a bin, or a mixture, fades with each guess that it counts
-
-
-class Calibration:
-    """How often claims come true, by their size."""
-
-    def __init__(self) -> None:
-        middles = (np.arange(BINS) + 0.5) / BINS
-        self._claimed, self._accepted = PRIOR * middles, PRIOR * middles
-        self._lock = Lock()
-
-    def __call__(self, claim: float) -> float:
-        """Return the probability that the guess is accepted once its parent is."""
-        i = min(int(claim * BINS), BINS - 1)
-        return min(claim * self._accepted[i] / self._claimed[i], 1.0)
-
-    def count(self, claim: float, is_accepted: bool) -> None:
-        i = min(int(claim * BINS), BINS - 1)
-        with self._lock:
-            self._claimed[i] = FADE * self._claimed[i] + max(claim, MIN_CLAIM)
-            self._accepted[i] = FADE * self._accepted[i] + is_accepted
-
-
-class Mixture:
-    """How much each of the sources that speak at a node is believed: their claims are averaged by these weights.
-
-    The weights follow the tokens that were emitted, by one step of expectation maximisation for each.
-    """
-
-    def __init__(self, speakers: frozenset[int]):
-        self._belief = dict.fromkeys(speakers, 1.0)
-        self._lock = Lock()
-
-    def __call__(self, claims: dict[int, float]) -> float:
-        """Return the claim of all speakers together."""
-        return sum(self._belief[i] * claim for i, claim in claims.items()) / sum(self._belief.values())
-
-    def count(self, claims: dict[int, float]) -> None:
-        """Count an emitted token. claims: for each source that proposed it."""
-        with self._lock:
-            shares = {i: self._belief[i] * max(claim, MIN_CLAIM) for i, claim in claims.items()}
-            whole = sum(shares.values()) or 1.0
-            self._belief = {i: FADE * belief + shares.get(i, 0.0) / whole for i, belief in self._belief.items()}
+if TYPE_CHECKING:
+    from lookahead.guessing.merging import Experience, Node
 
 
 def trials_of(source: GuessSource) -> Trials | None:
@@ -84,8 +37,6 @@ class Ledger:
         evidence in a pool, then the sources of guesses by class; a second of one class has a 2 behind."""
         self.trials: list[Trials | None] = []
         """For each source, whether asking it pays."""
-        self._calibrations: dict[tuple[frozenset[int], frozenset[int]], Calibration] = {}
-        self._mixtures: dict[frozenset[int], Mixture] = {}
         for source in sources:
             self.enter(source, trials_of(source))
 
@@ -96,14 +47,12 @@ class Ledger:
         self.names.append(f"{name} {same + 1}" if same else name)
         self.trials.append(trials)
 
-    def calibration(self, speakers: frozenset[int], proposers: frozenset[int]) -> Calibration:
-        """Return the calibration of guesses that exactly these of the speakers propose: agreement makes surer."""
-        known = self._calibrations.get((speakers, proposers))
-        return known or self._calibrations.setdefault((speakers, proposers), Calibration())
+    @cached_property
+    def experience(self) -> "Experience":
+        """How often the sources' claims came true."""
+        from lookahead.guessing.merging import Experience  # where one source guesses alone, nobody asks for it
 
-    def mixture(self, speakers: frozenset[int]) -> Mixture:
-        """Return the beliefs in these sources where exactly they speak."""
-        return self._mixtures.get(speakers) or self._mixtures.setdefault(speakers, Mixture(speakers))
+        return Experience()
 
     def is_asked(self, number: int) -> bool:
         trials = self.trials[number]
@@ -112,74 +61,6 @@ class Ledger:
     def resting(self, steps: int) -> set[int]:
         """Return the numbers of the sources that will not be asked within so many steps."""
         return {i for i, trials in enumerate(self.trials) if trials is not None and trials.rests(steps)}
-
-
-@dataclass
-class Node:
-    """A guess that one or more sources propose, or the common root of their trees."""
-
-    token: int = -1
-    claims: dict[int, float] = field(default_factory=dict)
-    """By the index of each source that proposes it."""
-    source: int = -1
-    """Number of the source with the largest claim, as in `GuessTree.sources`."""
-    children: dict[int, "Node"] = field(default_factory=dict)
-
-    @property
-    def speakers(self) -> frozenset[int]:
-        """The sources that propose any of the children."""
-        return frozenset().union(*(child.claims for child in self.children.values()))
-
-    def add(self, tree: GuessTree, proposer: int) -> None:
-        """Merge a tree below this root. proposer: the index of its source."""
-        nodes: list[Node] = []
-        chances = tree.probabilities.tolist()
-        for token, parent, chance, source in zip(
-            tree.tokens.tolist(), tree.parents.tolist(), chances, tree.sources.tolist(), strict=True
-        ):
-            above, before = (nodes[parent], chances[parent]) if parent >= 0 else (self, 1.0)
-            claim = chance / before if before > 0 else 0.0
-            node = above.children.setdefault(token, Node(token))
-            if claim >= max(node.claims.values(), default=0.0):
-                node.source = source
-            node.claims[proposer] = claim
-            nodes.append(node)
-
-    def worth(self, ledger: Ledger) -> list[tuple[float, "Node"]]:
-        """Return the children, each with the probability that it is accepted once this node is, likeliest last."""
-        if not self.children:
-            return []
-        speakers = self.speakers
-        mixture = ledger.mixture(speakers)
-        worth = [
-            (ledger.calibration(speakers, frozenset(child.claims))(mixture(child.claims)), child)
-            for child in self.children.values()
-        ]
-        excess = max(sum(each for each, _ in worth), 1.0)  # at most one child is accepted: they add up to 1 at most
-        return sorted(((each / excess, child) for each, child in worth), key=lambda pair: pair[0])
-
-    def settle(self, token: int, ledger: Ledger) -> None:
-        """Count that the text went on with this token."""
-        speakers = self.speakers
-        mixture = ledger.mixture(speakers)
-        for child in self.children.values():
-            calibration = ledger.calibration(speakers, frozenset(child.claims))
-            calibration.count(mixture(child.claims), child.token == token)
-        if len(speakers) > 1 and token in self.children:
-            mixture.count(self.children[token].claims)
-
-    def tree(self, ledger: Ledger) -> GuessTree:
-        """Return the tree below this root with calibrated probabilities, depth-first, likeliest child first."""
-        rows: list[tuple[int, int, int, float]] = []  # token, parent, source, probability
-        waiting: list[tuple[Node, int, float]] = [(self, -1, 1.0)]
-        while waiting:
-            node, parent, chance = waiting.pop()
-            place = -1
-            if node is not self:
-                place = len(rows)
-                rows.append((node.token, parent, node.source, chance))
-            waiting += [(child, place, chance * each) for each, child in node.worth(ledger)]
-        return GuessTree.of(*zip(*rows, strict=True)) if rows else GuessTree.empty()
 
 
 def needs_of(sources: Sequence[GuessSource]) -> Needs:
@@ -295,10 +176,12 @@ class Combined(Guesser):
             self._guessers[i].observe(outcome)
             self._seconds[i] += time.perf_counter() - began
         for root, path, emitted in zip(self._roots, outcome.paths, outcome.emitted, strict=True):
-            if isinstance(root, Node):
-                self._settle(root, emitted, len(path) - 1)
+            accepted = len(path) - 1
+            if isinstance(root, int):
+                self._stats[root].accepted += accepted
             else:
-                self._stats[root].accepted += len(path) - 1
+                for i in root.settle_along(emitted, accepted, self._ledger.experience):
+                    self._stats[i].accepted += 1
         pace = self._budget.pace
         for i, stats in enumerate(self._stats):
             trials = self._ledger.trials[i] if pace and (i in self._parts or not self._ledger.is_asked(i)) else None
@@ -356,7 +239,7 @@ class Combined(Guesser):
             tree = replace(tree, sources=np.where(is_known, tree.sources, len(Origin) + i))
         return tree
 
-    def _merge(self, trees: dict[int, GuessTree]) -> tuple[Node | int, GuessTree]:
+    def _merge(self, trees: dict[int, GuessTree]) -> "tuple[Node | int, GuessTree]":
         """Merge the sources' trees of one sequence.
 
         Returns the root and the merged tree; or a source's index and its tree, if this tree is used as it is.
@@ -365,21 +248,12 @@ class Combined(Guesser):
             ((i, tree),) = trees.items()
             if self._sources[i].is_calibrated:
                 return i, tree
+        from lookahead.guessing.merging import Node
+
         root = Node()
         for i, tree in trees.items():
             root.add(tree, i)
-        tree = root.tree(self._ledger)
+        tree = root.tree(self._ledger.experience)
         if self._limits.is_chain:
             tree = tree.likeliest_chain()
         return root, tree.prune(self._limits.guesses)
-
-    def _settle(self, node: Node, emitted: list[int], accepted: int) -> None:
-        """Count which claims came true along the emitted tokens. accepted: how many of these were guesses."""
-        for place, token in enumerate(emitted):
-            node.settle(token, self._ledger)
-            if token not in node.children:
-                break
-            node = node.children[token]
-            if place < accepted:
-                for i in node.claims:
-                    self._stats[i].accepted += 1

@@ -7,19 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 from lookahead.compat import CACHE, execution_device
-from lookahead.models.cache import (
-    AnyCache,
-    InPlaceLayer,
-    LookaheadCache,
-    SlidingLayer,
-    StateAndKeysLayer,
-    copy_of,
-    counts_positions,
-)
-from lookahead.models.recurrence import StateLayer
+from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SlidingLayer, counts_positions
 from lookahead.step import Visibility, mask
 
 # Settings that give the number of positions that a model was made for, or that its tables have room for.
@@ -100,6 +91,8 @@ class ModelAdapter:
         layers: list[Any] = []
         for theirs, visibility in zip(DynamicCache(config=self.config).layers, self.layers, strict=True):
             if self.branches_states and isinstance(theirs, LinearAttentionLayer):
+                from lookahead.models.recurrence import StateAndKeysLayer, StateLayer  # other models need none
+
                 states = theirs.number_of_states
                 layers.append(StateAndKeysLayer(states, expected_length) if visibility else StateLayer(states))
             elif visibility is None:
@@ -131,57 +124,6 @@ class ModelAdapter:
         batch.stack(sequences, [longest - length for length in cache.lengths])
         return batch
 
-    def can_take_over(self, cache: Cache, model: PreTrainedModel) -> bool:
-        """Whether `take_over` can read this cache: each layer is of our type, or transformers' dynamic one, and those
-        that hold keys and values hold as many as the others, of one sequence, as this model makes them.
-        """
-        ours, usual = self.make_cache().layers, DynamicCache(config=self.config).layers
-        if len(cache.layers) != len(ours):
-            return False
-        dtypes, device = {model.dtype}, device_of(model).type
-        if torch.is_autocast_enabled(device):  # then keys and values have either
-            dtypes.add(torch.get_autocast_dtype(device))
-        lengths: set[int] = set()
-        layers: list[Any] = cache.layers
-        for mine, own, theirs in zip(ours, usual, layers, strict=True):
-            kinds: tuple[type, ...] = (type(mine),)
-            if isinstance(mine, StateLayer):
-                kinds = type(mine), type(own)
-            elif isinstance(mine, InPlaceLayer):
-                kinds = type(mine), DynamicLayer, DynamicSlidingWindowLayer
-            if type(theirs) not in kinds or getattr(theirs, "record_past", False):
-                return False
-            if isinstance(mine, InPlaceLayer) and theirs.is_initialized:
-                both = theirs.buffers if isinstance(theirs, InPlaceLayer) else (theirs.keys, theirs.values)
-                # A layer without a window holds all positions. One for chunks has their length as its window.
-                windows = None, getattr(own, "sliding_window", None)
-                fits = all(_is_of_one_sequence(states, dtypes, device) for states in both)
-                if not fits or getattr(theirs, "sliding_window", None) not in windows:
-                    return False
-                lengths |= {theirs.get_seq_length(), theirs.get_seq_length() + both[0].shape[2] - both[1].shape[2]}
-        return len(lengths) < 2
-
-    def take_over(self, cache: Cache) -> LookaheadCache:
-        """Make a cache that holds what the caller's ``cache``, of one sequence, holds.
-
-        Our own full layers are shared with ``cache``, because they can be rewound. Everything else is copied.
-        """
-        ours = self.make_cache(cache.get_seq_length())
-        layers = []
-        for mine, theirs in zip(ours.layers, cache.layers, strict=True):
-            if type(theirs) is InPlaceLayer:
-                mine = theirs
-            elif type(theirs) is type(mine):
-                mine = copy_of(theirs)
-            elif isinstance(mine, StateLayer):
-                mine.take(theirs)  # type: ignore[arg-type]  # `can_take_over` holds
-                if isinstance(mine, InPlaceLayer) and theirs.is_initialized:
-                    _fill(mine, theirs)
-            elif isinstance(mine, InPlaceLayer) and isinstance(theirs, DynamicLayer) and theirs.is_initialized:
-                _fill(mine, theirs)
-            layers.append(mine)
-        return LookaheadCache(layers, [cache.get_seq_length()])
-
     def masks(
         self,
         ancestors: np.ndarray,
@@ -205,22 +147,6 @@ class ModelAdapter:
         if isinstance(masks, torch.Tensor):
             return [masks] * len(self.layers)
         return [masks.get(kind) for kind in self.config.layer_types]
-
-
-def _fill(mine: InPlaceLayer, theirs: Any) -> None:
-    """Append the keys and values of a layer of transformers' to an empty layer of ours."""
-    mine.update(theirs.keys, theirs.values)
-    mine.starts = np.array([theirs.get_seq_length() - mine.columns])
-
-
-def _is_of_one_sequence(states: object, dtypes: set[torch.dtype], device: str) -> bool:
-    return (
-        type(states) is torch.Tensor
-        and states.ndim == 4
-        and len(states) == 1
-        and states.dtype in dtypes
-        and states.device.type == device
-    )
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

@@ -23,24 +23,21 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from lookahead import compat
 from lookahead.cpu import executor
 from lookahead.decoding_pass import current_pass
-from lookahead.models.recurrence import StateLayer
 from lookahead.step import Step, Visibility, hidden, to_device
 
 FIRST_CAPACITY = 256  # columns
 # Of all layers at once, by `map`: a function for each layer and step would take longer than what it does.
 _IS_INITIALIZED, _KEYS, _VALUES = attrgetter("is_initialized"), attrgetter("_keys"), attrgetter("_values")
-_COLUMNS = attrgetter("columns", "computed", "_room")
+_COLUMNS, _KEPT = attrgetter("columns", "computed", "_room"), methodcaller("kept")
 
 
 class InPlaceLayer(CacheLayerMixin):
@@ -326,33 +323,8 @@ class SlidingLayer(InPlaceLayer):
         super().crop(tokens_to_remove)
 
 
-class StateAndKeysLayer(StateLayer, InPlaceLayer):  # type: ignore[misc, override]  # as transformers mixes them
-    """States, and keys and values of all positions."""
-
-    is_compileable = False
-
-    def __init__(self, number_of_states: int = 1, expected_length: int = 0):
-        self.number_of_states = number_of_states
-        InPlaceLayer.__init__(self, expected_length)  # calls reset
-
-    def reset(self) -> None:
-        StateLayer.reset(self)
-        InPlaceLayer.reset(self)
-
-    def lazy_initialization(self, *keys_and_values: Any, **states: Any) -> None:
-        if keys_and_values:
-            InPlaceLayer.lazy_initialization(self, *keys_and_values)
-        else:
-            StateLayer.lazy_initialization(self, **states)
-
-    def stack(self, layers: Any, offsets: list[int] | None = None) -> None:
-        StateLayer.stack(self, layers)
-        if layers[0].is_initialized:
-            InPlaceLayer.stack(self, layers, offsets)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        StateLayer.batch_select_indices(self, indices)
-        InPlaceLayer.batch_select_indices(self, indices)
+class KeepsState:
+    """Marks `recurrence.StateLayer`, which only models with such layers import."""
 
 
 class LookaheadCache(Cache):
@@ -370,7 +342,7 @@ class LookaheadCache(Cache):
         self.in_place_at = [index for index, layer in enumerate(layers) if isinstance(layer, InPlaceLayer)]
         self.in_place = [layers[index] for index in self.in_place_at]
         """The layers that hold keys and values: all, unless some keep a state, or use those of other layers."""
-        self.states_at = [index for index, layer in enumerate(layers) if isinstance(layer, StateLayer)]
+        self.states_at = [index for index, layer in enumerate(layers) if isinstance(layer, KeepsState)]
         alike: dict[tuple, list[int]] = {}
         for index, layer in enumerate(layers):
             if isinstance(layer, InPlaceLayer):
@@ -380,7 +352,7 @@ class LookaheadCache(Cache):
         self.pending: executor.Pending | None = None
         """What the rows of the last pass do to the states, if it was one call, and where it is."""
         self.room = np.empty(0, np.uint8)
-        ours = InPlaceLayer, StateLayer
+        ours = InPlaceLayer, KeepsState
         self._with_state = [x for x in layers if not isinstance(x, ours) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []
 
@@ -422,7 +394,7 @@ class LookaheadCache(Cache):
 
     def buffers(self) -> list[torch.Tensor]:
         """Return the keys of all layers that are in place, then their values, all columns; then all states."""
-        return [*map(_KEYS, self.in_place), *map(_VALUES, self.in_place), *chain(*map(StateLayer.kept, self._states))]
+        return [*map(_KEYS, self.in_place), *map(_VALUES, self.in_place), *chain(*map(_KEPT, self._states))]
 
     def hidden(
         self, ancestors: np.ndarray, positions: np.ndarray, kinds: Mapping[Visibility, Sequence[int]], of_step: bool
@@ -487,7 +459,7 @@ class LookaheadCache(Cache):
     @property
     def is_empty(self) -> bool:
         """Whether no layer holds anything."""
-        return not any(map(_IS_INITIALIZED, self.in_place)) and not any(map(StateLayer.kept, self._states))
+        return not any(map(_IS_INITIALIZED, self.in_place)) and not any(map(_KEPT, self._states))
 
     @property
     def can_rewind(self) -> bool:
@@ -535,7 +507,8 @@ class LookaheadCache(Cache):
         """Return an empty cache of the same kinds of layers, all of which are in place or need no room."""
         layers: list[Any] = [copy.copy(layer) for layer in self.layers]
         for layer in layers:
-            if isinstance(layer, (InPlaceLayer, StateLayer)):
+            is_ours = isinstance(layer, (InPlaceLayer, KeepsState))
+            if is_ours:
                 layer.reset()
         return LookaheadCache(layers)
 
@@ -549,8 +522,10 @@ class LookaheadCache(Cache):
     def stack(self, caches: list["LookaheadCache"], offsets: list[int] | None = None) -> None:
         """Become the batch of ``caches``, each of one sequence (`InPlaceLayer.stack`)."""
         for layers in zip(self.layers, *(cache.layers for cache in caches), strict=True):
-            if isinstance(layers[0], StateLayer) or (isinstance(layers[0], InPlaceLayer) and layers[1].is_initialized):
-                layers[0].stack(list(layers[1:]), offsets)
+            first: Any = layers[0]
+            keeps_state = isinstance(first, KeepsState)
+            if keeps_state or (isinstance(first, InPlaceLayer) and layers[1].is_initialized):
+                first.stack(list(layers[1:]), offsets)
         self.lengths, self.paddings = [cache.lengths[0] for cache in caches], offsets
 
 
@@ -611,21 +586,6 @@ class CountedCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
-
-
-def empty_cache(model: PreTrainedModel) -> DynamicCache | None:
-    """Make a cache for a call of generate() that the next call goes on from.
-
-    None if the model takes no such cache, or if its layers keep states alone and it is not wrapped: it then reads
-    everything again.
-    """
-    if compat.cache_argument(model) is None:
-        return None
-    config = model.config.get_text_config(decoder=True)
-    cache = DynamicCache(config=config)
-    if counts_positions(cache):
-        return cache
-    return CountedCache(config=config) if getattr(model, "lookahead", None) is not None else None
 
 
 def counts_positions(cache: Cache) -> bool:

@@ -10,7 +10,6 @@ from transformers.cache_utils import (
 
 from lookahead import compat
 from lookahead.compat import attention_implementation, looks_up_attention
-from lookahead.models import branching
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError
 from lookahead.models.cache import InPlaceLayer
 from lookahead.models.state import state_of
@@ -82,7 +81,7 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
         can_branch=(
             attention_implementation(model.config) in ("sdpa", "eager")
             and not (config.model_type == "gpt_neo" and "local" in config.attention_layers)  # windows by columns
-            and not (biases_keys and branching.why_not(model) is not None)
+            and not (biases_keys and why_no_branches(model) is not None)
             and (not has_state or branches_states)
         ),
     )
@@ -95,7 +94,11 @@ def why_no_branches(model: PreTrainedModel) -> str | None:
     unknown = kinds - {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
     if unknown:
         return f"its cache keeps states in a {unknown.pop().__name__}"
-    return branching.why_not(model) if kinds or _biases_keys(model) else None
+    if not (kinds or _biases_keys(model)):
+        return None
+    from lookahead.models import branching  # other models need it not
+
+    return branching.why_not(model)
 
 
 def _keeps_state(layer: object) -> bool:
@@ -155,7 +158,11 @@ def _biases_keys(model: PreTrainedModel) -> bool:
     """
     config = model.config.get_text_config(decoder=True)
     is_said = config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
-    return is_said and branching.biases_keys(model)
+    if not is_said:
+        return False
+    from lookahead.models import branching
+
+    return branching.biases_keys(model)
 
 
 def state_layers(adapter: ModelAdapter) -> str:

@@ -22,15 +22,49 @@ ancestors, then those that are committed.
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from lookahead.decoding_pass import current_pass
-from lookahead.step import Forest
+from lookahead.models.cache import InPlaceLayer, KeepsState
+from lookahead.step import to_device
 
 _LEAST = -1e5  # A smaller logarithm of a decay is that of zero, too. Differences of infinities are no numbers.
+
+
+class Forest:
+    """What the rows of a pass see of each other, for layers that keep a state."""
+
+    layer: Any
+    """The layer of the cache whose states the model is about to update."""
+
+    def __init__(self, ancestors: np.ndarray, device: torch.device):
+        """ancestors: bool [batch, T, T], as `pad` returns them."""
+        self.rows = ancestors.shape[1]
+        self.seen = to_device(ancestors, device)[:, None]
+        """bool [batch, 1, T, T]: which rows each of them sees."""
+        proper = ancestors & ~np.eye(self.rows, dtype=bool)
+        self._parents = np.where(proper, np.arange(self.rows), -1).max(2)
+        self._windows: dict[tuple[int, int], torch.Tensor] = {}
+
+    def windows(self, width: int, held: int) -> torch.Tensor:
+        """Return the columns that each row and those before it on its path stand in: int64 [batch, T, width].
+
+        held: committed columns, which come before the rows.
+        """
+        if (width, held) not in self._windows:
+            rows = np.broadcast_to(np.arange(self.rows), self._parents.shape)
+            found = [rows]
+            for _ in range(width - 1):
+                before = np.take_along_axis(self._parents, np.maximum(rows, 0), axis=1)
+                rows = np.where(rows < 0, rows - 1, before)  # -1 is the last committed column
+                found.append(rows)
+            columns = held + np.stack(found[::-1], axis=2)
+            self._windows[width, held] = to_device(columns, self.seen.device)
+        return self._windows[width, held]
 
 
 class _Pending(Protocol):
@@ -74,7 +108,7 @@ class _Updates(NamedTuple):
                 self.state[b].copy_(kept + keys.mT @ self.values[b][:, path])
 
 
-class StateLayer(LinearAttentionLayer):
+class StateLayer(KeepsState, LinearAttentionLayer):
     """The states of a layer, as transformers keeps them. In a step with branches, they wait for `commit`."""
 
     def __init__(self, number_of_states: int = 1):
@@ -152,6 +186,35 @@ class StateLayer(LinearAttentionLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = next((len(x) for x in self.conv_states.values() if x is not None), 0)
         self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+
+
+class StateAndKeysLayer(StateLayer, InPlaceLayer):  # type: ignore[misc, override]  # as transformers mixes them
+    """States, and keys and values of all positions."""
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int = 1, expected_length: int = 0):
+        self.number_of_states = number_of_states
+        InPlaceLayer.__init__(self, expected_length)  # calls reset
+
+    def reset(self) -> None:
+        StateLayer.reset(self)
+        InPlaceLayer.reset(self)
+
+    def lazy_initialization(self, *keys_and_values: Any, **states: Any) -> None:
+        if keys_and_values:
+            InPlaceLayer.lazy_initialization(self, *keys_and_values)
+        else:
+            StateLayer.lazy_initialization(self, **states)
+
+    def stack(self, layers: Any, offsets: list[int] | None = None) -> None:
+        StateLayer.stack(self, layers)
+        if layers[0].is_initialized:
+            InPlaceLayer.stack(self, layers, offsets)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        StateLayer.batch_select_indices(self, indices)
+        InPlaceLayer.batch_select_indices(self, indices)
 
 
 def convolve(

@@ -4,15 +4,13 @@ A model may change while it is wrapped: its classes, the code behind them, dtype
 each call looks at it. If every object is that of the last look, this takes a fraction of a millisecond.
 """
 
-import inspect
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
-from itertools import chain, islice
+from functools import partial
+from itertools import chain
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,12 +21,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead import compat
 from lookahead.models import attention
-from lookahead.models.origin import OF_LOOP, Foreign, Origin, code_of, enclosed, function_of, is_defined, is_own
-from lookahead.models.training import random_part
+from lookahead.models.origin import Foreign, Origin, code_of, is_defined, is_own
 
-PASS_ON = ("accelerate", "bitsandbytes", "peft", "torchao")
-"""Packages that wrap modules, and hand masks and positions on to them as they are."""
-_OF_LORA = "peft.tuners.lora.layer", "peft.tuners.tuners_utils"  # of its layers that are in place of torch's
 _CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)  # which `LookaheadCache` stands in for
 _REGISTRIES = AttentionInterface, AttentionMaskInterface  # in which passes look up functions
 # Settings that no pass reads.
@@ -41,12 +35,7 @@ _OF_ALL = {
     "sliding_window", "layer_types", "attention_chunk_size", "rope_parameters", "is_causal",
     "use_bidirectional_attention", "_attn_implementation_internal",
 }  # fmt: skip
-# Functions of a module that are given the tokens of a pass alone, and those of torch that are given keys or scores.
-_OF_ROWS = {"apply_rotary_pos_emb", "rotate_half", "clip_qkv"}
-_OF_KEYS = {"scaled_dot_product_attention", "softmax", "matmul", "bmm", "baddbmm", "einsum", "cat"}
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType, partial
-_MOST_FLAGS, _MOST_HELD = 256, 16  # values that are looked at, in all and in one container
-_NO_FLAGS = nn.Module, torch.Tensor, PreTrainedConfig, ModuleType, BuiltinFunctionType
 _MOST_ORIGINS = 64  # kept for later models of the same classes
 
 _origins: dict[frozenset[type], Origin] = {}
@@ -93,26 +82,19 @@ class State:
         """Code that passes run, and that neither torch nor transformers defines."""
         hooks = [(i, hook) for i, module in enumerate(modules) for hook in compat.hooks_of_users(module)]
         hooks += [(-1, hook) for hook in self._global_hooks]
-        self._code_of_users = [*(hook for _, hook in hooks), *(foreign.found for foreign in self.foreign)]
-        self._flags = _flags(self._code_of_users)
+        self.users = None
+        """That code, and hooks, if there are any."""
+        if self.foreign or hooks:
+            from lookahead.models.users_code import UsersCode  # other models run none
+
+            self.users = UsersCode(modules, _unwrapped(self._classes[0]), self.foreign, [hook for _, hook in hooks])
         self.is_known = not (self.foreign or hooks) and all(map(is_defined, self._classes))
         """Whether torch and transformers define all that passes run."""
         self.in_training = tuple(i for i, module in enumerate(modules) if module.training)
         """Which modules are in training mode."""
-        self.why_random = random_part(model, self.names) if self.in_training else None
-        """What draws at random in training mode, and is in it; None if nothing is seen that does."""
-        self.unknown_in_training = self._unknown_in_training(modules, hooks) if model.training else None
-        """Code of which it is not known what it does in training mode, if the model is in it."""
         self.is_compiled = any(map(compat.is_compiled, modules))
         """Whether the user has compiled the model or a part of it. Compiled code cannot tell that a pass is ours."""
         self._hooks_take_keywords = bool(self._global_hooks) or any(map(compat.hooks_take_keywords, modules))
-        hand_on = {base for module in modules if _takes_masks(module) for base in type(module).__mro__}
-        self._seeing_masks = [
-            foreign
-            for foreign in self.foreign
-            if foreign.package not in PASS_ON and (foreign.cls is None or foreign.cls in hand_on)
-        ]
-        self._seeing_keys = [foreign for foreign in self.foreign if self._sees_keys(foreign)]
         kinds = [
             (_name(kind), dtype, device, _quantization(tensor))
             for tensor, kind, dtype, device in zip(_of(self._tensors), *zip(*self._kinds, strict=True), strict=True)
@@ -127,7 +109,7 @@ class State:
             self.is_compiled,
             tuple((i, _Same(code_of(hook) or hook)) for i, hook in hooks),  # a hook may be made anew for each call
             tuple((foreign.place, _Same(foreign.found)) for foreign in self.foreign),
-            tuple(self._flags),
+            tuple(self.users.flags) if self.users else (),
         )
         """All of it, for this process."""
 
@@ -145,56 +127,20 @@ class State:
             and compat.global_hooks_of_users() == self._global_hooks
             and _registered(model) == self._registered
             and self._origin.is_current()
-            and (not self._code_of_users or _flags(self._code_of_users) == self._flags)
+            and (self.users is None or self.users.is_current())
         )
-
-    def _unknown_in_training(self, modules: list[nn.Module], hooks: list[tuple[int, Callable]]) -> str | None:
-        for i, _ in hooks:
-            return f"a hook on {'all modules' if i < 0 else f'a {type(modules[i]).__name__}'}"
-        variants = [type(x) for module in modules for x in vars(module).get("lora_variant", {}).values()]
-        found: list[Foreign | type] = [*self.foreign, *(cls for cls in self._classes if not is_defined(cls)), *variants]
-        return next((_name(x) if isinstance(x, type) else x.place for x in found if not _drops_at_most(x)), None)
-
-    def _sees_keys(self, foreign: Foreign) -> bool:
-        """Whether this code stands in the place of transformers' attention, or of what that calls.
-
-        It may do something else from some number of keys on, and passes over several tokens reach that number sooner.
-        """
-        own = _unwrapped(self._classes[0])
-        name = foreign.place.rsplit(".", 1)[-1]
-        if foreign.place.startswith("torch."):
-            return name in _OF_KEYS
-        if not (is_defined(own) or foreign.place.startswith("transformers.")) or isinstance(foreign.found, type):
-            return False  # a model of the user's is tried as it is; a class in a module has no objects here
-        is_of_layer = foreign.cls is None or foreign.cls not in own.__mro__
-        return foreign in self._seeing_masks and is_of_layer and name not in _OF_ROWS
 
     def why_not_split(self) -> str | None:
         """Why a mask that covers the step alone may not be handed to the model; None if it may."""
         if self._hooks_take_keywords:
             return "hooks may read the masks"
-        return next(map(str, self._seeing_masks), None)
-
-    def why_no_trees(self) -> str | None:
-        """Why the model must make its masks itself; None if it need not."""
-        return next((str(foreign) for foreign in self.foreign if "mask" in foreign.place.rsplit(".", 1)[-1]), None)
-
-    def why_no_kernels(self) -> str | None:
-        """Why linear layers are not those of torch; None if they are."""
-        places = "torch.nn.modules.linear.Linear.", "torch.nn.functional.linear"
-        return next((str(foreign) for foreign in self.foreign if foreign.place.startswith(places)), None)
+        return next(map(str, self.users.seeing_masks), None) if self.users else None
 
     def why_plain(self) -> str | None:
         """Why the model's own decoding must take its calls; None if it need not."""
         if self._differing:
             return f"a model whose parts have configurations that differ ({', '.join(self._differing)})"
-        for foreign in self.foreign:
-            bases = foreign.cls.__mro__ if foreign.cls else ()
-            is_of_transformers = any(base.__module__.startswith("transformers.models.") for base in bases)
-            of_loop = foreign.place.rsplit(".", 1)[-1] in OF_LOOP and is_of_transformers  # not of a model of users
-            if of_loop or foreign.place.startswith(("transformers.cache_utils.", "transformers.generation.")):
-                return f"a model whose cache or loop is replaced ({foreign})"
-        return next((f"a model whose attention is replaced ({foreign})" for foreign in self._seeing_keys), None)
+        return self.users.why_plain() if self.users else None
 
 
 _states: WeakKeyDictionary[PreTrainedModel, State] = WeakKeyDictionary()
@@ -278,68 +224,6 @@ def _unwrapped(cls: type) -> type:
 def _identities(model: PreTrainedModel) -> list[tuple[str, int]]:
     """The attributes of a model, by name, without those that `wrap` and `generate` use."""
     return [(name, id(value)) for name, value in vars(model).items() if name not in ("lookahead", "generation_config")]
-
-
-def _flags(functions: list[Any]) -> list[Any]:
-    """What functions may hang on: values that they hold, or that the names in their code stand for.
-
-    A number counts as zero or not, for it may be a counter. Numbers and None in a list may record what has passed, and
-    do not count. What is in a model, torch or transformers is left out.
-    """
-    found: list[Any] = []
-    wanted, seen = deque(functions), set()
-    while wanted and len(found) < _MOST_FLAGS:
-        value = wanted.popleft()
-        if value is None or isinstance(value, (bool, str)):
-            found.append(value)
-        elif isinstance(value, (int, float)):
-            found.append(bool(value))
-        elif id(value) not in seen and not isinstance(value, _NO_FLAGS):
-            seen.add(id(value))
-            wanted += _held(value)
-    return found
-
-
-def _held(value: Any) -> Iterable[Any]:
-    """What a function, a container or an object holds."""
-    if isinstance(value, dict):
-        return islice(value.values(), _MOST_HELD)
-    if isinstance(value, (list, tuple)):
-        return [x for x in value[:_MOST_HELD] if isinstance(x, bool) or not isinstance(x, (int, float, type(None)))]
-    if isinstance(value, type) and is_defined(value):
-        return ()
-    function = function_of(value)
-    held = list(islice(getattr(value, "__dict__", {}).values(), _MOST_HELD))
-    if isinstance(function, FunctionType):
-        if is_own(function):
-            return ()
-        held += [getattr(value, name, None) for name in ("__self__", "args", "keywords")]
-        held += [function.__globals__.get(name) for name in function.__code__.co_names]
-        held += [*enclosed(function), function.__defaults__, function.__kwdefaults__]
-    return held
-
-
-def _takes_masks(module: nn.Module) -> bool:
-    """Whether a module may be given the mask: attention, and all that holds some."""
-    return any(
-        "layer_idx" in vars(part) or "is_causal" in vars(part) or "attention_mask" in _arguments(type(part).forward)
-        for part in module.modules()
-    )
-
-
-@cache
-def _arguments(forward: Callable) -> Collection[str]:
-    return inspect.signature(forward).parameters
-
-
-def _drops_at_most(found: Foreign | type) -> bool:
-    """Whether this, if it does anything otherwise in training mode, drops numbers by a setting that is seen.
-
-    PEFT's layers for LoRA are so, and what accelerate puts before a forward: autocast and offloading.
-    """
-    is_of_peft, cls = (True, found) if isinstance(found, type) else (found.package == "peft", found.cls)
-    is_of_lora = is_of_peft and cls is not None and cls.__module__ in _OF_LORA
-    return is_of_lora or (isinstance(found, Foreign) and found.package == "accelerate")
 
 
 def _of(dictionaries: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor]:

@@ -9,6 +9,12 @@ from collections.abc import Collection
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lookahead.compat import global_hooks_of_users, hooks_of_users
+from lookahead.models.origin import Foreign, is_defined
+from lookahead.models.state import State
+
+_OF_LORA = "peft.tuners.lora.layer", "peft.tuners.tuners_utils"  # of its layers that are in place of torch's
+
 
 def random_part(model: PreTrainedModel, names: Collection[str]) -> str | None:
     """Name the first setting by which a part in training mode draws at random, with its value; None if none is seen.
@@ -32,3 +38,26 @@ def random_part(model: PreTrainedModel, names: Collection[str]) -> str | None:
 def _is_rate(name: str, module: nn.Module | None = None) -> bool:
     """Whether a setting, by its name, says how much is drawn at random."""
     return "drop" in name or "jitter" in name or (name == "p" and "Dropout" in type(module).__name__)
+
+
+def unknown_part(model: PreTrainedModel, state: State) -> str | None:
+    """Name code of which it is not known what it does in training mode; None if there is none."""
+    modules = list(model.modules())
+    hooked = next((f"a {type(module).__name__}" for module in modules if hooks_of_users(module)), None)
+    if hooked or global_hooks_of_users():
+        return f"a hook on {hooked or 'all modules'}"
+    variants = [type(x) for module in modules for x in vars(module).get("lora_variant", {}).values()]
+    undefined = [cls for cls in map(type, modules) if not is_defined(cls)]
+    found: list[Foreign | type] = [*state.foreign, *undefined, *variants]
+    unknown = [x for x in found if not _drops_at_most(x)]
+    return next((x.place if isinstance(x, Foreign) else f"{x.__module__}.{x.__qualname__}" for x in unknown), None)
+
+
+def _drops_at_most(found: Foreign | type) -> bool:
+    """Whether this, if it does anything otherwise in training mode, drops numbers by a setting that is seen.
+
+    PEFT's layers for LoRA are so, and what accelerate puts before a forward: autocast and offloading.
+    """
+    is_of_peft, cls = (True, found) if isinstance(found, type) else (found.package == "peft", found.cls)
+    is_of_lora = is_of_peft and cls is not None and cls.__module__ in _OF_LORA
+    return is_of_lora or (isinstance(found, Foreign) and found.package == "accelerate")

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from lookahead.compat import attention_implementation, newer_than_tested
+from lookahead.compat import attention_implementation
 from lookahead.config import LookaheadConfig
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device_of
-from lookahead.models.families import UnknownModelError, has_page
+from lookahead.models.families import UnknownModelError
 from lookahead.models.layers import hides_in_cache_alone, looks_up_sdpa, read_config, state_layers, why_no_branches
 from lookahead.models.state import state_of
 from lookahead.passes import probe, verdicts
@@ -33,7 +33,7 @@ _MOST_FOUND = 32  # results that are kept for a model
 _found: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary()
 
 
-def _once(model: PreTrainedModel, what: Hashable, cpu_kernels: bool, find: Callable[[], Any]) -> Any:
+def once(model: PreTrainedModel, what: Hashable, cpu_kernels: bool, find: Callable[[], Any]) -> Any:
     """Return the result of ``find``, which is called once for each state of the model.
 
     cpu_kernels: whether our own kernels may be used.
@@ -60,7 +60,7 @@ def _once_for_all(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Ca
             verdicts.save(path, {})
         return None
 
-    return _once(model, what, cpu_kernels, find_or_read)
+    return once(model, what, cpu_kernels, find_or_read)
 
 
 def find_adapter(model: PreTrainedModel, cpu_kernels: bool = True) -> ModelAdapter:
@@ -70,27 +70,11 @@ def find_adapter(model: PreTrainedModel, cpu_kernels: bool = True) -> ModelAdapt
     Raises UnsupportedModelError if lookahead cannot give the model's own output.
     """
     try:
-        return _once(model, "adapter", cpu_kernels, lambda: _read_or_try_ways(model, cpu_kernels))
+        return once(model, "adapter", cpu_kernels, lambda: _read_or_try_ways(model, cpu_kernels))
     except UnsupportedModelError as error:
+        from lookahead.compat.versions import newer_than_tested
+
         raise UnsupportedModelError(f"{error} {newer_than_tested()}".rstrip()) from error
-
-
-def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
-    """Say why passes of ``model`` are not compiled; None if they are, and their logits are right.
-
-    Probed once for each way of computing. The first failure is final, with a warning.
-    """
-    from lookahead.passes import compiled  # only settings that ask for compiled passes need it
-
-    if adapter.foreign:
-        return adapter.foreign[0]
-    if (device := device_of(model).type) != "cpu":
-        reason = f"it is on a device of type {device}, for which there is cuda_graphs=True"
-        _once(model, "compiled", adapter.uses_kernels, lambda: compiled.warn(model, reason))
-        return reason
-    if compiled.why_not(model) is None:
-        _once(model, "compiled", adapter.uses_kernels, lambda: compiled.try_out(model, adapter))
-    return compiled.why_not(model)
 
 
 def choose_runner(
@@ -114,10 +98,10 @@ def choose_runner(
             return fused, reasons
         reasons["fused passes"] = fused
     if config.compile_passes and not hidden_states:
+        from lookahead.passes.compiled import CompiledRunner, why_not_compiled  # other settings need them not
+
         reason = why_not_compiled(model, adapter)
         if reason is None:
-            from lookahead.passes.compiled import CompiledRunner
-
             return CompiledRunner(model, adapter), reasons
         reasons["compiled passes"] = reason
     return EagerRunner(model, adapter, hidden_states), reasons
@@ -151,43 +135,6 @@ def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     return _once_for_all(model, "batch", adapter.uses_kernels, find) is None
 
 
-def hides_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether plain passes over a batch leave padding out of the states of its layers. Probed once for each state of
-    the model.
-
-    transformers hides it before a layer computes. A bias may bring it back.
-    """
-    return _once(model, "padding", True, lambda: probe.hides_padding(model, adapter))
-
-
-def same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """Whether plain passes over the whole text give the logits of plain decoding on a cache, as causal attention does.
-
-    Probed once for each state of the model.
-    """
-    return _once(model, "no cache", True, lambda: probe.is_same_without_cache(model, adapter))
-
-
-def what_training_changes(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
-    """Say what passes do otherwise because parts of the model are in training mode; None if nothing.
-
-    What is seen or not known counts without a trial. The rest is probed once for each state of the model.
-    """
-    state = state_of(model)
-    if not state.in_training:
-        return None
-    if state.why_random is not None:
-        return state.why_random
-    if not model.training:  # parts of it that were added later, as adapters are
-        return None
-    if state.unknown_in_training is not None:
-        return f"it is not known what {state.unknown_in_training} does"
-    if not has_page(model):
-        return f"it is not known what {type(model).__name__} does"
-    what = "in training", state.in_training
-    return _once(model, what, True, lambda: probe.what_training_changes(model, adapter))
-
-
 def _read_or_try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     """Return the adapter that an earlier process has found, or that `_try_ways` finds."""
     path = verdicts.path_of(model, "adapter", cpu_kernels)
@@ -205,13 +152,13 @@ def _try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     """Return the fastest adapter that passes the probe, or raise UnsupportedModelError."""
     name, state = type(model).__name__, state_of(model)
     given_up: list[str] = []
-    if cpu_kernels and (reason := state.why_no_kernels()) is not None:
+    if cpu_kernels and state.users and (reason := state.users.why_no_kernels()) is not None:
         cpu_kernels = False
         given_up.append(f"kernels of our own: {reason}")
     adapter = replace(read_config(model), uses_kernels=cpu_kernels, foreign=tuple(map(str, state.foreign)))
     if (adapter.has_state or adapter.biases_keys) and (reason := why_no_branches(model)) is not None:
         given_up.append(f"trees: {reason}")
-    if adapter.can_branch and (reason := state.why_no_trees()) is not None:
+    if adapter.can_branch and state.users and (reason := state.users.why_no_trees()) is not None:
         adapter = replace(adapter, can_branch=False)
         given_up.append(f"trees: {reason}")
     if adapter.in_inference_mode and not probe.takes_inference_mode(model, adapter):

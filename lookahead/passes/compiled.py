@@ -21,13 +21,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lookahead import compat
+from lookahead.compat import compiling
 from lookahead.cpu import products
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models import attention
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, LookaheadCache
 from lookahead.passes import probe
+from lookahead.passes.capabilities import once
 from lookahead.passes.runner import EagerRunner, Output, TopK
 from lookahead.step import Step, pad, to_device
 from ngram_pool.waiting import told_if_long
@@ -66,7 +67,7 @@ def _compile(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     """Compile a traced graph, the backend of torch.compile, with our products in place of linear layers."""
     _use_products(graph.graph)
     graph.recompile()
-    program = compat.compile_graph(graph, inputs)  # rounds as eager code does, or it could write another token
+    program = compiling.compile_graph(graph, inputs)  # rounds as eager code does, or it could write another token
     checked: set[int] = set()
 
     def run(*arguments: Any) -> Any:
@@ -83,7 +84,7 @@ def _use_products(graph: torch.fx.Graph) -> None:
     writes = 0  # a write may change an input, so a group ends there
     for node in graph.nodes:
         writes += _may_write(node)
-        if node.target is compat.TRACED_LINEAR and _is_ours(node):
+        if node.target is compiling.TRACED_LINEAR and _is_ours(node):
             groups.setdefault((node.args[0], writes), []).append(node)
     for (given, _), group in groups.items():
         weights, biases = [node.args[1] for node in group], [(*node.args, None)[2] for node in group]
@@ -180,7 +181,7 @@ class CompiledRunner(EagerRunner):
             with torch.inference_mode() if self.adapter.in_inference_mode else nullcontext():
                 masks = self.adapter.masks(ancestors, positions, cache, self.model.dtype, device)
                 logits = self._run(tokens, cache, self.adapter.mask_of_layers(masks))
-        except compat.COMPILE_ERRORS as error:
+        except compiling.COMPILE_ERRORS as error:
             give_up(self.model, f"torch.compile fails with {error!r}")
             return super().run(steps, cache, last, top_k)
         return Output(logits[0, : len(steps[0]) - steps[0].computed])
@@ -197,14 +198,30 @@ class CompiledRunner(EagerRunner):
             with decoding_pass(adapter.splits_attention, adapter.uses_kernels, is_traced=program is None):
                 if program is not None:
                     return program(tokens)
-                compat.mark_dynamic(tokens, 1)
-                with compat.guarded_hooks(), told_if_long("compiling passes"):
+                compiling.mark_dynamic(tokens, 1)
+                with compiling.guarded_hooks(), told_if_long("compiling passes"):
                     kinds = tuple(adapter.mask_of or ())
                     logits = _compiled_pass(self.model)(self.model, adapter.cache_argument, tokens, kinds)
                 self._program, self._checked = _last_program(logits, tokens)
                 return logits
         finally:
             vars(_current).clear()
+
+
+def why_not_compiled(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
+    """Say why passes of ``model`` are not compiled; None if they are, and their logits are right.
+
+    Probed once for each way of computing. The first failure is final, with a warning.
+    """
+    if adapter.foreign:
+        return adapter.foreign[0]
+    if (device := device_of(model).type) != "cpu":
+        reason = f"it is on a device of type {device}, for which there is cuda_graphs=True"
+        once(model, "compiled", adapter.uses_kernels, lambda: warn(model, reason))
+        return reason
+    if why_not(model) is None:
+        once(model, "compiled", adapter.uses_kernels, lambda: try_out(model, adapter))
+    return why_not(model)
 
 
 def try_out(model: PreTrainedModel, adapter: ModelAdapter) -> None:
@@ -238,8 +255,18 @@ def _attend(
     return attention.attend_grouped(query, key, value, _current.masks[layer], scaling)
 
 
+def _products(input: torch.Tensor, weights: list[torch.Tensor], biases: list) -> list[torch.Tensor]:
+    linears = [products.Linear(weight, None, bias) for weight, bias in zip(weights, biases, strict=True)]
+    if all(input.shape[-1] == linear.weight.shape[-1] and linear.is_served(input.dtype) for linear in linears):
+        return products.multiply(input, linears)
+    return [torch.nn.functional.linear(input, linear.weight, linear.bias) for linear in linears]
+
+
 # Defined by hand, because the wrapper of torch.library.custom_op takes as long as a small layer in each call.
 _library = torch.library.Library("lookahead", "FRAGMENT")
 _library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float? scaling) -> Tensor")
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
 _library.impl("attend", lambda query, *_: query.new_empty(query.transpose(1, 2).shape), "Meta")
+_library.define("products(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
+_library.impl("products", _products, "CPU")
+_library.impl("products", lambda x, weights, _: [x.new_empty(*x.shape[:-1], len(w)) for w in weights], "Meta")

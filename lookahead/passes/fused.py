@@ -32,7 +32,6 @@ from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.models.families import Page, UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds, ropes_of
-from lookahead.models.recurrence import StateLayer
 from lookahead.models.state import state_of
 from lookahead.passes.packed import Packs, ReadyProgram, packed_of
 from lookahead.passes.runner import EagerRunner, Output, TopK
@@ -464,7 +463,7 @@ def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
     return are_of_shape and room >= layer.columns and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
 
 
-def _fits_state(executor: Executor, shape: StateShape, layer: StateLayer) -> bool:
+def _fits_state(executor: Executor, shape: StateShape, layer: Any) -> bool:
     """Whether C++ can read and write the state of a layer of the cache."""
     if not layer.kept():
         return False

@@ -27,7 +27,7 @@ NOISY_PASSES = 2  # One moves a row by too little now and then.
 
 
 @contextmanager
-def _as_in_generate(model: PreTrainedModel) -> Iterator[None]:
+def as_in_generate(model: PreTrainedModel) -> Iterator[None]:
     """Run the block without gradients and without dropout."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -42,8 +42,8 @@ def _as_in_generate(model: PreTrainedModel) -> Iterator[None]:
 def takes_inference_mode(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     """Whether the model runs in inference mode. Weights that some libraries have quantized do not."""
     try:
-        with _as_in_generate(model), torch.inference_mode():
-            _plain_logits(model, adapter, torch.zeros(1, 2, dtype=torch.long))
+        with as_in_generate(model), torch.inference_mode():
+            plain_logits(model, adapter, torch.zeros(1, 2, dtype=torch.long))
     except (torch.OutOfMemoryError, MemoryError):  # this says nothing about the model
         raise
     except Exception:  # if the model fails for another reason, the probe will tell
@@ -62,7 +62,7 @@ def row_dependence(
     in another order.) Rounding alone may make a router send a row to another expert. That does not count: in full
     precision it hardly happens in both rounds, and in half precision the median ignores it.
     """
-    largest = max(_tolerance(model), _LARGEST_ROUNDING)
+    largest = max(tolerance_of(model), _LARGEST_ROUNDING)
     try:
         errors = _trial(model, adapter, 1, {} if trials is None else trials).errors
         if _typical(model, errors) <= largest:
@@ -77,8 +77,8 @@ def row_dependence(
     for _ in range(2):
         tokens = torch.from_numpy(rng.integers(0, vocabulary_of(model), (4, 16)))
         try:
-            with _as_in_generate(model):
-                errors = _batch_errors(model, adapter, tokens)
+            with as_in_generate(model):
+                errors = batch_errors(model, adapter, tokens)
                 if token_by_token:
                     errors = torch.cat([errors, _unless_gross(_prefill_errors(model, adapter, tokens[:1]))])
         except (torch.OutOfMemoryError, MemoryError):
@@ -100,76 +100,13 @@ def is_causal(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
     """Whether later tokens leave a token's logits as they are. True if a plain pass fails or gives NaN."""
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (1, 12)))
     try:
-        with _as_in_generate(model):
-            logits = _plain_logits(model, adapter, tokens)
+        with as_in_generate(model):
+            logits = plain_logits(model, adapter, tokens)
             tokens[0, 6:] = tokens[0, 6:].flip(0)
-            other = _plain_logits(model, adapter, tokens)
+            other = plain_logits(model, adapter, tokens)
     except Exception:  # then the probe has another reason to refuse the model
         return True
-    return bool(logits.isnan().any()) or relative_error(other[0, :6], logits[0, :6]) <= _tolerance(model)
-
-
-def is_same_without_cache(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """`capabilities.same_without_cache`, tried with a prompt of 8 tokens and 4 more."""
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (1, 12)))
-    with _as_in_generate(model):
-        cache = DynamicCache(config=adapter.config)
-        cached = [_plain_logits(model, adapter, tokens[:, :8], cache)[0, -1:]]
-        cached += [_plain_logits(model, adapter, tokens[:, i : i + 1], cache, i)[0] for i in range(8, 12)]
-        at_once = [_plain_logits(model, adapter, tokens[:, : i + 1])[0, -1:] for i in range(7, 12)]
-        noise = _batch_errors(model, adapter, tokens.repeat(2, 1)).max().item()
-    rounding = _tolerance(model, max(noise, adapter.row_dependence))
-    return relative_error(torch.cat(at_once), torch.cat(cached)) <= rounding
-
-
-def what_training_changes(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
-    """Say what a model's passes do otherwise in its present mode than in evaluation mode; None if nothing.
-
-    Tried with a prompt of 8 tokens and 4 more, on a cache. Logits must be the same to the bit, and torch's generators
-    stay as they are.
-    """
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (1, 12)))
-
-    def decode() -> torch.Tensor:
-        cache = DynamicCache(config=adapter.config)
-        parts = [(0, 8), *((i, i + 1) for i in range(8, 12))]
-        return torch.cat([_plain_logits(model, adapter, tokens[:, a:b], cache, a)[0] for a, b in parts])
-
-    device = device_of(model)
-    on_cuda = [device] if device.type == "cuda" else []
-
-    def generators() -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, on_cuda)]
-
-    with _as_in_generate(model):
-        expected = decode()
-    with torch.random.fork_rng(on_cuda), torch.no_grad():
-        before = generators()
-        try:
-            found = decode()
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:
-            return f"a pass fails with {type(error).__name__}: {error}"
-        if not all(map(torch.equal, generators(), before)):
-            return "a pass draws at random"
-    return None if torch.equal(found, expected) else "the logits are others"
-
-
-def hides_padding(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
-    """`capabilities.hides_padding`, tried with a prompt of 7 tokens behind 5 columns of padding, and one token more."""
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary_of(model), (2, 13)))
-    mask = torch.ones_like(tokens)
-    mask[0, :5] = 0
-    with _as_in_generate(model):
-        padded, plain = DynamicCache(config=adapter.config), DynamicCache(config=adapter.config)
-        found = [_plain_logits(model, adapter, tokens[:, :12], padded, mask=mask[:, :12])[0, 6:]]  # without the first
-        found.append(_plain_logits(model, adapter, tokens[:, 12:], padded, 12, mask)[0])
-        expected = [_plain_logits(model, adapter, tokens[:1, 5:12], plain)[0, 1:]]  # which may be zero
-        expected.append(_plain_logits(model, adapter, tokens[:1, 12:], plain, 7)[0])
-        noise = _batch_errors(model, adapter, tokens).max().item()
-    rounding = _tolerance(model, max(noise, adapter.row_dependence))
-    return relative_error(torch.cat(found), torch.cat(expected)) <= rounding
+    return bool(logits.isnan().any()) or relative_error(other[0, :6], logits[0, :6]) <= tolerance_of(model)
 
 
 @dataclass(frozen=True)
@@ -209,7 +146,7 @@ def compare_with_plain(
     trials = {} if trials is None else trials
     try:
         trial = _trial(runner.model, runner.adapter, sequences, trials)
-        with _as_in_generate(runner.model):
+        with as_in_generate(runner.model):
             wrong = _compare_with_plain(runner, trial)
             if wrong is None and also_long:
                 wrong = _compare_with_plain(runner, _long_trial(runner.model, runner.adapter, sequences, trial))
@@ -259,7 +196,7 @@ def _trial(
 ) -> Trial:
     key = adapter.can_branch, sequences
     if key not in trials:
-        with _as_in_generate(model):
+        with as_in_generate(model):
             trials[key] = _plain_trial(model, adapter, sequences)
     return trials[key]
 
@@ -292,7 +229,7 @@ def _plain_trial(
     for b, of_sequence in enumerate(tokens):
         text = earlier[b] + of_sequence[: 6 - 2 * b].tolist()
         cache = DynamicCache(config=adapter.config)
-        plain = _without_noise(_plain_logits(model, adapter, torch.tensor([text]), cache)[0])
+        plain = _without_noise(plain_logits(model, adapter, torch.tensor([text]), cache)[0])
         places: list[_Place] = [(plain, i) for i in range(len(text))]
         prompts.append((text, plain))
         plan = _first_step(of_sequence, adapter.can_branch, b), (chain, [0, 1]), (last, [0])
@@ -337,7 +274,7 @@ def _measure_noise(
     expected = torch.stack([plain.logits[row] for plain, row in every])
 
     def errors_at_once() -> torch.Tensor:
-        logits = _plain_logits(model, adapter, ids)
+        logits = plain_logits(model, adapter, ids)
         of_lines = [rows[: len(places)] for rows, (_, places) in zip(logits, lines, strict=True)]
         return row_errors(torch.cat(of_lines), expected).cpu()
 
@@ -352,7 +289,7 @@ def _measure_noise(
     else:
         errors = noise = errors_at_once()
         if not errors.max() < _LARGEST_ROUNDING / 4:  # `tolerance` is 4 times as large
-            noise = _batch_errors(model, adapter, ids).cpu()
+            noise = batch_errors(model, adapter, ids).cpu()
             of_prefill = _prefill_errors(model, adapter, ids[-1:])
             if adapter.has_state:  # scans and steps sum in another order
                 of_prefill = _unless_gross(of_prefill)
@@ -391,7 +328,7 @@ def _has_column_for_each(cache: LookaheadCache, logits: torch.Tensor) -> bool:
     return all(layer.columns - layer.base == len(logits) for layer in layers)
 
 
-def _tolerance(model: PreTrainedModel, noise: float = 0.0) -> float:
+def tolerance_of(model: PreTrainedModel, noise: float = 0.0) -> float:
     """`tolerance`, for a model whose products may be rounded more than once."""
     return _rounds(model) * tolerance(model.dtype, noise)
 
@@ -417,7 +354,7 @@ def _first_step(tokens: np.ndarray, can_branch: bool, b: int) -> tuple[Step, lis
     return lay_out(tokens[6], tree, window=[tokens[11:13], tokens[13:15]]), [0, 2, 3]
 
 
-def _plain_logits(
+def plain_logits(
     model: PreTrainedModel,
     adapter: ModelAdapter,
     ids: torch.Tensor,
@@ -454,20 +391,20 @@ def _plain_rows(
     caches: list[DynamicCache] = []
     for token, parent, depth in zip(step.ids.tolist(), step.parents.tolist(), step.depths.tolist(), strict=True):
         caches.append(copy.deepcopy(cache if parent < 0 else caches[parent]))
-        rows.append(_plain_logits(model, adapter, torch.tensor([[token]]), caches[-1], length + depth)[0])
+        rows.append(plain_logits(model, adapter, torch.tensor([[token]]), caches[-1], length + depth)[0])
     return torch.cat(rows), caches
 
 
-def _batch_errors(model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor) -> torch.Tensor:
+def batch_errors(model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor) -> torch.Tensor:
     """Errors of rows (`row_errors`) between one pass over the sequences ids [batch, n] and a pass over each alone."""
-    together = _plain_logits(model, adapter, ids)
-    alone = torch.cat([_plain_logits(model, adapter, line[None]) for line in ids])
+    together = plain_logits(model, adapter, ids)
+    alone = torch.cat([plain_logits(model, adapter, line[None]) for line in ids])
     return row_errors(together.flatten(0, 1), alone.flatten(0, 1))
 
 
 def _prefill_errors(model: PreTrainedModel, adapter: ModelAdapter, ids: torch.Tensor) -> torch.Tensor:
     """Errors of rows (`row_errors`) between one pass over the tokens ids [1, n] and a pass over each alone."""
-    at_once = _plain_logits(model, adapter, ids, DynamicCache(config=adapter.config))[0]
+    at_once = plain_logits(model, adapter, ids, DynamicCache(config=adapter.config))[0]
     cache = DynamicCache(config=adapter.config)
-    single = [_plain_logits(model, adapter, token[None, None], cache, i)[0] for i, token in enumerate(ids[0])]
+    single = [plain_logits(model, adapter, token[None, None], cache, i)[0] for i, token in enumerate(ids[0])]
     return row_errors(at_once, torch.cat(single))

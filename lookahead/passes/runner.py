@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,12 @@ from transformers import PreTrainedModel
 from lookahead.compat import forward_arguments
 from lookahead.decoding_pass import decoding_pass
 from lookahead.models.adapter import ModelAdapter, device_of
-from lookahead.models.branching import branching
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
-from lookahead.step import Forest, Places, Step, lay_out, pad, to_device
+from lookahead.step import Places, Step, lay_out, pad, to_device
 from ngram_pool import GuessTree
+
+if TYPE_CHECKING:
+    from lookahead.models.recurrence import Forest
 
 TopK = tuple[int, float | Sequence[float]]
 """How many of the likeliest tokens are wanted, and the temperature of their probabilities, or that of each sequence."""
@@ -145,9 +147,13 @@ class EagerRunner:
             inputs["attention_mask"] = adapter.masks(ancestors, positions, cache, self.model.dtype, device)
         model, forest, places = self.model, None, None
         if adapter.branches_states and tokens.shape[2] > 1:
-            model, forest = branching(model), Forest(ancestors, device)
+            from lookahead.models import branching, recurrence  # other models need neither
+
+            model, forest = branching.branching(model), recurrence.Forest(ancestors, device)
         elif adapter.biases_keys and cache.paddings is None and "attention_mask" in inputs:
-            model, places = branching(model), Places(cache.positions_of_keys(positions), positions)
+            from lookahead.models import branching
+
+            model, places = branching.branching(model), Places(cache.positions_of_keys(positions), positions)
         with self._in_pass(forest, places), torch.inference_mode() if adapter.in_inference_mode else nullcontext():
             output = model(input_ids=tokens[0], **inputs, **self._extras)
             hidden = {i: output.hidden_states[i][:, again:].flatten(0, 1) for i in self.requested}
@@ -183,7 +189,7 @@ class EagerRunner:
             self.run([step], cache)
             cache.commit([step], [[0]])
 
-    def _in_pass(self, forest: Forest | None = None, places: Places | None = None) -> AbstractContextManager[None]:
+    def _in_pass(self, forest: "Forest | None" = None, places: Places | None = None) -> AbstractContextManager[None]:
         """The context of each call of the model."""
         adapter = self.adapter
         return decoding_pass(adapter.splits_attention, adapter.uses_kernels, forest=forest, places=places)

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from lookahead.compat import CACHE
 from lookahead.engine.recording import Recorder
 from lookahead.models.adapter import context_length
-from lookahead.models.cache import empty_cache
+from lookahead.models.passed_in import empty_cache
 from lookahead.stats import Stats
 from lookahead.streaming import StopWhenAsked, render, without_half_character
 from lookahead.tools.audit import first_difference

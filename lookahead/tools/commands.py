@@ -18,7 +18,7 @@ from lookahead import DEMO_MODEL
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import GREEDY_TEMPERATURE, Lookahead
 from lookahead.engine.recording import Recorder
-from lookahead.guessing.bigrams import bigrams_file, learn_bigrams
+from lookahead.guessing.bigrams import bigrams_file
 from lookahead.models.adapter import context_length
 from lookahead.passes.costs import RUNGS, progress_bar, step_costs
 from lookahead.passes.environment import environment
@@ -27,6 +27,7 @@ from lookahead.stats import Stats
 from lookahead.streaming import inputs_of, render
 from lookahead.tools.audit import audit as audit_prompts
 from lookahead.tools.audit import first_difference, markdown
+from lookahead.tools.bigrams import learn_bigrams
 from lookahead.tools.chat import PLAIN_STOP, PLAIN_TEMPLATE, Conversation, converse
 from lookahead.tools.contention import Span, watch, why_no_ratio
 from lookahead.tools.files import explained, read_text, reading, writing

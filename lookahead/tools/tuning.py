@@ -7,8 +7,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
-from lookahead.passes.capabilities import find_adapter, fused_runner, why_not_compiled
-from lookahead.passes.compiled import CompiledRunner
+from lookahead.passes.capabilities import find_adapter, fused_runner
+from lookahead.passes.compiled import CompiledRunner, why_not_compiled
 from lookahead.passes.costs import RUNGS, time_passes
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner

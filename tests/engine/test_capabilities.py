@@ -25,7 +25,8 @@ from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig, UnsupportedModelError
 from lookahead.models.layers import read_config
 from lookahead.passes import probe
-from lookahead.passes.capabilities import find_adapter, same_without_cache
+from lookahead.passes.capabilities import find_adapter
+from lookahead.passes.conditions import same_without_cache
 from lookahead.passes.runner import EagerRunner
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
@@ -305,13 +306,13 @@ def test_a_row_may_be_off_by_what_plain_passes_move_it(serves, monkeypatch):
 
     monkeypatch.setattr(model.lm_head, "forward", rounded)
     if not serves:  # only the passes of our own
-        monkeypatch.setattr(probe, "_plain_logits", plain_logits_of(tiny_model("llama").bfloat16()))
+        monkeypatch.setattr(probe, "plain_logits", plain_logits_of(tiny_model("llama").bfloat16()))
     assert (probe.compare_with_plain(EagerRunner(model, read_config(model))) is None) == serves
 
 
 def plain_logits_of(other):
     """Plain passes of another model, in the place of those of the model that is probed."""
-    original = probe._plain_logits
+    original = probe.plain_logits
     return lambda model, *arguments: original(other, *arguments)
 
 

@@ -23,6 +23,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import UnsupportedModelError, compat, wrapping
+from lookahead.compat import compiling, mtp, versions
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -30,7 +31,7 @@ LOOPS = ("_sample", "_beam_search", "_assisted_decoding")  # generate() calls th
 
 
 def moved(name: str, library: str) -> str:
-    return f"{library} {version(library)} has moved {name}: lookahead/compat.py has to follow"
+    return f"{library} {version(library)} has moved {name}: lookahead/compat has to follow"
 
 
 @pytest.fixture
@@ -123,9 +124,9 @@ def test_every_model_says_what_it_calls_its_cache():
     ],
 )
 def test_versions_newer_than_those_tested_are_named(monkeypatch, here, said):
-    for name in compat.NEWEST_TESTED:  # in sys.modules, where transformers replaces itself when it imports a model
+    for name in versions.NEWEST_TESTED:  # in sys.modules, where transformers replaces itself when it imports a model
         monkeypatch.setattr(sys.modules[name], "__version__", here.get(name, "1.0"))
-    told = compat.newer_than_tested()
+    told = versions.newer_than_tested()
     assert said in told
     assert bool(told) == bool(said)
     assert all(version in told for version in here.values() if said and version > "5.24.0")
@@ -133,13 +134,13 @@ def test_versions_newer_than_those_tested_are_named(monkeypatch, here, said):
 
 def test_the_newest_version_tested_is_the_one_that_make_test_installs():
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE))
-    assert compat.NEWEST_TESTED["transformers"] == pinned["transformers"]
+    assert versions.NEWEST_TESTED["transformers"] == pinned["transformers"]
 
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_three_causes_against_a_cache_have_three_messages(model, monkeypatch, newer):
     """An argument that is not known, a cache of the model's own, a configuration that does not tell."""
-    version = "99.0.0" if newer else compat.NEWEST_TESTED["transformers"]
+    version = "99.0.0" if newer else versions.NEWEST_TESTED["transformers"]
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     said = []
     for cause in range(3):
@@ -257,14 +258,13 @@ def test_hooks(model):
     )
     layer = nn.Linear(2, 2)
     before = layer.register_forward_pre_hook(lambda *_: None)
-    assert len(compat.pre_hooks(layer)) == len(compat.hooks_of_users(layer)) == 1, moved("_forward_pre_hooks", "torch")
+    assert len(compat.hooks_of_users(layer)) == 1, moved("_forward_pre_hooks", "torch")
     before.remove()
     assert not compat.hooks_take_keywords(layer)
     before = layer.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
     assert compat.hooks_take_keywords(layer), moved("_forward_pre_hooks_with_kwargs", "torch")
     before.remove()
     layer.register_forward_hook(lambda *_: None)
-    assert not compat.pre_hooks(layer)
     assert len(compat.hooks_of_users(layer)) == 1, moved("Module._forward_hooks", "torch")
 
 
@@ -287,7 +287,7 @@ def test_multi_token_prediction():
     assert hasattr(PreTrainedModel, patterns), moved(f"PreTrainedModel.{patterns}", "transformers")
     arguments = inspect.signature(inspect.unwrap(MtpLayer.forward)).parameters
     assert compat.CACHE in arguments, moved("arguments of MtpLayer", "transformers")
-    assert compat.get_model_conversion_mapping(tiny_model("glm4_moe")), moved("conversion mapping", "transformers")
+    assert mtp.get_model_conversion_mapping(tiny_model("glm4_moe")), moved("conversion mapping", "transformers")
 
 
 def test_plain_tensors():
@@ -390,7 +390,7 @@ def test_compiling():
 
     def backend(graph, inputs):
         targets.update(node.target for node in graph.graph.nodes)
-        program = compat.compile_graph(graph, inputs)
+        program = compiling.compile_graph(graph, inputs)
 
         def run(*arguments):
             sizes.add(len(targets))
@@ -402,12 +402,12 @@ def test_compiling():
         return layer(x) + x
 
     compiled = torch.compile(function, backend=backend, fullgraph=True)
-    with torch.no_grad(), compat.guarded_hooks():
+    with torch.no_grad(), compiling.guarded_hooks():
         for rows in (3, 4, 5):
             x = torch.randn(rows, 8, dtype=torch.bfloat16)
-            compat.mark_dynamic(x, 0)
+            compiling.mark_dynamic(x, 0)
             assert torch.equal(compiled(x), function(x)), moved("emulate_precision_casts", "torch")
-    assert compat.TRACED_LINEAR in targets, moved("torch._C._nn.linear", "torch")
+    assert compiling.TRACED_LINEAR in targets, moved("torch._C._nn.linear", "torch")
     assert len(sizes) == 1, moved("mark_dynamic", "torch")  # one program for all
 
 
@@ -416,7 +416,7 @@ def test_what_does_not_compile():
         torch._dynamo.graph_break()
         return x
 
-    with pytest.raises(compat.COMPILE_ERRORS):
+    with pytest.raises(compiling.COMPILE_ERRORS):
         torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(2))
 
 
@@ -424,7 +424,7 @@ def test_hooks_are_noticed_by_what_is_compiled():
     config = torch._dynamo.config
     assert config.skip_nnmodule_hook_guards in (True, False), moved("skip_nnmodule_hook_guards", "torch")
     before, during = config.skip_nnmodule_hook_guards, []
-    with suppress(KeyboardInterrupt), compat.guarded_hooks():
+    with suppress(KeyboardInterrupt), compiling.guarded_hooks():
         during.append(config.skip_nnmodule_hook_guards)
         raise KeyboardInterrupt
     assert during == [False]
@@ -432,8 +432,9 @@ def test_hooks_are_noticed_by_what_is_compiled():
 
 
 def test_nothing_else_uses_private_names_of_libraries():
-    trees = {path: ast.parse(path.read_text()) for path in Path(compat.__file__).parent.rglob("*.py")}
-    del trees[Path(compat.__file__)]
+    home = Path(compat.__file__).parent
+    paths = [path for path in home.parent.rglob("*.py") if path.parent != home]
+    trees = {path: ast.parse(path.read_text()) for path in paths}
     used, ours = {}, set(LOOPS)
     for path, tree in trees.items():
         for node in ast.walk(tree):
@@ -445,7 +446,7 @@ def test_nothing_else_uses_private_names_of_libraries():
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Name)):
                 ours.add(getattr(node, "name", None) or node.id)
     foreign = {name: place for name, place in used.items() if name not in ours}
-    assert not foreign, "private names of other libraries belong into lookahead/compat.py"
+    assert not foreign, "private names of other libraries belong into lookahead/compat"
 
 
 def test_methods_of_registries_and_modes(monkeypatch):

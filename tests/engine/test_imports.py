@@ -69,17 +69,23 @@ print(len(BY_SEQUENCE))
 def test_what_is_not_asked_for_is_not_loaded():
     """The package is imported on demand, and a stranger who follows `wrap` and `generate` meets the core alone."""
     bolted_on = [
+        "assisted",
+        "branching",
         "compiled",
-        "draft",
-        "eagle",
+        "compiling",
+        "conditions",
+        "custom",
         "graphs",
-        "layer_skip",
-        "medusa",
+        "merging",
         "mtp",
-        "recycling",
-        "retrieval",
+        "passed_in",
+        "recording",
+        "recurrence",
+        "report",
+        "sources",
         "tools",
-        "trace",
+        "training",
+        "users_code",
     ]
     code = f"""
 import sys

@@ -14,12 +14,12 @@ from lookahead.cpu import executor, tree_attention
 from lookahead.cpu.executor import Executor
 from lookahead.engine import call
 from lookahead.engine.sampling import NextTokenRule
-from lookahead.models import attention, cache
+from lookahead.models import attention, cache, recurrence
 from lookahead.models.cache import LookaheadCache, SlidingLayer
-from lookahead.models.recurrence import StateLayer
-from lookahead.passes import capabilities, runner
+from lookahead.models.recurrence import Forest, StateLayer
+from lookahead.passes import capabilities
 from lookahead.passes.fused import FusedRunner
-from lookahead.step import Forest, Step, Visibility
+from lookahead.step import Step, Visibility
 
 
 def everyone_sees_everyone(monkeypatch):
@@ -234,11 +234,13 @@ def only_parents_are_seen(monkeypatch):
         seen = np.arange(ancestors.shape[1]) == parents[..., None]
         return Forest(seen | np.eye(ancestors.shape[1], dtype=bool), device)
 
-    monkeypatch.setattr(runner, "Forest", forest)
+    monkeypatch.setattr(recurrence, "Forest", forest)
 
 
 def siblings_update_each_other(monkeypatch):
-    monkeypatch.setattr(runner, "Forest", lambda ancestors, device: Forest(np.tril(np.ones_like(ancestors)), device))
+    monkeypatch.setattr(
+        recurrence, "Forest", lambda ancestors, device: Forest(np.tril(np.ones_like(ancestors)), device)
+    )
 
 
 def windows_along_the_rows(monkeypatch):

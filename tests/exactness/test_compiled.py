@@ -16,7 +16,8 @@ from lookahead import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.models import attention
 from lookahead.passes import capabilities, compiled
-from lookahead.passes.capabilities import find_adapter, why_not_compiled
+from lookahead.passes.capabilities import find_adapter
+from lookahead.passes.compiled import why_not_compiled
 
 COMPILED = LookaheadConfig(compile_passes=True)
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.8}

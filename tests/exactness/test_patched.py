@@ -562,7 +562,7 @@ def test_a_model_that_has_changed_is_tried_anew(change):
 def test_a_model_that_is_as_it_was_is_not_tried_again():
     model = lookahead.wrap(tiny_model("llama"), CONFIG)
     usual = text_of(model)
-    with mock.patch.object(probe, "_plain_logits", side_effect=AssertionError("it is tried")):
+    with mock.patch.object(probe, "plain_logits", side_effect=AssertionError("it is tried")):
         assert text_of(model) == usual
         model.train()
         model.eval()
@@ -590,7 +590,7 @@ def test_a_hook_that_is_set_for_each_call_is_tried_once():
 
     usual = text_of(model)
     assert watched() == usual
-    with mock.patch.object(probe, "_plain_logits", side_effect=AssertionError("it is tried")):
+    with mock.patch.object(probe, "plain_logits", side_effect=AssertionError("it is tried")):
         assert watched() == usual
     assert seen
 
@@ -958,7 +958,7 @@ def passes_counted():
         return run
 
     with contextlib.ExitStack() as stack:
-        for place, name in ((probe, "_plain_logits"), (EagerRunner, "run"), (EagerRunner, "prefill")):
+        for place, name in ((probe, "plain_logits"), (EagerRunner, "run"), (EagerRunner, "prefill")):
             stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name))))
         yield count
 
@@ -984,7 +984,7 @@ def test_a_verdict_serves_later_processes(family, kept):
     usual = text_of(copy.deepcopy(first))
     assert text_of(lookahead.wrap(first, CONFIG)) == usual
     assert list(kept.iterdir())
-    with mock.patch.object(probe, "_plain_logits", side_effect=AssertionError("it is tried")):
+    with mock.patch.object(probe, "plain_logits", side_effect=AssertionError("it is tried")):
         assert text_of(lookahead.wrap(second, CONFIG)) == usual
     assert find_adapter(second) == find_adapter(first)
     assert second.lookahead.passes == first.lookahead.passes

@@ -28,9 +28,9 @@ from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource
 from lookahead.models import branching, recurrence
 from lookahead.models.cache import LookaheadCache
-from lookahead.models.recurrence import StateLayer
-from lookahead.passes.capabilities import find_adapter, hides_padding
-from lookahead.step import Forest
+from lookahead.models.recurrence import Forest, StateLayer
+from lookahead.passes.capabilities import find_adapter
+from lookahead.passes.conditions import hides_padding
 from ngram_pool import GuessTree
 
 # Families whose layers with a state compute branches, by how they do. Older transformers lack some.

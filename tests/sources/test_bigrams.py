@@ -8,13 +8,14 @@ from zoo import VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool, UnsupportedModelError
-from lookahead.guessing import bigrams
-from lookahead.guessing.bigrams import bigrams_file, learn_bigrams, new_pool
-from lookahead.guessing.jacobi import JacobiSource
+from lookahead.guessing.bigrams import bigrams_file, new_pool
 from lookahead.guessing.pool import TOP_K
 from lookahead.passes import costs
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.runner import EagerRunner
+from lookahead.sources.jacobi import JacobiSource
+from lookahead.tools import bigrams
+from lookahead.tools.bigrams import learn_bigrams
 from lookahead.tools.cli import main
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])

@@ -21,7 +21,7 @@ from zoo import GROUPED, HEAD, LATENT, VOCABULARY, tiny_model
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig, MtpSource, PoolSource
-from lookahead.compat import _WithMtp
+from lookahead.compat.mtp import _WithMtp, run_mtp_layer
 from lookahead.guessing.combine import Ledger
 from lookahead.tools.cli import main
 
@@ -142,7 +142,7 @@ class PlainLayers:
         if (getattr(self.layers.config, "layer_types", None) or [""] * 9)[d] == "sliding_attention":
             sees = sees.triu(1 - self.layers.config.sliding_window)
         positions = torch.arange(1, len(tokens) + 1)
-        return lookahead.compat.run_mtp_layer(self.layers, d, said, entering, positions, sees, None)
+        return run_mtp_layer(self.layers, d, said, entering, positions, sees, None)
 
 
 # -- what the layers say ----------------------------------------------------------------------------------------------

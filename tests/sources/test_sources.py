@@ -21,7 +21,8 @@ from lookahead.engine import engine as engines
 from lookahead.guessing import budget as budgets
 from lookahead.guessing import combine
 from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, PAUSE_GROWTH, TRIAL_STEPS, Budget
-from lookahead.guessing.combine import Calibration, Combined, Ledger, Mixture
+from lookahead.guessing.combine import Combined, Ledger
+from lookahead.guessing.merging import Calibration, Mixture
 from lookahead.guessing.pool import PoolGuesser
 from lookahead.guessing.source import Batch, Limits, Needs, Outcome
 from lookahead.passes import costs
@@ -410,11 +411,11 @@ def experienced_ledger(rng: np.random.Generator, sources: int) -> Ledger:
     ledger = Ledger([Says() for _ in range(sources)])
     for speakers in parts(range(sources)):
         for _ in range(20):
-            ledger.mixture(speakers).count({i: rng.random() for i in speakers if rng.random() < 0.7})
+            ledger.experience.mixture(speakers).count({i: rng.random() for i in speakers if rng.random() < 0.7})
         for proposers in parts(speakers):
             honesty = rng.random() * 2
             for claim in rng.random(200):
-                ledger.calibration(speakers, proposers).count(claim, rng.random() < claim * honesty)
+                ledger.experience.calibration(speakers, proposers).count(claim, rng.random() < claim * honesty)
     return ledger
 
 
@@ -583,7 +584,7 @@ def test_a_source_that_boasts_is_seen_through_in_decoding():
         model.generate(IDS, max_new_tokens=200, min_new_tokens=200)
     engine = model.lookahead
     assert engine.last.accepted.total() == 0
-    assert engine.ledger.calibration(frozenset({0}), frozenset({0}))(0.9) < 0.03
+    assert engine.ledger.experience.calibration(frozenset({0}), frozenset({0}))(0.9) < 0.03
     assert all(predicted < 0.1 for guesses, predicted, _ in engine.last.reliability if guesses)
 
 

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.guessing.jacobi import JacobiSource, JacobiWindow
+from lookahead.guessing.jacobi import JacobiWindow
 from lookahead.guessing.source import Batch, Limits, Outcome
+from lookahead.sources.jacobi import JacobiSource
 from lookahead.step import lay_out
 from ngram_pool import GuessTree, NgramPool
 

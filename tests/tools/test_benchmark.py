@@ -24,7 +24,7 @@ from bench.peer_process import Peer, PeerError
 from bench.speedups import SPREAD, gains, speedup_interval, summarise
 from lookahead import DEMO_MODEL
 from lookahead.engine.sampling import NextTokenRule
-from lookahead.guessing.jacobi import JacobiBlocks
+from lookahead.sources.jacobi import JacobiBlocks
 from lookahead.tools import contention
 from lookahead.tools.audit import choice_scores, next_logits
 from lookahead.tools.contention import BUSY, Span

@@ -22,11 +22,11 @@ from draw_terminal import COLUMNS, Run, chunks, draw
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
-from lookahead.engine import engine, fallback
-from lookahead.models import branching, families, layers, state
+from lookahead.engine import assisted, fallback, report
+from lookahead.models import branching, families, layers, state, training
 from lookahead.models.families import gemma
 from lookahead.models.families.page import Page
-from lookahead.passes import capabilities, compiled, fused, graphs, probe, runner
+from lookahead.passes import capabilities, compiled, conditions, fused, graphs, probe, runner
 from lookahead.tools.batch import READ_PADDING
 from lookahead.tools.cli import main as program
 from ngram_pool import cpp
@@ -260,17 +260,17 @@ def test_commands_have_the_options_that_pages_name():
 
 # Functions whose results reach report() or a warning, and which of their texts do.
 SPEAKERS = {
-    engine.Lookahead.report: ast.FunctionDef,
-    engine.Lookahead._described: ast.FunctionDef,
+    report.report: ast.FunctionDef,
+    report._described: ast.FunctionDef,
     fallback.why_plain: ast.Return,
     fallback._described: ast.Return,
-    fallback.why_no_draft_model: ast.Return,
+    assisted.why_no_draft_model: ast.Return,
     capabilities._try_ways: (ast.Subscript, ast.Call),
     compiled.try_out: ast.AnnAssign,
-    capabilities.why_not_compiled: ast.Assign,
-    capabilities.what_training_changes: ast.Return,
-    probe.what_training_changes: ast.Return,
-    state.State._unknown_in_training: ast.Return,
+    compiled.why_not_compiled: ast.Assign,
+    conditions.what_training_changes: ast.Return,
+    conditions._try_in_training: ast.Return,
+    training.unknown_part: ast.Return,
     families.page_of: ast.Raise,
     Page: ast.Raise,
     gemma.Gemma3: ast.Raise,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lookahead.compat import gguf_class, gguf_name, global_hooks, has_own_call, registered_experts
+from lookahead.compat import gguf_class, gguf_name, global_hooks_of_users, has_own_call, registered_experts
 from lookahead.cpu import operations as op
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import DecodingLinear, Format, Linear
@@ -93,7 +93,7 @@ class Page:
         """
         if type(self.model).forward is not self._own.forward:
             raise UnknownModelError(f"{type(self.model).__name__} has a forward of its own")
-        if global_hooks():
+        if global_hooks_of_users():
             raise UnknownModelError("hooks are set on all modules")
         if self.model.training and any(getattr(self.model.config, name) for name in self.dropouts):
             raise UnknownModelError("its layers are in training mode, and drop numbers")

@@ -8,7 +8,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from lookahead.models.cache import copy_of, empty_cache
+from lookahead.models.cache import copy_of
+from lookahead.models.passed_in import empty_cache
 from lookahead.tools.audit import first_difference
 
 LEAST_SHARED = 16  # tokens: less of another text is not worth a copy

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookahead.models.adapter import context_length
-from lookahead.models.cache import empty_cache
+from lookahead.models.passed_in import empty_cache
 from lookahead.streaming import CONTEXT
 from lookahead.tools.audit import first_difference
 from lookahead.tools.server.answering import ends_of

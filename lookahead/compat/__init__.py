@@ -1,15 +1,14 @@
 """Private or unstable names of torch, transformers and accelerate, each behind a function.
 
-The rest of the package does not use them. tests/engine/test_compat.py shows which one an upgrade has moved.
+The rest of the package does not use them. What few calls need stands in modules of its own. tests/engine/test_compat.py
+shows which one an upgrade has moved.
 """
 
 import copy
 import inspect
 import os
-import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
@@ -21,42 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 from transformers import AttentionInterface, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 from transformers.generation import GenerateDecoderOnlyOutput, stopping_criteria
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-# -- versions ---------------------------------------------------------------------------------------------------------
-
-NEWEST_TESTED = {"torch": "2.14.1", "transformers": "5.24.0"}
-"""The newest versions with which the tests have passed."""
-
-
-def newer_than_tested() -> str:
-    """Say which versions installed here are newer than those tested, and how to go back; "" if none is."""
-    here = {name: sys.modules[name].__version__ for name in NEWEST_TESTED}
-    newer = [name for name, tested in NEWEST_TESTED.items() if _release(here[name]) > _release(tested)]
-    if not newer:
-        return ""
-    installed = " and ".join(f"{name} {here[name]}" for name in newer)
-    back = " ".join(f"{name}=={NEWEST_TESTED[name]}" for name in newer)
-    return f"{installed} is newer than what lookahead was tested with: `pip install {back}` goes back."
-
-
-def _release(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
-
 
 # -- generate() -------------------------------------------------------------------------------------------------------
 
@@ -200,18 +174,13 @@ def is_compiled_wrapper(model: object) -> bool:
     return isinstance(model, OptimizedModule)
 
 
-def pre_hooks(module: nn.Module) -> list[Callable]:
-    """Hooks that are called before the module."""
-    return list(module._forward_pre_hooks.values())
-
-
 def hooks_of_users(module: nn.Module) -> list[Callable]:
     """Hooks that are called before or after the module, without those that leave passes as they are.
 
     transformers' own only collect outputs, or ask for gradients of the embedding, which a pass of `generate` does not
     make (gradient checkpointing leaves them behind). Those of our probe act in its thread alone.
     """
-    hooks = chain(module._forward_hooks.values(), pre_hooks(module))
+    hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
     return [hook for hook in hooks if getattr(hook, "__module__", None) not in _HARMLESS and not _asks_for_grad(hook)]
 
 
@@ -267,11 +236,6 @@ def replaces_forward(module: nn.Module) -> bool:
 
 
 _OF_TRL = "trl.trainer.utils", "_fused_forward"
-
-
-def global_hooks() -> bool:
-    """Whether hooks are set on all modules of the process."""
-    return bool(global_hooks_of_users())
 
 
 def copy_of_module(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
@@ -334,87 +298,6 @@ VERSION = attrgetter("_version")
 """How often a tensor that was not made in inference mode was written to. It is no function of Python's, for `map`."""
 
 
-# -- multi-token prediction -------------------------------------------------------------------------------------------
-
-MTP_COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""What configurations call the number of multi-token-prediction layers."""
-
-# Qwen's checkpoints have one such layer, whose norms and projection stand beside it. transformers knows their names
-# since 5.23, for Mellum's sake.
-_QWEN = (
-    (r"^layers\.(\d+)\.(?!(?:mtp_block|enorm|hnorm|eh_proj|post_norm)\.)", r"layers.\1.mtp_block."),
-    (r"^fc\.", "layers.0.eh_proj."),
-    (r"^pre_fc_norm_embedding\.", "layers.0.enorm."),
-    (r"^pre_fc_norm_hidden\.", "layers.0.hnorm."),
-    (r"^norm\.", "layers.0.post_norm."),
-)
-
-
-class _WithMtp:
-    """A model, with what transformers asks of one before it reads its multi-token-prediction layers."""
-
-    def __init__(self, model: PreTrainedModel, path: str):
-        self._model = model
-        self.config = copy.deepcopy(model.config)
-        self.config.name_or_path, self.config.dtype = path, model.dtype
-        text = self.config.get_text_config(decoder=True)
-        count = text.num_mtp_layers = next((n for name in MTP_COUNTS if (n := getattr(text, name, None))), 1)
-        if getattr(text, "layer_types", None) and not getattr(text, "mtp_layer_types", None):
-            text.mtp_layer_types = ["full_attention"] * count
-        if (kinds := getattr(text, "mlp_layer_types", None)) and not getattr(text, "mtp_mlp_layer_types", None):
-            text.mtp_mlp_layer_types = [kinds[-1]] * count
-        first = text.num_hidden_layers
-        # Classes name the places of the layers in the first checkpoints of their family.
-        numbers = "|".join(str(first + k) for k in range(count))
-        self._keys_to_ignore_on_load_unexpected = [r"(^|\.)mtp\.", rf"(^|\.)layers\.({numbers})\."]
-        known = getattr(model, "_weight_conversions", None)
-        known = get_model_conversion_mapping(model) if known is None else known
-        self._weight_conversions = [*(WeightRenaming(old, new) for old, new in _QWEN), *known]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-def mtp_model(model: PreTrainedModel, path: str) -> MtpModel:
-    """Read the multi-token-prediction layers of a checkpoint, in the model's dtype; they share all else with the model.
-
-    Raises RuntimeError if a tensor is missing or has another shape, and what transformers raises for a model whose
-    layers it cannot make.
-    """
-    device = model.get_output_embeddings().weight.device
-    like_model: Any = _WithMtp(model, path)
-    heads = MtpModel.from_pretrained(like_model, device_map={"": device})
-    heads.set_attn_implementation("sdpa")  # which takes any mask
-    return heads.eval()
-
-
-def run_mtp_layer(
-    heads: MtpModel, layer: int, said: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, sees: torch.Tensor,
-    cache: Cache | None,
-) -> torch.Tensor:  # fmt: skip
-    """Run one of the layers over tokens of one text, and return its states of them, [n, hidden].
-
-    said: the tokens' embeddings, [n, hidden]. states: of the tokens before, which they are joined with. positions:
-    int64 [n]. sees: bool [n, keys], of the cache and then of these tokens.
-    """
-    turned, kind = None, {}
-    if heads.rotary_emb is not None:
-        if "layer_type" in inspect.signature(heads.rotary_emb.forward).parameters:
-            kind = {"layer_type": heads.config.layer_types[layer]}
-        axes = (3, 1, -1) if hasattr(heads.rotary_emb, "mrope_section") else (1, -1)  # 3 if the model also sees images
-        turned = heads.rotary_emb(said[None], position_ids=positions.expand(axes), **kind)
-    made = heads.layers[layer](
-        said[None], states[None], position_embeddings=turned, attention_mask=sees[None, None],
-        position_ids=positions[None], **{CACHE: cache},
-    )[0]  # fmt: skip
-    return heads.shared_post_norm(made) if heads.use_shared_post_norm else made
-
-
-def mtp_logits(heads: MtpModel, states: torch.Tensor) -> torch.Tensor:
-    """What the model's projection says of states that the layers have made."""
-    return heads._project_to_logits(states)
-
-
 # -- processors and kernels -------------------------------------------------------------------------------------------
 
 
@@ -459,36 +342,6 @@ def flash_attention(
     """Return attention on a CPU, and the log-sum-exp of its scores, float32 [batch, heads, queries]."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, attn_mask=mask, scale=scale)
-
-
-# -- torch.compile ----------------------------------------------------------------------------------------------------
-
-COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
-"""Errors that torch.compile raises if it cannot compile."""
-
-TRACED_LINEAR = torch._C._nn.linear
-"""The operation of a linear layer in a traced graph."""
-
-
-def compile_graph(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-    """Compile a traced graph to a program that rounds to the tensors' dtype wherever the traced code does."""
-    return torch._inductor.compile(graph, inputs, options={"emulate_precision_casts": True})
-
-
-def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
-    """Leave the size of a dimension open in the program that is traced with this tensor."""
-    torch._dynamo.mark_dynamic(tensor, dimension)
-
-
-@contextmanager
-def guarded_hooks() -> Iterator[None]:
-    """Make programs compiled in this block notice hooks that are added later."""
-    config = torch._dynamo.config
-    before, config.skip_nnmodule_hook_guards = config.skip_nnmodule_hook_guards, False
-    try:
-        yield
-    finally:
-        config.skip_nnmodule_hook_guards = before
 
 
 # -- blocks of GGUF ---------------------------------------------------------------------------------------------------

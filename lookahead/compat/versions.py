@@ -1,0 +1,22 @@
+"""The versions of torch and transformers that were tested, for errors to name."""
+
+import re
+import sys
+
+NEWEST_TESTED = {"torch": "2.14.1", "transformers": "5.24.0"}
+"""The newest versions with which the tests have passed."""
+
+
+def newer_than_tested() -> str:
+    """Say which versions installed here are newer than those tested, and how to go back; "" if none is."""
+    here = {name: sys.modules[name].__version__ for name in NEWEST_TESTED}
+    newer = [name for name, tested in NEWEST_TESTED.items() if _release(here[name]) > _release(tested)]
+    if not newer:
+        return ""
+    installed = " and ".join(f"{name} {here[name]}" for name in newer)
+    back = " ".join(f"{name}=={NEWEST_TESTED[name]}" for name in newer)
+    return f"{installed} is newer than what lookahead was tested with: `pip install {back}` goes back."
+
+
+def _release(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]

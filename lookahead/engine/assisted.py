@@ -1,0 +1,38 @@
+"""Calls of generate() with an assistant model, which becomes one more source of guesses."""
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from lookahead.config import LookaheadConfig
+from lookahead.models.adapter import UnsupportedModelError
+from lookahead.sources.draft import DraftModelSource
+from lookahead.vocabulary import vocabulary_fingerprint
+
+ASSISTED_ARGUMENTS = ("inputs_tensor", "tokenizer", "assistant_tokenizer")
+"""Arguments that generate() passes only to assisted decoding, beside the assistant model."""
+
+# Settings of assisted decoding for other guesses than those of an assistant model, or for another text.
+OTHER_ASSISTANCE = (
+    "assistant_early_exit", "assistant_ensemble_weight", "prompt_lookup_num_tokens", "speculation_type", "use_mtp",
+)  # fmt: skip
+
+
+def why_no_draft_model(
+    assistant: object, generation: GenerationConfig, arguments: dict, config: LookaheadConfig
+) -> str | None:
+    """Why an assistant model cannot be a source of guesses, or None if it can.
+
+    arguments: the given ones of ASSISTED_ARGUMENTS.
+    """
+    for name in OTHER_ASSISTANCE:
+        if getattr(generation, name, None):
+            return f"with {name}"
+    if not isinstance(assistant, PreTrainedModel) or assistant.config.is_encoder_decoder:
+        return f"with an assistant model of class {type(assistant).__name__}"
+    tokenizers = [arguments.get(name) for name in ("tokenizer", "assistant_tokenizer")]
+    if all(tokenizers) and len({vocabulary_fingerprint(tokenizer) for tokenizer in tokenizers if tokenizer}) > 1:
+        return "with an assistant model of another vocabulary"
+    try:
+        DraftModelSource(assistant, config).check()
+    except UnsupportedModelError as error:
+        return f"with this assistant model ({error})"
+    return None

@@ -1,0 +1,98 @@
+"""Caches that go from call to call of generate(), as in a conversation, made by `empty_cache` or by the caller."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from lookahead.compat import cache_argument
+from lookahead.models.adapter import ModelAdapter, device_of
+from lookahead.models.cache import CountedCache, InPlaceLayer, KeepsState, LookaheadCache, copy_of, counts_positions
+
+
+def empty_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """Make a cache for a call of generate() that the next call goes on from.
+
+    None if the model takes no such cache, or if its layers keep states alone and it is not wrapped: it then reads
+    everything again.
+    """
+    if cache_argument(model) is None:
+        return None
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    if counts_positions(cache):
+        return cache
+    return CountedCache(config=config) if getattr(model, "lookahead", None) is not None else None
+
+
+def can_take_over(adapter: ModelAdapter, cache: Cache, model: PreTrainedModel) -> bool:
+    """Whether `take_over` can read this cache: each layer is of our type, or transformers' dynamic one, and those
+    that hold keys and values hold as many as the others, of one sequence, as this model makes them.
+    """
+    ours, usual = adapter.make_cache().layers, DynamicCache(config=adapter.config).layers
+    if len(cache.layers) != len(ours):
+        return False
+    dtypes, device = {model.dtype}, device_of(model).type
+    if torch.is_autocast_enabled(device):  # then keys and values have either
+        dtypes.add(torch.get_autocast_dtype(device))
+    lengths: set[int] = set()
+    layers: list[Any] = cache.layers
+    for mine, own, theirs in zip(ours, usual, layers, strict=True):
+        kinds: tuple[type, ...] = (type(mine),)
+        if isinstance(mine, KeepsState):
+            kinds = type(mine), type(own)
+        elif isinstance(mine, InPlaceLayer):
+            kinds = type(mine), DynamicLayer, DynamicSlidingWindowLayer
+        if type(theirs) not in kinds or getattr(theirs, "record_past", False):
+            return False
+        if isinstance(mine, InPlaceLayer) and theirs.is_initialized:
+            both = theirs.buffers if isinstance(theirs, InPlaceLayer) else (theirs.keys, theirs.values)
+            # A layer without a window holds all positions. One for chunks has their length as its window.
+            windows = None, getattr(own, "sliding_window", None)
+            fits = all(_is_of_one_sequence(states, dtypes, device) for states in both)
+            if not fits or getattr(theirs, "sliding_window", None) not in windows:
+                return False
+            lengths |= {theirs.get_seq_length(), theirs.get_seq_length() + both[0].shape[2] - both[1].shape[2]}
+    return len(lengths) < 2
+
+
+def take_over(adapter: ModelAdapter, cache: Cache) -> LookaheadCache:
+    """Make a cache that holds what the caller's ``cache``, of one sequence, holds.
+
+    Our own full layers are shared with ``cache``, because they can be rewound. Everything else is copied.
+    """
+    layers: list[Any] = []
+    pairs: Iterable[Any] = zip(adapter.make_cache(cache.get_seq_length()).layers, cache.layers, strict=True)
+    for mine, theirs in pairs:
+        takes = isinstance(mine, KeepsState)
+        if type(theirs) is InPlaceLayer:
+            mine = theirs
+        elif type(theirs) is type(mine):
+            mine = copy_of(theirs)
+        elif takes:
+            mine.take(theirs)
+            if isinstance(mine, InPlaceLayer) and theirs.is_initialized:
+                _fill(mine, theirs)
+        elif isinstance(mine, InPlaceLayer) and isinstance(theirs, DynamicLayer) and theirs.is_initialized:
+            _fill(mine, theirs)
+        layers.append(mine)
+    return LookaheadCache(layers, [cache.get_seq_length()])
+
+
+def _fill(mine: InPlaceLayer, theirs: Any) -> None:
+    """Append the keys and values of a layer of transformers' to an empty layer of ours."""
+    mine.update(theirs.keys, theirs.values)
+    mine.starts = np.array([theirs.get_seq_length() - mine.columns])
+
+
+def _is_of_one_sequence(states: object, dtypes: set[torch.dtype], device: str) -> bool:
+    return (
+        type(states) is torch.Tensor
+        and states.ndim == 4
+        and len(states) == 1
+        and states.dtype in dtypes
+        and states.device.type == device
+    )

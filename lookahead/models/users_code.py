@@ -1,0 +1,135 @@
+"""What code of users means for passes: hooks, and what stands where torch or transformers define another."""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from lookahead.models.origin import OF_LOOP, Foreign, enclosed, function_of, is_defined, is_own
+
+PASS_ON = ("accelerate", "bitsandbytes", "peft", "torchao")
+"""Packages that wrap modules, and hand masks and positions on to them as they are."""
+# Functions of a module that are given the tokens of a pass alone, and those of torch that are given keys or scores.
+_OF_ROWS = {"apply_rotary_pos_emb", "rotate_half", "clip_qkv"}
+_OF_KEYS = {"scaled_dot_product_attention", "softmax", "matmul", "bmm", "baddbmm", "einsum", "cat"}
+_MOST_FLAGS, _MOST_HELD = 256, 16  # values that are looked at, in all and in one container
+_NO_FLAGS = nn.Module, torch.Tensor, PreTrainedConfig, ModuleType, BuiltinFunctionType
+
+
+class UsersCode:
+    """The code of users that passes of a model run."""
+
+    def __init__(self, modules: list[nn.Module], own: type, foreign: tuple[Foreign, ...], hooks: list[Callable]):
+        """modules: of the model. own: its class, as it was before it was wrapped."""
+        self._own, self._foreign = own, foreign
+        self._functions = [*hooks, *(one.found for one in foreign)]
+        self.flags = _flags(self._functions)
+        """Values that it may hang on."""
+        hand_on = {base for module in modules if _takes_masks(module) for base in type(module).__mro__}
+        self.seeing_masks = [
+            one for one in foreign if one.package not in PASS_ON and (one.cls is None or one.cls in hand_on)
+        ]
+        """Foreign code that is given masks."""
+
+    def is_current(self) -> bool:
+        """Whether it hangs on the same values as before."""
+        return _flags(self._functions) == self.flags
+
+    def why_no_trees(self) -> str | None:
+        """Why the model must make its masks itself; None if it need not."""
+        return next((str(foreign) for foreign in self._foreign if "mask" in foreign.place.rsplit(".", 1)[-1]), None)
+
+    def why_no_kernels(self) -> str | None:
+        """Why linear layers are not those of torch; None if they are."""
+        places = "torch.nn.modules.linear.Linear.", "torch.nn.functional.linear"
+        return next((str(foreign) for foreign in self._foreign if foreign.place.startswith(places)), None)
+
+    def why_plain(self) -> str | None:
+        """Why the model's own decoding must take its calls; None if it need not."""
+        for foreign in self._foreign:
+            bases = foreign.cls.__mro__ if foreign.cls else ()
+            is_of_transformers = any(base.__module__.startswith("transformers.models.") for base in bases)
+            of_loop = foreign.place.rsplit(".", 1)[-1] in OF_LOOP and is_of_transformers  # not of a model of users
+            if of_loop or foreign.place.startswith(("transformers.cache_utils.", "transformers.generation.")):
+                return f"a model whose cache or loop is replaced ({foreign})"
+        return next(
+            (
+                f"a model whose attention is replaced ({foreign})"
+                for foreign in self._foreign
+                if self._sees_keys(foreign)
+            ),
+            None,
+        )
+
+    def _sees_keys(self, foreign: Foreign) -> bool:
+        """Whether this code stands in the place of transformers' attention, or of what that calls.
+
+        It may do something else from some number of keys on, and passes over several tokens reach that number sooner.
+        """
+        own = self._own
+        name = foreign.place.rsplit(".", 1)[-1]
+        if foreign.place.startswith("torch."):
+            return name in _OF_KEYS
+        if not (is_defined(own) or foreign.place.startswith("transformers.")) or isinstance(foreign.found, type):
+            return False  # a model of the user's is tried as it is; a class in a module has no objects here
+        is_of_layer = foreign.cls is None or foreign.cls not in own.__mro__
+        return foreign in self.seeing_masks and is_of_layer and name not in _OF_ROWS
+
+
+def _flags(functions: list[Any]) -> list[Any]:
+    """What functions may hang on: values that they hold, or that the names in their code stand for.
+
+    A number counts as zero or not, for it may be a counter. Numbers and None in a list may record what has passed, and
+    do not count. What is in a model, torch or transformers is left out.
+    """
+    found: list[Any] = []
+    wanted, seen = deque(functions), set()
+    while wanted and len(found) < _MOST_FLAGS:
+        value = wanted.popleft()
+        if value is None or isinstance(value, (bool, str)):
+            found.append(value)
+        elif isinstance(value, (int, float)):
+            found.append(bool(value))
+        elif id(value) not in seen and not isinstance(value, _NO_FLAGS):
+            seen.add(id(value))
+            wanted += _held(value)
+    return found
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """What a function, a container or an object holds."""
+    if isinstance(value, dict):
+        return islice(value.values(), _MOST_HELD)
+    if isinstance(value, (list, tuple)):
+        return [x for x in value[:_MOST_HELD] if isinstance(x, bool) or not isinstance(x, (int, float, type(None)))]
+    if isinstance(value, type) and is_defined(value):
+        return ()
+    function = function_of(value)
+    held = list(islice(getattr(value, "__dict__", {}).values(), _MOST_HELD))
+    if isinstance(function, FunctionType):
+        if is_own(function):
+            return ()
+        held += [getattr(value, name, None) for name in ("__self__", "args", "keywords")]
+        held += [function.__globals__.get(name) for name in function.__code__.co_names]
+        held += [*enclosed(function), function.__defaults__, function.__kwdefaults__]
+    return held
+
+
+def _takes_masks(module: nn.Module) -> bool:
+    """Whether a module may be given the mask: attention, and all that holds some."""
+    return any(
+        "layer_idx" in vars(part) or "is_causal" in vars(part) or "attention_mask" in _arguments(type(part).forward)
+        for part in module.modules()
+    )
+
+
+@cache
+def _arguments(forward: Callable) -> Collection[str]:
+    return inspect.signature(forward).parameters
