@@ -94,12 +94,12 @@ def why_plain(
             return "on a cache whose layers are not such as this model fills: their kind, length, dtype or device"
     if held and len(ids) > 1:
         return "batches on a cache that is passed in"
-    whole = not held or repeats_what_is_cached(ids, generation, model_kwargs)
-    if held >= new and whole:
+    is_full = not held or repeats_what_is_cached(ids, generation, model_kwargs)
+    if held >= new and is_full:
         return "on a cache that holds all of the prompt"
     # generate() drops a mask of ones, and keeps its length.
     covered = (len(ids), compat.dropped_mask_length(generation)) if mask is None else tuple(mask.shape)
-    if covered[1:] != (None,) and covered != (len(ids), new if whole else held + new):
+    if covered[1:] != (None,) and covered != (len(ids), new if is_full else held + new):
         return "with an attention_mask that is not of the prompt's shape"
     if mask is not None:
         seen = mask.bool()
@@ -117,7 +117,7 @@ def why_plain(
         return "with position_ids, or an attention_mask, of another number of sequences than the prompt"
     if not _are_usual(positions, mask, held):
         return "with position_ids other than the usual"
-    length = (0 if whole else held) + new  # of the prompt
+    length = (0 if is_full else held) + new  # of the prompt
     end = length + generation.max_length - ids.shape[1]
     dense = getattr(adapter.config, DENSE_UP_TO.get(adapter.config.model_type, ""), None)
     if dense is not None and end > dense:

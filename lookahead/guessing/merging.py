@@ -56,8 +56,8 @@ class Mixture:
         """Count an emitted token. claims: for each source that proposed it."""
         with self._lock:
             shares = {i: self._belief[i] * max(claim, MIN_CLAIM) for i, claim in claims.items()}
-            whole = sum(shares.values()) or 1.0
-            self._belief = {i: FADE * belief + shares.get(i, 0.0) / whole for i, belief in self._belief.items()}
+            total = sum(shares.values()) or 1.0
+            self._belief = {i: FADE * belief + shares.get(i, 0.0) / total for i, belief in self._belief.items()}
 
 
 class Experience:

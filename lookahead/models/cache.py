@@ -86,7 +86,7 @@ class InPlaceLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[-2]
         for buffer, states in ((self._keys, key_states), (self._values, value_states)):
-            if not _takes(buffer, states):
+            if not _fits(buffer, states):
                 self._widen(key_states, value_states)
                 break
         first, seen = self.extend(new)
@@ -657,7 +657,7 @@ def _move(buffers: list[torch.Tensor], moves: np.ndarray) -> None:
             buffer[sequences, :, targets] = buffer[sequences, :, sources]
 
 
-def _takes(buffer: torch.Tensor, states: torch.Tensor) -> bool:
+def _fits(buffer: torch.Tensor, states: torch.Tensor) -> bool:
     """Whether states can be written into a buffer, and none of their digits is lost."""
     (batch, heads, _, size), new = buffer.shape, states.shape
     return (

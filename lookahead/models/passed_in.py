@@ -67,13 +67,13 @@ def take_over(adapter: ModelAdapter, cache: Cache) -> LookaheadCache:
     layers: list[Any] = []
     pairs: Iterable[Any] = zip(adapter.make_cache(cache.get_seq_length()).layers, cache.layers, strict=True)
     for mine, theirs in pairs:
-        takes = isinstance(mine, KeepsState)
+        keeps_state = isinstance(mine, KeepsState)
         if type(theirs) is InPlaceLayer:
             mine = theirs
         elif type(theirs) is type(mine):
             mine = copy_of(theirs)
-        elif takes:
-            mine.take(theirs)
+        elif keeps_state:
+            mine.copy_from(theirs)
             if isinstance(mine, InPlaceLayer) and theirs.is_initialized:
                 _fill(mine, theirs)
         elif isinstance(mine, InPlaceLayer) and isinstance(theirs, DynamicLayer) and theirs.is_initialized:

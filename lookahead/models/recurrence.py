@@ -157,7 +157,7 @@ class StateLayer(KeepsState, LinearAttentionLayer):
         self.lazy_initialization(conv_states=inputs, recurrent_states=state)
         self.has_previous_state[0] = True
 
-    def take(self, theirs: LinearAttentionLayer) -> None:
+    def copy_from(self, theirs: LinearAttentionLayer) -> None:
         """Hold copies of the states of a layer of transformers'."""
         for name in vars(LinearAttentionLayer()):
             value = getattr(theirs, name)
@@ -167,7 +167,7 @@ class StateLayer(KeepsState, LinearAttentionLayer):
 
     def stack(self, layers: list["StateLayer"], offsets: list[int] | None = None) -> None:
         """Become the batch of ``layers``. offsets: as for `InPlaceLayer.stack`; a state has no columns."""
-        self.take(layers[0])
+        self.copy_from(layers[0])
         self._replace(lambda name, i, _: torch.cat([getattr(layer, name)[i] for layer in layers]))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

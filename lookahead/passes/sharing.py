@@ -44,25 +44,25 @@ def _run_as_one(together: list[Pass]) -> list[Output]:
     began = time.perf_counter()
     newest = together[-1]
     caches = SeparateCaches([cache for caches in each for cache in caches])
-    whole = newest.runner.run(steps, caches, last, (newest.top_k[0], temperatures))
-    company = Company(len(whole.logits), len(steps), time.perf_counter() - began)
-    ends = [*whole.first[1:], len(whole.logits)]
+    joint = newest.runner.run(steps, caches, last, (newest.top_k[0], temperatures))
+    company = Company(len(joint.logits), len(steps), time.perf_counter() - began)
+    ends = [*joint.first[1:], len(joint.logits)]
     return [
-        _part(whole, whole.first[end - len(one.steps) : end], ends[end - 1], company)
+        _part(joint, joint.first[end - len(one.steps) : end], ends[end - 1], company)
         for one, end in zip(together, accumulate(len(one.steps) for one in together), strict=True)
     ]
 
 
-def _part(whole: Output, first: Sequence[int], end: int, company: Company) -> Output:
+def _part(joint: Output, first: Sequence[int], end: int, company: Company) -> Output:
     """Return the rows of one call, of which ``first`` are those of its roots, and what it can know of them."""
     rows = slice(first[0], end)
-    top_k = None if whole.top_k is None else (whole.top_k[0][rows], whole.top_k[1][rows])
+    top_k = None if joint.top_k is None else (joint.top_k[0][rows], joint.top_k[1][rows])
     return Output(
-        whole.logits[rows],
-        {i: states[rows] for i, states in whole.hidden_states.items()},
+        joint.logits[rows],
+        {i: states[rows] for i, states in joint.hidden_states.items()},
         [row - first[0] for row in first],
-        None if whole.has_nan else whole.has_nan,
+        None if joint.has_nan else joint.has_nan,
         top_k,
-        None if whole.argmax is None else whole.argmax[rows],
+        None if joint.argmax is None else joint.argmax[rows],
         company,
     )
