@@ -6,8 +6,9 @@ from lookahead.config import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.guessing.budget import Budget, Pace, average_length
 from lookahead.guessing.combine import Combined, Ledger
+from lookahead.guessing.draws import draws_at
 from lookahead.guessing.pool import PoolSource
-from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, top_k
+from lookahead.guessing.source import Batch, Guesser, GuessSource, Limits, Needs, Outcome, top_k
 from lookahead.models.adapter import UnsupportedModelError, context_length, device_of, vocabulary_of
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, copy_of_cache
 from lookahead.models.layers import read_config

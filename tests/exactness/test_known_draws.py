@@ -23,7 +23,8 @@ from lookahead import DraftModelSource, GuessSource, LookaheadConfig, compat
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
 from lookahead.engine.draws import KNOWN_DRAWS, BatchDraws, Race
-from lookahead.guessing.source import draws_at, top_k
+from lookahead.guessing.draws import draws_at
+from lookahead.guessing.source import top_k
 from lookahead.sources.draft import MAX_SHARPNESS, Sharpness
 from ngram_pool import NgramPool
 
