@@ -97,7 +97,7 @@ def test_other_devices_are_told_of_graphs(monkeypatch):
     """Compiled passes multiply by kernels of our own, which a GPU cannot run."""
     model = tiny_model("llama")
     adapter = find_adapter(model)
-    monkeypatch.setattr(capabilities, "device_of", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(compiled, "device_of", lambda model: torch.device("cuda"))
     with pytest.warns(UserWarning, match="without compiled passes: it is on a device of type cuda") as warned:
         reasons = [why_not_compiled(model, adapter) for _ in range(2)]
     assert all("cuda_graphs=True" in reason for reason in reasons)
