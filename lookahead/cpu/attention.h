@@ -8,7 +8,7 @@
 // The bits of a sum depend on its order, and rows of a tree stand between others that they do not see. So in a step,
 // keys go by their positions. A row's near keys are those of its last NEAR to NEAR + KEYS - 1 positions. They are one
 // block, added up one by one in their order: there, a key that the row does not see has the weight 0 and leaves no
-// trace. All others are far keys, of the cache alone. Their blocks, and the parts that threads take, end at multiples of
+// trace. All others are far keys, of the cache or of the chain of a prompt. Their blocks, and the parts that threads take, end at multiples of
 // KEYS, and the lane of a key follows from its position. So what a row attends to is the same to the bit, whatever other
 // rows a step has and wherever in the text it begins.
 
@@ -25,7 +25,7 @@ typedef Lanes<WIDTH>::Floats Floats;
 typedef Lanes<WIDTH>::Ints Ints;
 
 constexpr int KEYS = 64, MAX_SIZE = 576;
-constexpr long NEAR = 64;    // a guess is at most so deep, so that no far key is one of the step's own
+constexpr long NEAR = 64;    // a guess is at most so deep, so that a far key is one of the step's own in chains alone
 constexpr long PART = 256;   // far keys that a thread takes at a time, at least
 constexpr int QUERIES = 48;  // of a block. To transpose keys takes a thirtieth of the GEMMs of so many
 constexpr int TILE_QUERIES = 128;  // queries that share the tiles of keys and values
@@ -363,11 +363,9 @@ struct Attention {
         }
         const long from = std::max(0L, free() + (is_causal() ? row + 1 : 0) - begin);
         const long of = row * masked + begin - free();
-        for (long j = from; j < n; j++)
-            if (mask)
-                scores[j] += number(mask[of + j]);
-            else
-                scores[j] = is_causal() || hidden[of + j] ? HIDDEN : scores[j];
+        if (is_causal()) return std::fill(scores + std::min(from, n), scores + n, HIDDEN);
+        for (long j = from; j < n && mask; j++) scores[j] += number(mask[of + j]);
+        for (long j = from; j < n && hidden; j++) scores[j] = hidden[of + j] ? HIDDEN : scores[j];
     }
 
     // Add the biases of n keys from `begin` on to the scores of a row of a head. No key stands behind the row.

@@ -462,17 +462,18 @@ static void activate_bounded(const T* both, float alpha, float limit, T* out, lo
     }
 }
 
-// Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near, of recurrences;
-// and where it ends.
+// Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near, of recurrences,
+// of panels; and where it ends.
 template <class By>
 struct Places {
-    long at[5];
+    long at[6];
 
     explicit Places(const Pass<typename By::Number>& pass) : at{pass.private_bytes} {
         const long sizes[] = {Input<By>::bytes(pass.rows, pass.widest), attention::room_for(pass.most_keys),
                               pass.rows * (long)sizeof(long),
-                              recurrence::room_for(pass.rows, pass.state_keys) * (long)sizeof(float)};
-        for (int i = 0; i < 4; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
+                              recurrence::room_for(pass.rows, pass.state_keys) * (long)sizeof(float),
+                              bytes_of_panel(pass.rows)};
+        for (int i = 0; i < 5; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
     }
 };
 
@@ -488,6 +489,7 @@ struct Thread {
     void* const of_attention;
     long* const near;  // [rows], of `attention::Attention`
     float* const of_recurrence;
+    void* const of_panels;
     top_k::TopKSoftmax* const seen = (top_k::TopKSoftmax*)pass.tops;  // [threads][said]
 
     double slept = 0;  // seconds
@@ -648,7 +650,7 @@ struct Thread {
         long far = pass.has_near ? 0 : keys;  // so many keys are far from some row
         for (long row = 0; row < rows && pass.has_near; row++) {
             const long position = pass.positions[sequence.begin + row];
-            const long begin = std::min(position - attention::NEAR, sequence.length) / attention::KEYS * attention::KEYS;
+            const long begin = (position - attention::NEAR) / attention::KEYS * attention::KEYS;
             near_of[row] = std::max(0L, begin - start), far = std::max(far, near_of[row]);
         }
         const long heads = attend.width / attend.size, of_out = sequence.begin * heads * attend.value_size;
@@ -719,7 +721,7 @@ struct Thread {
     Input<By> prepare(const T* x, long rows, long inputs, const Product<T>* products, long count) {
         int forms = 0;
         for (long i = 0; i < count; i++) forms |= Input<By>::form_for(products[i].matrix, inputs);
-        const Input<By> input = {x, rows, inputs, prepared, forms};
+        const Input<By> input = {x, rows, inputs, prepared, forms, pass.has_near ? nullptr : of_panels};
         for (long part = 0; part < input.parts(); part++) input.make(part);
         return input;
     }
@@ -728,13 +730,14 @@ struct Thread {
     // that are multiplied right after they were digested are still in a cache.
     void multiply(const Input<By>& x, const Matrix<T>& matrix, long begin, long end, const void* next,
                   uint64_t* digest = nullptr) {
-        const long size = Input<By>::form_for(matrix, x.inputs) && !digest ? end - begin : BLOCK;
+        const bool in_parts = digest || !(x.panel || Input<By>::form_for(matrix, x.inputs));
+        const long size = in_parts ? BLOCK * (x.panel ? 2 : 1) : end - begin;
         const long bytes = x.inputs * sizeof(T);
         digest::Sums sums = {};
         for (long first = begin; first < end; first += size) {
             const long last = std::min(end, first + size);
             if (digest) sums += digest::of((const char*)matrix.weights, first * bytes, last * bytes);
-            gemm::multiply(x, matrix, first, last, next);
+            if (x.rows) gemm::multiply(x, matrix, first, last, next);
         }
         if (digest) digest::add(sums, digest);
     }
@@ -1155,7 +1158,7 @@ static long run(const Pass<typename By::Number>& pass) {
         here.threads = omp_get_num_threads();  // may be fewer than were asked for
         char* const own = (char*)pass.room + index * pass.room_bytes;
         const auto part = [&](int i) { return own + places.at[i]; };
-        const bool found = Thread<By>{here, barrier, index, own, part(0), part(1), (long*)part(2), (float*)part(3)}.run();
+        const bool found = Thread<By>{here, barrier, index, own, part(0), part(1), (long*)part(2), (float*)part(3), part(4)}.run();
         if (index == 0) has_nan = found;  // every thread has all rows
     }
     return has_nan;
@@ -1163,7 +1166,7 @@ static long run(const Pass<typename By::Number>& pass) {
 
 template <class By>
 static void measure(const Pass<typename By::Number>& pass, long* sizes) {
-    sizes[0] = Places<By>(pass).at[4];
+    sizes[0] = Places<By>(pass).at[5];
     sizes[1] = pass.threads * pass.rows * sizeof(top_k::TopKSoftmax);
     sizes[2] = 2;  // the near keys, and what is left of a part
     for (long end = 0; end < pass.longest + pass.rows; end = attention::end_of_part(end)) sizes[2]++;

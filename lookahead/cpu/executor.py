@@ -284,8 +284,9 @@ class Rows(NamedTuple):
     numbers lie between two heads of each."""
     held: Sequence[int]
     """For each layer, how many keys it shows before the T rows."""
-    hidden: Sequence[tuple[np.ndarray, Sequence[int]]]
-    """Which of the last keys each row must not see, bool [T, keys], and the layers of which this is true."""
+    hidden: Sequence[tuple[np.ndarray | None, Sequence[int]]]
+    """Which of the last keys each row must not see, bool [T, keys], and the layers of which this is true. None: the keys of
+    later rows, and no others."""
     length: int
     """Positions before the step."""
     computed: int = 0
@@ -612,7 +613,8 @@ class Executor:
             table["held"] = one.held
             for array, layers in one.hidden:
                 rows_of = slice(None) if len(one.hidden) == 1 else layers
-                table["hidden"][rows_of], table["masked"][rows_of] = array.ctypes.data, array.shape[1]
+                covered = (0, 0) if array is None else (array.ctypes.data, array.shape[1])
+                table["hidden"][rows_of], table["masked"][rows_of] = covered
             for layer, state in zip(self.states, one.states, strict=True):
                 for name, value in zip(_PLACES, state, strict=True):
                     table[name][layer] = value

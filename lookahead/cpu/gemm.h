@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "amx_gemm_indexed.h"
+#include "panel_gemm.h"
 
 namespace gemm {
 
@@ -211,6 +212,7 @@ struct Input {
     long rows, inputs;
     void* room;  // of `bytes`
     int forms;   // all that are needed
+    void* panel = nullptr;  // of `bytes_of_panel`, if the sums may be those of panels
 
 #ifdef HAS_AMX
     const Lines<T> shape{rows};  // of lines
@@ -243,18 +245,26 @@ struct Input {
 // GEMM of any number of rows, in tiles of about equal size, with weights of any format.
 template <class By>
 static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end) {
-    const long tiles = (x.rows + MR - 1) / MR, rows_of_tile = (x.rows + tiles - 1) / tiles;
-    const auto some = by_weight<typename By::Number>(matrix.format, [](auto weight) {
-        typedef decltype(weight) Weight;
+    typedef typename By::Number T;
+    const long fitting = L1_INPUT / (x.inputs * (long)sizeof(typename By::Prepared));
+    const long most = 2 * fitting < MR ? MR : std::min<long>(fitting, MR);  // smaller tiles spare the spills
+    const long tiles = (x.rows + most - 1) / most, rows_of_tile = (x.rows + tiles - 1) / tiles;
+    by_weight<T>(matrix.format, [&](auto weight) {
 #if defined(__AVX2__) && !defined(HAS_AMX)
-        constexpr bool IS_SERVED = !gguf::IS_BLOCK<Weight> || sizeof(typename By::Number) == 4;
+        constexpr bool READS_INDEXED = true;
 #else
-        constexpr bool IS_SERVED = !IS_INDEXED<Weight> && (!gguf::IS_BLOCK<Weight> || sizeof(typename By::Number) == 4);
+        constexpr bool READS_INDEXED = false;
 #endif
-        return multiply_tile_of<By, std::conditional_t<IS_SERVED, Weight, typename By::Number>>;
+        typedef decltype(weight) Named;
+        constexpr bool IS_SERVED = (READS_INDEXED || !IS_INDEXED<Named>)&&(!gguf::IS_BLOCK<Named> || sizeof(T) == 4);
+        typedef std::conditional_t<IS_SERVED, Named, T> Weight;
+        if (x.panel && x.rows >= LEAST_ROWS)
+            multiply_by_panels<By, Weight>(x.row(0), x.rows, matrix, x.inputs, begin, end, x.panel);
+        else
+            for (long row = 0; row < x.rows; row += rows_of_tile)
+                multiply_tile_of<By, Weight>(std::min(rows_of_tile, x.rows - row), x.row(row), matrix, row, x.inputs, begin,
+                                             end);
     });
-    for (long row = 0; row < x.rows; row += rows_of_tile)
-        some(std::min(rows_of_tile, x.rows - row), x.row(row), matrix, row, x.inputs, begin, end);
 }
 
 // GEMM of all rows with outputs begin..end-1. next: the weights that this thread wants then, or null.

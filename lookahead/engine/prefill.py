@@ -111,7 +111,7 @@ def _read(
         if outputs:
             yield
         try:
-            outputs.append(runner.prefill(part, cache, logits_to_keep))
+            outputs.append(runner.prefill(part, cache, logits_to_keep, as_steps=portion is not None))
         except IndexError as error:  # beyond the end of a table of learned positions
             if length <= context:
                 raise

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.compat import VERSION, attention_implementation, int8_weight, registered_attention, tensors_of
-from lookahead.cpu import native
 from lookahead.cpu.executor import (
     ALIGNMENT,
     Executor,
@@ -34,12 +33,13 @@ from lookahead.models.families import Page, UnknownModelError, page_of
 from lookahead.models.layers import rope_kinds, ropes_of
 from lookahead.models.state import state_of
 from lookahead.passes.packed import Packs, ReadyProgram, packed_of
-from lookahead.passes.runner import EagerRunner, Output, TopK
+from lookahead.passes.runner import EagerRunner, Output, TopK, joined
 from lookahead.step import MAX_DEPTH, Step, grow, pad
 
 # Tokens of a prompt, at most, if any; torch is quicker beyond. With the matrix unit by dtype, and without it.
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
-MOST_READ = 64 if native.CAPABILITY.startswith("AVX512") else 32
+MOST_READ = 8192
+MOST_AT_ONCE = 256  # of them in a pass, which bounds its memory. Weights are unpacked once in each
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the weights, unless it is asked for
 
@@ -238,17 +238,33 @@ class FusedRunner(EagerRunner):
             except UnknownModelError:
                 return super().run(steps, cache, last, top_k)
 
-    def prefill(self, new: torch.Tensor, cache: LookaheadCache, logits_to_keep: int = 1) -> Output:
+    def prefill(
+        self, new: torch.Tensor, cache: LookaheadCache, logits_to_keep: int = 1, as_steps: bool = False
+    ) -> Output:
         count = new.shape[1]
-        fits = count <= min(self.most_read, context_length(self.model) - cache.lengths[0])
+        if new.ndim > 2 or count > min(self.most_read, context_length(self.model) - cache.lengths[0]):
+            return super().prefill(new, cache, logits_to_keep)
+        passes, outputs, behind = -(-count // MOST_AT_ONCE), [], count
+        for part in new.split(-(-count // passes), dim=1):
+            behind -= part.shape[1]
+            shown = max(0, min(logits_to_keep - behind, part.shape[1]))
+            outputs.append(self._read_part(part, cache, shown, as_steps) or super().prefill(part, cache, max(shown, 1)))
+        if passes == 1:
+            return outputs[0]
+        whole = joined(outputs)
+        return Output(whole.logits[-logits_to_keep:], whole.hidden_states)
+
+    def _read_part(self, new: torch.Tensor, cache: LookaheadCache, shown: int, as_steps: bool) -> Output | None:
+        """Compute a part of a prompt in one pass; None if the model's own code has to. Arguments as for `prefill`."""
+        ids, count = new[0].cpu().numpy(), new.shape[1]
         with self._packed.turn:
-            if new.ndim > 2 or not fits or not self._takes([ids := new[0].cpu().numpy()], [cache]):
-                return super().prefill(new, cache, logits_to_keep)
+            if not self._takes([ids], [cache]):
+                return None
             step = grow(ids.tolist(), range(-1, count - 1), computed=0)
             try:
-                output = self._compute([step], [cache], shown=min(logits_to_keep, count), is_prompt=count > MAX_DEPTH)
+                output = self._compute([step], [cache], shown=shown, is_prompt=count > MAX_DEPTH and not as_steps)
             except UnknownModelError:
-                return super().prefill(new, cache, logits_to_keep)
+                return None
         cache.commit([step], [list(range(count))])
         return output
 
@@ -317,7 +333,10 @@ class FusedRunner(EagerRunner):
         for b, (step, cache, (ids, positions, ancestors)) in enumerate(zip(steps, caches, laid_out, strict=True)):
             cache.begin(new := ids.shape[1], step.computed)
             hidden = cache.hidden(ancestors, positions, kinds, of_step=True)
-            unseen = [(np.ascontiguousarray(hidden[kind][0]), layers) for kind, layers in kinds.items()]
+            unseen = [
+                (None if commits and _is_causal(hidden[kind][0]) else np.ascontiguousarray(hidden[kind][0]), layers)
+                for kind, layers in kinds.items()
+            ]
             extended = self._extend(executor, b, cache, new)
             at = temperatures if isinstance(temperatures, float) else temperatures[b]
             states = self._states_of(executor, cache, 0 if commits or new == 1 else new) if executor.states else []
@@ -325,7 +344,7 @@ class FusedRunner(EagerRunner):
             rows.append(Rows(ids[0], positions[0], *extended, unseen, *place, at, step.parents, states))
             first.append(first[-1] + new)
         end = first.pop()
-        said = 0 if shown else end if len(steps) > 1 else 1 + steps[0].guesses - steps[0].computed
+        said = 0 if commits else end if len(steps) > 1 else 1 + steps[0].guesses - steps[0].computed
         logits, outputs, has_nan, found = executor.run(rows, rotary, self.requested, shown, (said, count), is_prompt)
         for b, one in enumerate(rows if executor.states and not commits else []):
             if len(one.ids) > 1:
@@ -451,6 +470,11 @@ class _Buffers:
         """Numbers from head to head."""
         self.columns = [tensor.shape[3] * tensor.element_size() for tensor in tensors]
         """Bytes of a column of one head."""
+
+
+def _is_causal(hidden: np.ndarray) -> bool:
+    """Whether the rows of a chain see all keys but those of later rows."""
+    return hidden.shape[1] == len(hidden) and not np.tril(hidden).any()
 
 
 def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:

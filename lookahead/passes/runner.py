@@ -160,11 +160,14 @@ class EagerRunner:
             count, rows = len(steps), tokens.shape[2] - again
             return Output(output.logits[:, again:].flatten(0, 1), hidden, range(0, count * rows, rows))
 
-    def prefill(self, new: torch.Tensor, cache: LookaheadCache, logits_to_keep: int = 1) -> Output:
-        """Compute a prompt of one sequence, or a portion of it, in one pass into its cache.
+    def prefill(
+        self, new: torch.Tensor, cache: LookaheadCache, logits_to_keep: int = 1, as_steps: bool = False
+    ) -> Output:
+        """Compute a prompt of one sequence, or a portion of it, into its cache.
 
         new: token ids, int64 [1, n], or embeddings [1, n, hidden]. logits_to_keep: of so many of the last tokens, or of
-        all if there are fewer, logits are returned. Raises IndexError beyond the end of a table of learned positions.
+        all if there are fewer, logits are returned. as_steps: passes of our own round each row as a step would, in
+        whatever portions a prompt is read. Raises IndexError beyond the end of a table of learned positions.
         """
         model, adapter = self.model, self.adapter
         held = cache.lengths[0]

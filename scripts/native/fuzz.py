@@ -446,7 +446,7 @@ def run_program(seed: int) -> str:
             for turn in range(rng.randint(1, 3)):
                 assert not ready.is_stale(), f"a copy differs in turn {turn}"
             logits, kept, has_nan, found = ready.run(
-                [one.rows for one in drawn], rotary, outputs, shown, (said, count), is_prompt=rng.random() < 0.2
+                [one.rows for one in drawn], rotary, outputs, shown, (said, count), is_prompt=rng.random() < 0.4
             )
             plain = [one.computed_plainly(program, rotary) for one in drawn]
             allowed = 1e-3 if dtype == torch.float32 else 0.25
@@ -510,6 +510,9 @@ class RandomRows:
         masked = rows + (rng.randint(0, held) if rng.random() < 0.3 else 0)
         self.hidden = torch.rand(rows, masked) < 0.4
         self.hidden[:, masked - rows :] &= ~torch.eye(rows, dtype=torch.bool)
+        is_causal = rng.random() < 0.2
+        if is_causal:
+            self.hidden = torch.ones(rows, rows).triu(1).bool()
         places = [(0, 0, 0, 0)] * (max(layers) + 1)
         for layer, (keys, values) in self.caches.items():
             places[layer] = keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0)
@@ -534,7 +537,7 @@ class RandomRows:
         ]  # fmt: skip
         self.rows = Rows(
             self.ids.numpy(), self.positions.numpy(), places, [held] * len(places),
-            [(memory.copy(self.hidden).numpy(), list(layers))], dropped + held - computed, computed, 0.8,
+            [(None if is_causal else memory.copy(self.hidden).numpy(), list(layers))], dropped + held - computed, computed, 0.8,
             np.array(self.parents), of_states,
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, example, given, note, settings
+from hypothesis import Phase, assume, example, given, note, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -419,14 +419,15 @@ def test_other_sequences_do_not_change_a_bit(family, heads, held, threads, dtype
 @given(
     family=st.sampled_from(FAMILIES),
     counts=st.lists(st.integers(1, 300) | st.sampled_from([32, 33, 64, 65, 192, 193]), min_size=1, max_size=3),
+    at_once=st.sampled_from([20, 70, fused.MOST_AT_ONCE]),
     keep=st.integers(1, 80),
     dtype=st.sampled_from(DTYPES),
     packs=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_it_reads_prompts_as_the_model_does(family, counts, keep, dtype, packs, seed):
+def test_it_reads_prompts_as_the_model_does(family, counts, at_once, keep, dtype, packs, seed):
     """The parts of a prompt, one behind the other. packs: all weights are numbers of bf16, which are packed."""
-    note(f"{family=} {counts=} {keep=} {dtype=} {packs=} {seed=}")
+    note(f"{family=} {counts=} {at_once=} {keep=} {dtype=} {packs=} {seed=}")
     dtype = torch.float32 if family in MIXTURES else dtype
     model = tiny_model(family, seed, max_position_embeddings=1024, **sizes(family, 64, 64, 16))
     if packs:
@@ -440,7 +441,11 @@ def test_it_reads_prompts_as_the_model_does(family, counts, keep, dtype, packs, 
     allowed = 1e-4 if dtype == torch.float32 else 8e-2
     for count in counts:
         prompt = torch.from_numpy(rng.integers(3, 97, (1, count)))
-        with torch.no_grad(), mock.patch.object(fused._executor, "run", side_effect=fused._executor.run) as passes:
+        with (
+            torch.no_grad(),
+            mock.patch.object(fused._executor, "run", side_effect=fused._executor.run) as passes,
+            mock.patch("lookahead.passes.fused.MOST_AT_ONCE", at_once),
+        ):
             expected, found = (
                 runner.prefill(prompt, cache, logits_to_keep=keep)
                 for runner, cache in zip((eager, fused), caches, strict=True)
@@ -767,6 +772,33 @@ def test_the_next_call_sees_each_weight_that_was_written_behind_its_back(most):
 
 def written_by_data(parameter, place, number):
     parameter.data.view(-1)[place] = number
+
+
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    family=st.sampled_from(FAMILIES),
+    count=st.integers(2, 330),
+    portion=st.integers(1, 330),
+    at_once=st.sampled_from([20, 70, fused.MOST_AT_ONCE]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_a_prompt_holds_the_same_bits_in_whatever_portions_it_is_read(family, count, portion, at_once, dtype, seed):
+    """Those of single tokens, where it is read as steps are."""
+    note(f"{family=} {count=} {portion=} {at_once=} {dtype=} {seed=}")
+    model = tiny_model(family, seed, max_position_embeddings=1024, **sizes(family, 64, 64, 16)).to(dtype)
+    adapter = capabilities.find_adapter(model)
+    runner = FusedRunner(model, adapter, (0, 2), family in TRANSPOSED)
+    assume(runner.most_read >= count)
+    prompt = torch.from_numpy(np.random.default_rng(seed).integers(3, 97, (1, count)))
+    found = []
+    with torch.no_grad(), mock.patch("lookahead.passes.fused.MOST_AT_ONCE", at_once):
+        for size in (1, portion):
+            cache = adapter.make_cache()
+            outputs = [runner.prefill(part, cache, count, as_steps=True) for part in prompt.split(size, dim=1)]
+            found.append([torch.cat([output.logits for output in outputs])])
+            found[-1] += [torch.cat([output.hidden_states[layer] for output in outputs]) for layer in (0, 2)]
+    assert all(map(torch.equal, *found))
 
 
 def written_by_numpy(parameter, place, number):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MOST_WAITING = 64  # requests that wait for others to end; further ones are refused
 LENGTH = 1024  # tokens of an answer, if its request does not say
-PORTION = 512  # tokens of a prompt that are read between two steps, at most
+PORTION = 128  # tokens of a prompt that are read between two steps, at most
 
 
 class BusyError(Exception):
