@@ -285,8 +285,8 @@ class Rows(NamedTuple):
     held: Sequence[int]
     """For each layer, how many keys it shows before the T rows."""
     hidden: Sequence[tuple[np.ndarray | None, Sequence[int]]]
-    """Which of the last keys each row must not see, bool [T, keys], and the layers of which this is true. None: the keys of
-    later rows, and no others."""
+    """Which of the last keys each row must not see, bool [T, keys], and the layers of which this is true. None: the
+    keys of later rows, and no others."""
     length: int
     """Positions before the step."""
     computed: int = 0

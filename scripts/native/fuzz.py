@@ -537,8 +537,8 @@ class RandomRows:
         ]  # fmt: skip
         self.rows = Rows(
             self.ids.numpy(), self.positions.numpy(), places, [held] * len(places),
-            [(None if is_causal else memory.copy(self.hidden).numpy(), list(layers))], dropped + held - computed, computed, 0.8,
-            np.array(self.parents), of_states,
+            [(None if is_causal else memory.copy(self.hidden).numpy(), list(layers))],
+            dropped + held - computed, computed, 0.8, np.array(self.parents), of_states,
         )  # fmt: skip
 
     def computed_plainly(self, program: Program, rotary: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Reference:
