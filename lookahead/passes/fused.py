@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lookahead.compat import VERSION, attention_implementation, int8_weight, registered_attention, tensors_of
+from lookahead.cpu import native
 from lookahead.cpu.executor import (
     ALIGNMENT,
     Executor,
