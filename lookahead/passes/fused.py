@@ -37,10 +37,10 @@ from lookahead.passes.packed import Packs, ReadyProgram, packed_of
 from lookahead.passes.runner import EagerRunner, Output, TopK, joined
 from lookahead.step import MAX_DEPTH, Step, grow, pad
 
-# Tokens of a prompt, at most, if any; torch is quicker beyond. With the matrix unit by dtype, and without it.
+# Tokens of a prompt, at most, if any. With the matrix unit by dtype, for torch is quicker beyond; and without it.
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
-MOST_READ = 8192
-MOST_AT_ONCE = 256  # of them in a pass, which bounds its memory. Weights are unpacked once in each
+MOST_READ = 2**62
+MOST_AT_ONCE = 256  # of them in a pass, which bounds its memory. Each pass unpacks the weights once
 FIRST_POSITIONS = 1024  # of the first table of rotary embeddings
 MOST_COPIED = 2**30  # bytes of a copy that takes more than half as much as the weights, unless it is asked for
 
@@ -101,7 +101,7 @@ class Watch:
 
 
 class FusedRunner(EagerRunner):
-    """Runs the steps of all sequences, and shorter prompts, in one call each. Everything else runs eagerly.
+    """Runs the steps of all sequences, and prompts, in calls of our own. Everything else runs eagerly.
 
     Weights are read where they are, or in a copy that holds them in fewer bits (`smallest`). What was made of
     the model serves all calls that run at the same time, and is kept for the next one, if nothing has changed. The
