@@ -256,7 +256,7 @@ static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Nu
         constexpr bool READS_INDEXED = false;
 #endif
         typedef decltype(weight) Named;
-        constexpr bool IS_SERVED = (READS_INDEXED || !IS_INDEXED<Named>)&&(!gguf::IS_BLOCK<Named> || sizeof(T) == 4);
+        constexpr bool IS_SERVED = (READS_INDEXED || !IS_INDEXED<Named>) && (!gguf::IS_BLOCK<Named> || sizeof(T) == 4);
         typedef std::conditional_t<IS_SERVED, Named, T> Weight;
         if (x.panel && x.rows >= LEAST_ROWS)
             multiply_by_panels<By, Weight>(x.row(0), x.rows, matrix, x.inputs, begin, end, x.panel);

@@ -11,8 +11,8 @@
 
 namespace gemm {
 
-// A register tile has 2 vectors of outputs by up to PANEL_ROWS rows: 12 * 2 sums, two weights, their halves and a number of
-// the input take 31 of 32 registers; 5 * 2 and the same take 15 of 16, less the halves, which are made when needed.
+// A register tile has 2 vectors of outputs by up to PANEL_ROWS rows. Of 32 registers, 12 * 2 sums, two weights, the halves
+// of both and a number of the input take 29; of 16, 5 * 2 sums, two weights, one half of each and a number take 15.
 #ifdef __AVX512F__
 constexpr int PANEL_ROWS = 12;
 #else
@@ -31,7 +31,6 @@ static inline long bytes_of_panel(long rows) { return (2 * PANEL_DEPTH + 2 * row
 // The factors of an output from input i on: one vector, or two of indexed weights.
 template <class By, class Weight>
 static INLINE void read_factors(const Matrix<typename By::Number>& matrix, long output, long inputs, long i, Ints* v) {
-    typedef typename By::Number T;
     const char* const row = (const char*)matrix.template row<Weight>(IS_INDEXED<Weight> ? 0 : output, inputs);
     const char* const at = row + bytes_of_row<Weight>(i);
     if constexpr (IS_INDEXED<Weight>) {
@@ -48,7 +47,7 @@ static INLINE void read_factors(const Matrix<typename By::Number>& matrix, long 
         else
             v[0] = (Ints)By::factors((const Grouped*)at, scale);
     } else {
-        v[0] = (Ints)By::factors((const std::conditional_t<std::is_same_v<Weight, T>, T, Weight>*)at);
+        v[0] = (Ints)By::factors((const Weight*)at);
     }
 }
 
