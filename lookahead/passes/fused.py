@@ -242,28 +242,38 @@ class FusedRunner(EagerRunner):
     def prefill(
         self, new: torch.Tensor, cache: LookaheadCache, logits_to_keep: int = 1, as_steps: bool = False
     ) -> Output:
-        count = new.shape[1]
-        if new.ndim > 2 or count > min(self.most_read, context_length(self.model) - cache.lengths[0]):
+        count, until = new.shape[1], cache.lengths[0] + new.shape[1]
+        if new.ndim > 2 or count > self.most_read or until > context_length(self.model):
             return super().prefill(new, cache, logits_to_keep)
-        passes, outputs, behind = -(-count // MOST_AT_ONCE), [], count
+        passes, outputs, left = -(-count // MOST_AT_ONCE), [], count
         for part in new.split(-(-count // passes), dim=1):
-            behind -= part.shape[1]
-            shown = max(0, min(logits_to_keep - behind, part.shape[1]))
-            outputs.append(self._read_part(part, cache, shown, as_steps) or super().prefill(part, cache, max(shown, 1)))
-        if passes == 1:
+            shown = max(0, min(logits_to_keep - left + part.shape[1], part.shape[1]))
+            output = self._read_part(part, cache, shown, as_steps, until)
+            if output is None:  # the model's own code reads all that is left
+                outputs.append(super().prefill(new[:, -left:], cache, logits_to_keep))
+                break
+            outputs.append(output)
+            left -= part.shape[1]
+        if len(outputs) == 1:
             return outputs[0]
         whole = joined(outputs)
-        return Output(whole.logits[-logits_to_keep:], whole.hidden_states)
+        return Output(whole.logits, whole.hidden_states)
 
-    def _read_part(self, new: torch.Tensor, cache: LookaheadCache, shown: int, as_steps: bool) -> Output | None:
-        """Compute a part of a prompt in one pass; None if the model's own code has to. Arguments as for `prefill`."""
+    def _read_part(
+        self, new: torch.Tensor, cache: LookaheadCache, shown: int, as_steps: bool, until: int
+    ) -> Output | None:
+        """Compute a part of a prompt in one pass; None if the model's own code has to.
+
+        shown, until: as for `_compute`. Other arguments as for `prefill`.
+        """
         ids, count = new[0].cpu().numpy(), new.shape[1]
         with self._packed.turn:
             if not self._takes([ids], [cache]):
                 return None
             step = grow(ids.tolist(), range(-1, count - 1), computed=0)
             try:
-                output = self._compute([step], [cache], shown=shown, is_prompt=count > MAX_DEPTH and not as_steps)
+                is_prompt = count > MAX_DEPTH and not as_steps
+                output = self._compute([step], [cache], shown=shown, until=until, is_prompt=is_prompt)
             except UnknownModelError:
                 return None
         cache.commit([step], [list(range(count))])
@@ -311,10 +321,12 @@ class FusedRunner(EagerRunner):
         last: list[int] | None = None,
         top_k: TopK = (0, 1.0),
         shown: int | None = None,
+        until: int = 0,
         is_prompt: bool = False,
     ) -> Output:
         """Run a step of each sequence. shown: rows whose logits are returned, the last ones; default: all. If it is
         given, the rows are those of a prompt, and states are committed.
+        until: the position behind the whole prompt, which the model's own code would read in one pass.
         is_prompt: as for `Executor.run`.
 
         Raises UnknownModelError, before it changes a cache, if the rotary embedding has become another one.
@@ -329,7 +341,7 @@ class FusedRunner(EagerRunner):
         if executor.positions is not None and most >= executor.positions:
             raise UnknownModelError("its table of positions ends")
         commits = shown is not None
-        rotary, kinds, rows, first = self._rotary_of(most, executor), self.adapter.kinds, [], [0]
+        rotary, kinds, rows, first = self._rotary_of(max(most, until - 1), executor), self.adapter.kinds, [], [0]
         count, temperatures = top_k
         for b, (step, cache, (ids, positions, ancestors)) in enumerate(zip(steps, caches, laid_out, strict=True)):
             cache.begin(new := ids.shape[1], step.computed)
@@ -368,7 +380,8 @@ class FusedRunner(EagerRunner):
     def _rotary_of(self, position: int, executor: Executor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
 
-        position: the largest of a pass. By it, longrope chooses one of two sets of frequencies for the whole pass.
+        position: the largest of a pass, or of a prompt that is read in several. By it, longrope chooses one of two sets
+        of frequencies for all rows.
         """
         if position not in self._serves or self._rotary_watch.has_changed():
             rotary = self._page.rotary_module

@@ -466,6 +466,26 @@ def test_it_reads_prompts_as_the_model_does(family, counts, at_once, keep, dtype
             assert relative_error(ours[0, :, -window:].flatten(0, 1), own[0, :, -window:].flatten(0, 1)) < allowed
 
 
+@pytest.mark.parametrize("taken", [0, 1, 3])
+@pytest.mark.parametrize("keep", [1, 6, 30, 99])
+def test_the_model_reads_all_that_is_left_of_a_prompt_behind_a_part_that_a_pass_does_not_take(taken, keep):
+    model = tiny_model("mistral")
+    adapter = capabilities.find_adapter(model)
+    runners = EagerRunner(model, adapter, (0, 2)), FusedRunner(model, adapter, (0, 2))
+    prompt = torch.from_numpy(np.random.default_rng(taken).integers(3, 97, (1, 40)))
+    with (
+        torch.no_grad(),
+        mock.patch("lookahead.passes.fused.MOST_AT_ONCE", 10),
+        mock.patch.object(runners[1], "_takes", side_effect=[True] * taken + [False]) as asked,
+    ):
+        expected, found = (runner.prefill(prompt, adapter.make_cache(), keep) for runner in runners)
+    assert asked.call_count == taken + 1
+    assert found.logits.shape == expected.logits.shape
+    assert relative_error(found.logits, expected.logits) < 1e-4
+    for layer in (0, 2):
+        assert relative_error(found.hidden_states[layer], expected.hidden_states[layer]) < 1e-4
+
+
 def test_prompts_that_a_pass_does_not_take_are_read_by_the_model():
     model = lookahead.wrap(tiny_model("llama", max_position_embeddings=16))
     with mock.patch.object(EagerRunner, "prefill", autospec=True, side_effect=EagerRunner.prefill) as reads:
@@ -569,12 +589,13 @@ def test_each_side_of_the_length_where_longrope_changes():
     adapter = capabilities.find_adapter(model)
     runners = EagerRunner(model, adapter), FusedRunner(model, adapter)
     for held in (10, 60, 20, 32, 33):
-        eager, fused = of_both(runners, held, rows=6)
-        assert relative_error(fused.logits[0], eager.logits[0]) < 1e-4
+        eager, found = of_both(runners, held, rows=6)
+        assert relative_error(found.logits[0], eager.logits[0]) < 1e-4
         prompt = torch.arange(held)[None] % 97
-        with torch.no_grad():
-            expected, found = (runner.prefill(prompt, adapter.make_cache()).logits for runner in runners)
-        assert relative_error(found, expected) < 1e-4
+        for at_once in (fused.MOST_AT_ONCE, 7):
+            with torch.no_grad(), mock.patch("lookahead.passes.fused.MOST_AT_ONCE", at_once):
+                expected, found = (runner.prefill(prompt, adapter.make_cache()).logits for runner in runners)
+            assert relative_error(found, expected) < 1e-4
 
 
 def with_weights_scaled_in_small_groups(model):
