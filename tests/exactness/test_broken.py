@@ -131,8 +131,12 @@ def fused_pass_without_its_mask(monkeypatch):
     original = Executor.run
 
     def run(self, sequences, *others):
-        seen = [[(np.zeros_like(array), layers) for array, layers in one.hidden] for one in sequences]
-        return original(self, [one._replace(hidden=two) for one, two in zip(sequences, seen, strict=True)], *others)
+        seen = []
+        for one in sequences:  # of a prompt's chain, no array says what is hidden
+            causal = np.triu(np.ones((len(one.ids),) * 2, bool), 1)
+            arrays = [(causal if array is None else array, layers) for array, layers in one.hidden]
+            seen.append(one._replace(hidden=[(np.zeros_like(array), layers) for array, layers in arrays]))
+        return original(self, seen, *others)
 
     monkeypatch.setattr(Executor, "run", run)
 

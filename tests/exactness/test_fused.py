@@ -621,7 +621,7 @@ def with_adapter(model):
 
 
 def with_other_activation(model):
-    model.model.layers[0].mlp.act_fn = nn.GELU()
+    model.model.layers[0].mlp.act_fn = nn.ELU()
 
 
 def with_other_layer(model):

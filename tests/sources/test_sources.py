@@ -840,7 +840,7 @@ def test_what_sees_hidden_states_gets_fused_passes():
 
 @pytest.mark.parametrize("options", [GREEDY, {"do_sample": True, "max_new_tokens": 40}])
 @pytest.mark.parametrize("window", [{"window_size": 0}, {}])
-@pytest.mark.parametrize("model_type", ["llama", "bloom"])  # trees, and single chains
+@pytest.mark.parametrize("model_type", ["llama", "trocr"])  # trees, and single chains
 def test_the_short_road_of_the_pool_leads_where_the_long_one_does(model_type, window, options, monkeypatch):
     """Also where a window opens and closes in the midst of a text."""
     monkeypatch.setattr(budgets, "FIRST_PAUSE", 7)
