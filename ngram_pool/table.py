@@ -155,9 +155,10 @@ def flaw(table: Table, largest: int, origins: int) -> str:
 def _flaw_in_piece(table: Table, bucket: int, buckets: int, largest: int, origins: int) -> str:
     """bucket: the first one of the piece. buckets: of the whole table."""
     tokens, weights, held, keys = table.tokens, table.weights, table.weights > 0, table.keys.reshape(-1, WAYS)
-    (seen, rows), total, is_used = table.counts.T, weights.sum(1, dtype=float), table.keys != EMPTY
+    (seen, rows), is_used = table.counts.T, table.keys != EMPTY
     if not ((weights >= 0) & (weights < np.inf)).all():
         return "a weight is negative or not finite"
+    total = weights.sum(1, dtype=float)
     if (tokens < 0).any() or (tokens[held] > largest).any():
         return "a token is not among those learned"
     if (table.sources >= origins).any():
