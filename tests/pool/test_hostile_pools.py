@@ -346,6 +346,7 @@ def test_fields_that_would_do_harm(content, tmp_path, change):
     [
         ("weights", True, -0.1, "negative or not finite"),
         ("weights", True, np.nan, "negative or not finite"),
+        ("weights", True, [np.inf, -np.inf, *[0.0] * 6], "negative or not finite"),
         ("weights", True, 0.13, "more than 1"),
         ("weights", False, 0.1, "an empty entry holds evidence"),
         ("counts", False, 1, "an empty entry holds evidence"),
