@@ -107,11 +107,12 @@ def _read(
     if length > context:
         warnings.warn(f"the prompt has {length} tokens, the model was made for {context}", stacklevel=2)
     outputs: list[Output] = []
-    for part in new.split(portion or new.shape[1], dim=1):
+    *before, last = new.split(portion or new.shape[1], dim=1)
+    for part, kept in [*((part, 1) for part in before), (last, logits_to_keep)]:  # of the others, logits are of no use
         if outputs:
             yield
         try:
-            outputs.append(runner.prefill(part, cache, logits_to_keep, as_steps=portion is not None))
+            outputs.append(runner.prefill(part, cache, kept, as_steps=portion is not None))
         except IndexError as error:  # beyond the end of a table of learned positions
             if length <= context:
                 raise
