@@ -539,7 +539,7 @@ class Executor:
         top_k: of how many of the rows that are shown top-k tokens are returned, from the first on, and how
         many tokens. They are as `top_k.top_k` returns them: tokens and probabilities, [rows, tokens]; None for
         a program that scales its logits, and for more than MAX_COUNT tokens.
-        is_prompt: whether bits may depend on how many rows are computed together, which takes less time for many.
+        is_prompt: whether rows may be rounded otherwise than those of steps, which takes less time for many.
         Raises ValueError for an output that there is not, and for tables of rotary embeddings that do not fit.
         """
         if outputs and not 0 <= min(outputs) <= max(outputs) < self.outputs:
