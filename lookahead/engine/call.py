@@ -24,8 +24,7 @@ from lookahead.guessing.source import Batch, Limits, Outcome
 from lookahead.models.adapter import context_length, vocabulary_of
 from lookahead.models.cache import CountedCache, LookaheadCache
 from lookahead.models.state import state_of
-from lookahead.passes.costs import synchronize
-from lookahead.passes.runner import Company, Output, Pass
+from lookahead.passes.runner import Company, Output, Pass, looked_through
 from lookahead.stats import DECILES, STAGES, Stats
 from lookahead.step import MAX_DEPTH, Step, lay_out
 from ngram_pool import GuessTree, Origin
@@ -215,6 +214,8 @@ class Call:
         steps, chosen = self._lay_out(texts, limits, guessed)
         times.append(clock())
         output = yield Pass(self._runner, steps, self._cache, last, self._top_k)
+        if not output.logits.is_cpu:
+            output = looked_through(output)
         self._look_at(output, len(steps))
         times.append(clock())
         if self._is_spoiled:
@@ -272,8 +273,6 @@ class Call:
         if can_be_spoiled and has_nan is None:
             has_nan = bool(logits.max().isnan())
         self._is_spoiled = can_be_spoiled and bool(has_nan)
-        if not logits.is_cpu:
-            synchronize(logits.device)  # where the question above has not waited already
 
     def _learn(self, outcome: Outcome, chosen: list[GuessTree]) -> None:
         """Show the outcome to the sources, and count the tokens that the step has earned."""

@@ -9,7 +9,9 @@ further queries of it, so keys and values are never repeated. `attend` is regist
 own "sdpa". Outside of the passes of the decoding loop (`decoding_pass`), and for anything but steps and prompts, it
 calls that.
 
-On a GPU a step's time is that of its launches, and one call with a mask over all keys has fewer of them.
+On a GPU a step's time is that of its launches, and one call with a mask over all keys has fewer of them. A CUDA graph
+is launched once, and a step has too few queries to occupy a GPU. So there, columns are computed in parts, all at once
+(flash decoding: Dao et al. 2023, pytorch.org/blog/flash-decoding).
 """
 
 from typing import Any
@@ -23,6 +25,8 @@ from lookahead.cpu import tree_attention
 from lookahead.decoding_pass import current_pass, is_traced
 
 SHORT_CONTEXT = 1024  # Cached keys. Up to this many, one part with a mask over all keys is quicker than two parts.
+PART = 256  # Columns; twice as many of a long context. With these, an H100 was quickest at 16 rows.
+LONG_CONTEXT = 2048
 MAX_QUERIES = 512  # Queries of a key head in a step, at most. Only a prefill has more.
 
 
@@ -45,12 +49,9 @@ def attend(
     Returns [batch, T, heads, head_dim] and None.
     """
     is_compiling = torch.compiler.is_compiling()
-    if is_compiling:
-        is_ours = is_traced()
-    else:
-        decoding = current_pass()
-        is_ours = decoding is not None and decoding.splits_attention
-    if not is_ours:
+    decoding = None if is_compiling else current_pass()
+    is_static = decoding is not None and decoding.is_static
+    if not (is_traced() if is_compiling else is_static or (decoding is not None and decoding.splits_attention)):
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     unusual = dropout or torch.is_autocast_enabled(query.device.type)
     unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
@@ -60,6 +61,8 @@ def attend(
         if unusual:
             raise NotImplementedError("compiled passes do not support this kind of attention")
         return torch.ops.lookahead.attend(query, key, value, module.layer_idx, scaling), None
+    if is_static and not unusual and attention_mask is not None:
+        return attend_in_parts(query, key, value, attention_mask, scaling), None
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     is_prefill = (attention_mask is None and new > 1) or groups * new > MAX_QUERIES
@@ -93,6 +96,21 @@ def attend_grouped(
         )
     else:
         out, _ = flash_attention(grouped, key, value, mask, scaling)
+    return out.reshape(query.shape).transpose(1, 2).contiguous()
+
+
+def attend_in_parts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Compute the attention of a step of one sequence. Arguments and result are as for `attend`."""
+    heads, columns = key.shape[1:3]
+    groups, part = query.shape[1] // heads, PART if columns <= LONG_CONTEXT else 2 * PART
+    parts = columns // part if columns % part == 0 else 1
+    grouped = query.reshape(heads, 1, groups * query.shape[2], -1).expand(-1, parts, -1, -1)
+    keys, values = (states[0].unflatten(1, (parts, -1)) for states in (key, value))
+    repeated = _repeated_mask(mask, groups, 0, query.dtype)[0, 0].unflatten(1, (parts, -1)).transpose(0, 1)
+    out, log_sums = flash_attention(grouped, keys, values, repeated.expand(heads, -1, -1, -1), scaling)
+    out = (out * log_sums.softmax(1)[..., None]).sum(1).to(query.dtype)
     return out.reshape(query.shape).transpose(1, 2).contiguous()
 
 

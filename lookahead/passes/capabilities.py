@@ -69,6 +69,7 @@ def find_adapter(model: PreTrainedModel, cpu_kernels: bool = True) -> ModelAdapt
     cpu_kernels: use our own kernels on a CPU.
     Raises UnsupportedModelError if lookahead cannot give the model's own output.
     """
+    cpu_kernels = cpu_kernels and device_of(model).type == "cpu"
     try:
         return once(model, "adapter", cpu_kernels, lambda: _read_or_try_ways(model, cpu_kernels))
     except UnsupportedModelError as error:
@@ -88,7 +89,7 @@ def choose_runner(
     """
     adapter = find_adapter(model, config.cpu_kernels)
     reasons: dict[str, str] = {}
-    if adapter.uses_kernels and device_of(model).type == "cpu":
+    if adapter.uses_kernels:
         fused = fused_runner(model, adapter, hidden_states, config.pack_weights)
         if isinstance(fused, FusedRunner):
             if size := fused.declined_bytes:

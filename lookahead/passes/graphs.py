@@ -6,15 +6,18 @@ call decodes, all that a step uses has a fixed place and a fixed shape:
 
     keys and values   buffers for all layers, kept from call to call; a call's prompt is copied into them once
     tokens            T is rounded up to a power of two; no other token sees those that pad a step
-    columns shown     also rounded up to a power of two; the mask hides the empty ones
+    columns shown     also rounded up, by a half at most; the mask hides the empty ones
     ids, positions, first column, ancestors   copied into fixed tensors before each step; the mask is made on the device
 
 There is one graph for each pair of T and columns shown, captured when it is first needed: at most 8 for the first
-`FIRST_CAPACITY` columns, and 8 more for each doubling for a longer text. The graphs share their memory. When the
-buffers grow they move, and all graphs are dropped.
+`FIRST_CAPACITY` columns, and as many for each further number of columns that a longer text needs (`_rounded_up`). The
+graphs share their memory. When the buffers grow they move, and all graphs are dropped.
 
-Graphs never change a text. The first runs of each graph are compared with an eager pass, and one graph again at the
-start of each call. A step that cannot be captured, or differs, is computed without graphs, with one warning.
+Attention in a graph is our own (`attention.attend_in_parts`), where the model's is "sdpa".
+
+Graphs never change a text. The first runs of each graph are compared with an eager pass, which has transformers'
+attention, and one graph again at the start of each call. A step that cannot be captured, or differs, is computed
+without graphs, with one warning.
 """
 
 import threading
@@ -32,6 +35,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from lookahead import compat
+from lookahead.decoding_pass import decoding_pass
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache
 from lookahead.passes.rounding import relative_error, tolerance
@@ -42,7 +46,7 @@ from ngram_pool import GuessTree
 FIRST_CAPACITY = 1024  # columns
 MAX_ROWS = 128  # rows of a step that is captured, at most
 RUNS_CHECKED = 2  # runs of each graph; a value fixed by the capture, such as a length, is still right in the first
-WARM_UP_RUNS = 3  # before a capture, so that libraries have chosen their kernels and allocated memory
+WARM_UP_RUNS = 3  # before the first capture, so that libraries have chosen their kernels and allocated memory
 
 Replay = Callable[[], torch.Tensor]
 Capture = Callable[[Callable[[], torch.Tensor], torch.device, Replay | None], Replay]
@@ -65,7 +69,7 @@ def capture_cuda(function: Callable[[], torch.Tensor], device: torch.device, ear
         side, current = torch.cuda.Stream(), torch.cuda.current_stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP_RUNS):
+            for _ in range(WARM_UP_RUNS if pool is None else 1):
                 function()
         current.wait_stream(side)
         # A failed capture leaves its own stream as the current one, and the generator's state unusable. So it gets a
@@ -207,7 +211,7 @@ class StepGraphs:
             self._prove(lay_out(int(step.ids[0]), GuessTree.empty()), cache.lengths[0])
             self._are_proven = True
         self._fill(rows, step, cache.lengths[0], last)
-        logits = self._run(rows, max(_power_of_two(begin + rows), FIRST_CAPACITY))
+        logits = self._run(rows, _rounded_up(begin + rows))
         buffers.base, buffers.columns = begin, begin + len(step)
         return logits[:, : len(step)]
 
@@ -247,17 +251,21 @@ class StepGraphs:
             tensor.copy_(torch.from_numpy(values), non_blocking=True)  # CUDA has read the array when this returns
         self._buffers.written = max(self._buffers.written, self._buffers.columns + rows)
 
-    def _pass(self, rows: int, shown: int) -> torch.Tensor:
-        """Run the pass to capture, over ``rows`` input rows and ``shown`` columns. Returns [1, rows, vocabulary]."""
+    def _pass(self, rows: int, shown: int, is_check: bool = False) -> torch.Tensor:
+        """Run the pass to capture, over ``rows`` input rows and ``shown`` columns. Returns [1, rows, vocabulary].
+
+        is_check: with transformers' attention, to compare replays with.
+        """
         numbers, ancestors = self._inputs[rows]
-        with torch.inference_mode(False), torch.no_grad():
+        own_attention = decoding_pass(splits_attention=False, uses_kernels=False, is_static=not is_check)
+        with torch.inference_mode(False), torch.no_grad(), own_attention:
             ids, positions, begin = numbers.split([rows, rows, 1])
             places = begin + torch.arange(rows, device=begin.device)
             seen = (torch.arange(shown, device=begin.device) < begin).expand(rows, shown)
             seen = seen.index_copy(1, places, ancestors)
             dtype = self._model.dtype
             mask = torch.zeros(rows, shown, dtype=dtype, device=begin.device)
-            mask.masked_fill_(~seen, torch.finfo(dtype).min)
+            mask.masked_fill_(~seen, torch.finfo(dtype).min / 2)  # kernels scale it: the least number would overflow
             self._buffers.places, self._buffers.shown = places, shown
             return self._model(
                 input_ids=ids[None],
@@ -284,7 +292,7 @@ class StepGraphs:
         replayed = self._replays[key]()
         if not self._unchecked[key]:
             return replayed
-        logits = direct()  # writes the same rows of the buffers again
+        logits = self._pass(*key, is_check=True)  # writes the same rows of the buffers again
         if not logits.isnan().any():  # an overflow cannot be compared
             self._unchecked[key] -= 1
             if not self._agree(replayed, logits):
@@ -302,7 +310,7 @@ class StepGraphs:
             rows, shown = min(fitting)
             self._fill(rows, root, length)
             replayed = self._replays[rows, shown]()
-            if self._agree(replayed, self._pass(rows, shown)):
+            if self._agree(replayed, self._pass(rows, shown, is_check=True)):
                 return
         self._replays.clear()
 
@@ -470,6 +478,12 @@ def _layers_of_one_sequence(cache: LookaheadCache) -> list[InPlaceLayer]:
 
 def _weights(model: PreTrainedModel) -> chain:
     return chain(model.parameters(), model.buffers())
+
+
+def _rounded_up(columns: int) -> int:
+    """Return how many columns a pass is shown that needs so many: a power of two, or three quarters of one."""
+    whole = max(_power_of_two(columns), FIRST_CAPACITY)
+    return whole * 3 // 4 if FIRST_CAPACITY < columns <= whole * 3 // 4 else whole
 
 
 def _power_of_two(minimum: int) -> int:

@@ -11,7 +11,7 @@ some steps faster.
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,10 +58,17 @@ class Output:
     """For a step, the likeliest tokens that were asked for, if the pass has found them: tokens, int64, and
     probabilities, float32 [rows, count], as `guessing.source.top_k` returns them; roots and guesses at least."""
     argmax: list[int] | None = None
-    """With `top_k`, the token with the largest logit in each of these rows, the first of equals; -1 where the row
-    holds a NaN or an infinity."""
+    """The token with the largest logit in each row, or with `top_k` in each of these, the first of equals; -1 where
+    the row holds a NaN or no number is the largest. None if the pass has not found them."""
     company: Company | None = None
     """The whole pass, if other calls have shared it."""
+
+
+def looked_through(output: Output) -> Output:
+    """Find the largest logit of each row, and NaNs, where another device has computed them. It is waited for, once."""
+    largest, tokens = output.logits.max(-1)  # of equals the first, as `generate` takes; a NaN is larger than all
+    argmax, has_nan = torch.stack([tokens.where(largest.isfinite(), -1), largest.isnan()]).tolist()
+    return replace(output, argmax=argmax, has_nan=any(has_nan))
 
 
 def joined(outputs: Sequence[Output]) -> Output:

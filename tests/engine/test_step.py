@@ -1,5 +1,6 @@
 """Layout of a step against the definition, position by position."""
 
+import math
 import random
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from lookahead.guessing.jacobi import JacobiWindow
+from lookahead.passes.runner import Output, looked_through
 from lookahead.step import Step, Visibility, hidden, lay_out, mask, pad
 from ngram_pool import GuessTree, Origin
 
@@ -118,3 +120,19 @@ def test_window_layout_is_cached_by_shape():
     for _ in range(10):
         lay_out(0, GuessTree.empty(), window.rows)
     assert _window_layout.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_pass_is_looked_through(dtype):
+    """The likeliest tokens are those of `generate`, among equals, too; rows that leave a doubt have none."""
+    for seed in range(50):
+        torch.manual_seed(seed)
+        logits = torch.randint(-3, 3, (9, 7)).to(dtype)
+        found = looked_through(Output(logits))
+        assert (found.argmax, found.has_nan) == (logits.float().argmax(-1).tolist(), False)
+    logits[2, 3], logits[4, 1], logits[5], logits[6, 2] = math.nan, math.inf, -math.inf, -math.inf
+    found = looked_through(Output(logits))
+    assert found.has_nan
+    assert [row for row, token in enumerate(found.argmax) if token == -1] == [2, 4, 5]
+    logits[2, 3] = 0
+    assert looked_through(Output(logits)).has_nan is False

@@ -24,6 +24,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.engine import call
 from lookahead.engine.engine import Lookahead
+from lookahead.models import attention
 from lookahead.models.cache import InPlaceLayer
 from lookahead.passes import graphs
 from lookahead.passes.capabilities import find_adapter
@@ -113,12 +114,15 @@ def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
 # --- a step
 
 
+@pytest.mark.parametrize("part", [4, 512])
 @pytest.mark.parametrize("capture", [None, again])
 @pytest.mark.parametrize("model_type", FULL_ATTENTION)
 @torch.no_grad()
-def test_steps_give_eager_logits(model_type, capture, monkeypatch):
-    """Over random trees, windows and accepted paths, through several sizes of the buffers."""
+def test_steps_give_eager_logits(model_type, capture, part, monkeypatch):
+    """Over random trees, windows and accepted paths, through several sizes of the buffers, in parts and whole."""
     monkeypatch.setattr(graphs, "FIRST_CAPACITY", 16)
+    monkeypatch.setattr(attention, "PART", part)
+    monkeypatch.setattr(attention, "LONG_CONTEXT", 32)
     model = tiny_model(model_type)
     runner, rng = runner_of(model), random.Random(0)
     ids = random_prompt(rng, 30)
@@ -145,6 +149,15 @@ def test_steps_give_eager_logits(model_type, capture, monkeypatch):
             assert torch.allclose(part.keys, layer.keys, atol=1e-3)
             assert torch.allclose(part.values, layer.values, atol=1e-3)
     assert len(sizes) > 2
+
+
+def test_columns_are_rounded_up_by_a_half_at_most():
+    shown = [graphs._rounded_up(columns) for columns in range(1, 20000)]
+    assert shown[:1024] == [graphs.FIRST_CAPACITY] * 1024
+    assert all(columns <= count for columns, count in enumerate(shown, 1))
+    assert all(2 * count <= 3 * columns for columns, count in enumerate(shown, 1) if columns > 1024)
+    assert all(count % (2 * attention.PART) == 0 for count in shown)
+    assert len(set(shown)) == 10
 
 
 @torch.no_grad()
