@@ -195,6 +195,7 @@ struct ByPairs {
         for (long j = -lone, pair = 0; j < n; j += 2, pair++)
             for (long d = 0; d < size; d += WIDTH) {
                 Ints both = {};
+                __builtin_prefetch(x + (KEYS + j + d / WIDTH % 2) * size + d / (2 * WIDTH) * (2 * WIDTH), 0, 2);
                 if (j >= 0) both |= bits<WIDTH>(x + j * size + d);
                 if (j + 1 < n) both |= bits<WIDTH>(x + (j + 1) * size + d) << 16;
                 memcpy(room + pair * size + d, &both, sizeof both);

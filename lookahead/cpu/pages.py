@@ -1,8 +1,11 @@
-"""Memory in huge pages, where Linux gives them: the weights that a pass reads lie in it.
+"""Memory in huge pages, where Linux gives them: weights that a pass reads lie in it, and long caches.
 
-A pass reads all weights once. With pages of 4 KiB, the processor must look up an address every 64 cache lines, which
-costs a fifth of the memory's bandwidth and more. With pages of 2 MiB it hardly ever does.
+A pass reads all weights once, and all keys and values. With pages of 4 KiB, the processor must look up an address every
+64 cache lines, which costs a fifth of the memory's bandwidth and more. With pages of 2 MiB it hardly ever does.
 """
+
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,19 +14,33 @@ CHUNK = 2**25  # bytes that are asked for at once, at least; numpy asks Linux fo
 ALIGNMENT = 64  # bytes, of a cache line
 
 
+def empty(numbers: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor [numbers] on the CPU, with any content. It begins a cache line."""
+    size = numbers * dtype.itemsize
+    chunk = np.empty(size + ALIGNMENT, np.uint8)
+    begin = -chunk.ctypes.data % ALIGNMENT
+    return torch.from_numpy(chunk[begin : begin + size]).view(dtype)
+
+
+def empty_together(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return tensors of these shapes as for `empty`, in one piece of memory, which is the sooner in huge pages."""
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = empty(sum(sizes), dtype).split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 class HugePages:
     """Copies tensors into memory in huge pages. A chunk of it is free again when all copies in it are."""
 
     def __init__(self) -> None:
-        self._chunk = np.empty(0, np.uint8)
+        self._chunk = empty(0, torch.uint8)
         self._used = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a tensor on the CPU, which is not empty."""
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if self._used + size > self._chunk.nbytes:
-            self._chunk = np.empty(max(CHUNK, size + ALIGNMENT), np.uint8)
-            self._used = -self._chunk.ctypes.data % ALIGNMENT
+            self._chunk, self._used = empty(max(CHUNK, size), torch.uint8), 0
         room = self._chunk[self._used : self._used + tensor.nbytes]
         self._used += size
-        return torch.from_numpy(room).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return room.view(tensor.dtype).view(tensor.shape).copy_(tensor)

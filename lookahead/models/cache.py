@@ -30,11 +30,12 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from lookahead.cpu import executor
+from lookahead.cpu import executor, pages
 from lookahead.decoding_pass import current_pass
 from lookahead.step import Step, Visibility, hidden, to_device
 
 FIRST_CAPACITY = 256  # columns
+LONG = 2048  # columns, from which on memory in huge pages may be worth its making
 # Of all layers at once, by `map`: a function for each layer and step would take longer than what it does.
 _IS_INITIALIZED, _KEYS, _VALUES = attrgetter("is_initialized"), attrgetter("_keys"), attrgetter("_values")
 _COLUMNS, _KEPT = attrgetter("columns", "computed", "_room"), methodcaller("kept")
@@ -73,6 +74,9 @@ class InPlaceLayer(CacheLayerMixin):
     @staticmethod
     def _allocate(capacity: int, *like: torch.Tensor) -> list[torch.Tensor]:
         with torch.inference_mode(False):  # tensors made in inference mode can never be written to outside of it
+            if capacity >= LONG and all(states.is_cpu and states.dtype == like[0].dtype for states in like):
+                shapes = [(*states.shape[:2], capacity, states.shape[3]) for states in like]
+                return pages.empty_together(shapes, like[0].dtype)
             return [states.new_empty((*states.shape[:2], capacity, states.shape[3])) for states in like]
 
     def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
