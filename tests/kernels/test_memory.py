@@ -23,6 +23,7 @@ from lookahead.cpu.products import Linear
 from lookahead.guessing.source import Needs
 from lookahead.models.cache import InPlaceLayer
 from lookahead.models.families import page_of
+from lookahead.passes import compiled  # noqa: F401  # defines torch.ops.lookahead
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.rounding import relative_error
