@@ -139,6 +139,7 @@ _library.fallback(run, "PrivateUse1")
 IDS = [[3, 4, 5, 6, 3, 4, 5, 6, 3, 4]]
 OPTIONS = {
     "greedy": {"do_sample": False},
+    "greedy, with a processor": {"do_sample": False, "repetition_penalty": 1.1},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
 }
 
@@ -147,7 +148,7 @@ def written(model, new_tokens: int, options: dict) -> list[int]:
     torch.manual_seed(0)
     counts.clear()
     ids = torch.tensor(IDS).to(model.device)
-    return model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)[0].tolist()
+    return model.generate(ids, max_new_tokens=new_tokens, eos_token_id=[], **options)[0].tolist()
 
 
 def main() -> None:
