@@ -3,11 +3,12 @@
 turns        first text of five turns of a chat whose first message has 3,000 tokens
 clients      tokens a second and first text, with 1, 4 and 8 clients
 tools        a loop of 20 turns with calls of a tool
-schemas      100 answers by a JSON schema
+schemas      100 answers by a JSON schema; passes, also without guesses of what the schema forces
 predictions  passes for edited copies of code, with and without `prediction` (lookahead alone)
 
 All servers run at once, and are asked by turns, so that what the machine does meanwhile falls on each. Answers are
 greedy; their tokens are counted by the model's tokenizer. What a server has read in an earlier round begins otherwise.
+With --no-times, pages hold only what a busy machine leaves alone.
 
     pip install ".[serve]" "transformers[serving]" && sh scripts/peers/install.sh DIR llama
     python scripts/compare_servers.py PART --model M --llama DIR --out OUT
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS = Path(__file__).with_name("peers")
 SLOTS, POSITIONS = 8, 4096  # of llama-server, and tokens of each
 PATIENCE = 300  # seconds until it has loaded
+FIXED = ("--budget", "16", "--window-size", "0")  # so that passes follow from no measured cost
 TURNS = 20  # with tools
 CONVERT = (
     "import sys; from pathlib import Path; from llama_worker import convert; "
@@ -125,7 +128,10 @@ def is_healthy(address: str) -> bool:
 
 
 @contextmanager
-def all_running(names: list[str], model: str, dtype: str, llama: Path | None, threads: int) -> Iterator[list[Server]]:
+def all_running(
+    names: list[str], model: str, dtype: str, llama: Path | None, threads: int, fixed: bool
+) -> Iterator[list[Server]]:
+    """fixed: whether budgets of lookahead are."""
     with ExitStack() as stack:
         servers = []
         for name in names:
@@ -134,7 +140,8 @@ def all_running(names: list[str], model: str, dtype: str, llama: Path | None, th
                     raise click.ClickException("--llama must name the folder of llama.cpp, or --servers leave it out")
                 address = stack.enter_context(llama_server(llama, model, dtype, threads))
             else:
-                address = stack.enter_context(running(name, model=model, dtype=dtype, device="cpu"))
+                more = FIXED if fixed and has_passes(name) else ()
+                address = stack.enter_context(running(name, model=model, dtype=dtype, device="cpu", more=more))
             client = stack.enter_context(openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=1800))
             servers.append(Server(name, address, client, model))
         yield servers
@@ -258,17 +265,21 @@ def schemas(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str],
     prompts = [prompt["turns"][0] for prompt in read_prompts(options["prompts_file"], None)]
     how = {"type": "json_schema", "json_schema": {"name": "facts", "schema": SCHEMA, "strict": True}}
     found: dict[str, list[Said]] = {server.name: [] for server in servers}
+    before = {server.name: passes_of(server) for server in servers if has_passes(server.name)}
     for i in range(options["answers"]):
         messages = [{"role": "user", "content": f"({i}) {ASK}{prompts[i % len(prompts)]}"}]
         for server in servers:
             more = {} if server.name.startswith("transformers") else {"response_format": how}  # which it passes over
             found[server.name].append(ask(server, messages, 200, **more))
+    passes = {server.name: passes_of(server) - before[server.name] for server in servers if server.name in before}
+    if len({tuple(one.message["content"] for one in found[name]) for name in before}) > 1:
+        raise click.ClickException("texts differ")
     rows = [
         [name, f"{sum(is_valid(one.message['content']) for one in of)} of {len(of)}", sum(one.tokens for one in of),
-         sum(one.seconds for one in of), statistics.median(one.seconds for one in of)]
+         passes.get(name), sum(one.seconds for one in of), statistics.median(one.seconds for one in of)]
         for name, of in found.items()
     ]  # fmt: skip
-    return ["server", "valid", "tokens", "all answers, s", "an answer, s"], rows
+    return ["server", "valid", "tokens", "passes", "all answers, s", "an answer, s"], rows
 
 
 def predictions(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str], list[list]]:
@@ -282,7 +293,9 @@ def predictions(servers: list[Server], ask: Asks, options: dict) -> tuple[list[s
     ][: options["answers"]]
     rows, texts = [], []
     for predicted in (False, True):
-        with all_running(["lookahead"], str(options["model"]), options["dtype"], None, 0) as (server,):
+        with all_running(["lookahead"], str(options["model"]), options["dtype"], None, 0, options["no_times"]) as (
+            server,
+        ):
             ask(server, [{"role": "user", "content": "Say hello."}], 16)
             before, answers = passes_of(server), []
             for function in functions:
@@ -296,6 +309,11 @@ def predictions(servers: list[Server], ask: Asks, options: dict) -> tuple[list[s
     if texts[0] != texts[1]:
         raise click.ClickException("texts differ")
     return ["prediction", "answers", "tokens", "passes", "tokens a pass", "all answers, s"], rows
+
+
+def has_passes(name: str) -> bool:
+    """Whether a server tells its passes."""
+    return name.startswith("lookahead")
 
 
 def passes_of(server: Server) -> int:
@@ -336,6 +354,7 @@ def with_tools(model: Path, folder: Path) -> Path:
 @click.option("--rounds", default=3, show_default=True, type=cli.COUNT, help="Of all but schemas.")
 @click.option("--answers", default=100, show_default=True, type=cli.COUNT, help="Of schemas and predictions.")
 @click.option("--max-new-tokens", "most", default=64, show_default=True, type=cli.COUNT)
+@click.option("--no-times", is_flag=True, help="Leave times out, and let no budget follow from them.")
 @click.option("--out", type=cli.OUT, metavar="OUT", help="Write OUT.md and OUT.json.")
 def main(
     part: str, model: Path, dtype: str, llama: Path | None, servers: list[str], out: Path | None, **options
@@ -348,10 +367,15 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         served = with_tools(model, Path(folder)) if part == "tools" else model.absolute()
         ask, threads = Asks(AutoTokenizer.from_pretrained(served)), torch.get_num_threads()
-        with all_running(names, str(served), dtype, llama and llama.absolute(), threads) as running_ones:
+        with all_running(
+            names, str(served), dtype, llama and llama.absolute(), threads, options["no_times"]
+        ) as running_ones:
             for server in running_ones:  # which load and measure
                 ask(server, [{"role": "user", "content": "Say hello."}], 16)
             columns, rows = PARTS[part](running_ones, ask, options)
+    if options["no_times"]:
+        told = [not column.endswith((", s", " a second")) for column in columns]
+        columns, rows = list(compress(columns, told)), [list(compress(row, told)) for row in rows]
     text = f"{heading(where)}{table(columns, rows, 'l' + 'r' * (len(columns) - 1))}\n"
     show_results(out, text, {"environment": where, "columns": columns, "table": rows})
 

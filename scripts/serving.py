@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -36,10 +36,15 @@ from lookahead.tools.prompts import read_prompts
 COLUMNS = ["temperature", "server", "clients", "ms per token", "times the first", "first token, s", "answer, s",
            "tokens", "tokens per step"]  # fmt: skip
 TRANSFORMERS = "from transformers.cli.transformers import main; main()"  # what the command `transformers` runs
+UNFORCED = (  # it enforces formats, and guesses nothing of what they force
+    "from lookahead.tools.cli import main; from lookahead.tools.server import grammar; "
+    "grammar.ForcedTokens.propose = lambda *_: [grammar.GuessTree.chain([])]; main()"
+)
 SERVERS = {
     "transformers": ["-c", TRANSFORMERS, "serve"],
     "transformers, continuous batching": ["-c", TRANSFORMERS, "serve", "--continuous-batching"],
     "lookahead": ["-m", "lookahead", "serve", "--model"],
+    "lookahead without forced guesses": ["-c", UNFORCED, "serve", "--model"],
 }  # each of them followed by the model
 
 
@@ -50,9 +55,9 @@ class Answer(NamedTuple):
 
 
 @contextmanager
-def running(server: str, model: str, dtype: str, device: str) -> Iterator[str]:
-    """Run a server in a process of its own; yield its address."""
-    command = [*SERVERS[server], model, "--dtype", dtype, "--device", device, "--port", "0"]
+def running(server: str, model: str, dtype: str, device: str, more: Sequence[str] = ()) -> Iterator[str]:
+    """Run a server in a process of its own; yield its address. more: arguments."""
+    command = [*SERVERS[server], model, "--dtype", dtype, "--device", device, "--port", "0", *more]
     with (
         tempfile.NamedTemporaryFile("w") as said,
         subprocess.Popen([sys.executable, *command], stdout=said, stderr=said) as process,

@@ -69,12 +69,29 @@ def test_each_part_writes_a_page(already_running, model, tmp_path):
     options = "--model", model, "--dtype", "float32", "--rounds", 1
     rows = compare("clients", *options, *PROMPTS, out=tmp_path / "clients")
     assert [row[:2] for row in rows] == [[count, "lookahead"] for count in (1, 4, 8)]
-    ((name, valid, tokens, *_),) = compare("schemas", *options, *PROMPTS, "--answers", 1, out=tmp_path / "schemas")
-    assert (name, valid) == ("lookahead", "1 of 1")
+    schemas = "schemas", *options, *PROMPTS, "--answers", 1
+    ((name, valid, tokens, passes, *times),) = compare(*schemas, out=tmp_path / "schemas")
+    assert (name, valid, len(times)) == ("lookahead", "1 of 1", 2)
     assert tokens > 20
+    assert 0 < passes < tokens
+    ((*counts, _),) = compare(*schemas, "--no-times", out=tmp_path / "schemas")
+    assert counts == [name, valid, tokens]
     rows = compare("predictions", *options, "--answers", 2, out=tmp_path / "predictions")
     assert [row[0] for row in rows] == ["left out", "given"]
     assert rows[0][2] == rows[1][2] > 0
+
+
+def test_a_server_that_guesses_nothing_forced_writes_the_same(model, tmp_path, monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setitem(os.environ, name, value)
+    names = "lookahead", "lookahead without forced guesses"
+    rows = compare(
+        "schemas", "--model", model, "--dtype", "float32", *PROMPTS, "--answers", 1, "--no-times",
+        "--servers", ";".join(names), out=tmp_path / "schemas",
+    )  # fmt: skip
+    assert [row[:2] for row in rows] == [[name, "1 of 1"] for name in names]
+    (with_forced, without) = (row[3] for row in rows)
+    assert with_forced < without
 
 
 def test_a_loop_with_tools_calls_in_each_turn(already_running, model, tmp_path, monkeypatch):

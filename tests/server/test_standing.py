@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -15,7 +16,9 @@ import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import endure_server
 import pytest
+from click.testing import CliRunner
 from server_process import ENVIRONMENT, FIXED, SERVE, ask, connect, running
 from test_hostile_requests import half_sent, unread
 from test_messages import events
@@ -245,6 +248,28 @@ def test_memory_is_flat():
             process.terminate()
             process.wait(30)
     assert held[2] - held[1] < 8 << 20, held
+
+
+def test_an_attack():
+    """`scripts/endure_server.py --attack`, for a short time. A bystander that gets another text is noticed."""
+    with running(*SERVE) as address:
+        done = CliRunner().invoke(
+            endure_server.main, ["--url", address, "--process", str(os.getpid()), "--attack", "4"]
+        )
+    assert (done.exit_code, done.output.splitlines()[-1]) == (0, "0 wrong"), done.output
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_texts_of_an_answer_whole_and_streamed(address, number, monkeypatch):
+    path, body = endure_server.request(number)
+    found = []
+    for stream in (False, True):
+        monkeypatch.setattr(endure_server, "request", lambda _, stream=stream: (path, body | {"stream": stream}))
+        status, said = endure_server.ask(address, number)
+        assert status == 200
+        found.append(endure_server.texts(said))
+    assert found[0] == found[1]
+    assert all(found[0].values())
 
 
 SLOW = f"""if True:
