@@ -13,7 +13,7 @@ from test_lossless import random_cases
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
 import lookahead
-from lookahead import DEMO_MODEL
+from lookahead import DEMO_MODEL, LookaheadConfig
 from lookahead.tools.server.fields import Demand, RefusedError
 from lookahead.tools.server.grammar import Grammars
 from lookahead.tools.server.reading import Prompt
@@ -32,7 +32,9 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def model():
-    return lookahead.wrap(AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval())
+    """Its budget is fixed: costs that a busy machine has disturbed may say that no guess is worth its row."""
+    config = LookaheadConfig(budget=8, window_size=0)
+    return lookahead.wrap(AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval(), config)
 
 
 @pytest.fixture(scope="module")

@@ -223,6 +223,14 @@ def test_a_developer_is_the_system(path, field):
     assert [message["role"] for message in asked.messages] == ["system", "user"]
 
 
+@pytest.mark.parametrize("more", [{}, {"disable_parallel_tool_use": True}])
+def test_a_template_gets_no_tools_where_none_may_be_called(more):
+    given = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "tools": [{"name": "f"}]}
+    for kind, are_given in (("none", False), ("auto", True)):
+        asked, _ = fields.read_request(given | {"tool_choice": {"type": kind} | more}, MESSAGES, "demo", 99, ())
+        assert bool(asked.tools) == are_given
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [

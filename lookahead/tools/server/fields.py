@@ -218,11 +218,16 @@ def _schema(body: dict) -> dict | None:
     return (how.get("json_schema") or how).get("schema") if how.get("type") == "json_schema" else None
 
 
+def _kind_of_choice(body: dict) -> str | None:
+    """Return what tool_choice says; None if it is left out. Some kinds are objects, with more in them."""
+    choice = body.get("tool_choice")
+    return choice.get("type") if isinstance(choice, dict) else choice
+
+
 @blamed("tool_choice")
 def _to_be_called(body: dict, path: str) -> tuple[str, ...]:
     """Return the names of the tools of which one must be called."""
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
+    choice, kind = body.get("tool_choice"), _kind_of_choice(body)
     if kind not in ("required", "any", "function", "tool"):
         return ()
     names = tuple(_tool(one, path)["function"]["name"] for one in body.get("tools", ()))
@@ -251,8 +256,7 @@ def _asked(body: dict, path: str, vocabulary: int, reserved: Collection[str]) ->
             echoes=body.get("echo", False),
         )
     tools = None
-    choice = body.get("tool_choice")
-    if body.get("tools") and choice not in ("none", {"type": "none"}):
+    if body.get("tools") and _kind_of_choice(body) != "none":
         tools = _each("tools", body["tools"], lambda one: _tool(one, path))
     if path == CHAT:
         messages = _each("messages", _given(body, "messages"), _message)
