@@ -269,8 +269,8 @@ def test_probabilities_do_not_depend_on_the_steps(tokenizer, text, ends, random)
     """How many tokens a step writes depends on guesses."""
     ids = tokenizer(text).input_ids + [tokenizer.eos_token_id] * ends
 
-    def told(steps: list[list[int]]) -> list[tuple[str, list[str]]]:
-        """Return the pieces, and the tokens of their probabilities."""
+    def told(steps: list[list[int]]) -> list[tuple[str, list[tuple[str, int]]]]:
+        """Return the pieces, and the tokens of their probabilities with their places."""
         pieces, all_ids = [], torch.zeros(1, 1, dtype=torch.long)
         probabilities = Probabilities(tokenizer, 1, 0)
         writer = Writer(tokenizer, None, ("\n\n",), probabilities, pieces.append)
@@ -283,11 +283,15 @@ def test_probabilities_do_not_depend_on_the_steps(tokenizer, text, ends, random)
                 all_ids = torch.cat([all_ids, torch.tensor([[token]])], 1)
             writer.record(0, None, None, [], [])
         writer.end()
-        return [(piece.text, [each.token for each in piece.likelihoods]) for piece in pieces]
+        return [(piece.text, [(each.token, each.offset) for each in piece.likelihoods]) for piece in pieces]
 
     cuts = sorted(random.sample(range(len(ids) + 1), random.randint(0, len(ids))))
     steps = [ids[at:end] for at, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
-    assert told(steps) == told([[token] for token in ids])
+    pieces = told(steps)
+    assert pieces == told([[token] for token in ids])
+    offsets = [offset for _, tokens in pieces for _, offset in tokens]
+    whole = [tokenizer.decode(ids[:at], skip_special_tokens=True).rstrip("\ufffd") for at in range(len(offsets))]
+    assert offsets == list(map(len, whole))  # also in the middle of a character
 
 
 def test_reasoning_and_answer_are_kept_apart():

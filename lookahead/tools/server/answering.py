@@ -1,7 +1,7 @@
 """From tokens to what a client is told: text, parts of an answer, stop strings, probabilities, and how it has ended."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,14 @@ BYTES = 4  # tokens that a character may take
 class Likelihood:
     """A token and its log probability, before temperature and what else only sampling reads.
 
-    top_k: the most probable tokens and theirs.
+    top_k: the most probable tokens and theirs. offset: characters of the answer before it; a token in the middle of a
+        character stands where that character begins.
     """
 
     token: str
     logprob: float
     top_k: list[tuple[str, float]]
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ class Writer(Recorder):
         self._probabilities = probabilities
         self._send = send
         self._new: list[int] = []
+        self._length = 0  # characters of their text so far
         self._has_prompt = False
         self.count = 0
         """Tokens of the answer."""
@@ -229,7 +232,11 @@ class Writer(Recorder):
         size = len(new) if self._probabilities is None else 1
         for at in range(0, len(new), size or 1):
             self.count += size
-            self._hand_over(self._text(new[at : at + size]))
+            if self._probabilities is not None:
+                self._probabilities.place(self._length)
+            text = self._text(new[at : at + size])
+            self._length += len(text)
+            self._hand_over(text)
 
     def _text(self, tokens: list[int]) -> str:
         """Return the text that tokens complete."""
@@ -292,6 +299,7 @@ class Probabilities(LogitsProcessor):
         self._tokenizer, self._prompt, self._count = tokenizer, prompt, count
         self._row: np.ndarray | None = None  # of the token that comes next
         self._told: list[Likelihood] = []  # of all tokens
+        self._offsets: list[int] = []
         self._shown = 0  # tokens of which it was returned
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -308,10 +316,15 @@ class Probabilities(LogitsProcessor):
         token, *named = ((str(self._tokenizer.decode([one])), _finite(row[one])) for one in (last[0], *top_k))
         self._told.append(Likelihood(*token, named))
 
+    def place(self, offset: int) -> None:
+        """Note where the next token stands: how many characters come before it."""
+        self._offsets.append(offset)
+
     def told(self, count: int) -> list[Likelihood]:
         """Return what was noted of the first ``count`` tokens of the answer, but for what was returned before."""
-        told, self._shown = self._told[self._shown : count], count
-        return told
+        noted = zip(self._told[self._shown : count], self._offsets[self._shown : count], strict=True)
+        self._shown = count
+        return [replace(one, offset=offset) for one, offset in noted]
 
 
 def _finite(logprob: float) -> float:

@@ -77,7 +77,6 @@ class Completion(_OfChoices):
     def __init__(self, asked: Asked, model: str, prompts: list[Prompt], count: int):
         super().__init__(asked, model, prompts, count)
         self._texts = [prompt.text for prompt in prompts for _ in range(count)]
-        self._offsets = [0] * len(self.answers)  # characters of each answer that were told
 
     def object(self) -> dict:
         choices = []
@@ -85,7 +84,7 @@ class Completion(_OfChoices):
             text = (self._texts[number] if self.asked.echoes else "") + answer.text()
             choice = {"text": text, "index": number, "logprobs": None, "finish_reason": reason(answer)}
             if answer.likelihoods:
-                choice["logprobs"] = old_probabilities(answer.likelihoods, 0)
+                choice["logprobs"] = old_probabilities(answer.likelihoods)
             choices.append(choice)
         return self._chunk(choices) | {"usage": self.usage()}
 
@@ -95,10 +94,7 @@ class Completion(_OfChoices):
 
     def events(self, number: int, piece: Piece) -> Iterator[str]:
         if isinstance(piece, Words):
-            more = {}
-            if piece.likelihoods:
-                more["logprobs"] = old_probabilities(piece.likelihoods, self._offsets[number])
-            self._offsets[number] += len(piece.text)
+            more = {"logprobs": old_probabilities(piece.likelihoods)} if piece.likelihoods else {}
             yield self._choice(number, piece.text, **more)
         elif isinstance(piece, End):
             yield self._choice(number, "", finish_reason=reason(self.answers[number]))
@@ -135,15 +131,11 @@ def probabilities(of: list[Likelihood]) -> dict:
     }
 
 
-def old_probabilities(of: list[Likelihood], offset: int) -> dict:
-    """Return probabilities as completions have them. offset: characters before these tokens."""
-    offsets = []
-    for each in of:
-        offsets.append(offset)
-        offset += len(each.token)
+def old_probabilities(of: list[Likelihood]) -> dict:
+    """Return probabilities as completions have them."""
     return {
         "tokens": [each.token for each in of],
         "token_logprobs": [each.logprob for each in of],
         "top_logprobs": [dict(each.top_k) for each in of],
-        "text_offset": offsets,
+        "text_offset": [each.offset for each in of],
     }
