@@ -155,7 +155,7 @@ class Attack:
 def attack(url: str, process: int, seconds: float, clients: int) -> None:
     """Tell the memory of the server before, at most and after; answers to bystanders, and the slowest of them."""
     alone = {number: texts(ask(url, number)[1]) for number in range(ASKED)}
-    attackers, before, held, took = Attack(url), memory(process), [], []
+    attackers, before, held, took, later = Attack(url), memory(process), [], [], []
     until = time.monotonic() + seconds
 
     def bystander(seed: int) -> None:
@@ -166,6 +166,9 @@ def attack(url: str, process: int, seconds: float, clients: int) -> None:
                 status, said = ask(url, number)
             except OSError as error:
                 attackers.wrong.append(f"{error!r} for {request(number)}")
+                continue
+            if status in (429, 503):  # clients try again
+                later.append(number)
                 continue
             took.append(time.monotonic() - began)
             if status != 200 or texts(said) != alone[number]:
@@ -187,6 +190,7 @@ def attack(url: str, process: int, seconds: float, clients: int) -> None:
         click.echo(wrong, err=True)
     statuses = ", ".join(f"{count} with {status}" for status, count in sorted(attackers.statuses.items()))
     click.echo(f"{len(took)} answers to bystanders, the slowest after {max(took):.1f} s; fields: {statuses}")
+    click.echo(f"{len(later)} bystanders were told to try again later")
     click.echo(f"{before:.0f} MB before, {max(held):.0f} at most, {memory(process):.0f} after")
     click.echo(f"{len(attackers.wrong)} wrong")
     sys.exit(int(bool(attackers.wrong)))
