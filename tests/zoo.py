@@ -194,6 +194,10 @@ ALIKE = {
         **{**HEAD, **MIXED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         **{"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True},
     },
+    "beam": {
+        **{**HEAD, **MIXED, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
+        "final_logit_softcapping": 15.0,
+    },
     "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},

@@ -21,7 +21,7 @@ from torchao.quantization.granularity import PerGroup
 from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gptj import modeling_gptj
-from zoo import tiny_model
+from zoo import MIXED, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -67,7 +67,7 @@ FAMILIES = [
     "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
-    "granitemoe_swa", "flint", "cohere2_moe",
+    "granitemoe_swa", "flint", "cohere2_moe", "beam",
 ]  # fmt: skip
 # In older transformers, the attention of two of these is of their own, and a norm of the third of another model.
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen", "nemotron_h"]
@@ -80,7 +80,7 @@ STATES = [
 ]
 WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
-    "lfm3", "granitemoe_swa", "phimoe", "granite_swa", "flint", "cohere2_moe",
+    "lfm3", "granitemoe_swa", "phimoe", "granite_swa", "flint", "cohere2_moe", "beam",
 }  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
@@ -160,6 +160,12 @@ VARIANTS = [
     ("nanochat", {"final_logit_softcapping": None, "attention_bias": True}),
     ("apertus", {"hidden_act": "silu", "attention_bias": True}),
     ("afmoe", {"mup_enabled": False, "tie_word_embeddings": True, "attention_bias": True}),
+    ("beam", {"final_logit_softcapping": None, "norm_topk_prob": False, "tie_word_embeddings": True}),
+    (
+        "beam",
+        {"attention_bias": True, "mlp_layer_types": ["sparse", "dense"], "n_group": 1, "topk_group": 1}
+        | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in MIXED["layer_types"]}},
+    ),
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
     ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["full_attention", "conv"]}),

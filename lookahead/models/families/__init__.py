@@ -54,6 +54,7 @@ HOMES: dict[str, str] = {
         "bitnet": "BitNetForCausalLM",
         "ctrl": "CTRLLMHeadModel",
         "afmoe": "AfmoeForCausalLM",
+        "beam": "BeamForCausalLM",
         "lfm2": "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM",
         "gated_delta": "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3NextForCausalLM OlmoHybridForCausalLM",
         "mamba2": (
