@@ -198,6 +198,10 @@ ALIKE = {
         **{**HEAD, **MIXED, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
         "final_logit_softcapping": 15.0,
     },
+    "mimo_v2_flash": {
+        **{**HEAD, **MIXED, **GROUPED, "mlp_layer_types": ["dense", "sparse"], "attn_implementation": "eager"},
+        **{"num_key_value_heads": 1, "v_head_dim": 16},
+    },
     "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},

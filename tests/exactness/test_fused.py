@@ -67,7 +67,7 @@ FAMILIES = [
     "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
-    "granitemoe_swa", "flint", "cohere2_moe", "beam",
+    "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash",
 ]  # fmt: skip
 # In older transformers, the attention of two of these is of their own, and a norm of the third of another model.
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen", "nemotron_h"]
@@ -80,7 +80,7 @@ STATES = [
 ]
 WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
-    "lfm3", "granitemoe_swa", "phimoe", "granite_swa", "flint", "cohere2_moe", "beam",
+    "lfm3", "granitemoe_swa", "phimoe", "granite_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash",
 }  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
@@ -166,6 +166,10 @@ VARIANTS = [
         {"attention_bias": True, "mlp_layer_types": ["sparse", "dense"], "n_group": 1, "topk_group": 1}
         | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in MIXED["layer_types"]}},
     ),
+    (
+        "mimo_v2_flash",
+        {"attention_value_scale": None, "attention_bias": True, "v_head_dim": 8, "n_group": 1, "topk_group": 1},
+    ),
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
     ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["full_attention", "conv"]}),
@@ -202,6 +206,14 @@ VARIANTS = [
 VARIANTS = [variant for variant in VARIANTS if variant[0] in FAMILIES]
 if not LEFT_OUT:
     VARIANTS.append(("gptj", {"n_positions": 64, "max_position_embeddings": 64, "rotary_dim": 8}))
+
+
+def heads_of(family, heads):
+    """How many heads a model of this family has, of queries and of keys, and their size."""
+    many, few, size = heads
+    if family == "mimo_v2_flash":  # layers with a window have twice as many of keys
+        return 2 * many, few, size
+    return many, many if family in LATENT else few, size
 
 
 def sizes(family, width, intermediate, size, heads=4, key_heads=2):
@@ -243,10 +255,9 @@ def test_it_computes_what_the_model_computes(
     family, heads, width, intermediate, steps, held, threads, dtype, in_int8, seed
 ):
     note(f"{family=} {heads=} {width=} {intermediate=} {steps=} {held=} {threads=} {dtype=} {in_int8=} {seed=}")
-    many, few, size = heads
+    many, few, size = heads_of(family, heads)
     if family in AS_WIDE_AS_HEADS:
         width = many * size
-    few = many if family in LATENT else few
     if family in MIXTURES:
         dtype = torch.float32  # in bf16, a row may choose other experts, whose scores are nearly those of its own
     model = tiny_model(
@@ -308,8 +319,7 @@ def assert_states_alike(caches, allowed):
 @lru_cache(maxsize=8)
 def sharp_model(family, heads, window, dtype):
     """A model whose attention is far from even, and its adapter."""
-    many, few, size = heads
-    few = many if family in LATENT else few
+    many, few, size = heads_of(family, heads)
     window = {"sliding_window": window} if family in WITH_WINDOWS else {}
     model = tiny_model(
         family, num_attention_heads=many, num_key_value_heads=few, max_position_embeddings=8192,

@@ -43,7 +43,9 @@ HOMES: dict[str, str] = {
             "Glm4MoeForCausalLM SolarOpenForCausalLM Dots1ForCausalLM ExaoneMoeForCausalLM HYV3ForCausalLM "
             "MiniMaxM2ForCausalLM Ernie4_5_MoeForCausalLM"
         ),
-        "gpt_oss": "GptOssForCausalLM GraniteSWAForCausalLM GraniteMoeSWAForCausalLM FlintForCausalLM",
+        "gpt_oss": (
+            "GptOssForCausalLM GraniteSWAForCausalLM GraniteMoeSWAForCausalLM FlintForCausalLM MiMoV2FlashForCausalLM"
+        ),
         "deepseek": (
             "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM AXK1ForCausalLM "
             "YoutuForCausalLM MiniCPM3ForCausalLM"
