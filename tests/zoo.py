@@ -202,6 +202,8 @@ ALIKE = {
         **{**HEAD, **MIXED, **GROUPED, "mlp_layer_types": ["dense", "sparse"], "attn_implementation": "eager"},
         **{"num_key_value_heads": 1, "v_head_dim": 16},
     },
+    "emu3_text_model": {},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
@@ -210,6 +212,7 @@ ALIKE = {
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 # Of models that take images, too: the model type of their text side, and further settings.
 WITH_IMAGES: dict[str, tuple[str, dict]] = {
+    "emu3": ("emu3_text_model", {"vocabulary_map": {"<image>": 96}}),
     "gemma3": (
         "gemma3_text",
         {"vision_config": {**_VISION, "image_size": 16, "patch_size": 8}, "image_token_id": VOCABULARY},

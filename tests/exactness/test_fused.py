@@ -61,13 +61,13 @@ FAMILIES = [
     "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
     "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
     "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "bloom", "mpt",
-    "granite_swa", "apertus1p5_text", "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet",
+    "emu3", "granite_swa", "apertus1p5_text", "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet",
     "lfm2", "lfm3",
     "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "mixtral", "granitemoehybrid",
     "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
-    "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash",
+    "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text",
 ]  # fmt: skip
 # In older transformers, the attention of two of these is of their own, and a norm of the third of another model.
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen", "nemotron_h"]
@@ -84,7 +84,8 @@ WITH_WINDOWS = {
 }  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
-TRANSPOSED = {"gpt2", "gpt_oss"}  # a copy of their weights must be made, for which torch multiplies with the original
+# a copy of their weights must be made, for which torch multiplies with the original
+TRANSPOSED = {"gpt2", "gpt_oss", "aria_text"}
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"}  # attention has another form
 NOT_QUANTIZED = LATENT | {"falcon"}  # it multiplies with parts of weights, and torchao does not know Falcon's layers
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart.
@@ -170,6 +171,8 @@ VARIANTS = [
         "mimo_v2_flash",
         {"attention_value_scale": None, "attention_bias": True, "v_head_dim": 8, "n_group": 1, "topk_group": 1},
     ),
+    ("emu3", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
+    ("aria_text", {"mlp_bias": True, "attention_bias": True, "moe_num_shared_experts": 2, "moe_topk": 3}),
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
     ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["full_attention", "conv"]}),

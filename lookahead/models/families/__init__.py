@@ -15,7 +15,7 @@ HOMES: dict[str, str] = {
     for module, names in {
         "llama": (
             "LlamaForCausalLM MistralForCausalLM MinistralForCausalLM Ministral3ForCausalLM CwmForCausalLM "
-            "SeedOssForCausalLM SmolLM3ForCausalLM"
+            "SeedOssForCausalLM SmolLM3ForCausalLM Emu3ForCausalLM"
         ),
         "qwen": "Qwen2ForCausalLM Qwen3ForCausalLM",
         "phi3": "Phi3ForCausalLM",
@@ -37,7 +37,8 @@ HOMES: dict[str, str] = {
         "alibi": "BloomForCausalLM MptForCausalLM",
         "mixtral": (
             "MixtralForCausalLM PhimoeForCausalLM MellumForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM "
-            "OlmoeForCausalLM FlexOlmoForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM"
+            "OlmoeForCausalLM FlexOlmoForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM "
+            "AriaTextForCausalLM"
         ),
         "corrected": (
             "Glm4MoeForCausalLM SolarOpenForCausalLM Dots1ForCausalLM ExaoneMoeForCausalLM HYV3ForCausalLM "
