@@ -203,6 +203,13 @@ ALIKE = {
         **{"num_key_value_heads": 1, "v_head_dim": 16},
     },
     "emu3_text_model": {},
+    "cohere_compass_text": {
+        **{**MIXED, "logit_scale": 0.7},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+            "full_attention": None,
+        },
+    },
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},

@@ -25,7 +25,7 @@ HOMES: dict[str, str] = {
         "gemma": "GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM VaultGemmaForCausalLM",
         "gemma4": "Gemma4ForCausalLM",
         "glm": "GlmForCausalLM Glm4ForCausalLM Ernie4_5ForCausalLM HeliumForCausalLM",
-        "cohere": "CohereForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM",
+        "cohere": "CohereForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereCompassForCausalLM",
         "nemotron": "ArceeForCausalLM NemotronForCausalLM Jais2ForCausalLM",
         "hunyuan": "HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM",
         "phi": "PhiForCausalLM StableLmForCausalLM Starcoder2ForCausalLM",
