@@ -217,6 +217,13 @@ ALIKE = {
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+ALIKE |= {
+    family: {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    for family in (
+        "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta", "data2vec-text",
+        "roberta-prelayernorm", "xlm-roberta-xl",
+    )
+}  # fmt: skip
 # Of models that take images, too: the model type of their text side, and further settings.
 WITH_IMAGES: dict[str, tuple[str, dict]] = {
     "emu3": ("emu3_text_model", {"vocabulary_map": {"<image>": 96}}),

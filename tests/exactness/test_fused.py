@@ -62,7 +62,8 @@ FAMILIES = [
     "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
     "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "bloom", "mpt",
     "granite_swa", "apertus1p5_text", "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "emu3",
-    "cohere_compass_text",
+    "cohere_compass_text", "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta",
+    "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl",
     "lfm2", "lfm3",
     "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "mixtral", "granitemoehybrid",
     "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
@@ -89,16 +90,23 @@ MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
 # a copy of their weights must be made, for which torch multiplies with the original
 TRANSPOSED = {"gpt2", "gpt_oss", "aria_text"}
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"}  # attention has another form
+# they add up their embeddings in another order
+BERTS = {
+    "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta", "data2vec-text",
+    "roberta-prelayernorm", "xlm-roberta-xl",
+}  # fmt: skip
 NOT_QUANTIZED = LATENT | {"falcon"}  # it multiplies with parts of weights, and torchao does not know Falcon's layers
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart.
 OTHERWISE = {
     "gemma2", "vaultgemma", "falcon", "ministral3", "bloom", "mpt", "granite_swa", "gpt_neox_japanese", "xglm", *LATENT,
+    *BERTS,
 }  # fmt: skip
 # these know no other width
 AS_WIDE_AS_HEADS = {
     "gpt2", "gpt_bigcode", "gptj", "codegen", "nanochat", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium",
     "opt", "phi", "stablelm", "olmoe", "granitemoe", "bloom", "mpt",
     "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "cohere_compass_text",
+    *BERTS,
 }  # fmt: skip
 VARIANTS = [
     ("falcon", {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
@@ -184,6 +192,9 @@ VARIANTS = [
             }
         },
     ),
+    ("electra", {"embedding_size": 48, "hidden_act": "relu", "type_vocab_size": 1}),
+    ("ernie", {"use_task_id": True, "tie_word_embeddings": False}),
+    ("roberta", {"add_cross_attention": False, "hidden_act": "gelu_new", "tie_word_embeddings": False}),
     ("aria_text", {"mlp_bias": True, "attention_bias": True, "moe_num_shared_experts": 2, "moe_topk": 3}),
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
     ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}),

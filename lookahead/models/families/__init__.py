@@ -54,6 +54,11 @@ HOMES: dict[str, str] = {
         "gptj": "GPTJForCausalLM CodeGenForCausalLM",
         "nanochat": "NanoChatForCausalLM",
         "apertus": "ApertusForCausalLM Apertus1p5TextForCausalLM",
+        "bert": (
+            "BertLMHeadModel BertGenerationDecoder ErnieForCausalLM ElectraForCausalLM RobertaForCausalLM "
+            "CamembertForCausalLM XLMRobertaForCausalLM Data2VecTextForCausalLM RobertaPreLayerNormForCausalLM "
+            "XLMRobertaXLForCausalLM"
+        ),
         "bitnet": "BitNetForCausalLM",
         "ctrl": "CTRLLMHeadModel",
         "afmoe": "AfmoeForCausalLM",
