@@ -528,6 +528,16 @@ def test_the_model_reads_all_that_is_left_of_a_prompt_behind_a_part_that_a_pass_
         assert relative_error(found.hidden_states[layer], expected.hidden_states[layer]) < 1e-4
 
 
+@pytest.mark.parametrize("embedding_size", [16, 48])
+def test_outputs_are_as_wide_as_layers_where_the_head_reads_another_width(embedding_size):
+    model = tiny_model("electra", embedding_size=embedding_size)
+    adapter, layers = capabilities.find_adapter(model), (0, 1, 2)
+    eager, found = of_both([EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers)], held=20, rows=6)
+    for layer in layers:
+        assert found.hidden_states[layer].shape == (7, 32)
+        assert relative_error(found.hidden_states[layer], eager.hidden_states[layer]) < 1e-4
+
+
 def test_prompts_that_a_pass_does_not_take_are_read_by_the_model():
     model = lookahead.wrap(tiny_model("llama", max_position_embeddings=16))
     with mock.patch.object(EagerRunner, "prefill", autospec=True, side_effect=EagerRunner.prefill) as reads:
