@@ -194,14 +194,39 @@ ALIKE = {
         **{**HEAD, **MIXED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         **{"num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True},
     },
+    "beam": {
+        **{**HEAD, **MIXED, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
+        "final_logit_softcapping": 15.0,
+    },
+    "mimo_v2_flash": {
+        **{**HEAD, **MIXED, **GROUPED, "mlp_layer_types": ["dense", "sparse"], "attn_implementation": "eager"},
+        **{"num_key_value_heads": 1, "v_head_dim": 16},
+    },
+    "emu3_text_model": {},
+    "cohere_compass_text": {
+        **{**MIXED, "logit_scale": 0.7},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+            "full_attention": None,
+        },
+    },
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "minicpm3": {**LATENT, "scale_emb": 3, "scale_depth": 1.4},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+ALIKE |= {
+    family: {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    for family in (
+        "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta", "data2vec-text",
+        "roberta-prelayernorm", "xlm-roberta-xl",
+    )
+}  # fmt: skip
 # Of models that take images, too: the model type of their text side, and further settings.
 WITH_IMAGES: dict[str, tuple[str, dict]] = {
+    "emu3": ("emu3_text_model", {"vocabulary_map": {"<image>": 96}}),
     "gemma3": (
         "gemma3_text",
         {"vision_config": {**_VISION, "image_size": 16, "patch_size": 8}, "image_token_id": VOCABULARY},

@@ -369,10 +369,11 @@ class Executor:
         self.caches, self.rotaries, self.positions = program.caches, program.rotaries, program.positions
         self.states, self.layers = program.states, 1 + max([*program.caches, *program.states], default=-1)
         self.vocabulary, self.like = program.vocabulary, torch.empty(0, dtype=program.dtype, device="cpu")
-        self.outputs = len([one for one in program.operations if isinstance(one, op.Keep)])
+        self._kept = {one.index: one.x.width for one in program.operations if isinstance(one, op.Keep)}
+        self.outputs = len(self._kept)
         logits = program.operations[-1]
         assert isinstance(logits, op.Logits)
-        self.hidden, self._logits = logits.x.width, logits.of.outputs
+        self._logits = logits.of.outputs
         self._divisor, self._factor, self._cap = logits.divisor, logits.factor, logits.cap
         self._scales = (logits.divisor, logits.factor, logits.cap) != (1, 1, 0)
         self._crew = Crew()
@@ -551,7 +552,7 @@ class Executor:
         most_keys, longest = max(table["keys_of_step"].tolist()), max(table["length"].tolist())
         layout, parts = self._parts(rows, threads, most_keys, longest.bit_length())
         shown = rows if shown is None else shown
-        logits, kept = like.new_empty(shown, self._logits), {i: like.new_empty(rows, self.hidden) for i in outputs}
+        logits, kept = like.new_empty(shown, self._logits), {i: like.new_empty(rows, self._kept[i]) for i in outputs}
         said, count = top_k[0], min(top_k[1], self._logits)
         if not 0 < count <= MAX_COUNT or self._scales:
             said = count = 0

@@ -21,7 +21,7 @@ from torchao.quantization.granularity import PerGroup
 from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gptj import modeling_gptj
-from zoo import tiny_model
+from zoo import MIXED, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -61,13 +61,15 @@ FAMILIES = [
     "gemma4_text", "gemma4", "vaultgemma", "glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2", "arcee",
     "nemotron", "jais2", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2", "youtu", "minicpm3", "nanochat",
     "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "bloom", "mpt",
-    "granite_swa", "apertus1p5_text", "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet",
+    "granite_swa", "apertus1p5_text", "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "emu3",
+    "cohere_compass_text", "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta",
+    "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl",
     "lfm2", "lfm3",
     "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "mixtral", "granitemoehybrid",
     "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
-    "granitemoe_swa", "flint", "cohere2_moe",
+    "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text",
 ]  # fmt: skip
 # In older transformers, the attention of two of these is of their own, and a norm of the third of another model.
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen", "nemotron_h"]
@@ -80,22 +82,31 @@ STATES = [
 ]
 WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
-    "lfm3", "granitemoe_swa", "phimoe", "granite_swa", "flint", "cohere2_moe",
+    "lfm3", "granitemoe_swa", "phimoe", "granite_swa", "cohere_compass_text", "flint", "cohere2_moe", "beam",
+    "mimo_v2_flash",
 }  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
-TRANSPOSED = {"gpt2", "gpt_oss"}  # a copy of their weights must be made, for which torch multiplies with the original
+# a copy of their weights must be made, for which torch multiplies with the original
+TRANSPOSED = {"gpt2", "gpt_oss", "aria_text"}
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"}  # attention has another form
+# they add up their embeddings in another order
+BERTS = {
+    "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta", "data2vec-text",
+    "roberta-prelayernorm", "xlm-roberta-xl",
+}  # fmt: skip
 NOT_QUANTIZED = LATENT | {"falcon"}  # it multiplies with parts of weights, and torchao does not know Falcon's layers
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart.
 OTHERWISE = {
     "gemma2", "vaultgemma", "falcon", "ministral3", "bloom", "mpt", "granite_swa", "gpt_neox_japanese", "xglm", *LATENT,
+    *BERTS,
 }  # fmt: skip
 # these know no other width
 AS_WIDE_AS_HEADS = {
     "gpt2", "gpt_bigcode", "gptj", "codegen", "nanochat", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium",
     "opt", "phi", "stablelm", "olmoe", "granitemoe", "bloom", "mpt",
-    "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet",
+    "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "cohere_compass_text",
+    *BERTS,
 }  # fmt: skip
 VARIANTS = [
     ("falcon", {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
@@ -160,6 +171,31 @@ VARIANTS = [
     ("nanochat", {"final_logit_softcapping": None, "attention_bias": True}),
     ("apertus", {"hidden_act": "silu", "attention_bias": True}),
     ("afmoe", {"mup_enabled": False, "tie_word_embeddings": True, "attention_bias": True}),
+    ("beam", {"final_logit_softcapping": None, "norm_topk_prob": False, "tie_word_embeddings": True}),
+    (
+        "beam",
+        {"attention_bias": True, "mlp_layer_types": ["sparse", "dense"], "n_group": 1, "topk_group": 1}
+        | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in MIXED["layer_types"]}},
+    ),
+    (
+        "mimo_v2_flash",
+        {"attention_value_scale": None, "attention_bias": True, "v_head_dim": 8, "n_group": 1, "topk_group": 1},
+    ),
+    ("emu3", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
+    (
+        "cohere_compass_text",
+        {"attention_bias": True, "logit_scale": None, "tie_word_embeddings": False}
+        | {
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+                for kind in MIXED["layer_types"]
+            }
+        },
+    ),
+    ("electra", {"embedding_size": 48, "hidden_act": "relu", "type_vocab_size": 1}),
+    ("ernie", {"use_task_id": True, "tie_word_embeddings": False}),
+    ("roberta", {"add_cross_attention": False, "hidden_act": "gelu_new", "tie_word_embeddings": False}),
+    ("aria_text", {"mlp_bias": True, "attention_bias": True, "moe_num_shared_experts": 2, "moe_topk": 3}),
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
     ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "layer_types": ["full_attention", "conv"]}),
@@ -196,6 +232,14 @@ VARIANTS = [
 VARIANTS = [variant for variant in VARIANTS if variant[0] in FAMILIES]
 if not LEFT_OUT:
     VARIANTS.append(("gptj", {"n_positions": 64, "max_position_embeddings": 64, "rotary_dim": 8}))
+
+
+def heads_of(family, heads):
+    """How many heads a model of this family has, of queries and of keys, and their size."""
+    many, few, size = heads
+    if family == "mimo_v2_flash":  # layers with a window have twice as many of keys
+        return 2 * many, few, size
+    return many, many if family in LATENT else few, size
 
 
 def sizes(family, width, intermediate, size, heads=4, key_heads=2):
@@ -237,10 +281,9 @@ def test_it_computes_what_the_model_computes(
     family, heads, width, intermediate, steps, held, threads, dtype, in_int8, seed
 ):
     note(f"{family=} {heads=} {width=} {intermediate=} {steps=} {held=} {threads=} {dtype=} {in_int8=} {seed=}")
-    many, few, size = heads
+    many, few, size = heads_of(family, heads)
     if family in AS_WIDE_AS_HEADS:
         width = many * size
-    few = many if family in LATENT else few
     if family in MIXTURES:
         dtype = torch.float32  # in bf16, a row may choose other experts, whose scores are nearly those of its own
     model = tiny_model(
@@ -302,8 +345,7 @@ def assert_states_alike(caches, allowed):
 @lru_cache(maxsize=8)
 def sharp_model(family, heads, window, dtype):
     """A model whose attention is far from even, and its adapter."""
-    many, few, size = heads
-    few = many if family in LATENT else few
+    many, few, size = heads_of(family, heads)
     window = {"sliding_window": window} if family in WITH_WINDOWS else {}
     model = tiny_model(
         family, num_attention_heads=many, num_key_value_heads=few, max_position_embeddings=8192,
@@ -484,6 +526,16 @@ def test_the_model_reads_all_that_is_left_of_a_prompt_behind_a_part_that_a_pass_
     assert relative_error(found.logits, expected.logits) < 1e-4
     for layer in (0, 2):
         assert relative_error(found.hidden_states[layer], expected.hidden_states[layer]) < 1e-4
+
+
+@pytest.mark.parametrize("embedding_size", [16, 48])
+def test_outputs_are_as_wide_as_layers_where_the_head_reads_another_width(embedding_size):
+    model = tiny_model("electra", embedding_size=embedding_size)
+    adapter, layers = capabilities.find_adapter(model), (0, 1, 2)
+    eager, found = of_both([EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers)], held=20, rows=6)
+    for layer in layers:
+        assert found.hidden_states[layer].shape == (7, 32)
+        assert relative_error(found.hidden_states[layer], eager.hidden_states[layer]) < 1e-4
 
 
 def test_prompts_that_a_pass_does_not_take_are_read_by_the_model():

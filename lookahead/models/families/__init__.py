@@ -15,7 +15,7 @@ HOMES: dict[str, str] = {
     for module, names in {
         "llama": (
             "LlamaForCausalLM MistralForCausalLM MinistralForCausalLM Ministral3ForCausalLM CwmForCausalLM "
-            "SeedOssForCausalLM SmolLM3ForCausalLM"
+            "SeedOssForCausalLM SmolLM3ForCausalLM Emu3ForCausalLM"
         ),
         "qwen": "Qwen2ForCausalLM Qwen3ForCausalLM",
         "phi3": "Phi3ForCausalLM",
@@ -25,7 +25,7 @@ HOMES: dict[str, str] = {
         "gemma": "GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM VaultGemmaForCausalLM",
         "gemma4": "Gemma4ForCausalLM",
         "glm": "GlmForCausalLM Glm4ForCausalLM Ernie4_5ForCausalLM HeliumForCausalLM",
-        "cohere": "CohereForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM",
+        "cohere": "CohereForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereCompassForCausalLM",
         "nemotron": "ArceeForCausalLM NemotronForCausalLM Jais2ForCausalLM",
         "hunyuan": "HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM",
         "phi": "PhiForCausalLM StableLmForCausalLM Starcoder2ForCausalLM",
@@ -37,13 +37,16 @@ HOMES: dict[str, str] = {
         "alibi": "BloomForCausalLM MptForCausalLM",
         "mixtral": (
             "MixtralForCausalLM PhimoeForCausalLM MellumForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM "
-            "OlmoeForCausalLM FlexOlmoForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM"
+            "OlmoeForCausalLM FlexOlmoForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM "
+            "AriaTextForCausalLM"
         ),
         "corrected": (
             "Glm4MoeForCausalLM SolarOpenForCausalLM Dots1ForCausalLM ExaoneMoeForCausalLM HYV3ForCausalLM "
             "MiniMaxM2ForCausalLM Ernie4_5_MoeForCausalLM"
         ),
-        "gpt_oss": "GptOssForCausalLM GraniteSWAForCausalLM GraniteMoeSWAForCausalLM FlintForCausalLM",
+        "gpt_oss": (
+            "GptOssForCausalLM GraniteSWAForCausalLM GraniteMoeSWAForCausalLM FlintForCausalLM MiMoV2FlashForCausalLM"
+        ),
         "deepseek": (
             "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM AXK1ForCausalLM "
             "YoutuForCausalLM MiniCPM3ForCausalLM"
@@ -51,9 +54,15 @@ HOMES: dict[str, str] = {
         "gptj": "GPTJForCausalLM CodeGenForCausalLM",
         "nanochat": "NanoChatForCausalLM",
         "apertus": "ApertusForCausalLM Apertus1p5TextForCausalLM",
+        "bert": (
+            "BertLMHeadModel BertGenerationDecoder ErnieForCausalLM ElectraForCausalLM RobertaForCausalLM "
+            "CamembertForCausalLM XLMRobertaForCausalLM Data2VecTextForCausalLM RobertaPreLayerNormForCausalLM "
+            "XLMRobertaXLForCausalLM"
+        ),
         "bitnet": "BitNetForCausalLM",
         "ctrl": "CTRLLMHeadModel",
         "afmoe": "AfmoeForCausalLM",
+        "beam": "BeamForCausalLM",
         "lfm2": "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM",
         "gated_delta": "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3NextForCausalLM OlmoHybridForCausalLM",
         "mamba2": (

@@ -1,6 +1,6 @@
 """Cohere: attention and MLP take the same normed states, neighbouring numbers turn together, and logits are scaled.
 
-Cohere2-MoE is a mixture of experts.
+Cohere2-MoE is a mixture of experts. Cohere Compass also takes images.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
-from lookahead.models.families.page import UnknownModelError
+from lookahead.models.families.page import Slides, UnknownModelError
 
 
 class Cohere(Llama):
@@ -61,3 +61,22 @@ class Cohere2Moe(Cohere2):
             return mixed
         both = self.add(mixed, super().mlp(x, mlp.shared_experts))
         return both if mlp.shared_expert_combination_strategy == "sum" else self.scale(both, 0.5)
+
+
+class CohereCompass(Llama):
+    """Its text side, whose neighbouring numbers do not turn together. Some types of layers know no positions."""
+
+    model_class = "TextModel"
+    slides: Slides = "by type"
+    norm_class = "LayerNorm"
+    norms_are_centered = True
+
+    def layer(self, x: Value, layer: Any, name: str) -> Value:
+        return self.side_by_side(x, layer, name)
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        has_positions = self.inner.config.rope_parameters[name] is not None
+        return super().turned(q, k, attention, name) if has_positions else (q, k)
+
+    def head(self, x: Value) -> None:
+        self.logits(x, self.model.lm_head, factor=float(self.model.logit_scale))

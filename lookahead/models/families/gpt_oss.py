@@ -1,4 +1,4 @@
-"""Families whose attention has sinks: gpt-oss (arXiv 2508.10925), Granite-SWA, Granite-MoE-SWA and Flint.
+"""Families whose attention has sinks: gpt-oss (arXiv 2508.10925), Granite-SWA, Granite-MoE-SWA, Flint, MiMo-V2-Flash.
 
 In gpt-oss, experts have biases and bounds.
 """
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lookahead.cpu.operations import Value
+from lookahead.models.families.corrected import WithSharedExperts
 from lookahead.models.families.granite import Granite
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.mixtral import GraniteMoeShared, Qwen3Moe
@@ -75,3 +76,16 @@ class Flint(WithSinks, Qwen3Moe):
             x, gate, mlp.experts, gate.norm_topk_prob, rounds=False, in_float32=True, is_sigmoid=True, epsilon=0.0
         )
         return self.add(mixed, super().mlp(x, mlp.shared_expert))
+
+
+class MiMoV2Flash(WithSinks, WithSharedExperts):
+    """No experts are shared. Layers with a window have twice as many heads of keys, and sinks."""
+
+    turns_part = True
+
+    def attended(self, q: Value, k: Value, v: Value, attention: Any) -> Value:
+        scaled = v if attention.v_scale == 1 else self.scale(v, float(attention.v_scale))
+        return super().attended(q, k, scaled, attention)
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        return self.mixed(x, self.own(mlp, "MoE")) if hasattr(mlp, "experts") else Llama.mlp(self, x, mlp)

@@ -118,3 +118,10 @@ class SmolLM3(Llama):
 
     def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
         return super().turned(q, k, attention, name) if attention.use_rope else (q, k)
+
+
+class Emu3(Llama):
+    """Its text side."""
+
+    model_class = "TextModel"
+    dropouts = ("attention_dropout",)

@@ -1,5 +1,6 @@
-"""Mixtures of experts: Mixtral, PhiMoE, Qwen2-MoE, Qwen3-MoE, Mellum, OLMoE, FlexOlmo and Granite-MoE."""
+"""Mixtures of experts: Mixtral, PhiMoE, Qwen2-MoE, Qwen3-MoE, Mellum, OLMoE, FlexOlmo, Granite-MoE and Aria."""
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -97,3 +98,14 @@ class FlexOlmo(Olmo2):
     def mlp(self, x: Value, mlp: Any) -> Value:
         self.own(mlp, "SparseMoeBlock")
         return self.experts(x, mlp.gate, mlp.experts, mlp.gate.norm_topk_prob)
+
+
+class AriaText(Llama):
+    """Weights of experts lie transposed."""
+
+    names = MappingProxyType({"Experts": "AriaExperts", "MLP": "AriaSharedExpertsMLP"})
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        self.own(mlp, "MoELayer")
+        mixed = self.experts(x, mlp.router, mlp.experts, adds_to_one=True)
+        return self.add(mixed, super().mlp(x, mlp.shared_experts))

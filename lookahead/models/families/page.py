@@ -318,13 +318,14 @@ class Page:
         return self._add(op.Experts(x, Value(x.width), *fields, **settings))
 
     def _of_each(self, experts: Any, name: str) -> list[Linear]:
-        """A linear layer of each expert. Where they have biases, their weights lie transposed."""
+        """A linear layer of each expert. Where they have biases, and in some families, their weights lie transposed."""
         weights, biases = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
         if type(experts) is gguf_class("GgufExperts"):
             form = self._blocks(getattr(self._check(experts), name.replace("_proj", "_type")))
             return [Linear(weight, blocks=form) for weight in weights]
         if biases is None:
-            return list(map(Linear, weights))
+            is_transposed = getattr(experts, "is_transposed", False)
+            return [Linear(weight.T if is_transposed else weight) for weight in weights]
         return [Linear(weight.T, None, bias) for weight, bias in zip(weights, biases.detach(), strict=True)]
 
     def weigh(self, x: Value, by: Value) -> Value:
