@@ -202,7 +202,6 @@ ALIKE = {
         **{**HEAD, **MIXED, **GROUPED, "mlp_layer_types": ["dense", "sparse"], "attn_implementation": "eager"},
         **{"num_key_value_heads": 1, "v_head_dim": 16},
     },
-    "emu3_text_model": {},
     "cohere_compass_text": {
         **{**MIXED, "logit_scale": 0.7},
         "rope_parameters": {

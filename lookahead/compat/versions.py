@@ -3,7 +3,7 @@
 import re
 import sys
 
-NEWEST_TESTED = {"torch": "2.14.1", "transformers": "5.24.0"}
+NEWEST_TESTED = {"torch": "2.15.0", "transformers": "5.24.0"}
 """The newest versions with which the tests have passed."""
 
 

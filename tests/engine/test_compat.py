@@ -120,7 +120,7 @@ def test_every_model_says_what_it_calls_its_cache():
         ({}, ""),
         ({"transformers": "5.24.0", "torch": "2.11.0+cpu"}, ""),
         ({"transformers": "5.24.1"}, "`pip install transformers==5.24.0`"),
-        ({"transformers": "5.100.0.dev0", "torch": "2.15.0+cu130"}, "`pip install torch==2.14.1 transformers==5.24.0`"),
+        ({"transformers": "5.100.0.dev0", "torch": "2.16.0+cu132"}, "`pip install torch==2.15.0 transformers==5.24.0`"),
     ],
 )
 def test_versions_newer_than_those_tested_are_named(monkeypatch, here, said):

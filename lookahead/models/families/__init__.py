@@ -73,7 +73,7 @@ HOMES: dict[str, str] = {
     for name in names.split()
 }
 """The module of the page that stands for a class of transformers. It is imported for a model of that class."""
-SUFFIX = re.compile("ForCausalLM$|LMHeadModel$|ForConditionalGeneration$")
+SUFFIX = re.compile("ForCausalLM$|LMHeadModel$|Decoder$|ForConditionalGeneration$")
 
 
 def page_for(name: str) -> type[Page]:

@@ -86,7 +86,7 @@ class Bert(Page):
         self.logits(self.norm(x, transform.LayerNorm), head.decoder)
 
 
-class BertGenerationDecoder(Bert):  # the name that transformers gives it
+class BertGeneration(Bert):
     suffix = "Decoder"
     names = MappingProxyType({"Model": "BertGenerationEncoder", "Encoder": "BertEncoder"})
 
