@@ -71,8 +71,9 @@ FAMILIES = [
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
     "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text",
 ]  # fmt: skip
-# In older transformers, the attention of two of these is of their own, and a norm of the third of another model.
-LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else ["gptj", "codegen", "nemotron_h"]
+# In older transformers, these have parts of another shape or of another model.
+OTHERS_BEFORE = ["gptj", "codegen", "nemotron_h", "cohere_compass_text", "aria_text"]
+LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else OTHERS_BEFORE
 FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family in CONFIG_MAPPING]
 
 STATES = [
