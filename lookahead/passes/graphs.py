@@ -251,13 +251,13 @@ class StepGraphs:
             tensor.copy_(torch.from_numpy(values), non_blocking=True)  # CUDA has read the array when this returns
         self._buffers.written = max(self._buffers.written, self._buffers.columns + rows)
 
-    def _pass(self, rows: int, shown: int, is_check: bool = False) -> torch.Tensor:
+    def _pass(self, rows: int, shown: int, in_parts: bool = True) -> torch.Tensor:
         """Run the pass to capture, over ``rows`` input rows and ``shown`` columns. Returns [1, rows, vocabulary].
 
-        is_check: with transformers' attention, to compare replays with.
+        in_parts: with attention of our own. Transformers' is what replays are compared with, and has fewer launches.
         """
         numbers, ancestors = self._inputs[rows]
-        own_attention = decoding_pass(splits_attention=False, uses_kernels=False, is_static=not is_check)
+        own_attention = decoding_pass(splits_attention=False, uses_kernels=False, is_static=in_parts)
         with torch.inference_mode(False), torch.no_grad(), own_attention:
             ids, positions, begin = numbers.split([rows, rows, 1])
             places = begin + torch.arange(rows, device=begin.device)
@@ -278,7 +278,9 @@ class StepGraphs:
     def _run(self, rows: int, shown: int) -> torch.Tensor:
         key = rows, shown
         direct = partial(self._pass, *key)
-        if self._capture is None or self._given_up or rows > MAX_ROWS:
+        if self._given_up or rows > MAX_ROWS:
+            return self._pass(*key, in_parts=False)
+        if self._capture is None:
             return direct()
         if key not in self._replays:
             earlier = next(iter(self._replays.values()), None)
@@ -287,12 +289,12 @@ class StepGraphs:
             except Exception as error:  # a model may do many things that cannot be captured
                 # An error within a capture causes a second one at its end. The first one is the reason.
                 self._give_up(f"a step of {rows} tokens cannot be captured, {(error.__context__ or error)!r}")
-                return direct()
+                return self._pass(*key, in_parts=False)
             self._unchecked[key] = RUNS_CHECKED
         replayed = self._replays[key]()
         if not self._unchecked[key]:
             return replayed
-        logits = self._pass(*key, is_check=True)  # writes the same rows of the buffers again
+        logits = self._pass(*key, in_parts=False)  # writes the same rows of the buffers again
         if not logits.isnan().any():  # an overflow cannot be compared
             self._unchecked[key] -= 1
             if not self._agree(replayed, logits):
@@ -310,7 +312,7 @@ class StepGraphs:
             rows, shown = min(fitting)
             self._fill(rows, root, length)
             replayed = self._replays[rows, shown]()
-            if self._agree(replayed, self._pass(rows, shown, is_check=True)):
+            if self._agree(replayed, self._pass(rows, shown, in_parts=False)):
                 return
         self._replays.clear()
 
