@@ -63,8 +63,8 @@ class LookaheadConfig:
 
     cuda_graphs: bool = False
     """Whether steps are replayed as CUDA graphs (`passes.graphs`), so that a GPU need not launch each kernel anew. Only
-    for single sequences, and for models on one GPU whose layers all have full attention; others run without. A KV cache
-    as long as the longest text so far stays on the GPU between calls."""
+    for single sequences, and for models on one GPU whose family has a page (`models.families`) and whose layers keep no
+    state; others run without. A KV cache as long as the longest text so far stays on the GPU between calls."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pack_weights, bool) and self.pack_weights != AUTO:  # 1 == True, but is not True

@@ -30,8 +30,6 @@ class DecodingPass:
     """The rows of the pass, if layers with a state compute them as a tree (`models.recurrence`)."""
     places: Places | None = None
     """Of its keys and rows, if attention is biased by them (`models.biases`)."""
-    is_static: bool = False
-    """Whether it shows each row a fixed number of columns, hidden ones among them (`passes.graphs`)."""
 
     def __enter__(self) -> None:
         self._before = current_pass()
@@ -50,12 +48,11 @@ def decoding_pass(
     is_traced: bool = False,
     forest: "Forest | None" = None,
     places: Places | None = None,
-    is_static: bool = False,
 ) -> DecodingPass:
     """Run a block as a pass of the decoding loop, in this thread: ``with decoding_pass(...)``."""
     # Tracers follow only torch's own operations, and our kernels give no gradients.
     uses_kernels = uses_kernels and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    return DecodingPass(splits_attention, uses_kernels, is_traced, forest, places, is_static)
+    return DecodingPass(splits_attention, uses_kernels, is_traced, forest, places)
 
 
 def current_pass() -> DecodingPass | None:

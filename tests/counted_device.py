@@ -15,7 +15,8 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, compat
-from lookahead.passes import probe
+from lookahead.passes import probe, static
+from lookahead.passes.graphs import StepGraphs
 
 compat.modes_of_users = lambda: []  # `MakingTensors` does what torch does in C++ for a GPU
 aten = torch.ops.aten
@@ -137,11 +138,15 @@ _library.fallback(run, "PrivateUse1")
 # -- what the test asks for -------------------------------------------------------------------------------------------
 
 IDS = [[3, 4, 5, 6, 3, 4, 5, 6, 3, 4]]
-OPTIONS = {
-    "greedy": {"do_sample": False},
-    "greedy, with a processor": {"do_sample": False, "repetition_penalty": 1.1},
-    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
+GREEDY = {"do_sample": False}
+KINDS: dict[str, tuple[str, bool, dict]] = {
+    "greedy": ("llama", False, GREEDY),
+    "greedy, by passes that a graph captures": ("llama", True, GREEDY),
+    "greedy, the same with experts": ("mixtral", True, GREEDY),
+    "greedy, with a processor": ("llama", False, {**GREEDY, "repetition_penalty": 1.1}),
+    "sampled": ("llama", False, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}),
 }
+"""A type of model, whether it has passes that a graph captures, and options of generate()."""
 
 
 def written(model, new_tokens: int, options: dict) -> list[int]:
@@ -152,18 +157,20 @@ def written(model, new_tokens: int, options: dict) -> list[int]:
 
 
 def main() -> None:
-    """Write texts of two lengths, and print what the longer one counted more: JSON, for each of OPTIONS.
+    """Write texts of two lengths, and print what the longer one counted more: JSON, for each of KINDS.
 
     The cost of the prompt is in both. In a process of its own, because a backend cannot be removed again.
     """
     torch.accelerator.synchronize = synchronize
     probe.takes_inference_mode = lambda model, adapter: False  # a backend in Python has no inference mode
+    static.is_plain = lambda tensor: True  # `Counted` holds another tensor
     found = {}
-    for kind, options in OPTIONS.items():
-        model = tiny_model("llama")
+    for kind, (model_type, by_graphs, options) in KINDS.items():
+        model = tiny_model(model_type)
         expected = written(model, 48, options)
         with MakingTensors():
-            lookahead.wrap(model.to("counted"), LookaheadConfig(budget=8, window_size=0))
+            lookahead.wrap(model.to("counted"), LookaheadConfig(budget=8, window_size=0, cuda_graphs=by_graphs))
+            model.lookahead.graphs = StepGraphs(model, capture=None) if by_graphs else None
             figures: Counter = Counter()
             for new_tokens, sign in ((16, -1), (48, 1)):
                 text = written(model, new_tokens, options)
@@ -171,6 +178,7 @@ def main() -> None:
                 stats = model.lookahead.last
                 for name, count in {**counts, "tokens": stats.tokens, "steps": stats.steps}.items():
                     figures[name] += sign * count
+            assert ("given up" not in model.lookahead.report()) or not by_graphs
         found[kind] = figures
     print(json.dumps(found))
 

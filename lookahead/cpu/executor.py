@@ -170,7 +170,7 @@ class _Buffers:
         by_outputs = op.Gate, op.Xielu, op.Convolve
         gates = [operation for operation in program.operations if isinstance(operation, by_outputs)]
         self._gated = {value for gate in gates for value in gate.read()}
-        self._last = {value: i for i, operation in enumerate(program.operations) for value in operation.read()}
+        self._last = program.last_reads
         self._free: list[_Buffer] = []
         for i, operation in enumerate(program.operations):
             self._place(i, operation)

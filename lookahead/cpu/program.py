@@ -22,6 +22,7 @@ from lookahead.cpu.operations import (
     Products,
     Rotary,
     Scan,
+    Value,
 )
 from lookahead.cpu.products import Linear
 
@@ -112,6 +113,11 @@ class Program:
                 before, is_by_values = found.get(one.layer, StateShape(0, 0)), isinstance(one, Scan)
                 found[one.layer] = StateShape(*before[:2], one.heads, one.size, one.value_size, is_by_values)
         return found
+
+    @property
+    def last_reads(self) -> dict[Value, int]:
+        """The number of the last operation that reads a value, if one does."""
+        return {value: i for i, operation in enumerate(self.operations) for value in operation.read()}
 
     @property
     def linears(self) -> list[Linear]:

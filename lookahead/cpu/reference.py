@@ -1,4 +1,7 @@
-"""What the operations of a program are, in plain torch. Other executors are measured by it."""
+"""What the operations of a program are, in plain torch. Other executors are measured by it.
+
+On a GPU, `passes.graphs` runs it itself, in the model's dtype and over a cache with fixed places.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +36,10 @@ class State(NamedTuple):
 
 
 class Reference:
-    """One pass over T rows. It computes in ``wide`` and rounds to the program's dtype where the operations say so."""
+    """One pass over T rows. It computes in ``wide`` and rounds to the program's dtype where the operations say so.
+
+    What an operation computes between two roundings is in float32 at least.
+    """
 
     def __init__(
         self,
@@ -55,6 +61,7 @@ class Reference:
         parent or -1; default: the rows are a chain. start: position of the first key in the caches.
         """
         self.dtype, self.wide, self.start = program.dtype, wide, start
+        self.finest = torch.promote_types(wide, torch.float32)
         self.ids, self.positions, self.rotary, self.hidden = ids, positions, rotary, hidden
         self.caches = {layer: (keys.to(wide), values.to(wide)) for layer, (keys, values) in caches.items()}
         self.states = states or {}
@@ -63,16 +70,22 @@ class Reference:
         """Of the convolutions of a layer, by their first channel."""
         self.recurrent: dict[int, list[torch.Tensor]] = {}
         """The state of a layer behind each row."""
+        self.turns: dict[str, tuple[torch.Tensor, ...]] = {}
+        """Cosines and sines of the rows, [T, 1, rotary], by the name of their tables."""
         self.values: dict[op.Value, torch.Tensor] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         """What was kept: [T, hidden] by number."""
         self.logits = torch.empty(0)
         """[T, vocabulary]."""
-        for operation in program.operations:
+        last = program.last_reads
+        for i, operation in enumerate(program.operations):
             result = self.computed(operation)
             if result is not None:
                 (out,) = operation.written()
                 self.values[out] = result
+            for value in operation.read():
+                if last[value] == i:
+                    self.values.pop(value, None)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.dtype).to(self.wide)
@@ -98,11 +111,13 @@ class Reference:
 
     def product(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         weight, scales, bias = layer.weight.to(self.wide), layer.scales, layer.bias
-        if scales is not None and scales.ndim == 2:  # of groups of inputs
+        if scales is None:
+            return self.rounded(functional.linear(x, weight, None if bias is None else bias.to(self.wide)))
+        if scales.ndim == 2:  # of groups of inputs
             groups = layer.weight.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]
             weight = groups.flatten(1).to(self.dtype).to(self.wide)
         sums = x @ weight.T
-        if scales is not None and scales.ndim == 1:
+        if scales.ndim == 1:
             sums = self.rounded(self.rounded(sums) * scales.to(self.wide))
         return self.rounded(sums if bias is None else sums + bias.to(self.wide))
 
@@ -136,7 +151,8 @@ class Reference:
 
     @computed.register
     def _(self, embed: op.Embed) -> torch.Tensor:
-        x = self.rounded(embed.weight[self.ids].to(self.wide) * embed.factor)
+        x = embed.weight[self.ids].to(self.wide)
+        x = x if embed.factor == 1 else self.rounded(x * embed.factor)
         if embed.of_positions is None:
             return x
         return self.rounded(x + embed.of_positions[embed.offset + self.positions].to(self.wide))
@@ -146,15 +162,17 @@ class Reference:
         x, weight = self.heads(norm.x, norm.size), norm.weight
         if norm.is_centered:
             bias = None if norm.bias is None else norm.bias.to(self.wide)
-            weight = None if weight is None else self.rounded(weight.to(self.wide) + norm.offset)
+            weight = None if weight is None else weight.to(self.wide)
+            weight = weight if weight is None or not norm.offset else self.rounded(weight + norm.offset)
             return self.rounded(functional.layer_norm(x, (norm.size,), weight, bias, norm.epsilon).flatten(1))
-        factors = None if norm.gate is None else functional.silu(self.heads(norm.gate, norm.size))
+        x = x.to(self.finest)
+        factors = None if norm.gate is None else functional.silu(self.heads(norm.gate, norm.size).to(self.finest))
         if factors is not None:
             x = x if norm.gates_behind else x * factors
             weight = None if weight is None else weight.unflatten(0, (-1, norm.size))
         x = x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
         x = x if norm.rounds_once else self.rounded(x)
-        x = x if weight is None else x * (weight.to(self.wide) + norm.offset)
+        x = x if weight is None else x * (weight.to(x.dtype) + norm.offset if norm.offset else weight.to(x.dtype))
         return self.rounded((x * factors if factors is not None and norm.gates_behind else x).flatten(1))
 
     @computed.register
@@ -183,8 +201,11 @@ class Reference:
 
     @computed.register
     def _(self, rotary: op.Rotary) -> torch.Tensor:
-        x, (cos, sin) = self.heads(rotary.x, rotary.size), self.rotary[rotary.name]
-        cos, sin = (table[self.positions].to(self.wide)[:, None] for table in (cos, sin))
+        if rotary.name not in self.turns:
+            tables = self.rotary[rotary.name]
+            self.turns[rotary.name] = tuple(table[self.positions].to(self.wide)[:, None] for table in tables)
+        x, (cos, sin) = self.heads(rotary.x, rotary.size), self.turns[rotary.name]
+        x = x.to(self.finest) if rotary.rounds_once else x
         part, rest = x.split([cos.shape[-1], rotary.size - cos.shape[-1]], dim=-1)
         if rotary.is_interleaved:
             part = torch.cat([part[..., ::2], part[..., 1::2]], dim=-1)
@@ -193,7 +214,8 @@ class Reference:
         turned = along + across if rotary.rounds_once else self.rounded(along) + self.rounded(across)
         if rotary.is_interleaved and not rotary.separates:
             turned = torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(2)
-        return self.rounded(torch.cat([turned, rest], dim=-1).flatten(1))
+        turned = torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+        return self.rounded(turned.flatten(1))
 
     @computed.register
     def _(self, append: op.Append) -> None:
@@ -209,7 +231,7 @@ class Reference:
         keys, values = (states.repeat_interleave(groups, dim=0) for states in self.caches[attend.layer])
         if attend.is_latent:
             keys, values = torch.cat([keys, values], dim=-1), keys
-        scores = queries @ keys.mT * attend.scaling
+        scores = (queries @ keys.mT).to(self.finest) * attend.scaling
         if attend.biases is not None:
             scores = scores + self.biases_of(attend, scores.shape[-1])
         if attend.rounds_scores:
@@ -218,9 +240,9 @@ class Reference:
             scores = (scores / attend.cap).tanh() * attend.cap
         scores[..., scores.shape[-1] - hidden.shape[1] :].masked_fill_(hidden, -math.inf)
         if attend.sinks is not None:
-            sinks = attend.sinks.to(self.wide)[:, None, None].expand(-1, scores.shape[1], 1)
+            sinks = attend.sinks.to(self.finest)[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, sinks], dim=-1)
-        weights = scores.softmax(-1)[..., : keys.shape[1]]
+        weights = scores.softmax(-1)[..., : keys.shape[1]].to(self.wide)
         return self.rounded((weights @ values).transpose(0, 1).flatten(1))
 
     @computed.register
@@ -269,7 +291,7 @@ class Reference:
     def _(self, gate: op.Gate) -> torch.Tensor:
         x = self.values[gate.x]
         if gate.rounds_once and gate.by is not None:
-            return self.rounded(ACTIVATIONS[gate.activation](x) * self.values[gate.by])
+            return self.rounded(ACTIVATIONS[gate.activation](x.to(self.finest)) * self.values[gate.by])
         x = self.activated(x, gate.activation)
         return x if gate.by is None else self.rounded(x * self.values[gate.by])
 
@@ -283,24 +305,27 @@ class Reference:
     @computed.register
     def _(self, experts: op.Experts) -> torch.Tensor:
         routed, router = self.values[experts.routed or experts.x], experts.router
-        scores = self.product(experts.of[0], routed) if router is None else routed @ router.to(self.wide).T
+        scores = (
+            self.product(experts.of[0], routed) if router is None else routed.to(self.finest) @ router.to(self.finest).T
+        )
+        scores = scores.to(self.finest)
         stepped: Callable = self.rounded if experts.rounds_steps else lambda weights: weights
         if experts.nearness >= 0:
             return self.mixed(experts, *self.chosen_in_turn(experts, scores, stepped))
         weights = stepped(scores.sigmoid() if experts.is_sigmoid else scores.softmax(-1))
-        ranks = weights if experts.correction is None else weights + experts.correction.to(self.wide)
+        ranks = weights if experts.correction is None else weights + experts.correction.to(self.finest)
         ranks = self.rounded(ranks) if experts.rounds_ranks else ranks
         if experts.groups > 1:
             groups = ranks.unflatten(1, (experts.groups, -1))
             best = groups.topk(experts.best_of_group).values.sum(-1).topk(experts.top_groups).indices
-            is_left = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, best, True)
+            is_left = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
             ranks = groups.masked_fill(~is_left[..., None], -math.inf).flatten(1)
         chosen = ranks.topk(experts.top_k).indices
         weights = weights.gather(1, chosen)
         if experts.adds_to_one:
             weights = stepped(weights / stepped(stepped(weights.sum(-1, keepdim=True)) + experts.epsilon))
         weights = stepped(weights * experts.factor)
-        weights = weights if experts.scales is None else weights * experts.scales.to(self.wide)[chosen]
+        weights = weights if experts.scales is None else weights * experts.scales.to(self.finest)[chosen]
         return self.mixed(experts, chosen, self.rounded(weights) if experts.rounds_weights else weights)
 
     def chosen_in_turn(
@@ -343,7 +368,8 @@ class Reference:
 
     @computed.register
     def _(self, add: op.Add) -> torch.Tensor:
-        return self.rounded(self.values[add.x] + self.rounded(self.values[add.more] * add.factor))
+        more = self.values[add.more]
+        return self.rounded(self.values[add.x] + (more if add.factor == 1 else self.rounded(more * add.factor)))
 
     @computed.register
     def _(self, keep: op.Keep) -> None:
@@ -351,7 +377,9 @@ class Reference:
 
     @computed.register
     def _(self, logits: op.Logits) -> None:
-        divided = self.rounded(self.product(logits.of, self.values[logits.x]) / logits.divisor)
-        self.logits = self.rounded(divided * logits.factor)
+        x = self.product(logits.of, self.values[logits.x])
+        x = x if logits.divisor == 1 else self.rounded(x / logits.divisor)
+        x = x if logits.factor == 1 else self.rounded(x * logits.factor)
         if logits.cap:
-            self.logits = self.rounded(self.rounded(self.rounded(self.logits / logits.cap).tanh()) * logits.cap)
+            x = self.rounded(self.rounded(self.rounded(x / logits.cap).tanh()) * logits.cap)
+        self.logits = x

@@ -17,7 +17,6 @@ from lookahead.guessing.jacobi import WindowSource
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource, Needs, can_guess
 from lookahead.models.adapter import ModelAdapter, vocabulary_of
-from lookahead.models.state import state_of
 from lookahead.passes.capabilities import choose_runner
 from lookahead.passes.costs import step_costs
 from lookahead.passes.packed import packed_of
@@ -77,7 +76,6 @@ class Lookahead:
     lock: Lock = field(default_factory=Lock, repr=False)
     """Guards what several threads write to here."""
     _running: int = 0  # number of calls under way
-    _graphs_of: tuple | None = field(default=None, repr=False)  # `State.key` of the model that `graphs` are of
     why_not_faster: dict[str, str] = field(default_factory=dict)
     """Reasons against faster passes, by what they are called, as the last call found them."""
 
@@ -172,13 +170,11 @@ class Lookahead:
         """
         layers = (needs or self.needs).hidden_states
         runner, self.why_not_faster = choose_runner(model, self.config, layers)
-        if self.config.cuda_graphs and not layers:
-            from lookahead.passes.graphs import GraphRunner, StepGraphs
+        if self.config.cuda_graphs:
+            from lookahead.passes.graphs import GraphRunner, StepGraphs  # other settings need them not
 
             with self.lock:
-                now = state_of(model).key
-                if self.graphs is None or self._graphs_of != now:  # replays run no Python
-                    self.graphs, self._graphs_of = StepGraphs(model), now
+                self.graphs = self.graphs or StepGraphs(model)
             runner = GraphRunner(self.graphs, runner)
         # The runner itself is not kept: it holds the model, which holds this.
         self.adapter, self.passes, self.copied_bytes = runner.adapter, runner.name, packed_of(model).copied_bytes
@@ -234,4 +230,4 @@ class Lookahead:
             return self.pace
 
     def __getstate__(self) -> dict:
-        return vars(self) | {"_running": 0, "_graphs_of": None}
+        return vars(self) | {"_running": 0}

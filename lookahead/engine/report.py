@@ -37,8 +37,6 @@ def report(engine: Lookahead) -> str:
         reasons.append(f"n-gram pools in C++: {slow}")
     if engine.graphs is not None and engine.graphs.why_not is not None:
         reasons.append(f"CUDA graphs: {engine.graphs.why_not}")
-    if engine.needs.hidden_states and (engine.config.compile_passes or engine.config.cuda_graphs):
-        reasons.append("compiled passes and CUDA graphs: a source of guesses wants hidden states")
     lines += [f"given up: {reason}" for reason in reasons]
     has_pool = any(isinstance(source, PoolSource) for source in engine.sources)
     if engine.lacks_bigrams and has_pool and adapter.can_branch:

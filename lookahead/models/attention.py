@@ -50,8 +50,7 @@ def attend(
     """
     is_compiling = torch.compiler.is_compiling()
     decoding = None if is_compiling else current_pass()
-    is_static = decoding is not None and decoding.is_static
-    if not (is_traced() if is_compiling else is_static or (decoding is not None and decoding.splits_attention)):
+    if not (is_traced() if is_compiling else decoding is not None and decoding.splits_attention):
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     unusual = dropout or torch.is_autocast_enabled(query.device.type)
     unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
@@ -61,8 +60,6 @@ def attend(
         if unusual:
             raise NotImplementedError("compiled passes do not support this kind of attention")
         return torch.ops.lookahead.attend(query, key, value, module.layer_idx, scaling), None
-    if is_static and not unusual and attention_mask is not None:
-        return attend_in_parts(query, key, value, attention_mask, scaling), None
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     is_prefill = (attention_mask is None and new > 1) or groups * new > MAX_QUERIES

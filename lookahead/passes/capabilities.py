@@ -47,7 +47,7 @@ def once(model: PreTrainedModel, what: Hashable, cpu_kernels: bool, find: Callab
     return found[key]
 
 
-def _once_for_all(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Callable[[], str | None]) -> str | None:
+def once_for_all(model: PreTrainedModel, what: str, cpu_kernels: bool, find: Callable[[], str | None]) -> str | None:
     """Return what is wrong, by ``find``; None if nothing is. Later processes are told that nothing is."""
 
     def find_or_read() -> str | None:
@@ -123,7 +123,7 @@ def fused_runner(
         runner = FusedRunner(model, adapter, hidden_states, packs)
     except UnknownModelError as error:
         return str(error)
-    wrong = _once_for_all(model, "fused", True, lambda: probe.compare_with_plain(runner, trials=trials))
+    wrong = once_for_all(model, "fused", True, lambda: probe.compare_with_plain(runner, trials=trials))
     return runner if wrong is None else wrong
 
 
@@ -133,7 +133,7 @@ def can_batch(model: PreTrainedModel, adapter: ModelAdapter) -> bool:
         return False
     runner = EagerRunner(model, adapter)
     find = partial(probe.compare_with_plain, runner, sequences=2, also_long=not state_of(model).is_known)
-    return _once_for_all(model, "batch", adapter.uses_kernels, find) is None
+    return once_for_all(model, "batch", adapter.uses_kernels, find) is None
 
 
 def _read_or_try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:

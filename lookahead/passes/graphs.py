@@ -1,8 +1,8 @@
 """Steps of fixed shape, which a GPU replays as CUDA graphs: one launch for a step instead of one for each kernel.
 
 In an eager pass of a large model over a few tokens, Python takes several times as long to launch the kernels as the GPU
-takes to read the weights. A CUDA graph is launched at once, but it always does the same to the same memory. So while a
-call decodes, all that a step uses has a fixed place and a fixed shape:
+takes to read the weights. A CUDA graph is launched at once, but it always does the same to the same memory. So the
+model's program is run in plain torch (`static.StaticPass`), and all that it uses has a fixed place and a fixed shape:
 
     keys and values   buffers for all layers, kept from call to call; a call's prompt is copied into them once
     tokens            T is rounded up to a power of two; no other token sees those that pad a step
@@ -13,10 +13,8 @@ There is one graph for each pair of T and columns shown, captured when it is fir
 `FIRST_CAPACITY` columns, and as many for each further number of columns that a longer text needs (`_rounded_up`). The
 graphs share their memory. When the buffers grow they move, and all graphs are dropped.
 
-Attention in a graph is our own (`attention.attend_in_parts`), where the model's is "sdpa".
-
-Graphs never change a text. The first runs of each graph are compared with an eager pass, which has transformers'
-attention, and one graph again at the start of each call. A step that cannot be captured, or differs, is computed
+Graphs never change a text. The passes are compared with plain decoding before they serve a model (`probe`), and the
+first runs of each graph with the same pass launched kernel by kernel. What cannot be captured, or differs, is computed
 without graphs, with one warning.
 """
 
@@ -26,36 +24,42 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
-from lookahead import compat
-from lookahead.decoding_pass import decoding_pass
+from lookahead.compat import attention_implementation, registered_attention
+from lookahead.cpu.program import Program
+from lookahead.models import attention
 from lookahead.models.adapter import ModelAdapter, device_of
-from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache
+from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SlidingLayer
+from lookahead.models.families import Page, UnknownModelError, page_of
+from lookahead.models.layers import ropes_of
+from lookahead.models.origin import is_own
+from lookahead.models.state import state_of
+from lookahead.passes import probe, static
+from lookahead.passes.capabilities import once_for_all
+from lookahead.passes.fused import Watch
 from lookahead.passes.rounding import relative_error, tolerance
 from lookahead.passes.runner import EagerRunner, Output, TopK
-from lookahead.step import Step, Visibility, lay_out, pad
-from ngram_pool import GuessTree
+from lookahead.step import Step, pad
 
 FIRST_CAPACITY = 1024  # columns
 MAX_ROWS = 128  # rows of a step that is captured, at most
-RUNS_CHECKED = 2  # runs of each graph; a value fixed by the capture, such as a length, is still right in the first
+RUNS_CHECKED = 2  # runs of each graph; a value that the capture has fixed is still right in the first
 WARM_UP_RUNS = 3  # before the first capture, so that libraries have chosen their kernels and allocated memory
 
-Replay = Callable[[], torch.Tensor]
-Capture = Callable[[Callable[[], torch.Tensor], torch.device, Replay | None], Replay]
+Result = tuple[torch.Tensor, dict[int, torch.Tensor]]
+"""Logits, [T, vocabulary], and outputs of layers by their numbers, [T, hidden]."""
+Replay = Callable[[], Result]
+Capture = Callable[[Replay, torch.device, Replay | None], Replay]
 
 _capturing = threading.Lock()  # torch captures one graph at a time
 
 
-def capture_cuda(function: Callable[[], torch.Tensor], device: torch.device, earlier: Replay | None) -> Replay:
-    """Capture ``function`` on ``device`` as a CUDA graph. Each replay returns the same tensor with new content.
+def capture_cuda(function: Replay, device: torch.device, earlier: Replay | None) -> Replay:
+    """Capture ``function`` on ``device`` as a CUDA graph. Each replay returns the same tensors with new content.
 
     earlier: a replay to share memory with. Each of the two then overwrites the result of the other.
     During the capture, no other thread may draw random numbers on this device.
@@ -77,44 +81,44 @@ def capture_cuda(function: Callable[[], torch.Tensor], device: torch.device, ear
         generator.graphsafe_set_state(state.clone_state())
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                logits = function()
+                result = function()
         finally:
             generator.graphsafe_set_state(state)
             torch.cuda.set_stream(current)
-    return _CudaReplay(graph, logits)
+    return _CudaReplay(graph, result)
 
 
 @dataclass
 class _CudaReplay:
     graph: "torch.cuda.CUDAGraph"
-    logits: torch.Tensor
+    result: Result
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self) -> Result:
         self.graph.replay()
-        return self.logits
+        return self.result
 
 
-def why_eager(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
-    """Say why the model cannot run as a graph on any device, or return None."""
-    if not adapter.can_branch or not adapter.takes_position_ids or adapter.has_state or adapter.biases_keys:
-        return "its steps depend on more than mask and position_ids"
-    if adapter.mask_of is not None or any(visibility != Visibility() for visibility in adapter.layers):
-        return "not all of its layers attend to everything"
-    if compat.is_compiled(model):
-        return "it is compiled"
-    for module in model.modules():
-        if compat.has_accelerate_hook(module):
-            return "accelerate moves its weights or inputs"
-        if type(module).__module__.startswith("peft."):
-            return "adapters can be switched between calls"
-        if compat.hooks_of_users(module):
-            return f"a hook on {type(module).__name__} would not be called"
-    weights = list(_weights(model))
-    if not all(compat.is_plain(weight) for weight in weights):
-        return "some of its weights are not plain tensors"
-    if len({weight.device for weight in weights}) > 1:
-        return "it is spread over several devices"
-    return None
+def static_program(model: PreTrainedModel, adapter: ModelAdapter) -> tuple[Page, Program]:
+    """Return the model's page and program. Raises UnknownModelError if its passes cannot be replayed on any device."""
+    if adapter.foreign:
+        raise UnknownModelError(adapter.foreign[0])
+    page = page_of(model)
+    if not adapter.can_branch or adapter.has_state or adapter.biases_keys:
+        raise UnknownModelError("its steps depend on more than mask and position_ids")
+    if any(visibility is None or visibility.chunk is not None for visibility in adapter.layers):
+        raise UnknownModelError("not all of its layers attend to everything, or to a sliding window")
+    if any(rope.get("rope_type") == "longrope" for rope in ropes_of(model)):
+        raise UnknownModelError("its rotary embedding changes with the length")
+    name = attention_implementation(model.config) or "eager"
+    found = registered_attention(name)
+    if not (found is None or found is attention.attend or is_own(found)) or (found and name == "eager"):
+        raise UnknownModelError(f"its attention is computed by {found}, which transformers does not define")
+    if page.placeholders():
+        raise UnknownModelError("some of its tokens stand for something else")
+    program = page.program()
+    if (reason := static.why_not(program)) is not None:
+        raise UnknownModelError(reason)
+    return page, program
 
 
 class StepGraphs:
@@ -124,15 +128,24 @@ class StepGraphs:
     can have them. Another call, nested or in another thread, runs without graphs.
     """
 
-    _made_for: tuple
+    _replays: dict[tuple[int, int], Replay]  # by T and columns shown
+    _unchecked: dict[tuple[int, int], int]  # runs that are still compared
+    _inputs: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by T
+    _tables: dict[str, tuple[torch.Tensor, torch.Tensor]]  # of the rotary embedding
+    _positions: int  # that a text may have; 0: there are no tables
+    _made_for: tuple[tuple, tuple[int, ...]] | None  # `State.key` of the model, and the outputs that are requested
+    _watch: Watch
     _lent: "StaticCache | None"
+    _page: Page
+    _program: Program
+    _windows: dict[int | None, list[int]]  # layers of the cache, by their sliding windows
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = capture_cuda):
         """capture: makes a replay of a function. None: run steps of fixed shape without capturing them."""
         self._to_model = weakref.ref(model)  # the model refers to this object
         self._capture = capture
         self._free = threading.Lock()
-        self._warned = self._given_up = False
+        self._given_up: tuple | None = None  # `State.key` of the model for which there are none
         self.why_not: str | None = None
         """Why the last steps ran without graphs; None if they ran with them."""
         self._forget()
@@ -149,175 +162,179 @@ class StepGraphs:
     def __setstate__(self, state: dict) -> None:
         StepGraphs.__init__(self, **state)
 
-    def lend(self, cache: LookaheadCache, adapter: ModelAdapter) -> LookaheadCache:
+    def lend(self, cache: LookaheadCache, adapter: ModelAdapter, hidden_states: tuple[int, ...] = ()) -> LookaheadCache:
         """Return a copy of ``cache`` in the buffers, until `take_back`; or ``cache`` itself to run without graphs.
 
         cache: the cache of a call whose prompts have been computed. It is not changed. adapter: the model's.
-        With the copy, the logits of a step are valid only until the next step. `LookaheadCache.sequence` copies what
-        must outlive the call.
+        hidden_states: layers whose output is requested (`EagerRunner`). With the copy, the logits of a step are valid
+        only until the next step. `LookaheadCache.sequence` copies what must outlive the call.
         """
-        if self._given_up:
+        model, state = self._model, state_of(self._model).key
+        device = device_of(model).type
+        if self._given_up == state or torch.is_autocast_enabled(device):
             return cache
-        device = device_of(self._model).type
-        reason = why_eager(self._model, adapter)
         if self._capture is capture_cuda and device != "cuda":
-            reason = f"it is on a device of type {device}"
-        if reason is not None:
-            self._warn(f"CUDA graphs do not serve {type(self._model).__name__}", reason)
+            self._warn(f"it is on a device of type {device}")
             return cache
-        layers = _layers_of_one_sequence(cache)
-        if not layers or torch.is_autocast_enabled(device):
+        if (wrong := self._compared(adapter)) is not None:
+            self._warn(wrong)
             return cache
         if not self._free.acquire(blocking=False):
             return cache
         try:
-            weights = [(weight.data_ptr(), weight.dtype, weight.shape) for weight in _weights(self._model)]
-            made_for = compat.attention_implementation(self._model.config), layers[0].dtype, *weights
-            if made_for != self._made_for:
+            made_for = state, hidden_states
+            if self._made_for != made_for or self._watch.has_changed():
                 self._forget()
+                self._watch = Watch(model.modules())
+                self._page, self._program = static_program(model, adapter)
+                self._windows = {visibility.window: layers for visibility, layers in adapter.kinds.items()}
                 self._made_for = made_for
-            if self._buffers.load(layers):
-                self._replays.clear()
-            self._lent = StaticCache(self._buffers, len(layers), cache.lengths)
-            self._cache_argument = adapter.cache_argument
-            self._are_proven = not self._replays
-            self.why_not = None
-        except BaseException as error:
-            self._forget()
-            self._free.release()
-            if not isinstance(error, torch.OutOfMemoryError):
-                raise
+            if layers := _layers_of_one_sequence(cache):
+                if self._buffers.load(layers):
+                    self._drop_graphs()
+                self.why_not, self._lent = None, StaticCache(self._buffers, cache)
+                return self._lent
+        except UnknownModelError as error:
+            self._warn(str(error))
+        except torch.OutOfMemoryError:
             self._give_up("there is no memory for their buffers")
-            return cache
-        return self._lent
+        self._free.release()
+        return cache
 
     def take_back(self, cache: LookaheadCache) -> None:
         """End a call's use of the buffers. Does nothing if `lend` returned the call's own cache."""
         if cache is self._lent:
             self._lent = None
-            if self._given_up:
+            if self._given_up is not None:
                 self._forget()
             self._free.release()
 
-    def forward(self, step: Step, cache: "StaticCache", last: list[int] | None = None) -> torch.Tensor:
-        """Run one pass over a step. Returns logits [1, T, vocabulary], valid until the next pass."""
+    def forward(self, step: Step, cache: "StaticCache", last: list[int] | None = None) -> Result:
+        """Run one pass over a step. The logits are valid until the next pass.
+
+        Raises IndexError beyond the end of a table of positions.
+        """
         if cache is not self._lent:
             raise RuntimeError("this cache was taken back by the model's StepGraphs when its call ended")
         buffers = self._buffers
         begin, rows = buffers.columns, _power_of_two(len(step))
         if buffers.make_room(rows):
-            self._replays.clear()
-        if not self._are_proven:
-            self._prove(lay_out(int(step.ids[0]), GuessTree.empty()), cache.lengths[0])
-            self._are_proven = True
+            self._drop_graphs()
         self._fill(rows, step, cache.lengths[0], last)
-        logits = self._run(rows, _rounded_up(begin + rows))
+        logits, outputs = self._run(rows, _rounded_up(begin + rows))
         buffers.base, buffers.columns = begin, begin + len(step)
-        return logits[:, : len(step)]
+        return logits[: len(step)], {i: output[: len(step)].clone() for i, output in outputs.items()}
+
+    def _compared(self, adapter: ModelAdapter) -> str | None:
+        """Say what is wrong with the passes, which plain decoding is compared with; None if nothing is, or nothing is
+        captured.
+        """
+        if self._capture is None:
+            return None
+        model = self._model
+
+        def compare() -> str | None:
+            try:
+                static_program(model, adapter)
+            except UnknownModelError as error:
+                return str(error)
+            return probe.compare_with_plain(GraphRunner(StepGraphs(model, None), EagerRunner(model, adapter)))
+
+        return once_for_all(model, "graphs", False, compare)
 
     def _forget(self) -> None:
-        self._replays: dict[tuple[int, int], Replay] = {}
-        self._unchecked: dict[tuple[int, int], int] = {}
-        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._buffers = _Buffers()
-        self._made_for = ()
-        self._lent = None
-        self._cache_argument = ""
-        self._are_proven = True
+        self._drop_graphs()
+        self._inputs, self._made_for, self._watch = {}, None, Watch([])
+        self._buffers, self._lent = _Buffers(), None
+
+    def _drop_graphs(self) -> None:
+        """Drop what is made for the buffers where they are."""
+        self._replays, self._unchecked, self._tables, self._positions = {}, {}, {}, 0
 
     def _give_up(self, reason: str) -> None:
-        self._given_up = True
+        self._given_up = state_of(self._model).key
         self._replays.clear()
-        self._warn(f"CUDA graphs of {type(self._model).__name__} are off from now on", reason)
+        self._warn(reason)
 
-    def _warn(self, what: str, reason: str) -> None:
-        self.why_not = reason
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"{what}: {reason}. It is decoded without them.", stacklevel=2)
+    def _warn(self, reason: str) -> None:
+        if reason != self.why_not:
+            self.why_not, name = reason, type(self._model).__name__
+            warnings.warn(f"{name} is decoded without CUDA graphs: {reason}.", stacklevel=2)
 
     def _fill(self, rows: int, step: Step, length: int, last: list[int] | None = None) -> None:
         """Copy a step into the input tensors of passes over ``rows`` rows. Copies of the root, unseen, pad the step."""
         device = device_of(self._model)
+        ids, positions, ancestors = pad([step], [length], last, rows)
+        if not self._positions:
+            self._make_tables()
+        if (most := positions.max()) >= self._positions:
+            raise IndexError(f"position {most} lies behind the table of {self._positions} positions")
         if rows not in self._inputs:
             with torch.inference_mode(False):  # tensors made in inference mode can never be written to outside of it
                 self._inputs[rows] = (
                     torch.zeros(2 * rows + 1, dtype=torch.int64, device=device),
                     torch.zeros(rows, rows, dtype=torch.bool, device=device),
                 )
-        ids, positions, ancestors = pad([step], [length], last, rows)
         numbers = np.concatenate([ids[0], positions[0], [self._buffers.columns]])
         for tensor, values in zip(self._inputs[rows], (numbers, ancestors[0]), strict=True):
             tensor.copy_(torch.from_numpy(values), non_blocking=True)  # CUDA has read the array when this returns
         self._buffers.written = max(self._buffers.written, self._buffers.columns + rows)
 
-    def _pass(self, rows: int, shown: int, in_parts: bool = True) -> torch.Tensor:
-        """Run the pass to capture, over ``rows`` input rows and ``shown`` columns. Returns [1, rows, vocabulary].
+    def _make_tables(self) -> None:
+        """Make the tables of the rotary embedding, of as many positions as the buffers have columns."""
+        like = self._buffers.buffers[0].new_empty(1, 1, 1)
+        positions = torch.arange(self._buffers.room, device=like.device)[None]
+        with torch.inference_mode(False), torch.no_grad():
+            for name, size in self._program.rotaries.items():
+                cos, sin = self._page.rotary_tables(like, positions, name)
+                if cos.shape != sin.shape or not (cos.shape[1] == size or self._page.turns_part):
+                    raise RuntimeError("the rotary embedding does not fit the heads")
+                self._tables[name] = cos, sin
+        ends = [len(cos) for cos, _ in self._tables.values() if len(cos) < self._buffers.room]
+        self._positions = min([self._program.positions or 2**62, *ends])
 
-        in_parts: with attention of our own. Transformers' is what replays are compared with, and has fewer launches.
-        """
+    def _pass(self, rows: int, shown: int) -> Result:
+        """Run the pass to capture, over ``rows`` input rows and ``shown`` columns."""
         numbers, ancestors = self._inputs[rows]
-        own_attention = decoding_pass(splits_attention=False, uses_kernels=False, is_static=in_parts)
-        with torch.inference_mode(False), torch.no_grad(), own_attention:
+        with torch.inference_mode(False), torch.no_grad():
             ids, positions, begin = numbers.split([rows, rows, 1])
-            places = begin + torch.arange(rows, device=begin.device)
-            seen = (torch.arange(shown, device=begin.device) < begin).expand(rows, shown)
-            seen = seen.index_copy(1, places, ancestors)
-            dtype = self._model.dtype
-            mask = torch.zeros(rows, shown, dtype=dtype, device=begin.device)
-            mask.masked_fill_(~seen, torch.finfo(dtype).min / 2)  # kernels scale it: the least number would overflow
-            self._buffers.places, self._buffers.shown = places, shown
-            return self._model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                attention_mask=mask[None, None],
-                use_cache=True,
-                **{self._cache_argument: self._lent},
-            ).logits
+            columns = begin + torch.arange(rows, device=begin.device)
+            all_columns = torch.arange(shown, device=begin.device)
+            behind = (all_columns >= begin).expand(rows, shown).index_copy(1, columns, ~ancestors)
+            distances = positions[:, None] - all_columns.index_copy(0, columns, positions)
+            hidden = {
+                layer: behind if window is None else behind | (distances >= window)
+                for window, layers in self._windows.items()
+                for layer in layers
+            }
+            caches = {layer: self._buffers.of(i, shown) for i, layer in enumerate(self._program.caches)}
+            _, wanted = self._made_for or (None, ())
+            found = static.StaticPass(self._program, ids, positions, self._tables, caches, columns, hidden, wanted)
+            return found.logits, found.outputs
 
-    def _run(self, rows: int, shown: int) -> torch.Tensor:
+    def _run(self, rows: int, shown: int) -> Result:
         key = rows, shown
         direct = partial(self._pass, *key)
-        if self._given_up or rows > MAX_ROWS:
-            return self._pass(*key, in_parts=False)
-        if self._capture is None:
+        if self._given_up is not None or rows > MAX_ROWS or self._capture is None:
             return direct()
         if key not in self._replays:
             earlier = next(iter(self._replays.values()), None)
             try:
                 self._replays[key] = self._capture(direct, device_of(self._model), earlier)
-            except Exception as error:  # a model may do many things that cannot be captured
+            except Exception as error:  # a device may refuse many things
                 # An error within a capture causes a second one at its end. The first one is the reason.
                 self._give_up(f"a step of {rows} tokens cannot be captured, {(error.__context__ or error)!r}")
-                return self._pass(*key, in_parts=False)
+                return direct()
             self._unchecked[key] = RUNS_CHECKED
         replayed = self._replays[key]()
         if not self._unchecked[key]:
             return replayed
-        logits = self._pass(*key, in_parts=False)  # writes the same rows of the buffers again
+        logits, outputs = direct()  # writes the same rows of the buffers again
         if not logits.isnan().any():  # an overflow cannot be compared
             self._unchecked[key] -= 1
-            if not self._agree(replayed, logits):
-                self._give_up(f"a graph of {rows} tokens does not give the model's logits")
-        return logits
-
-    def _prove(self, root: Step, length: int) -> None:
-        """Drop the graphs of earlier calls unless one of them still gives the model's logits for a step's root.
-
-        Replaced weights are found by their addresses. This check finds other changes of the model.
-        """
-        begin = self._buffers.columns
-        fitting = [key for key in self._replays if begin + key[0] <= key[1]]
-        if fitting:
-            rows, shown = min(fitting)
-            self._fill(rows, root, length)
-            replayed = self._replays[rows, shown]()
-            if self._agree(replayed, self._pass(rows, shown, in_parts=False)):
-                return
-        self._replays.clear()
-
-    def _agree(self, replayed: torch.Tensor, direct: torch.Tensor) -> bool:
-        return relative_error(replayed[0], direct[0]) <= tolerance(self._model.dtype)
+            if not relative_error(replayed[0], logits) <= tolerance(self._model.dtype):
+                self._give_up(f"a graph of {rows} tokens does not give the logits of its pass")
+        return logits, outputs
 
 
 class GraphRunner(EagerRunner):
@@ -326,13 +343,13 @@ class GraphRunner(EagerRunner):
     name = "CUDA graphs"
 
     def __init__(self, graphs: StepGraphs, other: EagerRunner):
-        super().__init__(other.model, other.adapter)
+        super().__init__(other.model, other.adapter, other.requested)
         self._graphs, self._other = graphs, other
         self._cache: LookaheadCache | None = None
 
     def begin(self, cache: AnyCache) -> AnyCache:
         assert isinstance(cache, LookaheadCache)  # as `join` makes it
-        self._cache = self._graphs.lend(cache, self.adapter)
+        self._cache = self._graphs.lend(cache, self.adapter, self.requested)
         return self._cache if self._cache is not cache else self._other.begin(cache)
 
     def end(self) -> None:
@@ -352,23 +369,28 @@ class GraphRunner(EagerRunner):
         top_k: TopK = (0, 1.0),
     ) -> Output:
         if isinstance(cache, StaticCache):
-            return Output(self._graphs.forward(steps[0], cache, last)[0])
+            return Output(*self._graphs.forward(steps[0], cache, last))
         return self._other.run(steps, cache, last, top_k)
 
 
 class StaticCache(LookaheadCache):
     """The cache of one sequence, in the buffers that a `StepGraphs` has lent."""
 
-    def __init__(self, buffers: "_Buffers", layers: int, lengths: list[int]):
-        super().__init__([_Part(buffers, index) for index in range(layers)], list(lengths))
-        self._buffers, self.in_place, self._with_state = buffers, [buffers], []  # one layer, in the place of all
+    def __init__(self, buffers: "_Buffers", like: LookaheadCache):
+        """like: the cache whose content the buffers hold."""
+        super().__init__([buffers], list(like.lengths))  # one layer, in the place of all
+        self._buffers, self._like = buffers, like.emptied()
 
     def sequence(self, b: int) -> LookaheadCache:
         """Return a copy in layers of its own, because the buffers stay with the model."""
-        copies = [InPlaceLayer(self.lengths[0]) for _ in self.layers]
-        for index, layer in enumerate(copies):
-            layer.update(*(states[:, self._buffers.heads_of(index)] for states in self._buffers.states()))
-        return LookaheadCache(copies, list(self.lengths))
+        cache, (length,) = self._like.emptied(), self.lengths
+        for index, layer in enumerate(cache.in_place):
+            held = self._buffers.of(index, length)
+            first = max(length - layer.sliding_window + 1, 0) if isinstance(layer, SlidingLayer) else 0
+            layer.update(*(states[None, :, first:] for states in held))
+            layer.starts = np.array([first])
+        cache.lengths = [length]
+        return cache
 
 
 class _Buffers(InPlaceLayer):
@@ -384,12 +406,10 @@ class _Buffers(InPlaceLayer):
         super().__init__(FIRST_CAPACITY)
         self.heads = 0  # heads of one layer
         self.written = 0  # all columns from this one on are zero
-        self.places: torch.Tensor  # int64 [T], columns of the current pass
-        self.shown = 0  # columns that the current pass is shown, hidden ones included
 
     def load(self, layers: list[InPlaceLayer]) -> bool:
         """Replace the content by that of these layers. Returns whether the buffers have moved."""
-        columns = layers[0].columns
+        columns = layers[0].get_seq_length()
         self.columns = 0
         moved = not self.is_initialized
         if moved:
@@ -398,10 +418,11 @@ class _Buffers(InPlaceLayer):
             self.lazy_initialization(*(states[:, :, :1].repeat(1, len(layers), 1, 1) for states in layers[0].states()))
         else:
             moved = self.make_room(columns)
-        theirs_by_kind = zip(*map(InPlaceLayer.states, layers), strict=True)
-        for buffer, states in zip((self._keys, self._values), theirs_by_kind, strict=True):
-            for index, theirs in enumerate(states):
-                buffer[:, self.heads_of(index), :columns] = theirs
+        for index, layer in enumerate(layers):
+            for ours, theirs in zip(self.of(index, columns), layer.states(), strict=True):
+                first = columns - theirs.shape[2]  # what is left of a sliding window
+                ours[:, :first], ours[:, first:] = 0, theirs[0]
+        for buffer in self.buffers:
             buffer[:, :, columns:] = 0
         self.columns = self.base = self.written = columns
         return moved
@@ -409,77 +430,45 @@ class _Buffers(InPlaceLayer):
     def make_room(self, new: int) -> bool:  # type: ignore[override]  # the base class returns nothing
         """Make room for ``new`` more columns. Returns whether the buffers have moved."""
         wanted = _power_of_two(self.columns + new)
-        if wanted <= self._keys.shape[2]:
+        if wanted <= self._room:
             return False
         self._move(np.zeros(1, np.int64), np.array([self.columns]), wanted)
-        for buffer in (self._keys, self._values):
+        for buffer in self.buffers:
             buffer[:, :, self.columns :] = 0
         return True
 
-    def heads_of(self, layer: int) -> slice:
-        return slice(layer * self.heads, (layer + 1) * self.heads)
+    @property
+    def room(self) -> int:
+        """Columns of the buffers."""
+        return self._room
+
+    def of(self, layer: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first columns of the keys and values of a layer of the model, [heads, columns, head_dim]."""
+        heads = slice(layer * self.heads, (layer + 1) * self.heads)
+        return self._keys[0, heads, :columns], self._values[0, heads, :columns]
 
     def clear_unused(self) -> None:
-        for buffer in (self._keys, self._values):
+        for buffer in self.buffers:
             buffer[:, :, self.columns : self.written] = 0
         self.written = self.columns
 
 
-class _Part(CacheLayerMixin):
-    """One layer of the model in the buffers."""
-
-    is_sliding = False
-
-    def __init__(self, buffers: _Buffers, index: int):
-        super().__init__()
-        self.is_initialized = True
-        self._buffers = buffers
-        self._heads = buffers.heads_of(index)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states [1, heads, T, head_dim] to the columns of the current pass. Return all that it is shown."""
-        shown = slice(self._buffers.shown)
-        keys = self._buffers._keys[:, self._heads, shown]
-        values = self._buffers._values[:, self._heads, shown]
-        keys.index_copy_(2, self._buffers.places, key_states)
-        values.index_copy_(2, self._buffers.places, value_states)
-        return keys, values
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        raise NotImplementedError("the buffers of a StepGraphs are made before a step")
-
-    def get_seq_length(self) -> int:
-        return self._buffers.columns
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._buffers.shown, 0
-
-
 def _layers_of_one_sequence(cache: LookaheadCache) -> list[InPlaceLayer]:
-    """Return the cache's layers if it holds one sequence, position i in column i of each, and all have one shape."""
-    layers = [layer for layer in cache.layers if type(layer) is InPlaceLayer]
-    if len(cache.lengths) > 1 or cache.replay or len(layers) < len(cache.layers):
+    """Return the cache's layers if it holds one sequence, all of its positions are in order, and all have one shape."""
+    layers = cache.in_place
+    if len(cache.lengths) > 1 or cache.paddings or cache.replay or len(layers) < len(cache.layers):
         return []
     first = layers[0]
     are_alike = all(
         layer.is_initialized
-        and layer.columns == cache.lengths[0] > 0
+        and layer.get_seq_length() == cache.lengths[0] > 0
         and not layer.gaps.any()
-        and not layer.starts.any()
+        and (isinstance(layer, SlidingLayer) or not layer.starts.any())
         and (layer.dtype, layer.device) == (first.dtype, first.device)
-        and all(a.shape == b.shape for a, b in zip(layer.states(), first.states(), strict=True))
+        and [x.shape[1::2] for x in layer.buffers] == [x.shape[1::2] for x in first.buffers]
         for layer in layers
     )
     return layers if are_alike else []
-
-
-def _weights(model: PreTrainedModel) -> chain:
-    return chain(model.parameters(), model.buffers())
 
 
 def _rounded_up(columns: int) -> int:

@@ -167,7 +167,7 @@ def _compare_with_plain(runner: EagerRunner, trial: Trial) -> str | None:
         if not _has_column_for_each(caches[-1], logits):
             return "a pass leaves more or fewer positions in the cache than it has tokens"
         worst = max(worst, _error_beyond_rounding(runner, logits, plain))
-    cache = runner.join(caches)
+    cache = runner.begin(runner.join(caches))
     for plan in trial.rounds:
         steps = [step for step, _, _ in plan]
         output = runner.run(steps, cache)

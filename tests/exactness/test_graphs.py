@@ -22,30 +22,27 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.cpu import operations as op
 from lookahead.engine import call
 from lookahead.engine.engine import Lookahead
 from lookahead.models import attention
 from lookahead.models.cache import InPlaceLayer
+from lookahead.models.families import UnknownModelError
 from lookahead.passes import graphs
 from lookahead.passes.capabilities import find_adapter
-from lookahead.passes.graphs import GraphRunner, StaticCache, StepGraphs, capture_cuda, why_eager
+from lookahead.passes.graphs import GraphRunner, StaticCache, StepGraphs, capture_cuda, static_program
 from lookahead.passes.rounding import relative_error, tolerance
 from lookahead.passes.runner import EagerRunner
+from lookahead.passes.static import StaticPass
+from lookahead.step import lay_out
+from ngram_pool import GuessTree
 
-FULL_ATTENTION = [
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gpt2",
-    "gpt_neox",
-    "gptj",
-    "opt",
-    "mixtral",
-    "qwen3_moe",
-    "falcon",
-]
-FULL_ATTENTION += ["olmo2", "cohere", "granite", "stablelm", "gpt_bigcode", "smollm3"]
+SERVED = [
+    "llama", "qwen2", "qwen3", "gemma", "gpt2", "gpt_neox", "gptj", "opt", "mixtral",
+    "qwen3_moe", "falcon", "olmo2", "cohere", "granite", "stablelm", "gpt_bigcode", "smollm3", "mistral",
+    "gemma2", "gemma3_text", "gpt_oss", "cohere2", "deepseek_v3", "glm4_moe", "phimoe", "apertus", "bert",
+    "hunyuan_v1_moe",
+]  # fmt: skip
 GREEDY = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
 FIXED = LookaheadConfig(budget=16, window_size=0)  # step for step the same in every run
 SAMPLED = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.8}
@@ -85,9 +82,9 @@ def serving(step_graphs: StepGraphs):
     def find_runner_with_graphs(engine, model, *needs):
         return GraphRunner(step_graphs, find_runner(engine, model, *needs))
 
-    def noted(self, cache, adapter):
-        borrowed = lend(self, cache, adapter)
-        if borrowed is not cache:
+    def noted(self, cache, *needs):
+        borrowed = lend(self, cache, *needs)
+        if self is step_graphs and borrowed is not cache:
             lent.append(borrowed)
         return borrowed
 
@@ -116,7 +113,7 @@ def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("part", [4, 512])
 @pytest.mark.parametrize("capture", [None, again])
-@pytest.mark.parametrize("model_type", FULL_ATTENTION)
+@pytest.mark.parametrize("model_type", SERVED)
 @torch.no_grad()
 def test_steps_give_eager_logits(model_type, capture, part, monkeypatch):
     """Over random trees, windows and accepted paths, through several sizes of the buffers, in parts and whole."""
@@ -187,17 +184,18 @@ def test_a_step_that_overflows_leaves_nothing_behind(capture, monkeypatch):
     """Decoding repeats such a step without its guesses; the repetition must not see them."""
     model = tiny_model("llama")
     overflown, prompt = [], random_prompt(random.Random(5))
-    original = graphs._Part.update
+    original = vars(StaticPass)["computed"]
 
-    def update(self, keys, values, *args, **kwargs):
-        if keys.shape[2] > 4 and self._buffers.columns < prompt.shape[1] + 9:  # a guess
-            overflown.append(keys)
-            values = values.clone()
-            values[:, :, -1] = torch.inf
-        return original(self, keys, values, *args, **kwargs)
+    def computed(self, operation):
+        if isinstance(operation, op.Append) and len(self.ids) > 4 and self.columns[0] < prompt.shape[1] + 9:  # a guess
+            overflown.append(operation)
+            self.values[operation.values][-1] = torch.inf
+        return original.__get__(self)(operation)
 
-    monkeypatch.setattr(graphs._Part, "update", update)
-    with serving(StepGraphs(model, capture)), warnings.catch_warnings():
+    step_graphs = StepGraphs(model, capture)
+    assert step_graphs._compared(find_adapter(model)) is None
+    monkeypatch.setattr(StaticPass, "computed", computed)
+    with serving(step_graphs), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # it says nothing about a graph, either
         check_identical(model, [prompt], GREEDY, FIXED, seed=0)
     assert overflown
@@ -430,19 +428,19 @@ def failing_from(number: int):
 
 def repeating(function, device, beside):
     """A graph that took its inputs from Python: it is right once."""
-    logits = function()
-    return lambda: logits.clone()
+    logits, _ = function()
+    return lambda: (logits.clone(), {})
 
 
 def shifted(function, device, beside):
-    return lambda: function().roll(1, dims=1)
+    return lambda: (function()[0].roll(1, dims=0), {})
 
 
 def perturbed(function, device, beside):
     def replay():
-        logits = function().clone()
-        logits[:, -1, 5] += 0.5
-        return logits
+        logits = function()[0].clone()
+        logits[-1, 5] += 0.5
+        return logits, {}
 
     return replay
 
@@ -452,9 +450,9 @@ def perturbed(function, device, beside):
     [
         (lambda: failing_from(1), "cannot be captured.*not permitted when stream is capturing"),
         (lambda: failing_from(2), "cannot be captured.*not permitted when stream is capturing"),
-        (lambda: repeating, "does not give the model's logits"),
-        (lambda: shifted, "does not give the model's logits"),
-        (lambda: perturbed, "does not give the model's logits"),
+        (lambda: repeating, "does not give the logits of its pass"),
+        (lambda: shifted, "does not give the logits of its pass"),
+        (lambda: perturbed, "does not give the logits of its pass"),
     ],
     ids=["fails", "fails later", "repeating", "shifted", "perturbed"],
 )
@@ -559,19 +557,26 @@ def test_long_steps_are_not_captured():
 # --- which models
 
 
+def why_not(model) -> str | None:
+    try:
+        static_program(model, find_adapter(model))
+    except UnknownModelError as error:
+        return str(error)
+    return None
+
+
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("mistral", "attend to everything"),
-        ("gemma2", "attend to everything"),
-        ("llama4_text", "attend to everything"),
+        ("gemma4_text", "attend to everything, or to a sliding window"),
+        ("llama4_text", "no page says what Llama4ForCausalLM computes"),
         ("bloom", "mask and position_ids"),
         ("lfm2", "mask and position_ids"),
     ],
 )
 def test_models_that_graphs_do_not_serve(model_type, reason):
     model = tiny_model(model_type)
-    assert reason in why_eager(model, find_adapter(model))
+    assert reason in why_not(model)
     prompt = [random_prompt(random.Random(1))]
     with pytest.warns(UserWarning, match=reason), serving(StepGraphs(model, again)) as lent:
         check_identical(model, prompt, GREEDY, FIXED, seed=0)
@@ -580,29 +585,81 @@ def test_models_that_graphs_do_not_serve(model_type, reason):
 
 def test_what_a_graph_would_leave_out():
     model = tiny_model("llama")
-    adapter = find_adapter(model)
-    assert why_eager(model, adapter) is None
+    assert why_not(model) is None
     hook = model.model.layers[1].register_forward_hook(lambda *args: None)
-    assert "LlamaDecoderLayer" in why_eager(model, adapter)
+    assert "LlamaDecoderLayer has a hook" in why_not(model)
     hook.remove()
     hook = model.model.register_forward_pre_hook(lambda *args: None)
-    assert "LlamaModel" in why_eager(model, adapter)
+    assert "LlamaModel has a hook" in why_not(model)
     hook.remove()
     model(torch.tensor([[3]]), output_hidden_states=True)  # transformers leaves hooks that then do nothing
     assert any(layer._forward_hooks for layer in model.model.layers)
-    assert why_eager(model, adapter) is None
+    assert why_not(model) is None
+    adapter = find_adapter(model)
     model.model.norm.to("meta")
-    assert "several devices" in why_eager(model, adapter)
+    with pytest.raises(UnknownModelError, match="several devices"):
+        static_program(model, adapter)
 
 
 def test_models_of_accelerate_and_peft():
     accelerate, peft = pytest.importorskip("accelerate"), pytest.importorskip("peft")
     model = tiny_model("llama")
     accelerate.hooks.add_hook_to_module(model.model.layers[0], accelerate.hooks.ModelHook())
-    assert "accelerate" in why_eager(model, find_adapter(model))
+    assert "accelerate" in why_not(model)
     adapted = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(task_type="CAUSAL_LM"))
-    base = adapted.get_base_model()
-    assert "adapters" in why_eager(base, find_adapter(base))
+    assert "peft" in why_not(adapted.get_base_model())
+
+
+@torch.no_grad()
+def test_weights_of_two_dtypes_are_not_captured():
+    model = tiny_model("llama")
+    model.model.norm.to(torch.float64)
+    with pytest.raises(UnknownModelError, match="not all of one dtype"):
+        static_program(model, find_adapter(tiny_model("llama")))
+
+
+def test_passes_that_differ_from_the_models_are_not_used(monkeypatch):
+    """They are compared before they serve a model."""
+    original = vars(StaticPass)["computed"]
+
+    def computed(self, operation):
+        found = original.__get__(self)(operation)
+        return found * 1.01 if isinstance(operation, op.Gate) else found
+
+    monkeypatch.setattr(StaticPass, "computed", computed)
+    model = tiny_model("llama")
+    with pytest.warns(UserWarning, match="differ from plain decoding's"), serving(StepGraphs(model, again)) as lent:
+        check_identical(model, [random_prompt(random.Random(1))], GREEDY, FIXED, seed=0)
+    assert not lent
+
+
+@torch.no_grad()
+def test_hidden_states_are_those_of_the_model():
+    """They are copies: the next pass does not change them."""
+    model, rng = tiny_model("gemma2"), random.Random(3)
+    runner, ids = EagerRunner(model, find_adapter(model), (0, 1, 2)), random_prompt(rng, 30)
+    with_graphs = GraphRunner(StepGraphs(model, again), runner)
+    eager, static, found = prefilled(runner, ids), with_graphs.begin(prefilled(runner, ids)), []
+    for _ in range(4):
+        step = random_step(rng)[0]
+        expected, output = runner.run([step], eager).hidden_states, with_graphs.run([step], static).hidden_states
+        found.append((expected, output))
+        for cache in (eager, static):
+            cache.commit([step], [[0]])
+    for expected, output in found:
+        assert output.keys() == expected.keys() == {0, 1, 2}
+        assert all(agree(output[i], expected[i]) for i in output)
+
+
+def test_positions_end_with_their_table():
+    model = tiny_model("gpt2", max_position_embeddings=40)
+    runner = runner_of(model)
+    with_graphs = GraphRunner(StepGraphs(model, None), runner)
+    static = with_graphs.begin(prefilled(runner, torch.arange(3, 42)[None]))
+    with_graphs.run([lay_out(5, GuessTree.empty())], static)
+    static.commit([lay_out(5, GuessTree.empty())], [[0]])
+    with pytest.raises(IndexError, match="position 40 lies behind the table of 40 positions"):
+        with_graphs.run([lay_out(5, GuessTree.empty())], static)
 
 
 def test_on_a_cpu_nothing_is_captured():
@@ -671,13 +728,13 @@ def on_gpu(model_type: str = "llama", dtype: torch.dtype = torch.float32):
 
 
 @needs_gpu
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2", "gptj", "opt"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2", "gptj", "opt", "gemma2", "mixtral", "deepseek_v3"])
 @torch.no_grad()
 def test_captured_steps_give_eager_logits(model_type, monkeypatch):
     monkeypatch.setattr(graphs, "FIRST_CAPACITY", 16)
     model, rng = on_gpu(model_type), random.Random(0)
     runner, ids = runner_of(model), random_prompt(rng, 30).cuda()
-    assert why_eager(model, runner.adapter) is None
+    assert why_not(model) is None
     eager, step_graphs = prefilled(runner, ids), StepGraphs(model)
     with_graphs = GraphRunner(step_graphs, runner)
     static = with_graphs.begin(prefilled(runner, ids))
@@ -688,11 +745,11 @@ def test_captured_steps_give_eager_logits(model_type, monkeypatch):
         for cache in (eager, static):
             cache.commit([step], [[0]])
     assert step_graphs._replays
-    assert not step_graphs._given_up
+    assert step_graphs._given_up is None
 
 
 @needs_gpu
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2", "gemma3_text", "qwen3_moe"])
 def test_captured_texts_are_identical(model_type):
     model, rng = on_gpu(model_type), random.Random(3)
     step_graphs = StepGraphs(model)
@@ -706,7 +763,7 @@ def test_captured_texts_are_identical(model_type):
                 texts.append(model.generate(ids, **options).tolist())
         assert texts[0] == texts[1]
     assert step_graphs._replays
-    assert not step_graphs._given_up
+    assert step_graphs._given_up is None
 
 
 @needs_gpu
@@ -729,16 +786,16 @@ def test_replays_are_no_passes(monkeypatch):
 
 
 @needs_gpu
-def test_failed_capture_leaves_the_device_usable():
+def test_failed_capture_leaves_the_device_usable(monkeypatch):
     """A pass that waits for the GPU cannot be captured; sampling goes on from the same state of the generator."""
     model = on_gpu()
-    original = model.model.norm.forward
+    original = vars(StaticPass)["computed"]
 
-    def waiting(x):
-        assert x.sum().item() < 1e30
-        return original(x)
+    def waiting(self, operation):
+        assert self.ids.sum().item() >= 0
+        return original.__get__(self)(operation)
 
-    model.model.norm.forward = waiting
+    monkeypatch.setattr(StaticPass, "computed", waiting)
     lookahead.wrap(model, FIXED)
     ids = random_prompt(random.Random(3)).cuda()
     torch.manual_seed(0)

@@ -23,7 +23,6 @@ import lookahead
 from lookahead import DraftModelSource, LayerSkipSource, LookaheadConfig, PoolSource, UnsupportedModelError
 from lookahead.compat import is_compiled
 from lookahead.cpu import products
-from lookahead.models import state
 from lookahead.models.cache import LookaheadCache
 from lookahead.passes import costs
 from lookahead.passes.capabilities import find_adapter
@@ -425,7 +424,7 @@ def test_beside_cuda_graphs_it_proposes_nothing_and_says_so():
     lookahead.wrap(
         model, LookaheadConfig(cuda_graphs=True, budget=8), source=[PoolSource(), LayerSkipSource(model, [1])]
     )
-    model.lookahead.graphs, model.lookahead._graphs_of = StepGraphs(model, capture=None), state.state_of(model).key
+    model.lookahead.graphs = StepGraphs(model, capture=None)
     with pytest.warns(UserWarning, match="LayerSkipSource proposes nothing: .*StaticCache"):
         assert model.generate(IDS, **GREEDY).tolist() == expected
     assert model.lookahead.last.accepted["LayerSkipSource"] == 0

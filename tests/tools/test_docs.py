@@ -26,7 +26,7 @@ from lookahead.engine import assisted, fallback, report
 from lookahead.models import branching, families, layers, state, training
 from lookahead.models.families import gemma
 from lookahead.models.families.page import Page
-from lookahead.passes import capabilities, compiled, conditions, fused, graphs, probe, runner
+from lookahead.passes import capabilities, compiled, conditions, fused, graphs, probe, runner, static
 from lookahead.tools.batch import READ_PADDING
 from lookahead.tools.cli import main as program
 from ngram_pool import cpp
@@ -279,7 +279,8 @@ SPEAKERS = {
     layers.why_no_branches: ast.Return,
     fused.FusedRunner.__init__: ast.Raise,
     compiled.CompiledRunner.run: ast.Call,
-    graphs.why_eager: ast.Return,
+    graphs.static_program: ast.Raise,
+    static.why_not: ast.Return,
     graphs.StepGraphs.lend: (ast.Assign, ast.Call),
     graphs.StepGraphs._run: ast.Call,
     probe.compare_with_plain: ast.Return,
@@ -289,7 +290,7 @@ SPEAKERS = {
 }
 # Texts of the same functions that are errors, warnings or names of settings.
 ELSEWHERE = re.compile(
-    r"adapter$|sdpa|eager|cannot be decoded|Loading it|its own generate|Guesses will be|CUDA graphs do not serve|cuda|"
+    r"adapter$|sdpa|eager|cannot be decoded|Loading it|its own generate|Guesses will be|cuda|"
     r"numpy|is left to torch|, which is slower"
 )
 

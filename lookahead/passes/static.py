@@ -1,0 +1,151 @@
+"""A program over a cache whose keys and values have fixed places, in plain torch: what a CUDA graph captures.
+
+Nothing in it depends on a number that the device has yet to find out, so that it never waits for the device.
+"""
+
+from collections.abc import Mapping
+from functools import singledispatchmethod
+from typing import ClassVar
+
+import torch
+from torch.nn import functional
+
+from lookahead.compat import grouped_products, is_plain
+from lookahead.cpu import operations as op
+from lookahead.cpu.products import Format, Linear
+from lookahead.cpu.program import Program
+from lookahead.cpu.reference import Reference
+from lookahead.models.attention import attend_in_parts
+
+
+class StaticPass(Reference):
+    """One pass over T rows in the program's dtype. It is launched operation by operation, or replayed as a graph.
+
+    RMS norms are torch's own kernel, which rounds once.
+    """
+
+    serves: ClassVar[tuple[type[op.Operation], ...]] = (
+        op.Embed, op.Norm, op.Products, op.Select, op.HeadProducts, op.Join, op.Rotary, op.Append, op.Attend, op.Gate,
+        op.Xielu, op.Experts, op.Weigh, op.Scale, op.Add, op.Keep, op.Logits,
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        program: Program,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        columns: torch.Tensor,
+        hidden: Mapping[int, torch.Tensor],
+        wanted: tuple[int, ...] = (),
+    ):
+        """Other arguments as for `Reference`.
+
+        caches: by layer, the columns of keys and values that are shown, [key heads, shown, head size]; those of the
+        rows are written to. columns: of the rows, int64 [T]. hidden: by layer, which columns each row must not see,
+        bool [T, shown]; layers of one kind have the same tensor. wanted: numbers of the outputs that
+        are kept.
+        """
+        self.wanted = wanted
+        self.columns = columns
+        self.masks: dict[int, torch.Tensor] = {}
+        """Additive, by the identity of a tensor of `hidden`."""
+        super().__init__(program, ids, positions, rotary, caches, hidden, wide=program.dtype)
+
+    @singledispatchmethod
+    def computed(self, operation: op.Operation) -> torch.Tensor | None:
+        return super().computed(operation)
+
+    @computed.register
+    def _(self, norm: op.Norm) -> torch.Tensor | None:
+        if norm.is_centered or norm.offset or norm.gate is not None:
+            return super().computed(norm)
+        x = self.heads(norm.x, norm.size)
+        return functional.rms_norm(x, (norm.size,), norm.weight, norm.epsilon).flatten(1)
+
+    @computed.register
+    def _(self, keep: op.Keep) -> None:
+        if keep.index in self.wanted:
+            self.outputs[keep.index] = self.values[keep.x]
+
+    @computed.register
+    def _(self, append: op.Append) -> None:
+        pairs = (append.keys, append.size), (append.values, append.value_size)
+        for held, (x, size) in zip(self.caches[append.layer], pairs, strict=True):
+            held.index_copy_(1, self.columns, self.heads(x, size).transpose(0, 1))
+
+    @computed.register
+    def _(self, attend: op.Attend) -> torch.Tensor | None:
+        is_usual = attend.size == attend.value_size and not attend.cap and attend.sinks is None
+        if attend.is_latent or not is_usual:
+            return super().computed(attend)
+        queries = self.heads(attend.x, attend.size).transpose(0, 1)
+        keys, values = self.caches[attend.layer]
+        mask = self.mask(self.hidden[attend.layer])
+        return attend_in_parts(queries[None], keys[None], values[None], mask, attend.scaling).flatten(2)[0]
+
+    def mask(self, hidden: torch.Tensor) -> torch.Tensor:
+        """An additive mask, [1, 1, T, shown]. All layers of a kind have the same."""
+        if id(hidden) not in self.masks:
+            mask = torch.zeros_like(hidden, dtype=self.dtype)
+            least = torch.finfo(self.dtype).min / 2  # kernels scale it: the least number would overflow
+            self.masks[id(hidden)] = mask.masked_fill_(hidden, least)[None, None]
+        return self.masks[id(hidden)]
+
+    def mixed(self, experts: op.Experts, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Each choice of a row is a row of its own here. They are sorted by expert, so that experts are read once."""
+        order = chosen.flatten().argsort(stable=True)
+        of_rows = chosen.flatten()[order]
+        groups = torch.arange(experts.count, device=order.device)
+        ends = torch.searchsorted(of_rows, groups, right=True).to(torch.int32)
+
+        def product(x: torch.Tensor, linears: tuple[Linear, ...]) -> torch.Tensor:
+            stacked = together(linears)
+            assert stacked is not None  # as `why_not` has found
+            found, biases = grouped_products(x, stacked.mT, ends), [one.bias for one in linears if one.bias is not None]
+            return found + torch.stack(biases)[of_rows] if biases else found
+
+        both = product(self.values[experts.x][order // experts.top_k], experts.experts[::2])
+        if experts.limit:
+            inner = self.clipped(both, experts.alpha, experts.limit)
+        elif experts.is_gated:
+            gate, up = both.chunk(2, dim=-1)
+            inner = self.activated(gate, experts.activation) * up
+        else:
+            inner = self.activated(both, experts.activation)
+        weighed = self.rounded(product(inner, experts.experts[1::2]) * weights.flatten()[order, None])
+        by_choice = torch.empty_like(weighed).index_copy_(0, order, weighed)
+        return by_choice.unflatten(0, (-1, experts.top_k)).sum(1)
+
+
+def together(linears: tuple[Linear, ...]) -> torch.Tensor | None:
+    """The weights of these layers as one tensor [layers, outputs, inputs], not a copy; None if they lie apart."""
+    weights = [linear.weight for linear in linears]
+    places = [weight.storage_offset() for weight in weights]
+    first, step = weights[0], places[1] - places[0] if len(places) > 1 else 0
+    alike = {(one.untyped_storage().data_ptr(), one.shape, one.stride()) for one in weights}
+    if len(alike) > 1 or places != [places[0] + i * step for i in range(len(places))]:
+        return None
+    return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
+
+
+def why_not(program: Program) -> str | None:
+    """Say why `StaticPass` cannot run this program; None if it can."""
+    for one in program.operations:
+        if not isinstance(one, StaticPass.serves) or (isinstance(one, op.Attend) and one.biases is not None):
+            return f"no graph computes its {type(one).__name__.lower()}"
+        if isinstance(one, op.Experts) and None in map(together, (one.experts[::2], one.experts[1::2])):
+            return "the weights of its experts lie apart"
+    if not all(one.fits() for one in program.operations):
+        return "the shapes of its weights do not fit"
+    wide = {id(tensor) for one in program.operations for tensor in one.wide()}
+    narrow = [tensor for tensor in program.tensors if id(tensor) not in wide]
+    is_of_floats = all(linear.format == Format.FLOATS for linear in program.linears)
+    if not is_of_floats or {tensor.dtype for tensor in narrow} != {program.dtype}:
+        return "its weights are not all of one dtype"
+    if not all(map(is_plain, program.tensors)):
+        return "some of its weights are not plain tensors"
+    if len({tensor.device for tensor in program.tensors}) > 1:
+        return "it is spread over several devices"
+    return None
