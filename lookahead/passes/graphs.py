@@ -34,13 +34,12 @@ from lookahead.cpu.program import Program
 from lookahead.models import attention
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SlidingLayer
-from lookahead.models.families import Page, UnknownModelError, page_of
+from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.layers import ropes_of
 from lookahead.models.origin import is_own
 from lookahead.models.state import state_of
 from lookahead.passes import probe, static
 from lookahead.passes.capabilities import once_for_all
-from lookahead.passes.fused import Watch
 from lookahead.passes.rounding import relative_error, tolerance
 from lookahead.passes.runner import EagerRunner, Output, TopK
 from lookahead.step import Step, pad
@@ -98,8 +97,8 @@ class _CudaReplay:
         return self.result
 
 
-def static_program(model: PreTrainedModel, adapter: ModelAdapter) -> tuple[Page, Program]:
-    """Return the model's page and program. Raises UnknownModelError if its passes cannot be replayed on any device."""
+def static_program(model: PreTrainedModel, adapter: ModelAdapter) -> Program:
+    """Return the model's program. Raises UnknownModelError if its passes cannot be replayed on any device."""
     if adapter.foreign:
         raise UnknownModelError(adapter.foreign[0])
     page = page_of(model)
@@ -118,7 +117,7 @@ def static_program(model: PreTrainedModel, adapter: ModelAdapter) -> tuple[Page,
     program = page.program()
     if (reason := static.why_not(program)) is not None:
         raise UnknownModelError(reason)
-    return page, program
+    return program
 
 
 class StepGraphs:
@@ -133,12 +132,11 @@ class StepGraphs:
     _inputs: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by T
     _tables: dict[str, tuple[torch.Tensor, torch.Tensor]]  # of the rotary embedding
     _positions: int  # that a text may have; 0: there are no tables
-    _made_for: tuple[tuple, tuple[int, ...]] | None  # `State.key` of the model, and the outputs that are requested
-    _watch: Watch
+    _made_for: tuple | None  # the model's state, the outputs that are requested, and where its weights are
     _lent: "StaticCache | None"
-    _page: Page
-    _program: Program
+    _program: Program | None  # while a call has the buffers: it holds the weights
     _windows: dict[int | None, list[int]]  # layers of the cache, by their sliding windows
+    _wanted: tuple[int, ...]  # outputs that are requested
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = capture_cuda):
         """capture: makes a replay of a function. None: run steps of fixed shape without capturing them."""
@@ -155,6 +153,11 @@ class StepGraphs:
         model = self._to_model()
         assert model is not None, "the caller of a step keeps the model alive"
         return model
+
+    @property
+    def _running(self) -> Program:
+        assert self._program is not None, "passes run while a call has the buffers"
+        return self._program
 
     def __getstate__(self) -> dict:
         return {"model": self._model, "capture": self._capture}  # a copy makes its own graphs and buffers
@@ -181,30 +184,33 @@ class StepGraphs:
             return cache
         if not self._free.acquire(blocking=False):
             return cache
+        lent = None
         try:
-            made_for = state, hidden_states
-            if self._made_for != made_for or self._watch.has_changed():
-                self._forget()
-                self._watch = Watch(model.modules())
-                self._page, self._program = static_program(model, adapter)
-                self._windows = {visibility.window: layers for visibility, layers in adapter.kinds.items()}
-                self._made_for = made_for
             if layers := _layers_of_one_sequence(cache):
+                program = static_program(model, adapter)
+                places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in program.tensors]
+                if self._made_for != (made_for := (state, hidden_states, places)):
+                    self._forget()
                 if self._buffers.load(layers):
                     self._drop_graphs()
-                self.why_not, self._lent = None, StaticCache(self._buffers, cache)
-                return self._lent
+                self._made_for, self._program, self._wanted = made_for, program, hidden_states
+                self._windows = {visibility.window: layers for visibility, layers in adapter.kinds.items()}
+                self.why_not, lent = None, StaticCache(self._buffers, cache)
         except UnknownModelError as error:
             self._warn(str(error))
         except torch.OutOfMemoryError:
+            self._forget()
             self._give_up("there is no memory for their buffers")
-        self._free.release()
-        return cache
+        finally:
+            self._lent = lent
+            if lent is None:
+                self._free.release()
+        return cache if lent is None else lent
 
     def take_back(self, cache: LookaheadCache) -> None:
         """End a call's use of the buffers. Does nothing if `lend` returned the call's own cache."""
         if cache is self._lent:
-            self._lent = None
+            self._lent = self._program = None
             if self._given_up is not None:
                 self._forget()
             self._free.release()
@@ -244,8 +250,8 @@ class StepGraphs:
 
     def _forget(self) -> None:
         self._drop_graphs()
-        self._inputs, self._made_for, self._watch = {}, None, Watch([])
-        self._buffers, self._lent = _Buffers(), None
+        self._inputs, self._made_for, self._buffers = {}, None, _Buffers()
+        self._lent = self._program = None
 
     def _drop_graphs(self) -> None:
         """Drop what is made for the buffers where they are."""
@@ -285,13 +291,14 @@ class StepGraphs:
         like = self._buffers.buffers[0].new_empty(1, 1, 1)
         positions = torch.arange(self._buffers.room, device=like.device)[None]
         with torch.inference_mode(False), torch.no_grad():
-            for name, size in self._program.rotaries.items():
-                cos, sin = self._page.rotary_tables(like, positions, name)
-                if cos.shape != sin.shape or not (cos.shape[1] == size or self._page.turns_part):
+            page, program = page_of(self._model), self._running
+            for name, size in program.rotaries.items():
+                cos, sin = page.rotary_tables(like, positions, name)
+                if cos.shape != sin.shape or not (cos.shape[1] == size or page.turns_part):
                     raise RuntimeError("the rotary embedding does not fit the heads")
                 self._tables[name] = cos, sin
         ends = [len(cos) for cos, _ in self._tables.values() if len(cos) < self._buffers.room]
-        self._positions = min([self._program.positions or 2**62, *ends])
+        self._positions = min([program.positions or 2**62, *ends])
 
     def _pass(self, rows: int, shown: int) -> Result:
         """Run the pass to capture, over ``rows`` input rows and ``shown`` columns."""
@@ -302,14 +309,11 @@ class StepGraphs:
             all_columns = torch.arange(shown, device=begin.device)
             behind = (all_columns >= begin).expand(rows, shown).index_copy(1, columns, ~ancestors)
             distances = positions[:, None] - all_columns.index_copy(0, columns, positions)
-            hidden = {
-                layer: behind if window is None else behind | (distances >= window)
-                for window, layers in self._windows.items()
-                for layer in layers
-            }
-            caches = {layer: self._buffers.of(i, shown) for i, layer in enumerate(self._program.caches)}
-            _, wanted = self._made_for or (None, ())
-            found = static.StaticPass(self._program, ids, positions, self._tables, caches, columns, hidden, wanted)
+            program, hidden = self._running, dict[int, torch.Tensor]()
+            for window, layers in self._windows.items():
+                hidden |= dict.fromkeys(layers, behind if window is None else behind | (distances >= window))
+            caches = {layer: self._buffers.of(i, shown) for i, layer in enumerate(program.caches)}
+            found = static.StaticPass(program, ids, positions, self._tables, caches, columns, hidden, self._wanted)
             return found.logits, found.outputs
 
     def _run(self, rows: int, shown: int) -> Result:
