@@ -407,116 +407,88 @@ class Executor:
         )
 
     def _lay_out(self, program: Program, buffers: _Buffers, digests: list[int]) -> list[np.ndarray]:
-        """Fill in the operations of C++. Return the products that they refer to. digests: addresses, or 0."""
-        kinds, activations, kept = _described().kinds, _described().activations, list[np.ndarray]()
-        numbers = {buffer: i for i, buffer in enumerate(buffers.all)}
-        table, multiplying = self._operations, -1
-        for i in reversed(range(len(table))):
-            now, operation = table[i], program.operations[i]
+        """Fill in the operations of C++. Return the arrays that they refer to. digests: addresses, or 0.
+
+        What C++ calls by the same name as `operations` is copied; the rest stands here.
+        """
+        described, kept = _described(), list[np.ndarray]()
+        places = {buffer: i for i, buffer in enumerate(buffers.all)}
+        names = described.operation.names or ()
+
+        def number(value: op.Value) -> int:
+            return places[buffers.of[value]]
+
+        def array(numbers: list) -> int:
+            kept.append(np.array(numbers, np.int64))
+            return kept[-1].ctypes.data
+
+        multiplying = -1  # the operation that multiplies next; behind experts, only the pass itself finds which weights
+        for i in reversed(range(len(program.operations))):
+            now, operation = self._operations[i], program.operations[i]
             of_digests = [digests.pop() for _ in operation.linears][::-1]
-            now["meets"], now["next"], now["y"], now["out"] = buffers.meets[i], multiplying, -1, -1
-            settings: dict[str, Any] = {}
+            settings: dict[str, Any] = {name: getattr(operation, name) for name in names if hasattr(operation, name)}
+            settings |= {"width": operation.x.width} if hasattr(operation, "x") else {}
             kind = type(operation).__name__.upper()
             match operation:
-                case op.Embed(out, weight, factor, of_positions, offset, form):
-                    settings = {"width": out.width, "weight": weight, "factor": factor}
-                    settings |= {"bias": of_positions, "index": offset, "format": form}
-                case op.Norm(x):
-                    names = "size", "weight", "bias", "epsilon", "offset", "rounds_once", "is_centered", "gates_behind"
-                    settings = {name: getattr(operation, name) for name in names} | {"width": x.width}
-                    settings["y"] = operation.gate
-                    kind = "NORM_HEADS" if operation.of_heads else "NORM"
-                case op.HeadProducts(x, out, weight, heads, first, is_transposed):
-                    settings = {"width": x.width, "size": out.width // heads, "weight": weight, "heads": heads}
-                    settings |= {"count": len(weight) // heads, "index": first, "is_transposed": is_transposed}
+                case op.Embed(out, of_positions=of_positions, offset=offset):
+                    settings |= {"width": out.width, "bias": of_positions, "index": offset}
+                case op.Norm(gate=gate, of_heads=of_heads):
+                    settings["y"], kind = gate, "NORM_HEADS" if of_heads else "NORM"
+                case op.HeadProducts(out=out, weight=weight, heads=heads, first=first):
+                    settings |= {"size": out.width // heads, "count": len(weight) // heads, "index": first}
                     settings["value_size"] = weight.shape[1]
-                case op.Join(x, out, more, heads):
-                    settings = {"width": x.width, "y": more, "heads": heads, "size": out.width // heads}
-                case op.Rotary(x, _, size, name, rounds_once, is_interleaved, separates):
-                    settings = {"width": x.width, "size": size, "index": list(self.rotaries).index(name)}
-                    settings |= {"rounds_once": rounds_once, "is_interleaved": is_interleaved, "separates": separates}
-                case op.Append(keys, values, layer, size):
-                    settings = {"width": keys.width, "size": size, "index": layer, "x": keys, "y": values}
-                    settings["value_size"] = operation.value_size
-                case op.Select(x, out, size, group, first, taken, repeats):
-                    settings = {"width": x.width, "size": size, "count": group, "index": first}
-                    settings |= {"taken": taken, "repeats": repeats, "heads": out.width // size}
-                case op.Attend(x, _, layer, size, key_heads, scaling, cap, sinks):
-                    settings = {"width": x.width, "size": size, "index": layer, "count": key_heads, "factor": scaling}
-                    settings |= {"cap": cap, "weight": sinks, "value_size": operation.value_size}
-                    settings |= {"is_latent": operation.is_latent, "rounds_scores": operation.rounds_scores}
-                    if operation.biases is not None:
-                        kept.append(operation.biases)
-                        settings |= {"biases": kept[-1].ctypes.data, "positions": operation.biases.shape[1]}
-                        settings["by_distance"] = operation.by_distance
-                case op.Weigh(x, _, by):
-                    settings = {"width": x.width, "y": by}
-                case op.Convolve(x, _, weight, layer, bias, first):
-                    settings = {"width": x.width, "weight": weight, "bias": bias, "index": layer}
-                    settings |= {"taps": operation.taps, "first": first}
-                case op.Delta(x, _, keys, values, decays, rates, log_speeds, biases, layer, heads, size, factor):
-                    kept.append(np.array([numbers[buffers.of[one]] for one in (values, decays, rates)], np.int64))
-                    settings = {"width": x.width, "y": keys, "temporary": kept[-1].ctypes.data, "index": layer}
-                    settings |= {"weight": log_speeds, "bias": biases, "heads": heads, "size": size, "factor": factor}
-                    settings["value_size"] = operation.value_size
-                case op.Scan(x, _, keys, values, times, log_speeds, biases, skips, layer, heads, size):
-                    kept.append(np.array([numbers[buffers.of[one]] for one in (values, times)], np.int64))
-                    settings = {"width": x.width, "y": keys, "temporary": kept[-1].ctypes.data, "index": layer}
-                    settings |= {"weight": log_speeds, "bias": biases, "skips": skips, "heads": heads, "size": size}
-                    settings["value_size"] = operation.value_size
-                case op.Gate(x, _, activation, by, rounds_once):
-                    settings = {"width": x.width, "activation": activations[activation.upper()], "y": by}
-                    settings["rounds_once"] = rounds_once
-                case op.Xielu(x, _, positive, negative, beta, least):
-                    settings = {"width": x.width, "factor": positive, "alpha": negative}
-                    settings |= {"offset": beta, "limit": least}
-                case op.Scale(x, _, factor):
-                    settings = {"width": x.width, "factor": factor}
-                case op.Add(x, _, more, factor):
-                    settings = {"width": x.width, "y": more, "factor": factor}
-                case op.Keep(x, index):
-                    settings = {"width": x.width, "index": index}
-                case op.Experts(x, out, activation=activation):
-                    temporary = [numbers[buffer] for buffer in buffers.temporary[out]]
+                case op.Join(out=out, more=more, heads=heads):
+                    settings |= {"y": more, "size": out.width // heads}
+                case op.Add(more=more):
+                    settings["y"] = more
+                case op.Rotary(name=name):
+                    settings["index"] = list(self.rotaries).index(name)
+                case op.Append(keys, values, layer):
+                    settings |= {"width": keys.width, "x": keys, "y": values, "index": layer}
+                case op.Select(out=out, size=size, group=group, first=first):
+                    settings |= {"count": group, "index": first, "heads": out.width // size}
+                case op.Attend(layer=layer, key_heads=key_heads, scaling=scaling, sinks=sinks, biases=biases):
+                    settings |= {"index": layer, "count": key_heads, "factor": scaling, "weight": sinks}
+                    if biases is not None:
+                        kept.append(biases)
+                        settings |= {"biases": biases.ctypes.data, "positions": biases.shape[1]}
+                case op.Gate(by=by) | op.Weigh(by=by):
+                    settings["y"] = by
+                case op.Convolve(layer=layer):
+                    settings["index"] = layer
+                case op.Delta(layer=layer, keys=keys) | op.Scan(layer=layer, keys=keys):
+                    settings |= {"y": keys, "index": layer, "weight": operation.log_speeds, "bias": operation.biases}
+                    others = [value for value in operation.read() if value not in (operation.x, keys)]
+                    settings["temporary"] = array(list(map(number, others)))
+                case op.Xielu(positive=positive, negative=negative, beta=beta, least=least):
+                    settings |= {"factor": positive, "alpha": negative, "offset": beta, "limit": least}
+                case op.Experts(x, out, routed=routed):
                     matrices = [(*linear.matrix(), -1, 0) for linear in operation.linears]
                     if operation.router is not None:  # it is none of them, but has its place
                         matrices.insert(0, (0,) * len(matrices[0]))
-                    kept += [np.array(matrices, np.int64), np.array(temporary, np.int64)]
-                    settings = {"width": x.width, "products": kept[-2].ctypes.data, "count": len(matrices)}
-                    settings |= {
-                        "size": (operation.routed or x).width,
-                        "y": operation.routed,
-                        "temporary": kept[-1].ctypes.data,
-                        "activation": activations[activation.upper()],
-                    }
-                    copied = (
-                        *("top_k", "adds_to_one", "rounds_weights", "is_sigmoid", "factor", "groups", "top_groups"),
-                        *("rounds_steps", "rounds_ranks", "epsilon"),
-                        *("best_of_group", "nearness", "limit", "alpha", "correction", "router", "scales", "is_gated"),
-                    )
-                    settings |= {name: getattr(operation, name) for name in copied}
-                    multiplying = -1  # which weights come first, only the pass itself finds
-                case op.Products(x) | op.Logits(x):
-                    outs = [numbers[buffers.of[out]] for out in operation.written()] or [-1]
+                    settings |= {"products": array(matrices), "count": len(matrices), "size": (routed or x).width}
+                    temporary = array([places[buffer] for buffer in buffers.temporary[out]])
+                    settings |= {"y": routed, "temporary": temporary}
+                case op.Products() | op.Logits():
+                    outs = [number(out) for out in operation.written()] or [-1]
                     matrices = [linear.matrix() for linear in operation.linears]
-                    kept.append(
-                        np.array([(*m, *to) for m, *to in zip(matrices, outs, of_digests, strict=True)], np.int64)
-                    )
-                    settings = {"width": x.width, "products": kept[-1].ctypes.data, "count": len(matrices)}
+                    matrices = [(*m, *to) for m, *to in zip(matrices, outs, of_digests, strict=True)]
+                    settings |= {"products": array(matrices), "count": len(matrices)}
                     settings["is_each_shared"] = buffers.is_each_shared(operation)
-                    multiplying = i
-            now["kind"] = kinds[kind]
-            if not isinstance(operation, (op.Embed, op.Append)):
-                settings["x"] = operation.x  # type: ignore[attr-defined]  # all others have it
-            if len(operation.written()) == 1:
-                settings["out"] = operation.written()[0]
+            now["kind"], now["meets"], now["next"] = described.kinds[kind], buffers.meets[i], multiplying
+            now["y"], now["out"] = -1, -1
             for name, value in settings.items():
-                if isinstance(value, op.Value):
-                    now[name] = numbers[buffers.of[value]]
-                elif isinstance(value, torch.Tensor):
-                    now[name] = value.data_ptr()
-                elif value is not None:
-                    now[name] = value
+                match value:
+                    case op.Value():
+                        now[name] = number(value)
+                    case torch.Tensor():
+                        now[name] = value.data_ptr()
+                    case str():
+                        now[name] = described.activations[value.upper()]
+                    case bool() | int() | float():
+                        now[name] = value
+            if isinstance(operation, (op.Products, op.Logits, op.Experts)):
+                multiplying = -1 if isinstance(operation, op.Experts) else i
         return kept
 
     def run(
