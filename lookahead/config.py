@@ -56,11 +56,6 @@ class LookaheadConfig:
     """Whether to decode models whose logits depend on the other rows of a pass by more than rounding, as they do where
     activations are quantized in each pass. The texts of such models differ from plain decoding's."""
 
-    compile_passes: bool = False
-    """Whether the passes of single sequences are compiled (`passes.compiled`), where they are not fused. This needs a
-    C++ compiler, and the first text of a process waits for it: on two cores 20 to 40 seconds for twelve layers, 7 in
-    later processes."""
-
     cuda_graphs: bool = False
     """Whether steps are replayed as CUDA graphs (`passes.graphs`), so that a GPU need not launch each kernel anew. Only
     for single sequences, and for models on one GPU whose family has a page (`models.families`) and whose layers keep no
@@ -69,7 +64,7 @@ class LookaheadConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.pack_weights, bool) and self.pack_weights != AUTO:  # 1 == True, but is not True
             raise ValueError(f"pack_weights={self.pack_weights!r} must be True, False or {AUTO!r}")
-        for name in ("cpu_kernels", "allow_row_dependent", "compile_passes", "cuda_graphs"):
+        for name in ("cpu_kernels", "allow_row_dependent", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):  # a text would count as True
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.strategy not in STRATEGIES:

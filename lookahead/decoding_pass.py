@@ -24,8 +24,6 @@ class DecodingPass:
     """Whether models with "sdpa" attention use `attention.attend`."""
     uses_kernels: bool
     """Whether our own kernels may be used on a CPU (`products`, `tree_attention`)."""
-    is_traced: bool
-    """Whether torch.compile traces the pass for `passes.compiled`."""
     forest: "Forest | None" = None
     """The rows of the pass, if layers with a state compute them as a tree (`models.recurrence`)."""
     places: Places | None = None
@@ -45,23 +43,15 @@ _thread = threading.local()
 def decoding_pass(
     splits_attention: bool,
     uses_kernels: bool,
-    is_traced: bool = False,
     forest: "Forest | None" = None,
     places: Places | None = None,
 ) -> DecodingPass:
     """Run a block as a pass of the decoding loop, in this thread: ``with decoding_pass(...)``."""
     # Tracers follow only torch's own operations, and our kernels give no gradients.
     uses_kernels = uses_kernels and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    return DecodingPass(splits_attention, uses_kernels, is_traced, forest, places)
+    return DecodingPass(splits_attention, uses_kernels, forest, places)
 
 
 def current_pass() -> DecodingPass | None:
     """The pass that this thread is running; None outside of the decoding loop."""
     return getattr(_thread, "current", None)
-
-
-@torch.compiler.assume_constant_result
-def is_traced() -> bool:
-    """Whether this thread traces a pass for `passes.compiled`. Users who compile a model get torch's attention."""
-    decoding = current_pass()
-    return decoding is not None and decoding.is_traced

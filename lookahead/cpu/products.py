@@ -146,9 +146,11 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
             is_read = is_weight and weight.shape[1] % self.blocks.block[1] == 0 and dtype in kernels()
             return is_read and self._has_bias_of(dtype) and dtype == torch.float32
         return (
-            type(weight) in _PLAIN
-            and weight.dtype == (dtype if scales is None else torch.int8)
-            and can_multiply(weight, dtype)
+            is_plain_of(weight, dtype if scales is None else torch.int8)
+            and weight.ndim == 2
+            and dtype in STRIDE
+            and weight.shape[1] % STRIDE[dtype] == 0
+            and dtype in kernels()
             and (scales is None or _are_scales(scales, weight.shape[0], weight.shape[1], dtype))
             and self._has_bias_of(dtype)
         )
@@ -188,14 +190,9 @@ def _are_scales(scales: torch.Tensor, outputs: int, inputs: int, dtype: torch.dt
 
 
 def is_plain_of(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether C++ can read this tensor where it is, as numbers of this dtype."""
-    return type(tensor) in _PLAIN and tensor.dtype == dtype and _can_be_read(tensor)
-
-
-def _can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether its numbers lie in memory, one after the other. Offloading may leave a tensor without."""
-    in_memory = tensor.untyped_storage().nbytes() > 0 or not tensor.numel()  # compilers show tensors without addresses
-    return tensor.is_cpu and tensor.is_contiguous() and in_memory
+    """Whether C++ can read this tensor where it is, as numbers of this dtype, one after the other."""
+    is_dense = type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
+    return is_dense and (tensor.data_ptr() != 0 or not tensor.numel())  # offloading may leave a tensor without memory
 
 
 def pointer(tensor: torch.Tensor | None) -> int:
@@ -206,7 +203,7 @@ class DecodingLinear(nn.Linear):
     """A linear layer that uses our kernel in passes of the decoding loop, and torch everywhere else."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():  # `passes.compiled` puts our products into its programs itself
+        if not torch.compiler.is_compiling():  # code that a user compiles has torch's products
             decoding = current_pass()
             if decoding is not None and decoding.uses_kernels:
                 linear = Linear.of(self)
@@ -242,17 +239,6 @@ def remove(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if type(module) is DecodingLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]  # it was made as an nn.Linear
-
-
-def can_multiply(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether our kernel takes this weight, [outputs, inputs], with an input of this dtype."""
-    return (
-        weight.ndim == 2
-        and dtype in STRIDE
-        and weight.shape[1] % STRIDE[dtype] == 0
-        and _can_be_read(weight)
-        and dtype in kernels()
-    )
 
 
 def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:

@@ -30,7 +30,6 @@ def serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
         and key.stride() == value.stride()
         and key.stride()[2:] == (key.shape[3], 1)
         and not (torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)))
-        and not torch.compiler.is_compiling()
         and query.dtype in _kernels()
     )
 

@@ -4,7 +4,6 @@ from lookahead.compat import attention_implementation
 from lookahead.cpu import native
 from lookahead.engine.engine import Lookahead
 from lookahead.guessing.pool import PoolSource
-from lookahead.passes.runner import EagerRunner
 from ngram_pool import Origin
 from ngram_pool import native as of_pools
 
@@ -41,8 +40,6 @@ def report(engine: Lookahead) -> str:
     has_pool = any(isinstance(source, PoolSource) for source in engine.sources)
     if engine.lacks_bigrams and has_pool and adapter.can_branch:
         lines.append("not made: bigrams, with which new pools begin (lookahead tune --bigrams)")
-    if not engine.config.compile_passes and engine.passes == EagerRunner.name:
-        lines.append("not asked for: compiled passes (compile_passes=True)")
     if not engine.config.pack_weights:
         lines.append("not asked for: weights in fewer bits (pack_weights=True)")
     if not engine.config.cpu_kernels:

@@ -20,8 +20,7 @@ class Needs:
     prompt_logits: int = 0
     """Number of rows of a prompt's logits, counted from its end."""
     hidden_states: tuple[int, ...] = ()
-    """Layers whose outputs it needs, of prompts and of steps: 0 is the embedding, 1 the first layer. Passes are then
-    not compiled."""
+    """Layers whose outputs it needs, of prompts and of steps: 0 is the embedding, 1 the first layer."""
     top_k: int = 0
     """How many of the likeliest tokens of a step's rows it looks at, up to MAX_COUNT: `Outcome.top_k`."""
 

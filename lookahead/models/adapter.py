@@ -142,12 +142,6 @@ class ModelAdapter:
         masks = {visibility: mask(of_kind, dtype, device) for visibility, of_kind in found.items()}
         return {name: masks[visibility] if visibility else None for name, visibility in self.mask_of.items()}
 
-    def mask_of_layers(self, masks: torch.Tensor | dict[str, torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return the mask of each layer from the result of `masks`; None for a layer that takes none."""
-        if isinstance(masks, torch.Tensor):
-            return [masks] * len(self.layers)
-        return [masks.get(kind) for kind in self.config.layer_types]
-
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """The device of the model's inputs. Its parameters may be elsewhere if accelerate moves them."""

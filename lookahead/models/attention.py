@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward as s
 
 from lookahead.compat import flash_attention, register_attention, registered_attention
 from lookahead.cpu import tree_attention
-from lookahead.decoding_pass import current_pass, is_traced
+from lookahead.decoding_pass import current_pass
 
 SHORT_CONTEXT = 1024  # Cached keys. Up to this many, one part with a mask over all keys is quicker than two parts.
 PART = 256  # Columns; twice as many of a long context. With these, an H100 was quickest at 16 rows.
@@ -44,22 +44,16 @@ def attend(
 
     query: [batch, heads, T, head_dim]. key, value: [batch, key heads, L + T, head_dim].
     attention_mask: [batch or 1, 1, T, L + T], additive, or True where seen. Or [batch or 1, 1, T, masked], additive,
-    for the last keys, the step's own; all queries then see the keys before them. Or None. While a pass is traced for
-    `passes.compiled`, the mask is not read, and key and value hold only the step's own rows.
+    for the last keys, the step's own; all queries then see the keys before them. Or None.
     Returns [batch, T, heads, head_dim] and None.
     """
-    is_compiling = torch.compiler.is_compiling()
-    decoding = None if is_compiling else current_pass()
-    if not (is_traced() if is_compiling else decoding is not None and decoding.splits_attention):
+    decoding = None if torch.compiler.is_compiling() else current_pass()  # what a user compiles has torch's attention
+    if decoding is None or not decoding.splits_attention:
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     unusual = dropout or torch.is_autocast_enabled(query.device.type)
     unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
     unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # each head has its own bias
     unusual = unusual or key.shape[-1] != value.shape[-1]
-    if is_compiling:
-        if unusual:
-            raise NotImplementedError("compiled passes do not support this kind of attention")
-        return torch.ops.lookahead.attend(query, key, value, module.layer_idx, scaling), None
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     is_prefill = (attention_mask is None and new > 1) or groups * new > MAX_QUERIES

@@ -85,7 +85,7 @@ def choose_runner(
 ) -> tuple[EagerRunner, dict[str, str]]:
     """Return the fastest runner that the settings admit, and the reasons against faster ones, by what they are called.
 
-    hidden_states: layers whose output is requested (`EagerRunner`). Compiled passes cannot return it.
+    hidden_states: layers whose output is requested (`EagerRunner`).
     """
     adapter = find_adapter(model, config.cpu_kernels)
     reasons: dict[str, str] = {}
@@ -98,13 +98,6 @@ def choose_runner(
                 )
             return fused, reasons
         reasons["fused passes"] = fused
-    if config.compile_passes and not hidden_states:
-        from lookahead.passes.compiled import CompiledRunner, why_not_compiled  # other settings need them not
-
-        reason = why_not_compiled(model, adapter)
-        if reason is None:
-            return CompiledRunner(model, adapter), reasons
-        reasons["compiled passes"] = reason
     return EagerRunner(model, adapter, hidden_states), reasons
 
 

@@ -5,8 +5,7 @@
     run(steps, cache)  compute a step of each sequence, in one pass
     end()              after the last step, even if it failed
 
-`EagerRunner` runs the model's own code. `fused.FusedRunner`, `compiled.CompiledRunner` and `graphs.GraphRunner` run
-some steps faster.
+`EagerRunner` runs the model's own code. `fused.FusedRunner` and `graphs.GraphRunner` run some steps faster.
 """
 
 from collections.abc import Hashable, Sequence

@@ -256,7 +256,7 @@ class DraftModelSource(GuessSource):
     """
 
     def __init__(self, model: PreTrainedModel, config: LookaheadConfig | None = None):
-        """config: says how to run the passes of a model that is not wrapped (`cpu_kernels`, `compile_passes`), and how
+        """config: says how to run the passes of a model that is not wrapped (`cpu_kernels`, `pack_weights`), and how
         much memory its pool has."""
         self._given = model
         self._config = config or LookaheadConfig()

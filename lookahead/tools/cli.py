@@ -113,7 +113,6 @@ pass_options = _options(
     click.option("--pack-weights/--no-pack-weights", default=None,
                  callback=lambda _context, _option, given: AUTO if given is None else given,
                  help="On a CPU, read weights from a copy of the same numbers in fewer bits. Default: if it is small."),
-    click.option("--compile-passes", is_flag=True, help="Compile the passes: slower to start, then faster."),
 )  # fmt: skip
 decoding_options = _options(
     model_options,

@@ -8,13 +8,12 @@ from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
 from lookahead.passes.capabilities import find_adapter, fused_runner
-from lookahead.passes.compiled import CompiledRunner, why_not_compiled
 from lookahead.passes.costs import RUNGS, time_passes
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner
 
-FUSED, COMPILED, SPLIT, DENSE = "fused", "compiled", "split", "dense mask"
-LINES = {FUSED: "-", COMPILED: "-.", SPLIT: "--", DENSE: ":"}
+FUSED, SPLIT, DENSE = "fused", "split", "dense mask"
+LINES = {FUSED: "-", SPLIT: "--", DENSE: ":"}
 
 
 @dataclass
@@ -22,7 +21,7 @@ class StepTimes:
     """Times of passes of one model."""
 
     seconds: dict[str, dict[int, dict[int, float]]]
-    """Seconds by way (FUSED, COMPILED, SPLIT or DENSE), context and rows."""
+    """Seconds by way (FUSED, SPLIT or DENSE), context and rows."""
 
     def rows(self) -> list[int]:
         """Return the numbers of rows that were timed in all ways and contexts."""
@@ -85,8 +84,6 @@ def time_steps(
     fused = fused_runner(model, adapter, packs=config.pack_weights)
     if isinstance(fused, FusedRunner):
         ways[FUSED] = fused
-    if config.compile_passes and why_not_compiled(model, adapter) is None:
-        ways[COMPILED] = CompiledRunner(model, adapter)
     if adapter.splits_attention:
         ways[SPLIT] = EagerRunner(model, adapter)
     ways[DENSE] = EagerRunner(model, replace(adapter, splits_attention=False))

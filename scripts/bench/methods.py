@@ -30,15 +30,11 @@ LOOKAHEAD = {
     "auto-torch": {"cpu_kernels": False},
     "auto-packed": {"pack_weights": True},
     "auto-unpacked": {"pack_weights": False},
-    "steps-of-one-compiled": {"budget": 0, "window_size": 0, "compile_passes": True},
-    "auto-compiled": {"compile_passes": True},
-    "auto-compiled-shared": {"compile_passes": True},
     "auto-graphs": {"cuda_graphs": True},
     **{f"budget-{n}": {"budget": n, "window_size": 0} for n in BUDGETS},
     **{f"graphs-{n}": {"budget": n, "window_size": 0, "cuda_graphs": True} for n in BUDGETS},
     "draft": {},
     "auto-draft": {},
-    "auto-draft-compiled": {"compile_passes": True},
     "token-recycling": {"window_size": 0},
     "token-recycling-80": {"budget": RECYCLED_NODES, "window_size": 0},
     "racer": {"window_size": 0},
@@ -69,10 +65,10 @@ PEERS = {  # (library, method of its worker)
 METHODS = (*PLAIN, *LOOKAHEAD, *PEERS)
 KEEP_DRAWS = ("plain", "static-compiled", *LOOKAHEAD)  # they draw from the seed as plain does, once for each token
 DEFAULT = {
-    "cpu": ("plain", "prompt-lookup", "steps-of-one", "auto", "auto-compiled"),
+    "cpu": ("plain", "prompt-lookup", "steps-of-one", "auto"),
     "cuda": ("plain", "static-compiled", "prompt-lookup", "steps-of-one", "auto", "auto-graphs"),
 }
-WITH_DRAFT_MODEL = ("assisted", "draft", "auto-draft", "auto-draft-compiled")  # "draft": without the pool
+WITH_DRAFT_MODEL = ("assisted", "draft", "auto-draft")  # "draft": without the pool
 GUESS_AT_ONCE = ("prompt-lookup", "assisted")  # their first pass verifies guesses, so it counts as a step
 
 
@@ -180,7 +176,7 @@ class Subject:
         return outcome(texts[0], seconds, first_seconds=first_seconds, steps=counted.passes - 1)
 
     def _by_lookahead(self, inputs: BatchEncoding, options: dict, seed: int, engine: Lookahead) -> dict:
-        """Passes are not counted: a hook would prevent compiling."""
+        """Passes are not counted: a hook would keep them from being one call."""
         texts, seconds = timed_by(engine, self.plain, inputs, options, seed)
         stats = engine.last
         return outcome(

@@ -10,9 +10,7 @@ OURS = "auto"  # the method whose time is compared with each other's
 STAGES = (  # what is added, to which method, and the method that has it
     ("our loop, without guesses", "plain", "steps-of-one"),
     ("products and attention", "steps-of-one-torch", "steps-of-one"),
-    ("compiled passes", "steps-of-one", "steps-of-one-compiled"),
     ("guesses", "steps-of-one", "auto"),
-    ("guesses, with compiled passes", "steps-of-one-compiled", "auto-compiled"),
     ("guesses, with torch's products and attention", "steps-of-one-torch", "auto-torch"),
     ("the pool, instead of Token Recycling's tree", "token-recycling", "auto"),
     ("the pool, instead of RACER's tree", "racer", "auto"),

@@ -106,6 +106,19 @@ def test_anything_but_a_step_is_sdpa(new):
     assert with_softcap(attention.attend) == with_softcap(sdpa_attention_forward)
 
 
+def test_code_that_a_user_compiles_has_torchs_attention():
+    """Wherever it is traced and run. It cannot be traced through ours."""
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    arguments = query, key, value, torch.randn(1, 1, 3, 9)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda *arguments: attention.attend(Layer(2), *arguments)[0], backend="eager", fullgraph=True
+    )
+    with torch.no_grad(), decoding_pass(splits_attention=True, uses_kernels=True):
+        assert torch.equal(compiled(*arguments), sdpa_attention_forward(Layer(2), *arguments)[0])
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_models_attend_in_parts_exactly_when_they_can(name, monkeypatch):
     model = tiny_model(name)

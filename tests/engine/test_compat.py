@@ -5,7 +5,6 @@ import inspect
 import re
 import subprocess
 import sys
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import UnsupportedModelError, compat, wrapping
-from lookahead.compat import compiling, mtp, versions
+from lookahead.compat import mtp, versions
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -382,53 +381,6 @@ def test_flash_attention():
     scores = query @ key.transpose(-1, -2) * 0.5 + mask
     torch.testing.assert_close(out, scores.softmax(-1) @ value, msg=lambda m: moved("flash attention", "torch") + m)
     torch.testing.assert_close(log_sum, scores.logsumexp(-1), msg=lambda m: moved("its log-sum-exp", "torch") + m)
-
-
-def test_compiling():
-    """A graph as torch.compile traces it: a linear layer, rounded where its own code rounds, with an open dimension."""
-    layer, targets, sizes = nn.Linear(8, 8).bfloat16(), set(), set()
-
-    def backend(graph, inputs):
-        targets.update(node.target for node in graph.graph.nodes)
-        program = compiling.compile_graph(graph, inputs)
-
-        def run(*arguments):
-            sizes.add(len(targets))
-            return program(*arguments)
-
-        return run
-
-    def function(x):
-        return layer(x) + x
-
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    with torch.no_grad(), compiling.guarded_hooks():
-        for rows in (3, 4, 5):
-            x = torch.randn(rows, 8, dtype=torch.bfloat16)
-            compiling.mark_dynamic(x, 0)
-            assert torch.equal(compiled(x), function(x)), moved("emulate_precision_casts", "torch")
-    assert compiling.TRACED_LINEAR in targets, moved("torch._C._nn.linear", "torch")
-    assert len(sizes) == 1, moved("mark_dynamic", "torch")  # one program for all
-
-
-def test_what_does_not_compile():
-    def function(x):
-        torch._dynamo.graph_break()
-        return x
-
-    with pytest.raises(compiling.COMPILE_ERRORS):
-        torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(2))
-
-
-def test_hooks_are_noticed_by_what_is_compiled():
-    config = torch._dynamo.config
-    assert config.skip_nnmodule_hook_guards in (True, False), moved("skip_nnmodule_hook_guards", "torch")
-    before, during = config.skip_nnmodule_hook_guards, []
-    with suppress(KeyboardInterrupt), compiling.guarded_hooks():
-        during.append(config.skip_nnmodule_hook_guards)
-        raise KeyboardInterrupt
-    assert during == [False]
-    assert config.skip_nnmodule_hook_guards == before
 
 
 def test_nothing_else_uses_private_names_of_libraries():

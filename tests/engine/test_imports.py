@@ -71,8 +71,6 @@ def test_what_is_not_asked_for_is_not_loaded():
     bolted_on = [
         "assisted",
         "branching",
-        "compiled",
-        "compiling",
         "conditions",
         "custom",
         "graphs",

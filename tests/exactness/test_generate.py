@@ -377,7 +377,7 @@ def test_jacobi_strategy_accepts(model, ids):
         {"window_size": -1}, {"window_size": 1.5}, {"window_size": 100_000}, {"ngram_size": 1}, {"ngram_size": 10**6},
         {"budget": -3}, {"budget": 999_999_999}, {"budget": 999_999_999, "strategy": "jacobi"}, {"strategy": "magic"},
         *({"pack_weights": value} for value in ("yes", 2, 1, 0, 1.0, None)),
-        *({name: value} for name in ("cpu_kernels", "compile_passes", "cuda_graphs") for value in ("auto", "no", None)),
+        *({name: value} for name in ("cpu_kernels", "cuda_graphs") for value in ("auto", "no", None)),
         *({"pool_memory_mb": value} for value in (0, -1, 1e-9, 1e9, float("inf"), float("nan"), "16", None, True)),
     ],
 )  # fmt: skip

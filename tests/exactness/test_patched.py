@@ -19,6 +19,7 @@ import transformers.masking_utils
 import transformers.models.llama.modeling_llama as llama
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_products import small_llama
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1016,6 +1017,43 @@ def test_a_compiled_model_is_tried_itself(part, kept):
     assert text_of(lookahead.wrap(other, CONFIG)) == usual
     assert not find_adapter(other).splits_attention
     assert list(kept.iterdir()) == before
+
+
+@pytest.fixture
+def compiling_begins_anew():
+    """And no more than two programs are made of one code."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        yield
+    torch.compiler.reset()
+
+
+def test_a_users_own_compiled_model_is_as_it_was(compiling_begins_anew):
+    model, ids = small_llama(), torch.arange(1, 10)[None]
+    expected = model(ids, labels=ids)
+    lookahead.wrap(model)
+    model.generate(ids, max_new_tokens=8, do_sample=False)
+    got = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels=ids)
+    assert torch.equal(got.logits, expected.logits)
+    got.loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.model.layers[1]], ids=["all", "one layer"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_that_its_user_compiles_writes_the_same(part, before, compiling_begins_anew):
+    """In its programs and, as they soon do not fit, without them."""
+    model, ids = tiny_model("llama"), torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids, **options)
+    if before:
+        part(model).compile(backend="eager", dynamic=True)
+    lookahead.wrap(model, LookaheadConfig(budget=8, window_size=3))
+    if not before:
+        model.generate(ids, **options)
+        part(model).compile(backend="eager", dynamic=True)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert model.lookahead.last.accepted.total() > 0
 
 
 def test_verdicts_on_code_of_users_are_not_kept(kept, monkeypatch):

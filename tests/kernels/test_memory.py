@@ -23,7 +23,6 @@ from lookahead.cpu.products import Linear
 from lookahead.guessing.source import Needs
 from lookahead.models.cache import InPlaceLayer
 from lookahead.models.families import page_of
-from lookahead.passes import compiled  # noqa: F401  # defines torch.ops.lookahead
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.rounding import relative_error
@@ -465,12 +464,6 @@ def test_norms_and_biases_that_torch_repeats(change, name, when, monkeypatch):
     lookahead.wrap(model)
     assert model.generate(IDS, **GREEDY).tolist() == expected
     assert not isinstance(model.lookahead.find_runner(model), FusedRunner)
-
-
-def test_a_bias_of_one_number_in_compiled_passes():
-    input, weight, bias = torch.randn(1, 3, 64), torch.randn(40, 64), torch.randn(1)
-    (found,) = torch.ops.lookahead.products(input, [weight], [bias])
-    assert torch.equal(found, nn.functional.linear(input, weight, bias))
 
 
 def test_a_rotary_embedding_of_another_width():

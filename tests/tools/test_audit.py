@@ -13,11 +13,9 @@ from test_products import small_llama
 from zoo import tiny_model
 
 import lookahead
-from lookahead import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.passes import capabilities
 from lookahead.passes.capabilities import find_adapter
-from lookahead.passes.compiled import CompiledRunner
 from lookahead.passes.fused import FusedRunner
 from lookahead.passes.runner import EagerRunner
 from lookahead.tools.audit import (
@@ -74,20 +72,19 @@ def test_nothing_parts_in_float32():
     ("kind", "count", "loudest", "runner"),
     [
         ("tiny", 12, 0.3, EagerRunner),
-        ("small", 5, 1.5, CompiledRunner),
+        ("small", 5, 1.5, EagerRunner),
         ("small", 5, 1.5, FusedRunner),
     ],
 )
 def test_half_precision_parts_at_near_ties_only(kind, count, loudest, runner, monkeypatch):
     """Enough prompts for bf16 to part somewhere; every place is explained, and no way of decoding rounds worse."""
-    compiled = runner is CompiledRunner
     if runner is not FusedRunner:
         monkeypatch.setattr(capabilities, "fused_runner", lambda *_, **options: "not here")
-    monkeypatch.setattr("lookahead.tools.audit.GUESSING", replace(GUESSING, compile_passes=compiled, window_size=3))
+    monkeypatch.setattr("lookahead.tools.audit.GUESSING", replace(GUESSING, window_size=3))
     model = tiny_model("llama").to(torch.bfloat16) if kind == "tiny" else small_llama(torch.bfloat16)
     tallies = audit(model, prompts(count), 60, temperature=0.7)
     if kind != "tiny":
-        wrapped = lookahead.wrap(model, LookaheadConfig(compile_passes=compiled))
+        wrapped = lookahead.wrap(model)
         assert type(wrapped.lookahead.find_runner(wrapped)) is runner
         assert products.are_installed(wrapped), "what was audited multiplies by our kernel"
     ours = [of(tallies, "lookahead"), of(tallies, "lookahead", "sampled")]

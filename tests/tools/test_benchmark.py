@@ -134,7 +134,7 @@ def rows_of(cell):
 
 def test_page(model, prompts, tmp_path):
     out = tmp_path / "results" / "run"
-    chosen = [m for m in (*methods.PLAIN, *methods.LOOKAHEAD) if "compiled" not in m]
+    chosen = [m for m in (*methods.PLAIN, *methods.LOOKAHEAD) if m != "static-compiled"]
     result = run(
         "--model", model, "--prompts", prompts, "--methods", ",".join(chosen), "--assistant", model,
         "--max-new-tokens", 8, "--repeats", 2, "--out", out,

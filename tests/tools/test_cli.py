@@ -173,7 +173,6 @@ def test_sampling_options_reach_generate():
 def test_what_passes_are_made_of_does_not_change_the_text():
     text = run(PROMPT, "--max-new-tokens", "30").stdout
     assert run(PROMPT, "--max-new-tokens", "30", "--no-cpu-kernels").stdout == text
-    assert run(PROMPT, "--max-new-tokens", "30", "--compile-passes").stdout == text
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from lookahead.engine import assisted, fallback, report
 from lookahead.models import branching, families, layers, state, training
 from lookahead.models.families import gemma
 from lookahead.models.families.page import Page
-from lookahead.passes import capabilities, compiled, conditions, fused, graphs, probe, runner, static
+from lookahead.passes import capabilities, conditions, fused, graphs, probe, runner, static
 from lookahead.tools.batch import READ_PADDING
 from lookahead.tools.cli import main as program
 from ngram_pool import cpp
@@ -266,8 +266,6 @@ SPEAKERS = {
     fallback._described: ast.Return,
     assisted.why_no_draft_model: ast.Return,
     capabilities._try_ways: (ast.Subscript, ast.Call),
-    compiled.try_out: ast.AnnAssign,
-    compiled.why_not_compiled: ast.Assign,
     conditions.what_training_changes: ast.Return,
     conditions._try_in_training: ast.Return,
     training.unknown_part: ast.Return,
@@ -278,7 +276,6 @@ SPEAKERS = {
     branching.why_not: ast.Return,
     layers.why_no_branches: ast.Return,
     fused.FusedRunner.__init__: ast.Raise,
-    compiled.CompiledRunner.run: ast.Call,
     graphs.static_program: ast.Raise,
     static.why_not: ast.Return,
     graphs.StepGraphs.lend: (ast.Assign, ast.Call),
@@ -317,12 +314,7 @@ def test_each_word_of_report_has_its_row():
     said = {text for function, kinds in SPEAKERS.items() for text in texts_of(function, kinds)}
     assert len(said) > 60
     assert {text for text in said if text not in rows} == set()
-    for name in (
-        runner.EagerRunner.name,
-        fused.FusedRunner.name,
-        compiled.CompiledRunner.name,
-        graphs.GraphRunner.name,
-    ):
+    for name in (runner.EagerRunner.name, fused.FusedRunner.name, graphs.GraphRunner.name):
         assert f"`passes: {name}`" in rows
 
 

@@ -4,14 +4,13 @@ import json
 
 import matplotlib.image
 import pytest
-import torch
 from click.testing import CliRunner
 
 from lookahead.passes import capabilities, costs
 from lookahead.passes.costs import RUNGS
 from lookahead.tools import commands, tuning
 from lookahead.tools.cli import main
-from lookahead.tools.tuning import COMPILED, DENSE, FUSED, SPLIT, StepTimes
+from lookahead.tools.tuning import DENSE, FUSED, SPLIT, StepTimes
 
 
 def tune(*arguments):
@@ -38,27 +37,17 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
     assert before["rungs"] == list(RUNGS)
 
 
-def test_compiled_passes_are_kept_apart(tmp_path, monkeypatch):
-    """What is traced runs as it is, which spares the compiler."""
-    torch.compiler.reset()
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options: graph)
+def test_fused_passes_come_first(tmp_path, monkeypatch):
+    """And are kept apart from those of a model that has none."""
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
-    for module in (capabilities, tuning):
-        monkeypatch.setattr(module, "fused_runner", lambda *_, **options: "not here")
-    for arguments, ways in (((), [SPLIT, DENSE]), (("--compile-passes",), [COMPILED, SPLIT, DENSE])):
-        result = tune("--contexts", "16", "--threads", "1", *arguments)
+    for ways in ([FUSED, SPLIT, DENSE], [SPLIT, DENSE]):
+        result = tune("--contexts", "16", "--threads", "1")
         assert result.exit_code == 0, result.output
         lines = [line for line in result.stdout.splitlines() if "context" in line]
         assert [line.split(",")[0].strip() for line in lines] == ways
+        for module in (capabilities, tuning):
+            monkeypatch.setattr(module, "fused_runner", lambda *_, **options: "not here")
     assert len(list(tmp_path.glob("*.json"))) == 2
-    torch.compiler.reset()
-
-
-def test_fused_passes_come_first():
-    result = tune("--contexts", "16", "--threads", "1")
-    assert result.exit_code == 0, result.output
-    lines = [line for line in result.stdout.splitlines() if "context" in line]
-    assert [line.split(",")[0].strip() for line in lines] == [FUSED, SPLIT, DENSE]
 
 
 @pytest.mark.parametrize(
