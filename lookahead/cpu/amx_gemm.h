@@ -94,6 +94,9 @@ static INLINE Ints pairs_of(const Weight* row, const Matrix<typename By::Number>
                            matrix.of_groups(matrix.group_offsets, output, inputs)[group]);
     } else if constexpr (std::is_same_v<Weight, Grouped>) {
         return By::factors(row + i, matrix.of_groups(matrix.group_scales, output, inputs)[group]);
+    } else if constexpr (gguf::IS_BLOCK<Weight>) {
+        const uint8_t* const block = (const uint8_t*)row + bytes_of_row<Weight>(i);
+        return Weight::pairs(block, 0, Weight::read(block));
     } else if constexpr (sizeof(typename By::Number) == 4) {
         const Floats two[] = {By::factors(row + i), By::factors(row + i + L)};
         return Indexed::pairs((const float*)two);
@@ -294,6 +297,8 @@ static void multiply_in_columns(long rows, const Ints* x, const Matrix<typename 
             some = multiply_tiles<By, Codes>;
         else if (matrix.format == GROUPED)
             some = multiply_tiles<By, Grouped>;
+        else if (matrix.format == MXFP4)
+            some = multiply_tiles<By, gguf::MXFP4>;
         else if (matrix.format == FLOATS)
             some = multiply_tiles<By, typename By::Number>;
     }

@@ -2,7 +2,8 @@
 //
 // Quantised files hold weights in groups. A weight is a small whole number times a scale, and some formats add an
 // offset. Scales have few digits, so the products are exact. The blocks of 8 or 4 bits that floats were unpacked from
-// are found again from the floats. Numbers of bf16, also where they are held in float32, are indexed (`weights.h`).
+// are found again from the floats. So are the blocks of MXFP4, also from bf16. Numbers of bf16, also where they are held
+// in float32, are indexed (`weights.h`).
 
 #include <atomic>
 
@@ -174,6 +175,64 @@ extern "C" void pack_bfloat16(const int8_t* bytes, long count, long size, Codes*
     pack_all<Pairs>(bytes, count, size, codes, scales, offsets, found, threads);
 }
 
+// Whether a block of MXFP4 is these weights, to the last bit.
+template <class By>
+static bool is_mxfp4(const typename By::Number* weights, const uint8_t* block) {
+    const auto scales = gguf::MXFP4::read(block);
+    Ints differ = {};
+    UNROLL for (int i = 0; i < GROUP; i += By::STRIDE)
+        differ |= (Ints)gguf::factors<By, gguf::MXFP4>(block, i, scales) ^ (Ints)By::factors(weights + i);
+    return are_equal(differ, Ints{});
+}
+
+// The codes of weights times the inverse of half their power of two: whole numbers, if there are such codes.
+static Ints codes_of(Floats weights, float inverse) {
+    const Floats sizes = (Floats)((Ints)weights & INT32_MAX) * inverse;
+    const Ints codes = sizes < 2 ? (Ints)(sizes >= 1) & 1 : ((Ints)sizes >> 22) - 254;
+    return (codes & 7) | ((Ints)weights >> 28 & 8);
+}
+
+// Write the block of MXFP4 that is these weights. False if there is none. The largest weight has the upper exponent of
+// a code: what other powers of two can say, this one can, too.
+template <class By>
+static bool write_mxfp4(const typename By::Number* weights, uint8_t* block) {
+    float largest = 0;
+    for (int i = 0; i < GROUP; i++) largest = std::max(largest, __builtin_fabsf(number(weights[i])));
+    uint32_t bits;
+    memcpy(&bits, &largest, sizeof bits);
+    block[0] = bits >> 23 < 4 ? 127 : (bits >> 23) - 2;  // of no block of zeros or of weights below 2^-123
+    bits = (255 - block[0]) << 23;
+    float inverse;
+    memcpy(&inverse, &bits, sizeof inverse);
+    UNROLL for (int i = 0; i < GROUP / 2; i += L) {
+        Floats first, second;
+        if constexpr (sizeof(*weights) == 4)
+            first = By::factors(weights + i), second = By::factors(weights + i + GROUP / 2);
+        else
+            first = low(By::factors(weights + 2 * i)), second = high(By::factors(weights + 2 * i));
+        const Ints both = codes_of(first, inverse) | codes_of(second, inverse) << 4;
+        *(Unaligned<Lanes<L>::Bytes>*)(block + 1 + i) = __builtin_convertvector(both, Lanes<L>::Bytes);
+    }
+    return is_mxfp4<By>(weights, block);
+}
+
+template <class By>
+static bool find_all_mxfp4(const typename By::Number* weights, long count, uint8_t* blocks, long threads) {
+    return all_found(count, threads, [=](long i) {
+        return write_mxfp4<By>(weights + i * GROUP, blocks + i * gguf::MXFP4::BYTES);
+    });
+}
+
+extern "C" void find_mxfp4_float32(const float* weights, long count, long, uint8_t* blocks, float*, float*, bool* found,
+                                   long threads) {
+    *found = find_all_mxfp4<ByFloats>(weights, count, blocks, threads);
+}
+
+extern "C" void find_mxfp4_bfloat16(const BFloat16* weights, long count, long, uint8_t* blocks, float*, float*,
+                                    bool* found, long threads) {
+    *found = find_all_mxfp4<Pairs>(weights, count, blocks, threads);
+}
+
 #ifdef __AVX2__
 
 static BFloat16 upper_half(BFloat16 x) { return x; }
@@ -343,13 +402,16 @@ extern "C" void index_bfloat16(const BFloat16* weights, long count, long size, u
 struct Copy {
     const void* weights;         // [outputs][inputs]
     const float* given;          // their scales, if they are bytes in groups; else null
-    const void* packed;          // indexed, if it has no scales
+    const void* packed;
     const float *scales, *offsets;  // of the copy, [outputs][inputs / group], or null
     long outputs, inputs, group;
-    long stride;  // if it is not 0, the weights are [inputs][stride], and the copy is of the same numbers
+    long stride;    // if it is not 0, the weights are [inputs][stride]
+    Format format;  // of the copy
 
-    long together() const { return stride ? SIDE_BY_SIDE : scales ? 1 : Indexed::TOGETHER; }   // rows
-    long block() const { return stride ? SIDE_BY_SIDE : scales ? GROUP : Indexed::BLOCK; }  // inputs
+    long together() const { return stride ? SIDE_BY_SIDE : format == INDEXED ? Indexed::TOGETHER : 1; }  // rows
+    long block() const {  // inputs
+        return format == INDEXED ? Indexed::BLOCK : format == FLOATS ? SIDE_BY_SIDE : GROUP;
+    }
 };
 
 // Whether the same is true of a transposed copy. Numbers are compared by their bits.
@@ -362,14 +424,31 @@ static bool are_transposed(const Copy& copy, long first, long last, long begin, 
     return !differ;
 }
 
+// Whether the same is true of a copy in MXFP4, transposed or not.
+template <class By>
+static bool are_mxfp4(const Copy& copy, long first, long last, long begin, long end) {
+    typedef typename By::Number T;
+    const long of_row = copy.stride ? 1 : copy.inputs, of_input = copy.stride ? copy.stride : 1;
+    for (long i = begin; i < end; i += GROUP)
+        for (long row = first; row < last; row++) {
+            const T* const weights = (const T*)copy.weights + row * of_row + i * of_input;
+            T together[GROUP];
+            for (int j = 0; j < GROUP; j++) together[j] = weights[j * of_input];
+            const long block = (row * copy.inputs + i) / GROUP;
+            if (!is_mxfp4<By>(together, (const uint8_t*)copy.packed + block * gguf::MXFP4::BYTES)) return false;
+        }
+    return true;
+}
+
 // Whether a copy holds inputs begin..end-1 of rows first..last-1, which lie together. The range is of whole blocks.
 template <class By>
 static bool holds(const Copy& copy, long first, long last, long begin, long end) {
     typedef typename By::Number T;
+    if (copy.format == MXFP4) return are_mxfp4<By>(copy, first, last, begin, end);
     if (copy.stride)
         return are_transposed<std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>(copy, first, last, begin, end);
 #ifdef __AVX2__
-    if (!copy.scales)
+    if (copy.format == INDEXED)
         return are_indexed((const T*)copy.weights, first, last, {(const uint8_t*)copy.packed, first, copy.inputs}, begin,
                            end);
 #endif

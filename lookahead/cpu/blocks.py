@@ -1,8 +1,9 @@
 """The same weights in fewer bits: `blocks.cpp`.
 
 A pass takes as long as its weights are large. transformers unpacks a GGUF file to floats, and torchao holds int4 in
-int8: their 8 or 4 bits are found again. bf16 numbers, also in a model that was loaded in float32, are indexed in 12
-bits. Weights that lie transposed are copied, without becoming fewer bits.
+int8: their 8 or 4 bits are found again. So are those of MXFP4, which transformers unpacks to bf16. Other bf16 numbers,
+also in a model that was loaded in float32, are indexed in 12 bits. Other weights that lie transposed are copied in as
+many bits as they have.
 """
 
 import ctypes
@@ -20,6 +21,7 @@ SIZES_OF_BYTES = GROUP, GROUP // 2  # weights with one scale, where they are byt
 _ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 4, ctypes.c_long]
 _of_bytes = cache(partial(native.kernels, "find_bytes", (torch.float32,), _ARGUMENTS))
 _of_codes = cache(partial(native.kernels, "find_codes", (torch.float32,), _ARGUMENTS))
+_of_mxfp4 = cache(partial(native.kernels, "find_mxfp4", native.FLOATS, _ARGUMENTS))
 _of_int4 = cache(partial(native.kernels, "pack", native.FLOATS, _ARGUMENTS))
 _of_bfloat16 = cache(partial(native.kernels, "index", native.FLOATS, _ARGUMENTS))
 _CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 2]
@@ -38,27 +40,31 @@ def smallest(linear: Linear, dtype: torch.dtype, known: Linear | None = None, in
     It is never written to, for calls in other threads may read it. The same digest says that. indexes: whether bf16
     numbers may be indexed, and transposed ones copied.
     Float32 becomes codes of 4 bits where it was unpacked from GGUF's Q4_0, Q4_1 or Q4_K, and int8 where it was unpacked
-    from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups becomes codes where it is int4. bf16 becomes
-    12 bits, and so does float32 where all weights are bf16 numbers. Weights that lie transposed are laid out in rows.
+    from a format without offsets (Q8_0, Q6_K, Q5_0, Q3_K). Int8 by groups becomes codes where it is int4. Either float
+    becomes blocks of MXFP4 (OCP Microscaling Formats 1.0) where all weights are such numbers, also if they lie
+    transposed. Other bf16 becomes 12 bits, and so does float32 where all weights are bf16 numbers. Other weights that
+    lie transposed are laid out in rows.
     """
     weight, scales = linear.weight, linear.scales
     is_transposed = linear.is_transposed(dtype)
     ways: list[Callable[[], Linear | None]] = []
     if is_transposed:
-        ways = [lambda: _made_of(linear, weight.contiguous(), None, None)] if indexes else []
+        ways = [lambda: _made_of(linear, weight.contiguous())] if indexes else []
     elif scales is None and weight.dtype == torch.float32 and _of_codes():
         ways = [partial(_find, _of_codes()[dtype], linear, GROUP, GROUP, True)]
         ways += [partial(_find, _of_bytes()[dtype], linear, size, size, False) for size in SIZES_OF_BYTES]
     elif scales is not None and scales.ndim == 2 and _of_int4():
         ways = [partial(_find, _of_int4()[dtype], linear, GROUP, weight.shape[1] // scales.shape[1], True)]
+    if linear.format == Format.FLOATS and _mxfp4_of(weight[:1], dtype) is not None:  # else they need not all be read
+        ways.insert(0, lambda: _find_mxfp4(linear, dtype))
     if not is_transposed and linear.format == Format.FLOATS and indexes and can_index(dtype):
-        was_indexed = known is not None and known.scales is None  # then it very likely is so still
+        was_indexed = known is not None and known.scales is None and known.blocks is None  # very likely it is so still
         ways.insert(0 if was_indexed else len(ways), partial(_index, _of_bfloat16()[dtype], linear))
     if not ways:
         return linear
     digest = digest_of(linear)  # before it is read, so that what changes meanwhile is seen later
     if known is not None and known.digest == digest and _may_hold(known, linear, dtype, indexes):
-        return _made_of(linear, *known[:2], known.offsets)._replace(digest=digest)
+        return _made_of(linear, *known[:2], known.offsets, known.blocks)._replace(digest=digest)
     return next((found._replace(digest=digest) for way in ways if (found := way())), linear)
 
 
@@ -68,11 +74,11 @@ def can_index(dtype: torch.dtype) -> bool:
 
 
 def copies_of(linears: Iterable[Linear]) -> np.ndarray:
-    """Return those of these layers that `smallest` has made, as a `comparison` takes them: int64 [copies, 9].
+    """Return those of these layers that `smallest` has made, as a `comparison` takes them: int64 [copies, 10].
 
     It holds their addresses: the layers, with their `origin`, must outlive it.
     """
-    return np.array([_copy(linear) for linear in linears if linear.origin is not None], np.int64).reshape(-1, 9)
+    return np.array([_copy(linear) for linear in linears if linear.origin is not None], np.int64).reshape(-1, 10)
 
 
 def comparison(copies: np.ndarray, dtype: torch.dtype) -> Callable[[int], bool]:
@@ -115,19 +121,27 @@ def _copy(found: Linear) -> tuple[int, ...]:
     return (
         origin.weight.data_ptr(), pointer(origin.scales), weight.data_ptr(), pointer(scales), pointer(found.offsets),
         outputs, inputs, inputs if scales is None else inputs // scales.shape[1],
-        0 if origin.weight.is_contiguous() else origin.weight.stride(1),
+        0 if origin.weight.is_contiguous() else origin.weight.stride(1), found.format,
     )  # fmt: skip
 
 
-def _made_of(linear: Linear, weight: torch.Tensor, scales: torch.Tensor | None, offsets: torch.Tensor | None) -> Linear:
+def _made_of(
+    linear: Linear,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    blocks: Format | None = None,
+) -> Linear:
     """A layer with the bias of this one, and with what was found of its weight."""
-    is_indexed = scales is None and weight.dtype != linear.weight.dtype
-    return Linear(weight, scales, linear.bias, offsets, linear.weight if is_indexed else None, linear)
+    is_indexed = scales is None and blocks is None and weight.dtype != linear.weight.dtype
+    return Linear(weight, scales, linear.bias, offsets, linear.weight if is_indexed else None, linear, None, blocks)
 
 
 def _may_hold(known: Linear, linear: Linear, dtype: torch.dtype, indexes: bool) -> bool:
     """Whether what was found before has the form that could be found of this layer."""
     outputs, inputs = linear.weight.shape
+    if known.blocks is not None:
+        return linear.format == Format.FLOATS and known.weight.shape == _shape_of_mxfp4(outputs, inputs)
     if linear.is_transposed(dtype):
         return indexes and known.weight.dtype == dtype and known.weight.shape == linear.weight.shape
     if known.scales is None:
@@ -148,6 +162,29 @@ def _shape_of_indexed(outputs: int, inputs: int) -> tuple[int, int]:
     return -(-outputs // TOGETHER) * TOGETHER, bytes_of_row
 
 
+def _shape_of_mxfp4(outputs: int, inputs: int) -> tuple[int, int]:
+    weights, size = Format.MXFP4.block
+    return outputs, inputs // weights * size
+
+
+def _find_mxfp4(linear: Linear, dtype: torch.dtype) -> Linear | None:
+    blocks = _mxfp4_of(linear.weight, dtype)
+    return None if blocks is None else _made_of(linear, blocks, blocks=Format.MXFP4)
+
+
+def _mxfp4_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the blocks of MXFP4 that these weights are, uint8 [outputs, bytes], if they all are such numbers."""
+    if dtype not in _of_mxfp4() or weight.shape[1] % GROUP or not weight.numel():
+        return None
+    weight, found = weight.contiguous(), ctypes.c_bool()
+    blocks = torch.empty(_shape_of_mxfp4(*weight.shape), dtype=torch.uint8, device="cpu")
+    _of_mxfp4()[dtype](
+        weight.data_ptr(), weight.numel() // GROUP, GROUP, blocks.data_ptr(), 0, 0, ctypes.byref(found),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return blocks if found else None
+
+
 def _index(indexer: Callable[..., None], linear: Linear) -> Linear | None:
     """Return the layer with its weight in 12 bits (`Indexed` in weights.h), if its weights are bf16 numbers."""
     outputs, inputs = linear.weight.shape
@@ -161,7 +198,7 @@ def _index(indexer: Callable[..., None], linear: Linear) -> Linear | None:
     indexer(
         linear.weight.data_ptr(), outputs, inputs, weight.data_ptr(), 0, 0, ctypes.byref(found), torch.get_num_threads()
     )
-    return _made_of(linear, weight, None, None) if found else None
+    return _made_of(linear, weight) if found else None
 
 
 def _find(finder: Callable[..., None], linear: Linear, unit: int, group: int, in_codes: bool) -> Linear | None:

@@ -108,8 +108,8 @@ static INLINE void microkernel(const typename By::Prepared* x, const Matrix<type
 
 // The microkernel for blocks of GGUF; begin and end are multiples of their size.
 template <class By, int M, int O, class Block>
-static INLINE void gguf_microkernel(const float* x, const uint8_t* rows, long inputs, long begin, long end, Ahead ahead,
-                              Floats* partial) {
+static INLINE void gguf_microkernel(const typename By::Prepared* x, const uint8_t* rows, long inputs, long begin, long end,
+                                    Ahead ahead, Floats* partial) {
     constexpr long LINE = 64;
     const long bytes = bytes_of_row<Block>(inputs);
     for (; begin < end; begin += Block::SIZE) {
@@ -120,9 +120,9 @@ static INLINE void gguf_microkernel(const float* x, const uint8_t* rows, long in
             const uint8_t* const then = at + (o + ahead.outputs) * bytes + bytes_of_row<Block>(ahead.inputs);
             for (long i = 0; i < Block::BYTES; i += LINE) __builtin_prefetch(then + i, 0, 1);
         }
-        for (long i = 0; i < Block::SIZE; i += L) {
-            Floats w[O][1];
-            UNROLL for (int o = 0; o < O; o++) w[o][0] = Block::weights(at + o * bytes, i, scales[o]);
+        for (long i = 0; i < Block::SIZE; i += By::STRIDE) {
+            typename By::Factors w[O][1];
+            UNROLL for (int o = 0; o < O; o++) w[o][0] = gguf::factors<By, Block>(at + o * bytes, i, scales[o]);
             UNROLL for (int m = 0; m < M; m++)
                 By::template add<O>(partial + m * O, x + m * inputs + begin + i, w, 0);
         }
@@ -256,7 +256,8 @@ static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Nu
         constexpr bool READS_INDEXED = false;
 #endif
         typedef decltype(weight) Named;
-        constexpr bool IS_SERVED = (READS_INDEXED || !IS_INDEXED<Named>) && (!gguf::IS_BLOCK<Named> || sizeof(T) == 4);
+        constexpr bool IS_READ = !gguf::IS_BLOCK<Named> || sizeof(T) == 4 || std::is_same_v<Named, gguf::MXFP4>;
+        constexpr bool IS_SERVED = IS_READ && (READS_INDEXED || !IS_INDEXED<Named>);
         typedef std::conditional_t<IS_SERVED, Named, T> Weight;
         if (x.panel && x.rows >= LEAST_ROWS)
             multiply_by_panels<By, Weight>(x.row(0), x.rows, matrix, x.inputs, begin, end, x.panel);

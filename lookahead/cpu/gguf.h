@@ -1,6 +1,6 @@
 // The blocks of GGUF files, which the kernels read as they are. A weight is a small whole number times the scale of its
 // group, plus an offset in some formats. Scales have few digits, so the products are exact: a weight is rounded as if it
-// had been unpacked before.
+// had been unpacked before. Weights that were unpacked from MXFP4 are packed in such blocks again (`blocks.cpp`).
 
 #pragma once
 
@@ -121,9 +121,63 @@ struct Q6_K : Shape<256, 210, 16> {
     }
 };
 
+// Numbers of two digits, times one power of two (OCP Microscaling Formats, E2M1 and E8M0). This form alone is also read
+// as pairs of bf16 numbers. Then two neighbours share a byte; else, as in files, two that are 16 apart.
+struct MXFP4 {
+    static constexpr long SIZE = 32, BYTES = 17;
+    typedef Floats Scales;  // where numbers are looked up: those of all codes; else the power of two in all lanes
+
+    static INLINE Scales read(const uint8_t* block) {
+        const uint32_t power = block[0], bits = power < 2 ? 0x200000u << power : (power - 1) << 23;  // the half of it
+        float scale;
+        memcpy(&scale, &bits, sizeof scale);
+#if defined(__AVX512F__)
+        return Floats{0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12} * scale;
+#elif defined(__AVX2__)
+        return Floats{0, 1, 2, 3, 4, 6, 8, 12} * scale;
+#else
+        return Floats{} + scale;
+#endif
+    }
+    // The numbers of codes, whose lanes may hold other bits above them.
+    static INLINE Floats numbers(Ints codes, const Scales& scales) {
+#if defined(__AVX512F__)
+        return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)scales);
+#else
+        const Ints signs = codes >> 3 << 31;
+#if defined(__AVX2__)
+        const Floats sizes = (Floats)_mm256_permutevar8x32_ps((__m256)scales, (__m256i)codes);
+#else
+        const Ints exponents = codes >> 1 & 3, digits = codes & 1;
+        const Ints whole = (exponents == 0 ? digits << 1 : digits | 2) << exponents >> 1;
+        const Floats sizes = __builtin_convertvector(whole, Floats) * scales;
+#endif
+        return (Floats)((Ints)sizes | signs);
+#endif
+    }
+    static INLINE Floats weights(const uint8_t* block, long i, const Scales& scales) {
+        return numbers(widened(block + 1 + i % 16) >> int(i / 16 * 4), scales);
+    }
+    // 2 * L weights.
+    static INLINE Ints pairs(const uint8_t* block, long i, const Scales& scales) {
+        const Ints two = widened(block + 1 + i / 2);
+        return ((Ints)numbers(two, scales) >> 16 & 0xffff) | (Ints)numbers(two >> 4, scales);
+    }
+};
+
 template <class Weight>
 constexpr bool IS_BLOCK = std::is_same_v<Weight, Q4_0> || std::is_same_v<Weight, Q4_1> || std::is_same_v<Weight, Q8_0> ||
-                          std::is_same_v<Weight, Q4_K> || std::is_same_v<Weight, Q5_K> || std::is_same_v<Weight, Q6_K>;
+                          std::is_same_v<Weight, Q4_K> || std::is_same_v<Weight, Q5_K> || std::is_same_v<Weight, Q6_K> ||
+                          std::is_same_v<Weight, MXFP4>;
+
+// By::STRIDE weights of a block, from weight i on.
+template <class By, class Block>
+static INLINE typename By::Factors factors(const uint8_t* block, long i, const typename Block::Scales& scales) {
+    if constexpr (std::is_same_v<typename By::Factors, Floats>)
+        return Block::weights(block, i, scales);
+    else
+        return Block::pairs(block, i, scales);
+}
 
 // Unpack n weights of a row.
 template <class Block>

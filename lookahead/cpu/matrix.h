@@ -10,7 +10,7 @@
 namespace gemm {
 
 // The forms of weights, in the order of `Format` in products.py.
-enum Format : long { FLOATS, BYTES, GROUPED, CODES, INDEXED, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K };
+enum Format : long { FLOATS, BYTES, GROUPED, CODES, INDEXED, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 };
 
 // Whether weights have a scale for each group of inputs.
 template <class Weight>
@@ -39,6 +39,7 @@ static INLINE auto by_weight(Format format, F f) {
         case Q4_K: return f(gguf::Q4_K());
         case Q5_K: return f(gguf::Q5_K());
         case Q6_K: return f(gguf::Q6_K());
+        case MXFP4: return f(gguf::MXFP4());
         case FLOATS: break;
     }
     return f(T());

@@ -38,7 +38,7 @@ static INLINE void read_factors(const Matrix<typename By::Number>& matrix, long 
     } else if constexpr (gguf::IS_BLOCK<Weight>) {
         const long begin = i / Weight::SIZE * Weight::SIZE;
         const uint8_t* const block = (const uint8_t*)row + bytes_of_row<Weight>(begin);
-        v[0] = (Ints)Weight::weights(block, i - begin, Weight::read(block));
+        v[0] = (Ints)gguf::factors<By, Weight>(block, i - begin, Weight::read(block));
     } else if constexpr (IS_GROUPED<Weight>) {
         const long g = i / matrix.group;
         const float scale = matrix.of_groups(matrix.group_scales, output, inputs)[g];

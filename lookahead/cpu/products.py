@@ -37,7 +37,10 @@ _rooms = cache(partial(native.kernels, "room", native.FLOATS, [ctypes.c_long] * 
 
 
 class Format(IntEnum):
-    """The forms of weights, as matrix.h numbers them. The last ones are blocks of GGUF files, by their names there."""
+    """The forms of weights, as matrix.h numbers them. The last ones are blocks of GGUF files, by their names there.
+
+    `blocks` also makes blocks of MXFP4. Those of weights in bf16 have two neighbours in a byte.
+    """
 
     FLOATS = 0
     BYTES = 1
@@ -54,6 +57,7 @@ class Format(IntEnum):
     Q4_K = 8
     Q5_K = 9
     Q6_K = 10
+    MXFP4 = 11
 
     @property
     def block(self) -> tuple[int, int]:
@@ -63,7 +67,7 @@ class Format(IntEnum):
 
 _BLOCKS = {
     Format.Q4_0: (32, 18), Format.Q4_1: (32, 20), Format.Q8_0: (32, 34),
-    Format.Q4_K: (256, 144), Format.Q5_K: (256, 176), Format.Q6_K: (256, 210),
+    Format.Q4_K: (256, 144), Format.Q5_K: (256, 176), Format.Q6_K: (256, 210), Format.MXFP4: (32, 17),
 }  # fmt: skip
 
 
@@ -77,7 +81,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     [outputs, inputs / 2], as `blocks` makes them. whole: None, or the weight [outputs, inputs] that `blocks` has made
     this one of, rows of `Indexed` in weights.h, uint8. origin: None, or the layer that `blocks` has made this one of.
     digest: None, or that of the origin (`blocks.digest_of`) when this one was made. blocks: None, or the form of GGUF
-    that the weight has, uint8 [outputs, bytes]; the input must then be in float32.
+    that the weight has, uint8 [outputs, bytes]; the input must then be in float32, or of the origin's dtype.
     """
 
     weight: torch.Tensor

@@ -176,9 +176,9 @@ class FusedRunner(EagerRunner):
         declined = 0
         if packs:
             copied = bytes_to_copy(found)
-            is_small = copied <= MOST_COPIED or 2 * copied <= weight_bytes(found)
-            declined = 0 if packs is True or is_small else copied
-            found = self._packed.smallest(found, indexes=not declined)
+            indexes = packs is True or copied <= MOST_COPIED or 2 * copied <= weight_bytes(found)
+            found = self._packed.smallest(found, indexes)
+            declined = 0 if indexes else bytes_to_copy(found)
         in_tiles = all(linear.is_in_tiles(found.dtype) for linear in found.linears)
         pairs = list(zip(original.linears, found.linears, strict=True))
         of_copies = {i: copy.digest for i, (_, copy) in enumerate(pairs) if copy.origin is not None}

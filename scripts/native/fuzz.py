@@ -100,7 +100,7 @@ def random_linear(
     """A layer of any format that a pass takes. transposes: also one that must be copied."""
     bias = memory.copy(torch.randn(outputs).to(dtype)) if rng.random() < 0.3 else None
     weight = torch.randn(outputs, inputs) * inputs**-0.5
-    kind = rng.choice(["plain", "bf16", "bytes", "grouped", "int4", "q8", "q4", "odd"])
+    kind = rng.choice(["plain", "bf16", "bytes", "grouped", "int4", "q8", "q4", "mxfp4", "odd"])
     numbers, size = torch.randint(-8 if kind == "int4" else -127, 8 if kind == "int4" else 128, weight.shape), 32
     if kind == "bytes":
         scales = (torch.rand(outputs) * 0.02 * inputs**-0.5).to(dtype)
@@ -116,15 +116,18 @@ def random_linear(
         codes = torch.randint(low, high + 1, (outputs, inputs // size, size))
         codes[..., 3] = low
         weight = (codes * (torch.rand(outputs, inputs // size, 1) / most * inputs**-0.5).half()).float().flatten(1)
+    elif kind == "mxfp4" and inputs % size == 0:
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[torch.randint(8, (outputs, inputs // size, size))]
+        powers = 2.0 ** torch.randint(-4, -1, (outputs, inputs // size, 1)) * 2.0 ** -(inputs.bit_length() // 2)
+        weight = (numbers * powers).flatten(1).copysign(weight)
     elif kind == "bf16":
         weight = weight.bfloat16().float()
     elif kind == "odd":
         weight = (weight * 2.0 ** torch.randint(-9, 2, weight.shape)).bfloat16().float()
     if transposes and outputs > 1 and rng.random() < 0.1:
         beside = rng.randint(0, 9)
-        return Linear(
-            memory.copy(torch.randn(inputs, outputs + beside).to(dtype) * inputs**-0.5).T[beside:], None, bias
-        )
+        matrix = torch.cat([torch.randn(inputs, beside), weight.T], 1)
+        return Linear(memory.copy(matrix.to(dtype)).T[beside:], None, bias)
     return Linear(memory.copy(weight.to(dtype)), None, bias)
 
 

@@ -944,6 +944,53 @@ def test_changes_of_transposed_weights_take_effect(change, dtype):
         assert text == lookahead.unwrap(model).generate(IDS, **GREEDY).tolist()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("most_copied", [fused.MOST_COPIED, 0])
+def test_experts_in_mxfp4_are_read_in_4_bits(dtype, most_copied, monkeypatch):
+    """As transformers unpacks gpt-oss's. most_copied: bytes of a copy in more bits."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    model = tiny_model("gpt_oss", **sizes("gpt_oss", 64, 96, 16))
+    experts = [weight for name, weight in model.named_parameters() if "experts" in name and name.endswith("_proj")]
+    for weights in experts:
+        groups = weights.detach().unflatten(1, (-1, 32))
+        powers = 2.0 ** (groups.abs().amax(2, keepdim=True).log2().floor() - 2)
+        nearest = ((groups / powers).abs()[..., None] - numbers).abs().argmin(-1)
+        weights.data.copy_((numbers[nearest] * powers).copysign(groups).flatten(1, 2))
+    model = model.to(dtype)
+    sampled = GREEDY | {"do_sample": True, "top_k": 20}
+
+    def texts(packs: bool | str) -> list:
+        lookahead.wrap(model, LookaheadConfig(pack_weights=packs))
+        found = []
+        for settings in (GREEDY, sampled):
+            torch.manual_seed(0)
+            found.append(model.generate(IDS, **settings).tolist())
+        assert "passes: fused" in model.lookahead.report()
+        return found
+
+    with monkeypatch.context() as without:
+        without.setattr(blocks, "_of_mxfp4", dict)
+        expected, size = texts(True), model.lookahead.copied_bytes
+    lookahead.unwrap(model)
+    monkeypatch.setattr(fused, "MOST_COPIED", most_copied)
+    assert texts("auto") == expected, "the same numbers, to the last bit"
+    weights = sum(parameter.numel() for parameter in experts)
+    assert "weights: read from a copy of " in model.lookahead.report()
+    if most_copied:
+        assert size - model.lookahead.copied_bytes == weights * dtype.itemsize - weights * 17 // 32
+    else:
+        assert model.lookahead.copied_bytes == weights * 17 // 32
+    if dtype == torch.float32:
+        lookahead.unwrap(model)
+        for settings, text in zip((GREEDY, sampled), expected, strict=True):
+            torch.manual_seed(0)
+            assert model.generate(IDS, **settings).tolist() == text
+    else:
+        trained(model)
+        model.generate(IDS, **GREEDY)
+        assert most_copied or "its weights lie transposed" in model.lookahead.report(), "other weights are not copied"
+
+
 def test_transposed_weights_that_change_within_a_call_are_no_longer_read_from_the_copy():
     model = tiny_model("gpt2", **sizes("gpt2", 64, 64, 16))
     adapter = capabilities.find_adapter(model)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lookahead.cpu import blocks, native, products
-from lookahead.cpu.products import Linear
+from lookahead.cpu.products import Format, Linear
 
 BITS = {
     "Q4_0": torch.uint8, "Q4_1": torch.uint8, "Q4_K": torch.uint8,
@@ -124,6 +124,92 @@ def test_int4_held_in_int8_is_packed(dtype, outputs, groups, size, seed):
     assert_same_products(found, linear, dtype)
     numbers.view(-1)[seed % numbers.numel()] = 8 if seed % 2 else -9
     assert blocks.smallest(linear, dtype) is linear
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The numbers of MXFP4's codes, times a power of two."""
+
+
+def numbers_of_mxfp4(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float32: what blocks hold; dtype: of the weights that they were made of."""
+    each = packed.view(len(packed), -1, 17)
+    codes = torch.stack([each[..., 1:] & 15, each[..., 1:] >> 4], -1 if dtype == torch.bfloat16 else -2)
+    numbers = E2M1.double()[codes.flatten(2).int()] * 2.0 ** (each[..., :1].double() - 127)
+    return numbers.flatten(1).float()
+
+
+def are_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Not of NaN."""
+    return a.dtype == b.dtype and torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    outputs=st.integers(1, 40),
+    groups=st.integers(1, 6),
+    powers=st.sampled_from([(-12, -4), (-30, 30), (-125, -120), (118, 125), (-125, 125)]),
+    beside=st.sampled_from([None, 0, 1, 7]),
+    seed=st.integers(0, 999),
+)
+def test_weights_of_mxfp4_are_found_to_be(dtype, outputs, groups, powers, beside, seed):
+    """powers: of two, of the groups. beside: other outputs in the same matrix, if the weights lie transposed."""
+    note(f"{dtype=} {outputs=} {groups=} {powers=} {beside=} {seed=}")
+    torch.manual_seed(seed)
+    codes = torch.randint(16, (outputs, groups, 32))
+    codes[..., 5] = 7 - codes[..., 5] % 2  # without a number of the upper exponent, another power of two is found
+    codes[torch.rand(outputs, groups) < 0.2] &= 8  # zeros
+    scales = 2.0 ** torch.randint(powers[0], powers[1] + 1, (outputs, groups, 1)).float()
+    weight = (E2M1[codes] * scales).flatten(1).to(dtype)
+    if beside is not None:
+        matrix = torch.randn(32 * groups, outputs + beside).to(dtype)
+        matrix[:, beside:] = weight.T
+        weight = matrix.T[beside:]
+    linear = Linear(weight, None, torch.randn(outputs).to(dtype) if seed % 2 else None)
+    found = blocks.smallest(linear, dtype, indexes=False)
+    assert (found.format, found.weight.shape) == (Format.MXFP4, (outputs, 17 * groups))
+    assert (found.outputs, found.inputs) == (outputs, 32 * groups)
+    assert are_same_bits(numbers_of_mxfp4(found.weight, dtype).to(dtype), weight), "also the signs of zeros"
+    plain = Linear(weight.contiguous(), None, linear.bias)
+    assert_same_products(found, plain, dtype, rows=(1, 2, 3, 5, 8, 12, 17, 40))
+
+    known, place = found._replace(bias=None, origin=None), (seed % outputs, seed % (32 * groups))
+    assert blocks.smallest(linear, dtype, known, indexes=False).weight is found.weight
+    copies = blocks.copies_of([found])
+    differ = blocks.comparison(copies, dtype)
+    assert not any(map(differ, range(1, 50)))
+    was = weight[place].clone()
+    for other in (torch.nan, 1e-40, 1.125 * was if was else 1.125, -was):
+        weight[place] = other
+        assert blocks.digest_of(linear) != found.digest
+        assert any(map(differ, range(1, 3000))), "a sign is a number, too, also that of a zero"
+        again = blocks.smallest(linear, dtype, known, indexes=False)
+        is_mxfp4 = again.format == Format.MXFP4
+        assert is_mxfp4 == are_same_bits(weight[place], -was), "no other one has two digits"
+        if is_mxfp4:
+            assert are_same_bits(numbers_of_mxfp4(again.weight, dtype).to(dtype), weight)
+        weight[place] = was
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("other", [torch.nan, torch.inf, 5.0, 7.0, 0.25, 1.0078125, 8.0, 2.0**-130])
+def test_one_number_that_is_none_of_mxfp4_leaves_all_as_they_are(dtype, other):
+    """Beside numbers from 0.5 to 6."""
+    weight = E2M1[torch.arange(16)].repeat(9, 6).to(dtype)
+    assert blocks.smallest(Linear(weight), dtype, indexes=False).format == Format.MXFP4
+    weight[7, 70] = other
+    assert blocks.smallest(Linear(weight), dtype).format != Format.MXFP4
+    assert blocks.smallest(Linear(weight.T.contiguous().T), dtype, indexes=False).format == Format.FLOATS
+    few = weight[:7, :80].contiguous()
+    assert blocks.smallest(Linear(few), dtype).format != Format.MXFP4, "it has no whole groups"
+
+
+def test_all_powers_of_two_of_mxfp4_are_read():
+    """Also those that only a file can say; but for the last ones, of which some numbers would be infinite."""
+    packed = torch.randint(256, (253, 17), dtype=torch.uint8)
+    packed[:, 0] = torch.arange(253)
+    (found,) = products.multiply(torch.eye(32), [Linear(packed, blocks=Format.MXFP4)])
+    assert torch.equal(found.T, numbers_of_mxfp4(packed, torch.float32))
 
 
 def can_index(dtype) -> bool:
@@ -258,6 +344,7 @@ def test_a_processor_without_kernels_keeps_its_floats(monkeypatch):
     linear = nn.Linear(32, 2)
     nn.init.ones_(linear.weight)
     monkeypatch.setattr(blocks, "_of_codes", dict)
+    monkeypatch.setattr(blocks, "_of_mxfp4", dict)
     monkeypatch.setattr(blocks, "_of_bfloat16", dict)
     assert blocks.smallest(Linear(linear.weight), torch.float32).weight is linear.weight
 
