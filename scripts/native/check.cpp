@@ -50,15 +50,34 @@ static void compare(double found, double expected, double tolerance, const char*
     if (wrong++ < 10) printf("%s: %g instead of %g\n", what, found, expected);
 }
 
-// error: of the format, relative to numbers of about the size of a result.
+// Random blocks of MXFP4, and the numbers that they hold.
+template <class T>
+static std::vector<T> random_blocks(std::vector<uint8_t>& blocks) {
+    const float sizes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    std::vector<T> numbers(blocks.size() / 17 * 32);
+    for (uint8_t& byte : blocks) byte = generator();
+    for (size_t i = 0; i < numbers.size(); i++) {
+        uint8_t* const block = &blocks[i / 32 * 17];
+        if (i % 32 == 0) block[0] = 123 + block[0] % 4;
+        const int code = sizeof(T) == 2 ? block[1 + i % 32 / 2] >> i % 2 * 4 : block[1 + i % 16] >> i % 32 / 16 * 4;
+        put(std::ldexp(sizes[code & 7], block[0] - 127) * (code & 8 ? -1 : 1), &numbers[i]);
+    }
+    return numbers;
+}
+
+// error: of the format of numbers, relative to numbers of about the size of a result.
 template <class T, class Multiply>
 static void check_products(Multiply multiply, long (*room_for)(long, long), long rows, long outputs, long inputs,
-                           double error) {
-    const auto x = random_numbers<T>(rows * inputs), weights = random_numbers<T>(outputs * inputs);
+                           double error, gemm::Format format) {
+    std::vector<uint8_t> blocks(outputs * inputs / 32 * 17);
+    const bool in_blocks = format == gemm::MXFP4;
+    const auto x = random_numbers<T>(rows * inputs);
+    const auto weights = in_blocks ? random_blocks<T>(blocks) : random_numbers<T>(outputs * inputs);
     const auto bias = random_numbers<T>(outputs);
     std::vector<T> out(rows * outputs);
     std::vector<char> room(room_for(rows, inputs) + 64);
-    const Matrix<T> matrix = {weights.data(), nullptr, nullptr, nullptr, bias.data(), out.data(), outputs, inputs, nullptr, FLOATS};
+    const void* const held = in_blocks ? (const void*)blocks.data() : weights.data();
+    const Matrix<T> matrix = {held, nullptr, nullptr, nullptr, bias.data(), out.data(), outputs, inputs, nullptr, format};
     multiply(x.data(), &matrix, 1, rows, inputs, aligned(room), 1);
     for (long row = 0; row < rows; row++)
         for (long o = 0; o < outputs; o++) {
@@ -100,10 +119,11 @@ static void check_attention(Attend attend, long rows, long cached, long heads, l
 int main() {
     for (long rows : {1, 2, 5, 16, 33})
         for (long outputs : {1, 7, 48, 100})
-            for (long inputs : {64, 192, 576}) {
-                check_products<float>(multiply_float32, room_float32, rows, outputs, inputs, 1e-5);
-                check_products<BFloat16>(multiply_bfloat16, room_bfloat16, rows, outputs, inputs, 2e-2);
-            }
+            for (long inputs : {64, 192, 576})
+                for (gemm::Format format : {gemm::FLOATS, gemm::MXFP4}) {
+                    check_products<float>(multiply_float32, room_float32, rows, outputs, inputs, 1e-5, format);
+                    check_products<BFloat16>(multiply_bfloat16, room_bfloat16, rows, outputs, inputs, 2e-2, format);
+                }
     for (long rows : {1, 4, 17})
         for (long cached : {0, 3, 300})
             for (long groups : {1, 3}) {
