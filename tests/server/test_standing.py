@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
-from lookahead.tools.server import app
+from lookahead.tools.server import app, arriving
 from lookahead.tools.server.app import Server
+from lookahead.tools.server.arriving import Bodies
 
 COMPLETION, CHAT, MESSAGE, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
@@ -133,20 +134,104 @@ def test_a_body_that_stalls_or_takes_long_is_given_up():
 
 
 def test_bodies_that_arrive_make_room_for_newer_ones():
-    """The oldest first. All that is open counts."""
-    with contextlib.ExitStack() as clients, running(*of_app("app.MOST_OPEN = 3"), *COMMAND) as address:
+    """The oldest first, of one client. A request that comes whole needs no room."""
+    with contextlib.ExitStack() as clients, running(*of_app("arriving.MOST_ARRIVING = 3"), *COMMAND) as address:
         halves = []
-        for number in range(5):
+        for number in range(6):
             halves.append(clients.enter_context(contextlib.closing(half_sent(address))))
             time.sleep(0.1)
+            if number == 1:
+                halves[0].sendall(b" ")  # so the next one has been silent for longer
             if number >= 3:
-                assert status_of(halves[number - 3]) == 503
+                halves[(1, 0, 2)[number - 3]].settimeout(9)
+                assert halves[(1, 0, 2)[number - 3]].recv(12) == b"HTTP/1.1 503"
         assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
-        assert status_of(halves[2]) == 503
         halves[3].sendall(b'"a": 1' + b" " * 91 + b"}")
         answer = http.client.HTTPResponse(halves[3])
         answer.begin()
         assert (answer.status, json.load(answer)["error"]["message"][:15]) == (400, "a is not served")
+
+
+def begun(address: str, number: int, source: str) -> socket.socket:
+    """Connect, and send nothing, half of the head of a request, or half of its body."""
+    place = urllib.parse.urlsplit(address)
+    client = socket.create_connection((place.hostname, place.port), source_address=(source, 0))
+    head = f"POST {COMPLETION} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall((b"", head.encode(), f"{head}Content-Length: 99\r\n\r\n{{".encode(), b"P")[number % 4])
+    return client
+
+
+def in_two_parts(address: str, pause: float) -> int:
+    """Send a request whose body comes later than its head. Return the status of its answer."""
+    with contextlib.closing(connect(address)) as connection:
+        body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+        connection.putrequest("POST", COMPLETION)
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders()
+        time.sleep(pause)
+        connection.send(body)
+        return connection.getresponse().status
+
+
+@pytest.mark.parametrize("kind", [2, None], ids=["bodies", "all kinds"])
+def test_three_hundred_that_have_begun_hold_up_nobody(address, kind):
+    with contextlib.ExitStack() as clients:
+        for number in range(300):
+            clients.enter_context(begun(address, number if kind is None else kind, "127.0.0.1"))
+        for turn in range(20):
+            assert in_two_parts(address, turn % 3 / 50) == 200
+            assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
+def test_a_crowd_that_goes_on_coming_holds_up_nobody(address, source):
+    """A request that comes whole is answered beside any crowd, also of its own address."""
+    ends = threading.Event()
+
+    def crowd() -> int:
+        count = 0
+        with contextlib.ExitStack() as clients:
+            while not ends.is_set():
+                if count % 800 == 0:
+                    clients.close()
+                with contextlib.suppress(OSError):  # of one that made room while it sent
+                    clients.enter_context(begun(address, 2, source))
+                count += 1
+        return count
+
+    with ThreadPoolExecutor(1) as threads:
+        coming = threads.submit(crowd)
+        try:
+            until = time.monotonic() + 5
+            while time.monotonic() < until:
+                assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+                if source != "127.0.0.1":  # the client with the most makes room
+                    assert in_two_parts(address, 0.05) == 200
+        finally:
+            ends.set()
+        assert coming.result() > 800
+
+
+def test_a_whole_body_makes_room_for_none_of_those_that_arrive_with_it():
+    """Hundreds of bodies begin in the same turn of the event loop, as where a crowd connects at once."""
+
+    async def arrive() -> list[bytes]:
+        bodies = Bodies(100)
+
+        async def receive():
+            return {"type": "http.request", "body": b"whole"}
+
+        tasks = []
+        for number in range(3 * arriving.MOST_ARRIVING):
+            tasks.append(asyncio.ensure_future(bodies.take({}, receive if number % 7 == 0 else asyncio.Event().wait)))
+        await asyncio.sleep(0.1)
+        assert sum(not task.done() for task in tasks) == arriving.MOST_ARRIVING
+        for task in tasks:
+            task.cancel()
+        return [(await task).bytes for task in tasks[::7]]
+
+    assert set(map(bytes, asyncio.run(arrive()))) == {b"whole"}
 
 
 def test_the_largest_body_makes_room_where_all_are_too_large_together():

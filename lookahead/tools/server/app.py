@@ -32,7 +32,7 @@ from lookahead.tools.files import read_text
 from lookahead.tools.loading import decoding, load_wrapped
 from lookahead.tools.server import chats, messages, responses
 from lookahead.tools.server.answering import Piece, Words
-from lookahead.tools.server.arriving import PATIENCE, Bodies, Body, Connection, UnreadError
+from lookahead.tools.server.arriving import PATIENCE, Bodies, Body, Connection, UnreadError, Waiting, host_of
 from lookahead.tools.server.fields import (
     CHAT,
     COMPLETION,
@@ -62,7 +62,7 @@ BYTES_A_TOKEN = 16  # of a request: enough for any language, also where JSON esc
 LEAST_BODY, LARGEST_BODY = 2**20, 2**23
 GRACE = 5  # seconds that requests have to end once the server is told to stop
 LAST_WORDS = 1  # seconds in which a stream can still say that it was stopped
-MOST_OPEN = 256  # requests that arrive or are answered; further ones are refused
+MOST_OPEN = 256  # requests that are answered; further ones are refused
 PING = 10  # seconds without an event, after which a stream shows that it is alive
 
 Result = TypeVar("Result")
@@ -93,7 +93,8 @@ def serve(
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler())
     app = make_app(model, tokenizer, name, assistant, **of_app)
-    server = uvicorn.Server(uvicorn.Config(app, http=Connection, access_log=False, timeout_graceful_shutdown=GRACE))
+    http: Any = partial(Connection, Waiting())
+    server = uvicorn.Server(uvicorn.Config(app, http=http, access_log=False, timeout_graceful_shutdown=GRACE))
     place = f"[{host}]" if ":" in host else host
     click.echo(f"running on http://{place}:{sockets[0].getsockname()[1]} (Ctrl-C to quit)", err=True)
     with suppress(KeyboardInterrupt):  # uvicorn passes it on when it has ended
@@ -307,12 +308,8 @@ class Exchange:
 
     async def serve(self) -> None:
         requests, bodies = self._server.metrics.requests, self._server.bodies
-        if requests["running"] + bodies.arriving >= MOST_OPEN and not bodies.make_room():
-            await self._refuse(f"{MOST_OPEN} requests are open: try again later", 429, {"Retry-After": "1"})
-            requests[self._path, "429"] += 1
-            return
         try:
-            body = await bodies.take(Request(self._scope).headers, self._receive)
+            body = await bodies.take(Request(self._scope).headers, self._receive, host_of(self._scope.get("client")))
         except ClientDisconnect:
             return
         except UnreadError as error:
@@ -321,6 +318,11 @@ class Exchange:
             await self._refuse(str(error), error.status, headers)
             requests[self._path, self._status] += 1
             self._log()
+            return
+        if requests["running"] >= MOST_OPEN:
+            bodies.release(body)
+            await self._refuse(f"{MOST_OPEN} requests are open: try again later", 429, {"Retry-After": "1"})
+            requests[self._path, "429"] += 1
             return
         requests["running"] += 1
         self._gone = gone = asyncio.ensure_future(self._receive())

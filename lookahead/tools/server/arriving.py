@@ -1,13 +1,15 @@
 """Requests while they arrive: how many, how large they are together, and how long each may take.
 
-Where there are too many, one that is not whole makes room for a newer one: clients that stall hold up nobody.
+Where there are too many, one that is not whole makes room for a newer one: clients that stall hold up nobody. It is one
+of the client with the most of them; of these, the one that has been silent for longest.
 """
 
 import asyncio
 from asyncio import Future, Task, Transport
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
@@ -17,7 +19,51 @@ PATIENCE = 60  # seconds for a body to arrive; for the head of a request; for a 
 STALL = 10  # seconds without a byte of a body
 HELD = 2**26  # bytes of bodies that arrive or wait to be read, all together
 SMALL = 2**18  # bytes of a body that are held however many others there are
-MOST_CONNECTIONS = 512
+BEGINNING = 0.1  # seconds in which a new connection makes room for no other
+MOST_ARRIVING = 256  # bodies of which more is to come
+MOST_CONNECTIONS = 768  # more than those and the requests that are answered, so that a new one always has room
+
+One = TypeVar("One")
+
+
+def host_of(client: tuple[str, int] | None) -> str:
+    """Return the address of a client, which several connections may share. client: as ASGI names it."""
+    return client[0] if client else ""
+
+
+class Waiting(Generic[One]):
+    """What waits for clients to go on, by their addresses. No step looks at all that waits: crowds come at once."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[One, None]] = {}  # of each address; what has been silent for longest is first
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[One]:
+        return chain.from_iterable(self._of.values())
+
+    def add(self, client: str, one: One) -> None:
+        """client: its address."""
+        self._of.setdefault(client, {})[one] = None
+        self._count += 1
+
+    def discard(self, client: str, one: One) -> bool:
+        """Return whether it was there."""
+        those = self._of.get(client, {})
+        if one not in those:
+            return False
+        del those[one]
+        self._count -= 1
+        if not those:
+            del self._of[client]
+        return True
+
+    def first_to_go(self) -> One:
+        """Return what makes room."""
+        _, most = max((len(those), client) for client, those in self._of.items())
+        return next(iter(self._of[most]))
 
 
 class UnreadError(Exception):
@@ -30,9 +76,10 @@ class UnreadError(Exception):
 
 @dataclass(eq=False)
 class Body:
-    """What has arrived of a body. refused: done once it makes room for others."""
+    """What has arrived of a body. client: its address. refused: done once it makes room for others."""
 
-    bytes: bytearray
+    client: str
+    bytes: bytearray = field(default_factory=bytearray)
     refused: Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -43,31 +90,26 @@ class Bodies:
         """most: bytes of a body."""
         self.most = most
         self._held = 0  # bytes of all
-        self._arriving: dict[Body, None] = {}  # the oldest is first
+        self._arriving = Waiting[Body]()
 
-    @property
-    def arriving(self) -> int:
-        """How many bodies arrive."""
-        return len(self._arriving)
+    async def take(self, headers: Mapping[str, str], receive: Receive, client: str = "") -> Body:
+        """Return the body of a request, which is held until `release`. Raises UnreadError, ClientDisconnect.
 
-    def make_room(self) -> bool:
-        """Refuse the body that began to arrive before all others; return whether there was one."""
-        for body in self._arriving:
-            self._refuse(body)
-            return True
-        return False
-
-    async def take(self, headers: Mapping[str, str], receive: Receive) -> Body:
-        """Return the body of a request, which is held until `release`. Raises UnreadError, ClientDisconnect."""
+        client: its address.
+        """
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.most:
             raise self._too_large()
-        body = Body(bytearray())
-        self._arriving[body] = None
+        body = Body(client)
         reading: Task[None] = asyncio.ensure_future(self._read(body, receive))
         loop = asyncio.get_running_loop()
         end = loop.time() + PATIENCE
         try:
+            await asyncio.sleep(0)  # what has come with its head is read: it needs no room
+            if not (reading.done() or body.refused.done()):
+                self._arriving.add(client, body)
+                if len(self._arriving) > MOST_ARRIVING:
+                    self._refuse(self._arriving.first_to_go())
             while not reading.done():
                 size = len(body.bytes)
                 await asyncio.wait({reading, body.refused}, timeout=STALL, return_when=asyncio.FIRST_COMPLETED)
@@ -83,7 +125,7 @@ class Bodies:
             self.release(body)
             raise
         finally:
-            self._arriving.pop(body, None)
+            self._arriving.discard(client, body)
         return body
 
     def release(self, body: Body) -> None:
@@ -101,17 +143,19 @@ class Bodies:
             chunk = message.get("body", b"")
             body.bytes += chunk
             self._held += len(chunk)
+            if self._arriving.discard(body.client, body):
+                self._arriving.add(body.client, body)
             if len(body.bytes) > self.most:
                 raise self._too_large()
             if self._held > max(HELD, self.most):
-                largest = max(self._arriving, key=lambda one: len(one.bytes))
-                if len(largest.bytes) > SMALL:
+                largest = max(self._arriving, key=lambda one: len(one.bytes), default=None)
+                if largest is not None and len(largest.bytes) > SMALL:
                     self._refuse(largest)
             if not message.get("more_body", False):
                 return
 
     def _refuse(self, body: Body) -> None:
-        del self._arriving[body]
+        self._arriving.discard(body.client, body)
         self.release(body)
         body.refused.set_result(None)
 
@@ -122,16 +166,15 @@ class Bodies:
 class Connection(H11Protocol):
     """A connection of uvicorn's, which ends when no request begins, and makes room for another one before that."""
 
-    _late: asyncio.TimerHandle | None = None
-    _since = 0.0
+    def __init__(self, idle: "Waiting[Connection]", **of_uvicorn: Any):
+        """idle: all connections of a server that have no request."""
+        super().__init__(**of_uvicorn)
+        self._idle = idle
+        self._late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
-        self._since = self.loop.time()
-        self._watch()
-        if len(self.connections) > MOST_CONNECTIONS:
-            idle = [one for one in self.connections if isinstance(one, Connection) and one._is_idle]
-            min(idle, key=lambda one: one._since).transport.abort()
+        self.loop.call_later(BEGINNING, self._watch)  # what has come meanwhile is read first: a crowd connects at once
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -139,24 +182,30 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._since = self.loop.time()
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._late is not None:
-            self._late.cancel()
-
-    @property
-    def _is_idle(self) -> bool:
-        cycle: Any = self.cycle
-        return cycle is None or cycle.response_complete
+        self._goes_on()
 
     def _watch(self) -> None:
         """End the connection if it stays without a request."""
-        if not self._is_idle:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-        elif self._late is None:
-            self._late = self.loop.call_later(PATIENCE, self.transport.abort)
+        cycle: Any = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            self._goes_on()
+        elif self._late is None and not self.transport.is_closing():
+            self._late = self.loop.call_later(PATIENCE, self._end)
+            self._idle.add(host_of(self.client), self)
+            if len(self.connections) > MOST_CONNECTIONS:
+                self._idle.first_to_go()._end()
+
+    def _end(self) -> None:
+        self._goes_on()
+        self.transport.abort()
+
+    def _goes_on(self) -> None:
+        """Wait no longer for a request."""
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+            self._idle.discard(host_of(self.client), self)
