@@ -23,6 +23,7 @@ from lookahead import DEMO_MODEL, LookaheadConfig
 from lookahead.stats import Stats
 from lookahead.tools.server.answering import Words, Writer
 from lookahead.tools.server.fields import CHAT, COUNT, MESSAGE, RESPONSE, RefusedError, read_request
+from lookahead.tools.server.grammar import Enforced
 from lookahead.tools.server.parsing import Parser
 from lookahead.tools.server.reading import Reader, Written
 from lookahead.tools.server.thinking import LimitThinking, Marks, ReasoningTokens
@@ -245,6 +246,72 @@ def test_what_no_template_can_be_told():
         assert (text, prompt.marks) == (without[0], None)
     with pytest.raises(RefusedError, match="thinking must have no budget_tokens"):
         prompt_of("{{ enable_thinking }}" + plain, MESSAGE, thinking={"type": "enabled", "budget_tokens": 7})
+
+
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "boolean"}}}}
+CHOICES = {
+    CHAT: {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
+    RESPONSE: {"tools": [{"type": "function"} | TOOL], "tool_choice": {"type": "function", "name": "f"}},
+    MESSAGE: {"tools": [{"name": "f", "input_schema": TOOL["parameters"]}], "tool_choice": {"type": "any"}},
+}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": TOOL["parameters"]}}
+
+
+def with_tools(written):
+    """written: before each answer."""
+    return (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if tools %}<tool_call>{{ tools | tojson }}\n{% endif %}"
+        "{% if add_generation_prompt %}a: " + written + "{% endif %}{# </think> #}"
+    )
+
+
+NO, YES = {"enable_thinking": False}, {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "thinks"),
+    [
+        (CHAT, {}, True), (CHAT, {"reasoning_effort": "low"}, True), (CHAT, {"chat_template_kwargs": YES}, True),
+        (CHAT, {"chat_template_kwargs": NO}, False), (CHAT, {"reasoning_effort": "none"}, False),
+        (CHAT, {"reasoning_effort": "none", "chat_template_kwargs": YES}, True),
+        (CHAT, {"reasoning_effort": "low", "chat_template_kwargs": NO}, False),
+        (RESPONSE, {}, True), (RESPONSE, {"reasoning": {"effort": "none"}}, False),
+        (RESPONSE, {"chat_template_kwargs": NO}, False),
+        (MESSAGE, {}, True), (MESSAGE, {"thinking": {"type": "disabled"}}, False),
+        (MESSAGE, {"thinking": {"type": "enabled", "budget_tokens": 5}}, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "written", ["", "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}", "{{ reasoning_effort }}"]
+)
+def test_what_is_enforced_begins_with_reasoning_only_where_it_may(path, said, thinks, written):
+    """Whether the template writes that there is no reasoning, as Qwen3's, or cannot be told."""
+    model, tokenizer = demo()
+    for more in (CHOICES[path], *([{"response_format": SCHEMA}] if path == CHAT else [])):
+        _, prompt = prompt_of(with_tools(written), path, **said, **more)
+        _, wishes = read_request(BODIES[path] | said | more, path, "demo", 4096, ())
+        grammars = Reader(model, tokenizer, Written(0)).grammars(4096)
+        grammar = grammars.of(wishes.demand, prompt, True)
+        answer = '{"a": true}' if "response_format" in more else '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+        for text, is_allowed in ((answer, True), (f"<think>so</think>{answer}", thinks)):
+            keeps = Enforced(grammars.reads, grammar, 0)
+            tokens = tokenizer(text, add_special_tokens=False).input_ids
+            with (
+                contextlib.nullcontext()
+                if is_allowed
+                else pytest.raises(ValueError, match="does not keep to its grammar")
+            ):
+                keeps.follow(tokens)
+
+
+def test_reasoning_that_the_prompt_has_begun_goes_on():
+    model, tokenizer = demo()
+    _, prompt = prompt_of(with_tools("<think>\n"), **CHOICES[CHAT], reasoning_effort="none")
+    _, wishes = read_request(BODIES[CHAT] | CHOICES[CHAT], CHAT, "demo", 4096, ())
+    grammars = Reader(model, tokenizer, Written(0)).grammars(4096)
+    keeps = Enforced(grammars.reads, grammars.of(wishes.demand, prompt, True), 0)
+    assert (prompt.marks.have_begun, prompt.thought) == (True, 0)
+    keeps.follow(tokenizer('</think><tool_call>{"name": "f", "arguments": {}}</tool_call>').input_ids)
 
 
 SERVER = f"""if True:

@@ -52,7 +52,7 @@ class Grammars:
             rules += self._calls(fields.get("tool_calls"), prompt.tools or [], demand.calls, many)
             bodies.append("calls")
         thought = ""
-        if (marks := prompt.marks) is not None:
+        if (marks := prompt.marks) is not None and (marks.have_begun or prompt.thinks):
             thought = "thought " if marks.have_begun else f"({self._literal(marks.opens)} thought)? "
             rules.append(f"thought[suffix={json.dumps(marks.closes)}]: /(?s:.*)/")
         start = rf"start: {thought}/\n{{0,2}}/ ({' | '.join(bodies)})"

@@ -41,6 +41,7 @@ class Prompt:
     tools: that the model may call.
     ends: tokens of its beginnings that other prompts are likely to share, ascending, where caches cannot be cut back.
     marks: of reasoning, where answers have any. thought: its tokens, at most; None: as many as it likes.
+    thinks: whether an answer may begin to reason; what a prompt has begun goes on.
     conversation: a chat's, if the answer is to be found again.
     """
 
@@ -52,6 +53,7 @@ class Prompt:
     ends: tuple[int, ...] = ()
     marks: Marks | None = None
     thought: int | None = None
+    thinks: bool = True
     conversation: "Conversation | None" = None
 
 
@@ -134,7 +136,8 @@ class Reader:
                 return [self._plain(prompt, predicted) for prompt in asked.prompts]
             asked, most = self._told_how_to_think(asked, wishes.thought)
             prompt = self._chat(asked, asked.messages or [], predicted)
-            return [replace(prompt, marks=self._marks_behind(prompt.ids), thought=most)]
+            thinks = asked.variables.get("enable_thinking", asked.thinks) is not False
+            return [replace(prompt, marks=self._marks_behind(prompt.ids), thought=most, thinks=thinks)]
         except RefusedError:
             raise
         except Exception as error:  # templates raise errors of many kinds
