@@ -2,7 +2,7 @@
 
 turns        first text of five turns of a chat whose first message has 3,000 tokens
 clients      tokens a second and first text, with 1, 4 and 8 clients
-tools        a loop of 20 turns with calls of a tool
+tools        a loop of 20 turns with calls of a tool; the same texts with earlier texts in the cache and without
 schemas      100 answers by a JSON schema; passes, also without guesses of what the schema forces
 predictions  passes for edited copies of code, with and without `prediction` (lookahead alone)
 
@@ -237,8 +237,12 @@ def clients(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str],
 
 
 def tools(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str], list[list]]:
-    """Where a server can enforce a call, each turn makes one; the others say what they like."""
+    """Where a server can enforce a call, each turn makes one; the others say what they like.
+
+    What lookahead writes with earlier texts and without must be the same, call for call.
+    """
     found: dict[str, list[tuple[float, int, int]]] = {}
+    written: dict[int, tuple[str, list[dict]]] = {}  # of each round: a server that has passes, and its conversation
     for number in range(options["rounds"]):
         for server in servers:
             messages: list[dict] = [{"role": "user", "content": f"({number}) Look up twenty words about bread."}]
@@ -255,8 +259,25 @@ def tools(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str], l
                     {"role": "user", "content": result}
                 ]
             found.setdefault(server.name, []).append((time.perf_counter() - begin, tokens, calls))
+            if has_passes(server.name):
+                first, conversation = written.setdefault(number, (server.name, messages))
+                check_same(first, conversation, server.name, messages)
     rows = [[name, *(statistics.median(column) for column in zip(*of, strict=True))] for name, of in found.items()]
     return ["server", "all turns, s", "tokens", "turns with a call"], rows
+
+
+def check_same(first: str, expected: list[dict], name: str, found: list[dict]) -> None:
+    """Raise ClickException, which shows the conversation so far, unless both have the same texts and calls."""
+
+    def said(message: dict) -> tuple:
+        return message["content"], [call["function"] for call in message.get("tool_calls", ())]
+
+    for place, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if said(one) != said(other):
+            raise click.ClickException(
+                f"texts differ: {json.dumps(one)} of {first}, {json.dumps(other)} of {name}, after "
+                f"{json.dumps(expected[:place])}"
+            )
 
 
 def schemas(servers: list[Server], ask: Asks, options: dict) -> tuple[list[str], list[list]]:

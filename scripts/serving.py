@@ -40,11 +40,16 @@ UNFORCED = (  # it enforces formats, and guesses nothing of what they force
     "from lookahead.tools.cli import main; from lookahead.tools.server import grammar; "
     "grammar.ForcedTokens.propose = lambda *_: [grammar.GuessTree.chain([])]; main()"
 )
+COLD = (  # it reads each prompt from its beginning
+    "from lookahead.tools.cli import main; from lookahead.tools.server.prefixes import Prefixes; "
+    "Prefixes._that_share = lambda *_: []; main()"
+)
 SERVERS = {
     "transformers": ["-c", TRANSFORMERS, "serve"],
     "transformers, continuous batching": ["-c", TRANSFORMERS, "serve", "--continuous-batching"],
     "lookahead": ["-m", "lookahead", "serve", "--model"],
     "lookahead without forced guesses": ["-c", UNFORCED, "serve", "--model"],
+    "lookahead without earlier texts": ["-c", COLD, "serve", "--model"],
 }  # each of them followed by the model
 
 

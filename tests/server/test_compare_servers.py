@@ -5,6 +5,7 @@ import json
 import os
 import sys
 
+import click
 import compare_servers as script
 import openai
 import pytest
@@ -102,3 +103,26 @@ def test_a_loop_with_tools_calls_in_each_turn(already_running, model, tmp_path, 
     assert (name, calls) == ("lookahead", 0)  # eight tokens are no whole call
     assert seconds > 0
     assert tokens >= 8
+
+
+def test_a_loop_with_tools_writes_the_same_from_cold_prompts(model, tmp_path, monkeypatch):
+    """Also in bfloat16."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setitem(os.environ, name, value)
+    monkeypatch.setattr(script, "TURNS", 3)
+    names = "lookahead", "lookahead without earlier texts"
+    rows = compare(
+        "tools", "--model", model, "--dtype", "bfloat16", "--rounds", 1, "--no-times", "--servers", ";".join(names),
+        out=tmp_path / "tools",
+    )  # fmt: skip
+    assert [row[0] for row in rows] == [*names]
+    assert rows[0][1:] == rows[1][1:]
+
+
+def test_texts_that_differ_are_shown():
+    call = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+    one = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    script.check_same("a", one, "b", [one[0], one[1] | {"tool_calls": [call | {"id": "b"}]}])
+    for other in ({"content": "y"}, {"tool_calls": [call | {"function": {"name": "g", "arguments": "{}"}}]}):
+        with pytest.raises(click.ClickException, match=r'texts differ: .* of a, .* of b, after .*"x"'):
+            script.check_same("a", one, "b", [one[0], one[1] | other])

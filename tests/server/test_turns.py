@@ -213,6 +213,76 @@ def test_answers_after_a_hit_are_those_of_the_cold_prompt(dtype, samples, seed):
         ids = ids + [rng.randrange(3, 4000) for _ in range(rng.randint(1, 90))]
 
 
+def chat(of, prompt, wishes):
+    """Return the tokens of a prompt with its answer, how many were cached, and the message that a client sends back."""
+    generate, found = type(of)._generate, []
+
+    def recorded(*given):
+        ids, cache = yield from generate(of, *given)
+        found.append(ids)
+        return ids, cache
+
+    of._generate = recorded
+
+    async def ask():
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+        of.begin([prompt], wishes, lambda _, piece: loop.call_soon_threadsafe(pieces.put_nowait, piece))
+        text, calls = "", []
+        while not isinstance(piece := await asyncio.wait_for(pieces.get(), 60), End):
+            if isinstance(piece, Exception):
+                raise piece
+            if isinstance(piece, Words):
+                text += piece.text
+            else:
+                calls.append({"id": "x", "type": "function", "function": vars(piece)})
+        await of.ended()
+        return (
+            found[-1],
+            piece.cached,
+            {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {}),
+        )
+
+    return asyncio.run(ask())
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    temperature=st.sampled_from([0, 1]),
+    has_calls=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_twenty_turns_with_results_of_tools_are_those_of_cold_prompts(dtype, temperature, has_calls, seed):
+    """Each turn goes on from the one before, which is found as it was written; a call is enforced, or none."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=dtype, max_position_embeddings=2048).eval()
+    lookahead.wrap(model, CONFIG)
+    tokenizer, rng = AutoTokenizer.from_pretrained(DEMO_MODEL), random.Random(seed)
+    tokenizer.chat_template = TEMPLATE.replace("{# </think> #}", "")
+    warm, cold = (generations(model, tokenizer, most) for most in (2**30, 0))
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y", "def", "é"]}}}
+    schema |= {"required": ["a"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    messages, hits, made = [{"role": "user", "content": "import os"}], 0, 0
+    for turn in range(20):
+        body = {"messages": messages, "temperature": temperature, "seed": seed, "max_tokens": 24 + 24 * has_calls}
+        if has_calls:
+            body |= {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+        asked, wishes = read_request(body, CHAT, "demo", 4096, warm._reader.reserved)
+        (prompt,) = warm._reader.read(asked, wishes)
+        ids, cached, said = chat(warm, prompt, wishes)
+        found = chat(cold, prompt, wishes)
+        assert found == (ids, 0, said), f"{dtype=} {turn=} {cached=} {body=} {prompt.ids=}"
+        made += "tool_calls" in said
+        hits += cached > len(prompt.ids) // 2
+        result = "".join(
+            rng.choice(("x = 1", "\n", "é", "return", " 42", "import re")) for _ in range(rng.randint(0, 9))
+        )
+        answered = {"role": "tool", "tool_call_id": "x"} if "tool_calls" in said else {"role": "user"}
+        messages = [*messages, said, answered | {"content": result}]
+    assert hits > 16, (dtype, temperature, has_calls, seed)
+    assert made == 20 * has_calls, (dtype, temperature, has_calls, seed)
+
+
 @pytest.mark.parametrize("wraps", [True, False])
 @pytest.mark.parametrize("family", ["lfm2", "mamba2", "gemma3_text", "llama"])
 def test_a_prompt_is_found_again_without_its_answer(family, wraps, tokenizer):
