@@ -2,6 +2,7 @@
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -221,3 +222,22 @@ def test_what_cannot_be_enforced_is_refused(strict, body, says):
     status, answer = ask(strict, "/v1/chat/completions", messages=MESSAGES, **body)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert says in answer["error"]["message"]
+
+
+LARGE = {  # takes seconds to compile, and is then too large for a token of its text
+    "type": "object",
+    "properties": {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50}}}x"} for i in range(5000)},
+    "additionalProperties": False,
+}
+
+
+def test_a_large_schema_holds_up_nobody(strict):
+    with ThreadPoolExecutor(1) as threads:
+        how = {"type": "json_schema", "json_schema": {"name": "x", "schema": LARGE}}
+        large = threads.submit(ask, strict, "/v1/chat/completions", messages=MESSAGES, response_format=how)
+        count = 0
+        while not large.done():
+            assert ask(strict, "/v1/completions", prompt="x", max_tokens=1)[0] == 200
+            count += not large.done()
+    assert "grammar" in large.result()[1]["error"]["message"]
+    assert count > 3  # one at most, if they wait for it

@@ -294,7 +294,7 @@ def test_what_is_enforced_begins_with_reasoning_only_where_it_may(path, said, th
         grammar = grammars.of(wishes.demand, prompt, True)
         answer = '{"a": true}' if "response_format" in more else '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
         for text, is_allowed in ((answer, True), (f"<think>so</think>{answer}", thinks)):
-            keeps = Enforced(grammars.reads, grammar, 0)
+            keeps = Enforced(grammar.deep_copy(), 0)
             tokens = tokenizer(text, add_special_tokens=False).input_ids
             with (
                 contextlib.nullcontext()
@@ -309,7 +309,7 @@ def test_reasoning_that_the_prompt_has_begun_goes_on():
     _, prompt = prompt_of(with_tools("<think>\n"), **CHOICES[CHAT], reasoning_effort="none")
     _, wishes = read_request(BODIES[CHAT] | CHOICES[CHAT], CHAT, "demo", 4096, ())
     grammars = Reader(model, tokenizer, Written(0)).grammars(4096)
-    keeps = Enforced(grammars.reads, grammars.of(wishes.demand, prompt, True), 0)
+    keeps = Enforced(grammars.of(wishes.demand, prompt, True), 0)
     assert (prompt.marks.have_begun, prompt.thought) == (True, 0)
     keeps.follow(tokenizer('</think><tool_call>{"name": "f", "arguments": {}}</tool_call>').input_ids)
 

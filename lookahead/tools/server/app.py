@@ -205,14 +205,15 @@ class Server:
         self._prefixes = Prefixes(model, cache_mb * 2**20)
         self.generations = Generations(model, self.reader, written, self._prefixes, engine, assistant, parallel)
         self._engine, self._model, self._since = engine, model, int(time.time())
-        self._reading = Worker()
+        self.reading, self.compiling = Worker(), Worker()
+        """Threads that read requests, and that compile what some of them enforce."""
         self.open: set[asyncio.Future] = set()
         """Requests under way."""
 
-    async def read(self, call: Callable[[], Result]) -> Result:
-        """Return the result of ``call`` from another thread, so that templates and tokenizers hold up no client.
+    async def by(self, worker: Worker, call: Callable[[], Result]) -> Result:
+        """Return the result of ``call`` from another thread, so that no template, tokenizer or schema holds up others.
 
-        Requests are read one at a time, in their order.
+        Each thread makes its calls one at a time, in their order.
         """
         result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
@@ -229,7 +230,7 @@ class Server:
                 told = tell, result.set_exception, error  # type: ignore[assignment]
             call_in(result.get_loop(), *told)
 
-        self._reading.calls.put(run)
+        worker.calls.put(run)
         return await result
 
     def understand(self, body: bytearray, path: str) -> tuple[Asked, Any, list[Prompt]]:
@@ -355,7 +356,7 @@ class Exchange:
             await self._refuse("the body must be a JSON object, whose Content-Type is application/json", 400)
             return
         try:
-            asked, wishes, prompts = await server.read(lambda: server.understand(body.bytes, self._path))
+            asked, wishes, prompts = await server.by(server.reading, lambda: server.understand(body.bytes, self._path))
             server.bodies.release(body)
             if self._path == COUNT:
                 await self._whole({"input_tokens": len(prompts[0].ids)})
@@ -364,7 +365,10 @@ class Exchange:
             tell = partial(call_in, asyncio.get_running_loop(), self._pieces.put_nowait)
             send = lambda number, piece: tell((number, piece))  # noqa: E731
             with blamed(PROMPTS[self._path]):
-                self._answers = await server.read(lambda: server.generations.begin(prompts, wishes, send))
+                of, grammars = server.generations, None
+                if wishes.demand:
+                    grammars = await server.by(server.compiling, lambda: of.grammars(prompts, wishes))
+                self._answers = await server.by(server.reading, lambda: of.begin(prompts, wishes, send, grammars))
         except RefusedError as error:
             await self._refuse(str(error), 400, param=error.param)
         except BusyError as error:

@@ -35,6 +35,8 @@ from lookahead.tools.server.reading import Prompt, Reader, Written, too_long
 from lookahead.tools.server.thinking import LimitThinking
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from lookahead.tools.server.grammar import Grammars
 
 MOST_WAITING = 64  # requests that wait for others to end; further ones are refused
@@ -118,18 +120,23 @@ class Generations(Worker):
             await asyncio.sleep(0.02)
 
     def begin(
-        self, prompts: Sequence[Prompt], wishes: Wishes, send: Callable[[int, Piece | Exception], None]
+        self,
+        prompts: Sequence[Prompt],
+        wishes: Wishes,
+        send: Callable[[int, Piece | Exception], None],
+        grammars: "Sequence[LLMatcher | None] | None" = None,
     ) -> list[Answer]:
         """Decode ``wishes.answers`` to each prompt. Return them in order; ``send`` is told their pieces by number.
 
         Answers to one prompt follow from seeds that follow each other. ``send`` is called on another thread.
+        grammars: what `grammars` returns of the same prompts; None: it is asked.
         Raises RefusedError if a prompt does not fit, or a demand cannot be enforced; BusyError.
         """
         context = context_length(self._model)
         for prompt in prompts:
             if not 0 < len(prompt.ids) < context:
                 raise too_long(len(prompt.ids), context)
-        grammars = [self._grammar(prompt, wishes) for prompt in prompts]
+        grammars = self.grammars(prompts, wishes) if grammars is None else grammars
         if self.open >= self._most + MOST_WAITING:
             raise BusyError(f"{self.open} requests are being served: try again later")
         answers: list[Answer] = []
@@ -139,20 +146,23 @@ class Generations(Worker):
                 answers.append(self._submit(prompt, wishes, grammar, seed, partial(send, len(answers))))
         return answers
 
-    def _grammar(self, prompt: Prompt, wishes: Wishes) -> str | None:
-        """Return the grammar of an answer; None if any text will do."""
+    def grammars(self, prompts: Sequence[Prompt], wishes: Wishes) -> "list[LLMatcher | None]":
+        """Return the grammar of the answers to each prompt; None if any text will do. Only one thread may call this.
+
+        Raises RefusedError if a demand cannot be enforced.
+        """
         if not wishes.demand:
-            return None
+            return [None] * len(prompts)
         if self._grammars is None:
             self._grammars = self._reader.grammars(vocabulary_of(self._model))
         with blamed("tools" if wishes.demand.schema is None else wishes.demand.field):
-            return self._grammars.of(wishes.demand, prompt, not wishes.one_call)
+            return [self._grammars.of(wishes.demand, prompt, not wishes.one_call) for prompt in prompts]
 
     def _submit(
         self,
         prompt: Prompt,
         wishes: Wishes,
-        grammar: str | None,
+        grammar: "LLMatcher | None",
         seed: int | None,
         send: Callable[[Piece | Exception], None],
     ) -> Answer:

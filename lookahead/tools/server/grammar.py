@@ -38,8 +38,10 @@ class Grammars:
     """Tokens that end an answer."""
     _reads: LLTokenizer | None = field(default=None, init=False)
 
-    def of(self, demand: Demand, prompt: Prompt, many: bool) -> str:
-        """Return the grammar of an answer. many: whether it may call several tools.
+    def of(self, demand: Demand, prompt: Prompt, many: bool) -> LLMatcher:
+        """Return the compiled grammar of an answer, before any text. many: whether it may call several tools.
+
+        Other threads run meanwhile: a large schema takes seconds.
 
         Raises RefusedError if the demand cannot be enforced.
         """
@@ -57,13 +59,15 @@ class Grammars:
             rules.append(f"thought[suffix={json.dumps(marks.closes)}]: /(?s:.*)/")
         start = rf"start: {thought}/\n{{0,2}}/ ({' | '.join(bodies)})"
         grammar = LLMatcher.grammar_from_lark("\n".join([start if thought else f"start: {' | '.join(bodies)}", *rules]))
-        if wrong := LLMatcher.validate_grammar(grammar, self.reads):
+        compiled = LLMatcher(self.reads, grammar)
+        if wrong := compiled.get_error():
             raise RefusedError(f"the schema cannot be enforced: {wrong}")
-        return grammar
+        return compiled
 
-    def enforce(self, grammar: str, prompt: int) -> tuple["HideForbidden", "ForcedTokens"]:
+    @staticmethod
+    def enforce(grammar: LLMatcher, prompt: int) -> tuple["HideForbidden", "ForcedTokens"]:
         """Return what makes a text keep to its grammar, and guesses by it. prompt: tokens before the text."""
-        text = Enforced(self.reads, grammar, prompt)
+        text = Enforced(grammar.deep_copy(), prompt)
         return HideForbidden(text), ForcedTokens(text)
 
     @property
@@ -111,9 +115,9 @@ def _json(schema: dict) -> str:
 class Enforced:
     """A text that keeps to a grammar, as far as it is written."""
 
-    def __init__(self, reads: LLTokenizer, grammar: str, prompt: int):
-        """prompt: its tokens."""
-        self._matcher = LLMatcher(reads, grammar)
+    def __init__(self, grammar: LLMatcher, prompt: int):
+        """grammar: followed from here on by this text alone. prompt: its tokens."""
+        self._matcher = grammar
         self.length = prompt
         """Tokens of the prompt, and of the answer as far as it was followed."""
 
