@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import tracemalloc
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lookahead.tools.server.fields import CHAT, Wishes, read_request
 from lookahead.tools.server.generations import Generations
 from lookahead.tools.server.parsing import Call
 from lookahead.tools.server.prefixes import Prefixes, size_of
-from lookahead.tools.server.reading import Prompt, Reader, Written, digests
+from lookahead.tools.server.reading import Prompt, Reader, Written, digests, size_of_text
 
 CONFIG = LookaheadConfig(budget=6, window_size=2, ngram_size=3)
 # It writes calls in its own way, and leaves reasoning out.
@@ -141,7 +142,7 @@ def test_a_template_that_writes_the_last_message_otherwise_is_let_alone(demo, to
 
 
 def test_what_was_not_used_for_longest_is_forgotten_first():
-    written = Written(10)
+    written = Written(2 * size_of_text([1] * 5))
     for name in (b"a", b"b"):
         written.keep(name, b"", [1] * 4)
     assert written.find(b"a")
@@ -150,8 +151,24 @@ def test_what_was_not_used_for_longest_is_forgotten_first():
     assert written.find(b"a") == ([1] * 4, b"")
     written.keep(b"c", b"", [3] * 6)
     assert written.find(b"c") == ([3] * 6, b"")
-    written.keep(b"d", b"", [4] * 11)
+    written.keep(b"d", b"", [4] * 500)
     assert [written.find(name) for name in (b"a", b"b", b"c", b"d")] == [None] * 4
+
+
+@pytest.mark.parametrize("length", [1, 20, 500])
+def test_what_is_written_takes_no_more_bytes_than_it_counts(length):
+    """Also where conversations are short: each takes far more than its tokens then."""
+    most, count = 2**20, 4000
+    tracemalloc.start()
+    try:
+        written = Written(most)
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(count):
+            written.keep(number.to_bytes(32, "big"), number.to_bytes(32, "little"), [5000] * length)
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert most / 4 < taken < most * 1.1
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from lookahead.tools.server.thinking import Marks
 if TYPE_CHECKING:
     from lookahead.tools.server.grammar import Grammars
 
-MOST_WRITTEN = 2**22  # tokens of conversations, of four bytes each
+MOST_WRITTEN = 2**24  # bytes of conversations
+A_TOKEN, A_TEXT = 4, 512  # bytes that a token takes, and what stands around those of a conversation
 LONG = 16  # characters for each token of the context, of which a text with more is read first
 CUT = 16  # tokens at the end of a text that another one may have where the text goes on
 
@@ -71,6 +72,11 @@ class Conversation:
         return next(digests([message], self.digest))
 
 
+def size_of_text(ids: Sequence[int]) -> int:
+    """Return the bytes that `Written` takes for a conversation of these tokens."""
+    return A_TEXT + A_TOKEN * len(ids)
+
+
 class Written:
     """What the model has read and written in earlier turns, by the digest of the conversation that clients send back.
 
@@ -79,21 +85,21 @@ class Written:
     """
 
     def __init__(self, most: int = MOST_WRITTEN):
-        """most: tokens."""
+        """most: bytes."""
         self._most = most
         self._texts: OrderedDict[bytes, tuple[array, bytes]] = OrderedDict()
-        self._tokens = 0
+        self._bytes = 0
         self._lock = Lock()
 
     def keep(self, conversation: bytes, rendered: bytes, ids: list[int]) -> None:
         """Keep a prompt and its answer. rendered: digest of the prompt's text."""
         with self._lock:
             if conversation in self._texts:
-                self._tokens -= len(self._texts.pop(conversation)[0])
+                self._bytes -= size_of_text(self._texts.pop(conversation)[0])
             self._texts[conversation] = array("i", ids), rendered
-            self._tokens += len(ids)
-            while self._tokens > self._most:
-                self._tokens -= len(self._texts.popitem(last=False)[1][0])
+            self._bytes += size_of_text(ids)
+            while self._bytes > self._most:
+                self._bytes -= size_of_text(self._texts.popitem(last=False)[1][0])
 
     def find(self, conversation: bytes) -> tuple[list[int], bytes] | None:
         """Return what `keep` was given."""
