@@ -15,6 +15,7 @@ import time
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import endure_server
 import pytest
@@ -29,9 +30,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
 from lookahead.tools.server import app, arriving
+from lookahead.tools.server.answering import End
 from lookahead.tools.server.app import Server
 from lookahead.tools.server.arriving import Bodies
+from lookahead.tools.server.fields import Wishes
+from lookahead.tools.server.reading import Prompt
 
+FIXED_GUESSES = LookaheadConfig(budget=6, window_size=2, ngram_size=3)
 COMPLETION, CHAT, MESSAGE, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
@@ -273,7 +278,7 @@ def test_connections_without_a_request_end():
 def test_a_client_that_takes_nothing_is_given_up(monkeypatch):
     """Its answer is not decoded to the end, and no longer counts."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
-    lookahead.wrap(model, LookaheadConfig(budget=6, window_size=2, ngram_size=3))
+    lookahead.wrap(model, FIXED_GUESSES)
     server = Server(model, AutoTokenizer.from_pretrained(DEMO_MODEL), "demo", None, 0, 1, None)
     monkeypatch.setattr(app, "PATIENCE", 0.2)
     body = {"prompt": "x", "max_tokens": 900, "temperature": 1.5, "seed": 1, "stream": True}
@@ -406,7 +411,7 @@ def test_a_signal_ends_streams_with_an_error(path):
 def test_a_model_that_fails_in_company_harms_its_request_alone():
     """Four texts share their passes. A processor of one of them fails in the middle."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
-    lookahead.wrap(model, LookaheadConfig(budget=6, window_size=2, ngram_size=3))
+    lookahead.wrap(model, FIXED_GUESSES)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     of = generations(model, tokenizer, 2**30, parallel=4)
     prompts = [tokenizer(f"def f{number}(x):\n").input_ids for number in range(4)]
@@ -437,6 +442,29 @@ def test_a_model_that_fails_in_company_harms_its_request_alone():
     assert failing.is_set()
     of._generate = generate
     assert answer(of, prompts[1], 40, seed=1)[0] == alone[1][0]
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_a_request_for_many_answers_leaves_room_for_others(parallel):
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
+    lookahead.wrap(model, FIXED_GUESSES)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    of, ended = generations(model, tokenizer, 2**20, parallel), SimpleQueue()
+
+    def ask_for(who: str, answers: int, tokens: int) -> None:
+        def send(number, piece):
+            if isinstance(piece, (End, Exception)):
+                ended.put(who)
+
+        wishes = Wishes(settings={"max_new_tokens": tokens, "min_new_tokens": tokens}, answers=answers)
+        of.begin([Prompt(tokenizer(f"def {who}(x):\n").input_ids, [])], wishes, send)
+
+    ask_for("many", 8, 60)
+    ask_for("one", 1, 4)
+    ask_for("two", 2, 4)
+    order = [ended.get(timeout=60) for _ in range(11)]
+    assert order.index("one") <= (1 if parallel == 1 else 0), order
+    assert order.index("two") <= 2, order
 
 
 def test_a_reader_that_stalls_holds_up_no_other_and_is_answered_later(address):

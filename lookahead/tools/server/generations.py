@@ -2,9 +2,10 @@
 
 import asyncio
 import copy
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -63,6 +64,14 @@ class Worker:
             del call
 
 
+@dataclass(eq=False)
+class Asked:
+    """The answers to one request. waiting: beginnings of those that have not begun. under_way: how many have."""
+
+    waiting: deque[Callable[[], None]] = field(default_factory=deque)
+    under_way: int = 0
+
+
 @dataclass
 class Answer:
     """An answer under way. tokens: of its prompt. writer: hands on what is written."""
@@ -74,6 +83,9 @@ class Answer:
 
 class Generations(Worker):
     """Decodes answers, up to ``parallel`` at once where the model is wrapped, and hands on what they say.
+
+    Of the requests that wait, the one with the fewest answers under way is next, and none has all that may be. So a
+    request for many long answers stops no other.
 
     Each answer is a generator of Python's. It yields the future of a text that is to be decoded, and goes on when the
     text is there. All of them run in one thread, which also takes the steps.
@@ -96,6 +108,7 @@ class Generations(Worker):
         self._grammars: Grammars | None = None
         self._most = 1 if self._sequences is None else parallel
         self._under_way = 0  # answers that have begun
+        self._asked: list[Asked] = []  # with answers that wait
         self._lock = Lock()
         self.open = 0
         """Answers that have not ended, under the lock."""
@@ -104,15 +117,33 @@ class Generations(Worker):
 
     def work(self) -> None:
         while True:
-            while self._under_way < self._most:
-                try:
-                    call = self.calls.get(block=not self._under_way)
-                except Empty:
-                    break
-                call()
-                del call
+            while self._take_in() or self._let_begin():
+                pass
             if self._sequences is not None:
                 self._sequences.step()
+
+    def _take_in(self) -> bool:
+        """Take what another thread has asked. Returns whether there was anything. With nothing to do, wait for it."""
+        try:
+            call = self.calls.get(block=not (self._under_way or self._asked))
+        except Empty:
+            return False
+        call()
+        return True
+
+    def _let_begin(self) -> bool:
+        """Let the next answer begin, if one may. Returns whether it did."""
+        fewest = min(self._asked, key=lambda asked: asked.under_way, default=None)
+        if fewest is None or self._under_way >= self._most or fewest.under_way >= max(self._most - 1, 1):
+            return False
+        self._under_way += 1
+        fewest.under_way += 1
+        begin = fewest.waiting.popleft()
+        self._asked.remove(fewest)
+        if fewest.waiting:
+            self._asked.append(fewest)
+        begin()
+        return True
 
     async def ended(self) -> None:
         """Wait until all calls have ended."""
@@ -139,11 +170,14 @@ class Generations(Worker):
         grammars = self.grammars(prompts, wishes) if grammars is None else grammars
         if self.open >= self._most + MOST_WAITING:
             raise BusyError(f"{self.open} requests are being served: try again later")
-        answers: list[Answer] = []
+        answers, asked = list[Answer](), Asked()
         for prompt, grammar in zip(prompts, grammars, strict=True):
             for number in range(wishes.answers):
                 seed = None if wishes.seed is None else (wishes.seed + number) % 2**64
-                answers.append(self._submit(prompt, wishes, grammar, seed, partial(send, len(answers))))
+                answers.append(self._submit(asked, prompt, wishes, grammar, seed, partial(send, len(answers))))
+        with self._lock:
+            self.open += len(answers)
+        self.calls.put(partial(self._asked.append, asked))
         return answers
 
     def grammars(self, prompts: Sequence[Prompt], wishes: Wishes) -> "list[LLMatcher | None]":
@@ -160,6 +194,7 @@ class Generations(Worker):
 
     def _submit(
         self,
+        asked: Asked,
         prompt: Prompt,
         wishes: Wishes,
         grammar: "LLMatcher | None",
@@ -195,15 +230,12 @@ class Generations(Worker):
         answer = self._decode(prompt, generation, seed, processors, sources, stop, writer, wishes.answers > 1)
 
         def begin() -> None:
-            self._under_way += 1
             if stop.asked:  # the client has gone while it waited
-                self._end()
+                self._end(asked)
             else:
-                self._go_on(answer, send)
+                self._go_on(asked, answer, send)
 
-        with self._lock:
-            self.open += 1
-        self.calls.put(begin)
+        asked.waiting.append(begin)
         return Answer(length, stop, writer)
 
     def _settings(self) -> GenerationConfig:
@@ -214,6 +246,7 @@ class Generations(Worker):
 
     def _go_on(
         self,
+        asked: Asked,
         answer: Generator[Future, Any, Piece],
         send: Callable[[Piece | Exception], None],
         future: Future | None = None,
@@ -227,14 +260,15 @@ class Generations(Worker):
                 wanted = answer.send(None if future is None else future.result())
         except StopIteration as end:
             send(end.value)
-            self._end()
+            self._end(asked)
         except Exception as error:
             send(error)
-            self._end()
+            self._end(asked)
         else:
-            wanted.add_done_callback(partial(self._go_on, answer, send))
+            wanted.add_done_callback(partial(self._go_on, asked, answer, send))
 
-    def _end(self) -> None:
+    def _end(self, asked: Asked) -> None:
+        asked.under_way -= 1
         self._under_way -= 1
         with self._lock:
             self.open -= 1
