@@ -661,15 +661,15 @@ def test_a_prompt_that_is_cancelled_while_it_waits_leaves_the_reader_alive(plain
     go_on = threading.Event()
 
     async def read():
-        first = asyncio.ensure_future(server.read(lambda: go_on.wait(60)))
-        second = asyncio.ensure_future(server.read(lambda: seen.append(2)))
-        third = asyncio.ensure_future(server.read(lambda: 1 / 0))
+        first = asyncio.ensure_future(server.by(server.reading, lambda: go_on.wait(60)))
+        second = asyncio.ensure_future(server.by(server.reading, lambda: seen.append(2)))
+        third = asyncio.ensure_future(server.by(server.reading, lambda: 1 / 0))
         await asyncio.sleep(0.1)
         second.cancel()
         go_on.set()
         with pytest.raises(ZeroDivisionError):
             await third
-        return await first, await server.read(lambda: 4)
+        return await first, await server.by(server.reading, lambda: 4)
 
     seen = []
     assert asyncio.run(read()) == (True, 4)

@@ -65,7 +65,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class Asked:
+class Group:
     """The answers to one request. waiting: beginnings of those that have not begun. under_way: how many have."""
 
     waiting: deque[Callable[[], None]] = field(default_factory=deque)
@@ -108,7 +108,7 @@ class Generations(Worker):
         self._grammars: Grammars | None = None
         self._most = 1 if self._sequences is None else parallel
         self._under_way = 0  # answers that have begun
-        self._asked: list[Asked] = []  # with answers that wait
+        self._groups: list[Group] = []  # with answers that wait
         self._lock = Lock()
         self.open = 0
         """Answers that have not ended, under the lock."""
@@ -125,7 +125,7 @@ class Generations(Worker):
     def _take_in(self) -> bool:
         """Take what another thread has asked. Returns whether there was anything. With nothing to do, wait for it."""
         try:
-            call = self.calls.get(block=not (self._under_way or self._asked))
+            call = self.calls.get(block=not (self._under_way or self._groups))
         except Empty:
             return False
         call()
@@ -133,15 +133,15 @@ class Generations(Worker):
 
     def _let_begin(self) -> bool:
         """Let the next answer begin, if one may. Returns whether it did."""
-        fewest = min(self._asked, key=lambda asked: asked.under_way, default=None)
+        fewest = min(self._groups, key=lambda group: group.under_way, default=None)
         if fewest is None or self._under_way >= self._most or fewest.under_way >= max(self._most - 1, 1):
             return False
         self._under_way += 1
         fewest.under_way += 1
         begin = fewest.waiting.popleft()
-        self._asked.remove(fewest)
+        self._groups.remove(fewest)
         if fewest.waiting:
-            self._asked.append(fewest)
+            self._groups.append(fewest)
         begin()
         return True
 
@@ -170,14 +170,14 @@ class Generations(Worker):
         grammars = self.grammars(prompts, wishes) if grammars is None else grammars
         if self.open >= self._most + MOST_WAITING:
             raise BusyError(f"{self.open} requests are being served: try again later")
-        answers, asked = list[Answer](), Asked()
+        answers, group = list[Answer](), Group()
         for prompt, grammar in zip(prompts, grammars, strict=True):
             for number in range(wishes.answers):
                 seed = None if wishes.seed is None else (wishes.seed + number) % 2**64
-                answers.append(self._submit(asked, prompt, wishes, grammar, seed, partial(send, len(answers))))
+                answers.append(self._submit(group, prompt, wishes, grammar, seed, partial(send, len(answers))))
         with self._lock:
             self.open += len(answers)
-        self.calls.put(partial(self._asked.append, asked))
+        self.calls.put(partial(self._groups.append, group))
         return answers
 
     def grammars(self, prompts: Sequence[Prompt], wishes: Wishes) -> "list[LLMatcher | None]":
@@ -194,7 +194,7 @@ class Generations(Worker):
 
     def _submit(
         self,
-        asked: Asked,
+        group: Group,
         prompt: Prompt,
         wishes: Wishes,
         grammar: "LLMatcher | None",
@@ -231,11 +231,11 @@ class Generations(Worker):
 
         def begin() -> None:
             if stop.asked:  # the client has gone while it waited
-                self._end(asked)
+                self._end(group)
             else:
-                self._go_on(asked, answer, send)
+                self._go_on(group, answer, send)
 
-        asked.waiting.append(begin)
+        group.waiting.append(begin)
         return Answer(length, stop, writer)
 
     def _settings(self) -> GenerationConfig:
@@ -246,7 +246,7 @@ class Generations(Worker):
 
     def _go_on(
         self,
-        asked: Asked,
+        group: Group,
         answer: Generator[Future, Any, Piece],
         send: Callable[[Piece | Exception], None],
         future: Future | None = None,
@@ -260,15 +260,15 @@ class Generations(Worker):
                 wanted = answer.send(None if future is None else future.result())
         except StopIteration as end:
             send(end.value)
-            self._end(asked)
+            self._end(group)
         except Exception as error:
             send(error)
-            self._end(asked)
+            self._end(group)
         else:
-            wanted.add_done_callback(partial(self._go_on, asked, answer, send))
+            wanted.add_done_callback(partial(self._go_on, group, answer, send))
 
-    def _end(self, asked: Asked) -> None:
-        asked.under_way -= 1
+    def _end(self, group: Group) -> None:
+        group.under_way -= 1
         self._under_way -= 1
         with self._lock:
             self.open -= 1
