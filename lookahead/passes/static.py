@@ -44,8 +44,7 @@ class StaticPass(Reference):
 
         caches: by layer, the columns of keys and values that are shown, [key heads, shown, head size]; those of the
         rows are written to. columns: of the rows, int64 [T]. hidden: by layer, which columns each row must not see,
-        bool [T, shown]; layers of one kind have the same tensor. wanted: numbers of the outputs that
-        are kept.
+        bool [T, shown]; layers of one kind have the same tensor. wanted: numbers of the outputs that are kept.
         """
         self.wanted = wanted
         self.columns = columns
