@@ -305,10 +305,10 @@ class Reference:
     @computed.register
     def _(self, experts: op.Experts) -> torch.Tensor:
         routed, router = self.values[experts.routed or experts.x], experts.router
-        scores = (
-            self.product(experts.of[0], routed) if router is None else routed.to(self.finest) @ router.to(self.finest).T
-        )
-        scores = scores.to(self.finest)
+        if router is None:
+            scores = self.product(experts.of[0], routed).to(self.finest)
+        else:
+            scores = routed.to(self.finest) @ router.to(self.finest).T
         stepped: Callable = self.rounded if experts.rounds_steps else lambda weights: weights
         if experts.nearness >= 0:
             return self.mixed(experts, *self.chosen_in_turn(experts, scores, stepped))
@@ -341,19 +341,21 @@ class Reference:
             left = left.scatter(1, best, -math.inf)
         return torch.cat(chosen, 1), torch.cat(weights, 1)
 
+    def within(self, experts: op.Experts, both: torch.Tensor) -> torch.Tensor:
+        """What the second layer of an expert takes, from what its first one gives."""
+        if experts.limit:
+            return self.clipped(both, experts.alpha, experts.limit)
+        if not experts.is_gated:
+            return self.activated(both, experts.activation)
+        gate, up = both.chunk(2, dim=-1)
+        return self.rounded(self.activated(gate, experts.activation) * up)
+
     def mixed(self, experts: op.Experts, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         x, of = self.values[experts.x], experts.experts
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             row, place = (chosen == expert).nonzero(as_tuple=True)
-            both = self.product(of[2 * expert], x[row])
-            if experts.limit:
-                inner = self.clipped(both, experts.alpha, experts.limit)
-            elif experts.is_gated:
-                gate, up = both.chunk(2, dim=-1)
-                inner = self.rounded(self.activated(gate, experts.activation) * up)
-            else:
-                inner = self.activated(both, experts.activation)
+            inner = self.within(experts, self.product(of[2 * expert], x[row]))
             weighed = self.product(of[2 * expert + 1], inner) * weights[row, place, None]
             out[row] = self.rounded(out[row] + self.rounded(weighed))
         return out

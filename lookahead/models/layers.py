@@ -76,7 +76,7 @@ def read_config(model: PreTrainedModel, branches_states: bool | None = None) -> 
         cache_argument=cache_argument,
         has_state=has_state,
         branches_states=branches_states,
-        in_inference_mode=(not has_state or branches_states) and not _changes_rope(model),
+        in_inference_mode=(not has_state or branches_states) and not changes_rope(model),
         biases_keys=biases_keys,
         can_branch=(
             attention_implementation(model.config) in ("sdpa", "eager")
@@ -138,7 +138,7 @@ def ropes_of(model: PreTrainedModel) -> list[dict]:
     return ropes
 
 
-def _changes_rope(model: PreTrainedModel) -> bool:
+def changes_rope(model: PreTrainedModel) -> bool:
     """Whether a pass may change the model's rotary frequencies, which then stay changed."""
     return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in ropes_of(model))
 

@@ -35,7 +35,7 @@ from lookahead.models import attention
 from lookahead.models.adapter import ModelAdapter, device_of
 from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SlidingLayer
 from lookahead.models.families import UnknownModelError, page_of
-from lookahead.models.layers import ropes_of
+from lookahead.models.layers import changes_rope
 from lookahead.models.origin import is_own
 from lookahead.models.state import state_of
 from lookahead.passes import probe, static
@@ -106,7 +106,7 @@ def static_program(model: PreTrainedModel, adapter: ModelAdapter) -> Program:
         raise UnknownModelError("its steps depend on more than mask and position_ids")
     if any(visibility is None or visibility.chunk is not None for visibility in adapter.layers):
         raise UnknownModelError("not all of its layers attend to everything, or to a sliding window")
-    if any(rope.get("rope_type") == "longrope" for rope in ropes_of(model)):
+    if changes_rope(model):
         raise UnknownModelError("its rotary embedding changes with the length")
     name = attention_implementation(model.config) or "eager"
     found = registered_attention(name)
@@ -195,7 +195,8 @@ class StepGraphs:
                     self._drop_graphs()
                 self._made_for, self._program, self._wanted = made_for, program, hidden_states
                 self._windows = {visibility.window: layers for visibility, layers in adapter.kinds.items()}
-                self.why_not, lent = None, StaticCache(self._buffers, cache)
+                self._given_up = self.why_not = None  # what they were given up for was another state of the model
+                lent = StaticCache(self._buffers, cache)
         except UnknownModelError as error:
             self._warn(str(error))
         except torch.OutOfMemoryError:

@@ -105,14 +105,7 @@ class StaticPass(Reference):
             found, biases = grouped_products(x, stacked.mT, ends), [one.bias for one in linears if one.bias is not None]
             return found + torch.stack(biases)[of_rows] if biases else found
 
-        both = product(self.values[experts.x][order // experts.top_k], experts.experts[::2])
-        if experts.limit:
-            inner = self.clipped(both, experts.alpha, experts.limit)
-        elif experts.is_gated:
-            gate, up = both.chunk(2, dim=-1)
-            inner = self.activated(gate, experts.activation) * up
-        else:
-            inner = self.activated(both, experts.activation)
+        inner = self.within(experts, product(self.values[experts.x][order // experts.top_k], experts.experts[::2]))
         weighed = self.rounded(product(inner, experts.experts[1::2]) * weights.flatten()[order, None])
         by_choice = torch.empty_like(weighed).index_copy_(0, order, weighed)
         return by_choice.unflatten(0, (-1, experts.top_k)).sum(1)

@@ -528,6 +528,30 @@ def test_graphs_of_a_changed_model_are_dropped():
     assert len(set(captured)) == 2
 
 
+def test_graphs_that_were_given_up_are_tried_again_once_the_model_has_changed():
+    model, made = tiny_model("llama"), []
+
+    def capture(function, device, beside):
+        made.append(function)
+        if len(made) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return function
+
+    step_graphs, prompt = StepGraphs(model, capture), [random_prompt(random.Random(9))]
+    with serving(step_graphs) as lent:
+        with pytest.warns(UserWarning, match="cannot be captured"):
+            check_identical(model, prompt, GREEDY, FIXED, seed=0)
+        check_identical(model, prompt, GREEDY, FIXED, seed=0)
+        assert (len(lent), len(made)) == (1, 1)
+        for layer in model.model.layers:
+            layer.self_attn.scaling *= 2
+        for _ in range(2):
+            check_identical(model, prompt, GREEDY, FIXED, seed=0)
+        assert len(lent) == 3
+    assert len(made) - 1 == len(step_graphs._replays) > 0
+    assert step_graphs.why_not is None
+
+
 def test_graphs_of_replaced_weights_are_dropped():
     model, capture = tiny_model("llama"), Counting()
     step_graphs, prompt = StepGraphs(model, capture), [random_prompt(random.Random(9))]
