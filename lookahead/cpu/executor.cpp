@@ -463,7 +463,7 @@ static void activate_bounded(const T* both, float alpha, float limit, T* out, lo
 }
 
 // Where a thread's parts of the room lie behind its private buffers, in bytes: prepared, of attention, near, of recurrences,
-// of panels; and where it ends.
+// a panel; and where it ends.
 template <class By>
 struct Places {
     long at[6];
@@ -472,7 +472,7 @@ struct Places {
         const long sizes[] = {Input<By>::bytes(pass.rows, pass.widest), attention::room_for(pass.most_keys),
                               pass.rows * (long)sizeof(long),
                               recurrence::room_for(pass.rows, pass.state_keys) * (long)sizeof(float),
-                              bytes_of_panel(pass.rows)};
+                              bytes_of_panel<By>(pass.widest)};
         for (int i = 0; i < 5; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
     }
 };
@@ -489,7 +489,7 @@ struct Thread {
     void* const of_attention;
     long* const near;  // [rows], of `attention::Attention`
     float* const of_recurrence;
-    void* const of_panels;
+    Ints* const panel;
     top_k::TopKSoftmax* const seen = (top_k::TopKSoftmax*)pass.tops;  // [threads][said]
 
     double slept = 0;  // seconds
@@ -720,8 +720,8 @@ struct Thread {
     // The input of products with some matrices, [rows][inputs].
     Input<By> prepare(const T* x, long rows, long inputs, const Product<T>* products, long count) {
         int forms = 0;
-        for (long i = 0; i < count; i++) forms |= Input<By>::form_for(products[i].matrix, inputs);
-        const Input<By> input = {x, rows, inputs, prepared, forms, pass.has_near ? nullptr : of_panels};
+        for (long i = 0; i < count; i++) forms |= Input<By>::form_for(products[i].matrix, rows, inputs);
+        const Input<By> input = {x, rows, inputs, prepared, forms, panel};
         for (long part = 0; part < input.parts(); part++) input.make(part);
         return input;
     }
@@ -730,14 +730,14 @@ struct Thread {
     // that are multiplied right after they were digested are still in a cache.
     void multiply(const Input<By>& x, const Matrix<T>& matrix, long begin, long end, const void* next,
                   uint64_t* digest = nullptr) {
-        const bool in_parts = digest || !(x.panel || Input<By>::form_for(matrix, x.inputs));
-        const long size = in_parts ? BLOCK * (x.panel ? 2 : 1) : end - begin;
+        const bool in_parts = digest || Input<By>::form_for(matrix, x.rows, x.inputs) == Input<By>::IN_ROWS;
+        const long size = in_parts ? BLOCK : end - begin;
         const long bytes = x.inputs * sizeof(T);
         digest::Sums sums = {};
         for (long first = begin; first < end; first += size) {
             const long last = std::min(end, first + size);
             if (digest) sums += digest::of((const char*)matrix.weights, first * bytes, last * bytes);
-            if (x.rows) gemm::multiply(x, matrix, first, last, next);
+            if (x.rows) gemm::multiply(x, matrix, first, last, last < end ? matrix.at(last, x.inputs) : next);
         }
         if (digest) digest::add(sums, digest);
     }
@@ -1158,7 +1158,8 @@ static long run(const Pass<typename By::Number>& pass) {
         here.threads = omp_get_num_threads();  // may be fewer than were asked for
         char* const own = (char*)pass.room + index * pass.room_bytes;
         const auto part = [&](int i) { return own + places.at[i]; };
-        const bool found = Thread<By>{here, barrier, index, own, part(0), part(1), (long*)part(2), (float*)part(3), part(4)}.run();
+        Thread<By> thread = {here, barrier, index, own, part(0), part(1), (long*)part(2), (float*)part(3), (Ints*)part(4)};
+        const bool found = thread.run();
         if (index == 0) has_nan = found;  // every thread has all rows
     }
     return has_nan;

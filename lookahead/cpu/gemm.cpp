@@ -1,6 +1,7 @@
-// GEMM of a few rows for single layers (`gemm.h`).
+// GEMM for single layers (`gemm.h`).
 
 #include "gemm.h"
+#include "threads.h"
 
 namespace gemm {
 FOR_EACH_WAY(MULTIPLY);
@@ -8,8 +9,20 @@ FOR_EACH_WAY(MULTIPLY);
 
 using namespace gemm;
 
-constexpr long BLOCK = 96;        // outputs that a thread takes at a time
-constexpr long SMALL_BLOCK = 24;  // the same for several tiles of rows, so that the weights stay in the first caches
+constexpr long BLOCK = 96;  // outputs that a thread takes at a time
+
+static long aligned(long bytes) { return (bytes + 63) / 64 * 64; }
+
+// Bytes of a thread's panel, or 0 if it needs none.
+template <class By>
+static long of_panel(long rows, long inputs) {
+    return rows < LEAST_ROWS ? 0 : aligned(bytes_of_panel<By>(inputs));
+}
+
+template <class By>
+static long room(long rows, long inputs, long threads) {
+    return aligned(Input<By>::bytes(rows, inputs)) + threads * of_panel<By>(rows, inputs);
+}
 
 // Multiply x [rows][inputs] with each matrix. inputs is a multiple of STRIDE. room: as `Input` needs it.
 template <class By>
@@ -17,32 +30,32 @@ static void multiply_all(const typename By::Number* x, const Matrix<typename By:
                          long rows, long inputs, void* room, long threads) {
     if (rows == 0) return;
     int forms = 0;
-    for (long i = 0; i < count; i++) forms |= Input<By>::form_for(matrices[i], inputs);
-    const long size = rows > MR && !forms ? SMALL_BLOCK : BLOCK;
+    for (long i = 0; i < count; i++) forms |= Input<By>::form_for(matrices[i], rows, inputs);
     long blocks = 0;
-    for (long i = 0; i < count; i++) blocks += (matrices[i].outputs + size - 1) / size;
-    const Input<By> input = {x, rows, inputs, room, forms};
+    for (long i = 0; i < count; i++) blocks += (matrices[i].outputs + BLOCK - 1) / BLOCK;
 #pragma omp parallel num_threads(threads)
     {
         const AmxUnit unit;
+        const long before_panel = aligned(Input<By>::bytes(rows, inputs)) + omp_get_thread_num() * of_panel<By>(rows, inputs);
+        const Input<By> input = {x, rows, inputs, room, forms, (Ints*)((char*)room + before_panel)};
 #pragma omp for schedule(static)
         for (long part = 0; part < input.parts(); part++) input.make(part);
 #pragma omp for schedule(static)
         for (long block = 0; block < blocks; block++) {
             long before = block, which = 0;
-            for (long its; before >= (its = (matrices[which].outputs + size - 1) / size); which++) before -= its;
-            const long begin = before * size, end = std::min(matrices[which].outputs, begin + size);
+            for (long its; before >= (its = (matrices[which].outputs + BLOCK - 1) / BLOCK); which++) before -= its;
+            const long begin = before * BLOCK, end = std::min(matrices[which].outputs, begin + BLOCK);
             multiply(input, matrices[which], begin, end, nullptr);
         }
     }
 }
 
-// The functions for Python. room: its bytes.
+// The functions for Python. room: its bytes; it is aligned to 64 of them.
 
-extern "C" long room_float32(long rows, long inputs) { return Input<ByFloats>::bytes(rows, inputs); }
+extern "C" long room_float32(long rows, long inputs, long threads) { return room<ByFloats>(rows, inputs, threads); }
 
-extern "C" long room_bfloat16(long rows, long inputs) {
-    return by_pairs([=](auto by) { return Input<decltype(by)>::bytes(rows, inputs); });
+extern "C" long room_bfloat16(long rows, long inputs, long threads) {
+    return by_pairs([=](auto by) { return room<decltype(by)>(rows, inputs, threads); });
 }
 
 extern "C" void multiply_float32(const float* x, const Matrix<float>* matrices, long count, long rows, long inputs,

@@ -206,45 +206,71 @@ struct Input {
     typedef typename By::Number T;
     typedef typename By::Prepared Prepared;
     static constexpr bool IS_CONVERTED = sizeof(Prepared) != sizeof(T);
-    enum Forms { AS_IT_IS = 0, IN_COLUMNS = 1, IN_LINES = 2 };  // of tiles
+    enum Forms { IN_ROWS = 1, IN_LANES = 2, IN_COLUMNS = 4, IN_LINES = 8 };  // for tiles, panels, and tiles of the unit
 
     const T* x;  // [rows][inputs]
     long rows, inputs;
-    void* room;  // of `bytes`
-    int forms;   // all that are needed
-    void* panel = nullptr;  // of `bytes_of_panel`, if the sums may be those of panels
+    void* room;   // of `bytes`
+    int forms;    // all that are needed
+    Ints* panel;  // of `bytes_of_panel`
+
+    static Forms form_for([[maybe_unused]] const Matrix<T>& matrix, long rows, [[maybe_unused]] long inputs) {
+#ifdef HAS_AMX
+        if (takes_tiles(matrix, inputs)) return matrix.format == INDEXED ? IN_LINES : IN_COLUMNS;
+#endif
+        return rows < LEAST_ROWS ? IN_ROWS : IN_LANES;
+    }
+
+    // Vector v of a row as it is multiplied.
+    static INLINE Ints vector(const T* row, long v) {
+        if constexpr (!IS_CONVERTED) return ((const Unaligned<Ints>*)row)[v];
+        const Ints pairs = ((const Unaligned<Ints>*)row)[v / 2];
+        return (Ints)(v % 2 ? high(pairs) : low(pairs));
+    }
+    void make_row(long row) const {
+        const T* const its = x + row * inputs;
+        Ints* const to = (Ints*)((Prepared*)made() + row * inputs);
+        if (forms & IN_LANES)
+            order_by_lanes(vectors_of<By>(inputs), (int32_t*)to, [=](long v) { return vector(its, v); });
+        else
+            for (long v = 0; v < vectors_of<By>(inputs); v++) ((Unaligned<Ints>*)to)[v] = vector(its, v);
+    }
+    static long bytes_of_rows(long rows, long inputs) {
+        return IS_CONVERTED || rows >= LEAST_ROWS ? rows * inputs * sizeof(Prepared) : 0;
+    }
+    long rows_made() const { return forms & IN_LANES || (IS_CONVERTED && forms & IN_ROWS) ? rows : 0; }
 
 #ifdef HAS_AMX
     const Lines<T> shape{rows};  // of lines
-    static long bytes(long rows, long inputs) { return bytes_of_tiles<T>(rows, inputs) + Lines<T>(rows).bytes(inputs); }
-    static Forms form_for(const Matrix<T>& matrix, long inputs) {
-        return !takes_tiles(matrix, inputs) ? AS_IT_IS : matrix.format == INDEXED ? IN_LINES : IN_COLUMNS;
+    static long bytes(long rows, long inputs) {
+        return bytes_of_tiles<T>(rows, inputs) + Lines<T>(rows).bytes(inputs) + bytes_of_rows(rows, inputs);
     }
     Ints* columns() const { return (Ints*)room; }
     Ints* lines() const { return (Ints*)((char*)room + (forms & IN_COLUMNS ? bytes_of_tiles<T>(rows, inputs) : 0)); }
-    long parts() const { return forms ? inputs / DEPTH : 0; }
+    void* made() const { return (char*)lines() + (forms & IN_LINES ? shape.bytes(inputs) : 0); }
+    long parts() const { return rows_made() + (forms & (IN_COLUMNS | IN_LINES) ? inputs / DEPTH : 0); }
     void make(long part) const {
+        if (part < rows_made()) return make_row(part);
+        part -= rows_made();
         if (forms & IN_COLUMNS) fill_tiles(x, rows, inputs, part, columns());
         if (forms & IN_LINES) shape.fill(x, rows, inputs, part, lines());
     }
 #else
-    static long bytes(long rows, long inputs) { return IS_CONVERTED ? rows * inputs * sizeof(Prepared) : 0; }
-    static Forms form_for(const Matrix<T>&, long) { return AS_IT_IS; }
-    long parts() const { return IS_CONVERTED ? rows : 0; }
-    void make(long part) const {
-        if constexpr (IS_CONVERTED)
-            for (long i = part * inputs; i < (part + 1) * inputs; i += By::STRIDE)
-                By::prepare(x + i, (Prepared*)room + i);
-    }
+    static long bytes(long rows, long inputs) { return bytes_of_rows(rows, inputs); }
+    void* made() const { return room; }
+    long parts() const { return rows_made(); }
+    void make(long part) const { make_row(part); }
 #endif
     const Prepared* row(long row) const {
-        return (const Prepared*)(IS_CONVERTED ? room : (const void*)x) + row * inputs;
+        return (const Prepared*)(IS_CONVERTED ? made() : (const void*)x) + row * inputs;
     }
+    const int32_t* lanes() const { return (const int32_t*)made(); }
 };
 
 // GEMM of any number of rows, in tiles of about equal size, with weights of any format.
 template <class By>
-static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end) {
+static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end,
+                                const void* next) {
     typedef typename By::Number T;
     const long fitting = L1_INPUT / (x.inputs * (long)sizeof(typename By::Prepared));
     const long most = 2 * fitting < MR ? MR : std::min<long>(fitting, MR);  // smaller tiles spare the spills
@@ -259,8 +285,8 @@ static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Nu
         constexpr bool IS_READ = !gguf::IS_BLOCK<Named> || sizeof(T) == 4 || std::is_same_v<Named, gguf::MXFP4>;
         constexpr bool IS_SERVED = IS_READ && (READS_INDEXED || !IS_INDEXED<Named>);
         typedef std::conditional_t<IS_SERVED, Named, T> Weight;
-        if (x.panel && x.rows >= LEAST_ROWS)
-            multiply_by_panels<By, Weight>(x.row(0), x.rows, matrix, x.inputs, begin, end, x.panel);
+        if (x.forms & Input<By>::IN_LANES)
+            multiply_by_panels<By, Weight>(x.lanes(), x.rows, matrix, x.inputs, begin, end, next, x.panel);
         else
             for (long row = 0; row < x.rows; row += rows_of_tile)
                 multiply_tile_of<By, Weight>(std::min(rows_of_tile, x.rows - row), x.row(row), matrix, row, x.inputs, begin,
@@ -271,16 +297,17 @@ static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Nu
 // GEMM of all rows with outputs begin..end-1. next: the weights that this thread wants then, or null.
 template <class By>
 void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end,
-              [[maybe_unused]] const void* next) {
+              const void* next) {
 #ifdef HAS_AMX
-    switch (x.form_for(matrix, x.inputs)) {
+    switch (x.form_for(matrix, x.rows, x.inputs)) {
         case Input<By>::IN_LINES: multiply_in_lines(x.rows, x.shape, x.lines(), matrix, x.inputs, begin, end, next); break;
         case Input<By>::IN_COLUMNS: multiply_in_columns<By>(x.rows, x.columns(), matrix, x.inputs, begin, end); break;
-        case Input<By>::AS_IT_IS:
-            if constexpr (sizeof(typename By::Number) == 4) multiply_by_vectors<By>(x, matrix, begin, end);  // never bf16
+        case Input<By>::IN_ROWS:
+        case Input<By>::IN_LANES:
+            if constexpr (sizeof(typename By::Number) == 4) multiply_by_vectors<By>(x, matrix, begin, end, next);  // never bf16
     }
 #else
-    multiply_by_vectors<By>(x, matrix, begin, end);
+    multiply_by_vectors<By>(x, matrix, begin, end, next);
 #endif
     if (matrix.format == BYTES) matrix.scale(0, x.rows, begin, end);
 }

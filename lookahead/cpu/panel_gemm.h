@@ -1,7 +1,10 @@
-// GEMM of the many rows of a prompt. The weights of 2 * L outputs are packed into a panel: a lane of its vectors is an
-// output, and the vectors are in the order of the inputs. So weights of any format are unpacked once for all rows, numbers of
-// the input are broadcast, and no lanes are added at the end. A sum of a row is the same to the last bit, however many rows
-// are multiplied, but it is not the sum of the other kernels (gemm.h), which add in another order.
+// GEMM of many rows. The weights of some outputs are packed into a panel: a lane of its vectors is an output. So weights of
+// any format are unpacked once for all rows, and numbers of the input are broadcast (as in BLIS: Van Zee & van de Geijn
+// 2015).
+//
+// A sum is that of the other kernels (gemm.h) to the last bit. There, lane l of a vector adds every L-th product from the
+// l-th on, and then neighbouring lanes are added in pairs. Here, a register tile adds the products of one lane after the
+// other, and adds their sums in the same pairs. So a panel has a part for each lane, and so has a row of the input.
 
 #pragma once
 
@@ -11,144 +14,203 @@
 
 namespace gemm {
 
-// A register tile has 2 vectors of outputs by up to PANEL_ROWS rows. Of 32 registers, 12 * 2 sums, two weights, the halves
-// of both and a number of the input take 29; of 16, 5 * 2 sums, two weights, one half of each and a number take 15.
+// A register tile has up to PANEL_ROWS rows by PANEL_VECTORS vectors of outputs. Of 32 registers, 8 * 3 sums, three weights
+// and a number of the input take 28; of 16, 6 * 2 + 2 + 1 take 15.
 #ifdef __AVX512F__
-constexpr int PANEL_ROWS = 12;
+constexpr int PANEL_ROWS = 8, PANEL_VECTORS = 3, LEVELS = 4;
 #else
-constexpr int PANEL_ROWS = 5;
+constexpr int PANEL_ROWS = 6, PANEL_VECTORS = 2, LEVELS = 3;
 #endif
-constexpr long PANEL_DEPTH = 1024;  // vectors of a panel for L outputs, at most: 128 KiB for both, so it stays in L2
-constexpr long LEAST_ROWS = 32;     // for fewer, packing takes longer than it earns
+constexpr long PANEL_OUTPUTS = PANEL_VECTORS * L;
+constexpr long LEAST_ROWS = 16;  // for fewer, packing takes longer than it earns, by trial
+static_assert(1 << LEVELS == L);
 
-// Whether a lane holds two bf16 weights. Otherwise it holds a float.
-template <class By, class Weight>
-constexpr bool IN_PAIRS = !std::is_same_v<typename By::Factors, Floats> || IS_INDEXED<Weight>;
+// Vectors of a row of the input as it is multiplied: numbers of 4 bytes, or pairs of two.
+template <class By>
+constexpr long vectors_of(long inputs) {
+    return inputs * (long)sizeof(typename By::Prepared) / (long)sizeof(Ints);
+}
 
-// Bytes for a panel, and for the sums of all rows between two parts of the inputs.
-static inline long bytes_of_panel(long rows) { return (2 * PANEL_DEPTH + 2 * rows) * sizeof(Floats); }
+// Vectors from lane to lane of a panel. One is left out, lest lanes come to stand in one set of a cache.
+static inline long stride_of(long vectors) { return vectors * PANEL_VECTORS + 1; }
+template <class By>
+static inline long bytes_of_panel(long inputs) {
+    return L * stride_of(vectors_of<By>(inputs)) * sizeof(Ints);
+}
 
-// The factors of an output from input i on: one vector, or two of indexed weights.
-template <class By, class Weight>
-static INLINE void read_factors(const Matrix<typename By::Number>& matrix, long output, long inputs, long i, Ints* v) {
-    const char* const row = (const char*)matrix.template row<Weight>(IS_INDEXED<Weight> ? 0 : output, inputs);
-    const char* const at = row + bytes_of_row<Weight>(i);
-    if constexpr (IS_INDEXED<Weight>) {
-        Indexed::read({(const uint8_t*)row, output, inputs}, matrix.whole + output * inputs, i, v);
-    } else if constexpr (gguf::IS_BLOCK<Weight>) {
-        const long begin = i / Weight::SIZE * Weight::SIZE;
-        const uint8_t* const block = (const uint8_t*)row + bytes_of_row<Weight>(begin);
-        v[0] = (Ints)gguf::factors<By, Weight>(block, i - begin, Weight::read(block));
-    } else if constexpr (IS_GROUPED<Weight>) {
-        const long g = i / matrix.group;
-        const float scale = matrix.of_groups(matrix.group_scales, output, inputs)[g];
-        if constexpr (std::is_same_v<Weight, Codes>)
-            v[0] = (Ints)By::factors((const Codes*)at, scale, matrix.of_groups(matrix.group_offsets, output, inputs)[g]);
-        else
-            v[0] = (Ints)By::factors((const Grouped*)at, scale);
-    } else {
-        v[0] = (Ints)By::factors((const Weight*)at);
+// Bring the vectors 0..vectors-1 that f gives into the order of lanes: to[lane][vector]. A vector that is stored may reach
+// into lanes that are stored after it, but not beyond the last one.
+template <class F>
+static INLINE void order_by_lanes(long vectors, int32_t* to, F f) {
+    for (long first = (vectors - 1) / L * L; first >= 0; first -= L) {
+        const long count = std::min<long>(L, vectors - first);
+        Ints some[L] = {};
+        for (long v = 0; v < count; v++) some[v] = f(first + v);
+        transpose(some);
+        for (int lane = 0; lane < L; lane++) {
+            const long at = lane * vectors + first;
+            if (at + L <= L * vectors)
+                *(Unaligned<Ints>*)(to + at) = some[lane];
+            else
+                memcpy(to + at, some + lane, count * sizeof(int32_t));
+        }
     }
 }
 
-// Pack inputs from..to-1 of outputs first..first+2*L-1. In the place of outputs from `end` on, the last one stands again.
+// An output whose weights are packed.
 template <class By, class Weight>
-static void pack_panel(const Matrix<typename By::Number>& matrix, long first, long end, long inputs, long from, long to,
-                       Ints* panel) {
+struct Packed {
+    typedef typename By::Number T;
+    const char* row;
+    const float *scales, *offsets;
+    const T* whole;
+
+    // The factors from input i on: one vector, or two of indexed weights.
+    INLINE void read(long i, [[maybe_unused]] long inputs, [[maybe_unused]] long group, Ints* v) const {
+        const char* const at = row + bytes_of_row<Weight>(i);
+        if constexpr (IS_INDEXED<Weight>) {
+            Indexed::read({(const uint8_t*)row, 0, inputs}, whole, i, v);
+        } else if constexpr (gguf::IS_BLOCK<Weight>) {
+            const long begin = i / Weight::SIZE * Weight::SIZE;
+            const uint8_t* const block = (const uint8_t*)row + bytes_of_row<Weight>(begin);
+            v[0] = (Ints)gguf::factors<By, Weight>(block, i - begin, Weight::read(block));
+        } else if constexpr (std::is_same_v<Weight, Codes>) {
+            v[0] = (Ints)By::factors((const Codes*)at, scales[i / group], offsets[i / group]);
+        } else if constexpr (std::is_same_v<Weight, Grouped>) {
+            v[0] = (Ints)By::factors((const Grouped*)at, scales[i / group]);
+        } else {
+            v[0] = (Ints)By::factors((const Weight*)at);
+        }
+    }
+};
+
+// Pack outputs first..first+PANEL_OUTPUTS-1. In the place of outputs from `end` on, the last one stands again. Pairs of bf16
+// numbers that are multiplied as floats are split.
+template <class By, class Weight>
+static void pack_panel(const Matrix<typename By::Number>& matrix, long first, long end, long inputs, Ints* panel) {
+    constexpr bool IN_PAIRS = !std::is_same_v<typename By::Factors, Floats> || IS_INDEXED<Weight>;
+    constexpr int PARTS = IN_PAIRS && sizeof(typename By::Prepared) == 4 ? 2 : 1;
     constexpr int VECTORS = IS_INDEXED<Weight> ? 2 : 1;
-    constexpr long STEP = (IN_PAIRS<By, Weight> ? 2 * L : L) * VECTORS;
-    for (int half = 0; half < 2; half++)
-        for (long i = from; i < to; i += STEP) {
+    constexpr long STEP = (IN_PAIRS ? 2 * L : L) * VECTORS;
+    const long stride = stride_of(vectors_of<By>(inputs));
+    for (int o = 0; o < PANEL_VECTORS; o++) {
+        Packed<By, Weight> outputs[L];
+        for (int lane = 0; lane < L; lane++) {
+            const long output = std::min(first + o * L + lane, end - 1);
+            outputs[lane] = {(const char*)matrix.template row<Weight>(output, inputs),
+                             matrix.of_groups(matrix.group_scales, output, inputs),
+                             matrix.of_groups(matrix.group_offsets, output, inputs),
+                             IS_INDEXED<Weight> ? matrix.whole + output * inputs : nullptr};
+        }
+        Ints* out = panel + o;
+        for (long i = 0; i < inputs; i += STEP) {
             Ints v[VECTORS][L], some[VECTORS];
             for (int lane = 0; lane < L; lane++) {
-                read_factors<By, Weight>(matrix, std::min(first + half * L + lane, end - 1), inputs, i, some);
+                outputs[lane].read(i, inputs, matrix.group, some);
                 UNROLL for (int n = 0; n < VECTORS; n++) v[n][lane] = some[n];
             }
-            Ints* const out = panel + (i - from) / STEP * VECTORS * L * 2 + half;
-            UNROLL for (int n = 0; n < VECTORS; n++) {
+            UNROLL for (int n = 0; n < VECTORS; n++, out += PARTS * PANEL_VECTORS) {
                 transpose(v[n]);
-                UNROLL for (int j = 0; j < L; j++) out[(n * L + j) * 2] = v[n][j];
+                UNROLL for (int lane = 0; lane < L; lane++) {
+                    out[lane * stride] = PARTS == 1 ? v[n][lane] : (Ints)low(v[n][lane]);
+                    if constexpr (PARTS == 2) out[lane * stride + PANEL_VECTORS] = (Ints)high(v[n][lane]);
+                }
             }
         }
+    }
 }
 
-// Add to the sums of a row what two vectors of a panel make of its numbers at x.
-template <class By, bool IN_PAIRS>
-static INLINE void add_lanes(const typename By::Prepared* x, const Ints* w, Floats* sums) {
+// Add to the sums of a row what vectors of a panel make of a number, or a pair, of its input.
+template <class By>
+static INLINE void add_products(int32_t number, const Ints* w, Floats* sums) {
+    const Ints numbers = number - Ints{};
+    UNROLL for (int o = 0; o < PANEL_VECTORS; o++) {
 #ifdef __AVX512BF16__
-    if constexpr (std::is_same_v<By, ByPairs>) {
-        int32_t pair;
-        memcpy(&pair, x, sizeof pair);
-        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-        UNROLL for (int half = 0; half < 2; half++)
-            sums[half] = (Floats)_mm512_dpbf16_ps((__m512)sums[half], both, (__m512bh)w[half]);
-        return;
-    }
-#endif
-    if constexpr (!std::is_same_v<typename By::Prepared, BFloat16>) {
-        const Floats number = x[0] - Floats{};
-        UNROLL for (int half = 0; half < 2; half++) sums[half] += number * (IN_PAIRS ? low(w[half]) : (Floats)w[half]);
-        if constexpr (IN_PAIRS) {
-            const Floats second = x[L] - Floats{};
-            UNROLL for (int half = 0; half < 2; half++) sums[half] += second * high(w[half]);
+        if constexpr (sizeof(typename By::Prepared) == 2) {
+            sums[o] = (Floats)_mm512_dpbf16_ps((__m512)sums[o], (__m512bh)numbers, (__m512bh)w[o]);
+            continue;
         }
+#endif
+        sums[o] += (Floats)numbers * (Floats)w[o];
     }
 }
 
-// Multiply M rows with a panel of inputs from..to-1, and store what becomes of the outputs first..first+count-1.
-template <class By, bool IN_PAIRS, int M>
-static void multiply_panel(const typename By::Prepared* x, const Matrix<typename By::Number>& matrix, const Ints* panel,
-                           long row, long first, long count, long inputs, long from, long to, Floats* kept) {
-    typedef typename By::Number T;
-    constexpr long STEP = IN_PAIRS ? 2 * L : L;
-    constexpr long NEXT = sizeof(typename By::Prepared) == 2 ? 2 : 1;  // numbers of a row from lane to lane
-    Floats sums[M][2] = {};
-    if (from > 0) memcpy(sums, kept, sizeof sums);
-    for (long i = from; i < to; i += STEP)
-        for (int j = 0; j < L; j++, panel += 2)
-            UNROLL for (int m = 0; m < M; m++)
-                add_lanes<By, IN_PAIRS>(x + m * inputs + i + j * NEXT, panel, sums[m]);
-    if (to < inputs) {
-        memcpy(kept, sums, sizeof sums);
-        return;
+// Memory to prefetch: begin..end-1.
+struct Wanted {
+    const char *begin, *end;
+
+    // One of so many equal parts.
+    Wanted part(long i, long parts) const {
+        return {begin + (end - begin) * i / parts, begin + (end - begin) * (i + 1) / parts};
     }
-    Floats bias[2] = {};
+    void prefetch() const {
+        for (const char* line = begin; line < end; line += 64) __builtin_prefetch(line, 0, 1);
+    }
+};
+
+// Multiply M rows, which stand in the order of lanes, with a panel, and store what becomes of outputs
+// first..first+count-1.
+template <class By, int M>
+static void multiply_panel(const int32_t* x, const Matrix<typename By::Number>& matrix, const Ints* panel, long row,
+                           long first, long count, long inputs, Wanted wanted) {
+    typedef typename By::Number T;
+    const long vectors = vectors_of<By>(inputs);
+    Floats sums[M][PANEL_VECTORS], before[LEVELS][M][PANEL_VECTORS];  // of as many lanes as their place says
+    for (int lane = 0; lane < L; lane++) {
+        UNROLL for (int m = 0; m < M; m++) UNROLL for (int o = 0; o < PANEL_VECTORS; o++) sums[m][o] = Floats{};
+        const Ints* w = panel + lane * stride_of(vectors);
+        wanted.part(lane, L).prefetch();
+        for (long v = lane * vectors; v < (lane + 1) * vectors; v++, w += PANEL_VECTORS)
+            UNROLL for (int m = 0; m < M; m++) add_products<By>(x[m * vectors * L + v], w, sums[m]);
+        int level = 0;
+        for (; lane >> level & 1; level++)
+            UNROLL for (int m = 0; m < M; m++)
+                UNROLL for (int o = 0; o < PANEL_VECTORS; o++) sums[m][o] += before[level][m][o];
+        if (level < LEVELS)
+            UNROLL for (int m = 0; m < M; m++)
+                UNROLL for (int o = 0; o < PANEL_VECTORS; o++) before[level][m][o] = sums[m][o];
+    }
+    Floats bias[PANEL_VECTORS] = {};
     for (long i = 0; i < count && matrix.bias && matrix.format != BYTES; i++)
         bias[i / L][i % L] = number(matrix.bias[first + i]);
     UNROLL for (int m = 0; m < M; m++) {
-        T numbers[2 * L];
-        UNROLL for (int half = 0; half < 2; half++) store(sums[m][half] + bias[half], numbers + half * L);
-        memcpy(matrix.out + (row + m) * matrix.outputs + first, numbers, count * sizeof(T));
+        T numbers[PANEL_OUTPUTS];
+        UNROLL for (int o = 0; o < PANEL_VECTORS; o++) store(sums[m][o] + bias[o], numbers + o * L);
+        T* const to = matrix.out + (row + m) * matrix.outputs + first;
+        if (count == PANEL_OUTPUTS)
+            memcpy(to, numbers, sizeof numbers);
+        else
+            memcpy(to, numbers, count * sizeof(T));
     }
 }
 
-template <class By, bool IN_PAIRS, int M = PANEL_ROWS, class... Rest>
+template <class By, int M = PANEL_ROWS, class... Rest>
 static INLINE void multiply_panel_of(long rows, Rest... rest) {
     if constexpr (M > 0) {
         if (rows == M)
-            multiply_panel<By, IN_PAIRS, M>(rest...);
+            multiply_panel<By, M>(rest...);
         else
-            multiply_panel_of<By, IN_PAIRS, M - 1>(rows, rest...);
+            multiply_panel_of<By, M - 1>(rows, rest...);
     }
 }
 
-// GEMM of all rows with outputs begin..end-1. room: of `bytes_of_panel`, aligned to 64 bytes.
+// GEMM of all rows with outputs begin..end-1. x: [rows][L][vectors]. next: the weights that this thread wants then, or null.
+// panel: of `bytes_of_panel`, aligned to 64 bytes.
 template <class By, class Weight>
-static void multiply_by_panels(const typename By::Prepared* x, long rows, const Matrix<typename By::Number>& matrix,
-                               long inputs, long begin, long end, void* room) {
-    constexpr bool PAIRS = IN_PAIRS<By, Weight>;
-    constexpr long DEPTH = PANEL_DEPTH * (PAIRS ? 2 : 1);  // inputs of a panel
-    Ints* const panel = (Ints*)room;
-    Floats* const sums = (Floats*)(panel + 2 * PANEL_DEPTH);
+static void multiply_by_panels(const int32_t* x, long rows, const Matrix<typename By::Number>& matrix, long inputs,
+                               long begin, long end, const void* next, Ints* panel) {
     const long tiles = (rows + PANEL_ROWS - 1) / PANEL_ROWS, rows_of_tile = (rows + tiles - 1) / tiles;
-    for (long first = begin; first < end; first += 2 * L)
-        for (long from = 0; from < inputs; from += DEPTH) {
-            const long to = std::min(from + DEPTH, inputs), count = std::min(end - first, 2L * L);
-            pack_panel<By, Weight>(matrix, first, end, inputs, from, to, panel);
-            for (long row = 0; row < rows; row += rows_of_tile)
-                multiply_panel_of<By, PAIRS>(std::min(rows_of_tile, rows - row), x + row * inputs, matrix, panel, row,
-                                             first, count, inputs, from, to, sums + 2 * row);
+    for (long first = begin; first < end; first += PANEL_OUTPUTS) {
+        const long then = first + PANEL_OUTPUTS;
+        const void* const more = then < end || !next ? matrix.template row<Weight>(then, inputs) : next;
+        const Wanted wanted = {(const char*)more, (const char*)more + PANEL_OUTPUTS * bytes_of_row<Weight>(inputs)};
+        pack_panel<By, Weight>(matrix, first, end, inputs, panel);
+        for (long tile = 0; tile < tiles; tile++) {
+            const long row = tile * rows_of_tile;
+            multiply_panel_of<By>(std::min(rows_of_tile, rows - row), x + row * vectors_of<By>(inputs) * L, matrix, panel,
+                                  row, first, std::min(end - first, PANEL_OUTPUTS), inputs, wanted.part(tile, tiles));
         }
+    }
 }
 
 }  // namespace gemm

@@ -33,7 +33,7 @@ STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads
 _PLAIN = nn.Parameter, torch.Tensor
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 kernels = cache(partial(native.kernels, "multiply", native.FLOATS, _ARGUMENTS))
-_rooms = cache(partial(native.kernels, "room", native.FLOATS, [ctypes.c_long] * 2, ctypes.c_long))
+_rooms = cache(partial(native.kernels, "room", native.FLOATS, [ctypes.c_long] * 3, ctypes.c_long))
 
 
 class Format(IntEnum):
@@ -260,11 +260,12 @@ def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
     for linear in linears:
         outs.append(input.new_empty((*shape, linear.outputs)))
         matrices += linear.matrix(outs[-1])
-    needed = _rooms()[input.dtype](rows, inputs)
+    threads = torch.get_num_threads()
+    needed = _rooms()[input.dtype](rows, inputs, threads)
     room = input.new_empty(needed, dtype=torch.uint8) if needed else None
     kernels()[input.dtype](
         input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(linears), rows, inputs, pointer(room),
-        torch.get_num_threads(),
+        threads,
     )  # fmt: skip
     return outs
 

@@ -104,7 +104,7 @@ static INLINE Vector in_register(Vector x) {
 }
 
 // How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
-// after `prepare`, if the kernel does not take it as it is. A byte is exactly a number of either type; times a scale,
+// as the kernel takes it. A byte is exactly a number of either type; times a scale,
 // it is rounded to one.
 struct ByFloats {
     typedef float Number;
@@ -195,10 +195,6 @@ struct ByPairs : Pairs {
 // those at odd places.
 struct BySplitPairs : Pairs {
     typedef float Prepared;
-    static INLINE void prepare(const BFloat16* x, float* to) {
-        *(Unaligned<Floats>*)to = low(factors(x));
-        *(Unaligned<Floats>*)(to + L) = high(factors(x));
-    }
     template <int O, int V>
     static INLINE void add(Floats* sums, const float* x, const Ints (*w)[V], int v) {
         ByFloats::add<O>(sums, x, w, v);

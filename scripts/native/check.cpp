@@ -16,8 +16,8 @@ using gemm::Matrix;
 extern "C" {
 void multiply_float32(const float*, const Matrix<float>*, long, long, long, void*, long);
 void multiply_bfloat16(const BFloat16*, const Matrix<BFloat16>*, long, long, long, void*, long);
-long room_float32(long, long);
-long room_bfloat16(long, long);
+long room_float32(long, long, long);
+long room_bfloat16(long, long, long);
 long attention_room_uint8();
 void attend_float32(const float*, const float*, const float*, const float*, float*, char*, long, long, long, long, long,
                     long, long, long, long, long, float);
@@ -67,7 +67,7 @@ static std::vector<T> random_blocks(std::vector<uint8_t>& blocks) {
 
 // error: of the format of numbers, relative to numbers of about the size of a result.
 template <class T, class Multiply>
-static void check_products(Multiply multiply, long (*room_for)(long, long), long rows, long outputs, long inputs,
+static void check_products(Multiply multiply, long (*room_for)(long, long, long), long rows, long outputs, long inputs,
                            double error, gemm::Format format) {
     std::vector<uint8_t> blocks(outputs * inputs / 32 * 17);
     const bool in_blocks = format == gemm::MXFP4;
@@ -75,7 +75,7 @@ static void check_products(Multiply multiply, long (*room_for)(long, long), long
     const auto weights = in_blocks ? random_blocks<T>(blocks) : random_numbers<T>(outputs * inputs);
     const auto bias = random_numbers<T>(outputs);
     std::vector<T> out(rows * outputs);
-    std::vector<char> room(room_for(rows, inputs) + 64);
+    std::vector<char> room(room_for(rows, inputs, 1) + 64);
     const void* const held = in_blocks ? (const void*)blocks.data() : weights.data();
     const Matrix<T> matrix = {held, nullptr, nullptr, nullptr, bias.data(), out.data(), outputs, inputs, nullptr, format};
     multiply(x.data(), &matrix, 1, rows, inputs, aligned(room), 1);
