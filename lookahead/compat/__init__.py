@@ -151,9 +151,13 @@ def has_accelerate_hook(module: nn.Module) -> bool:
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[tuple[dict, str, torch.Tensor]]:
-    """All parameters and buffers of these modules: where each is looked up, its name there, and what is there now."""
-    places = [places for module in modules for places in dictionaries_of(module)[2]]
-    return [(place, name, tensor) for place in places for name, tensor in place.items() if tensor is not None]
+    """All tensors of these modules: where each is looked up, its name there, and what is there now.
+
+    They are parameters, buffers, and what users have put in the place of a number or of a parameter.
+    """
+    found = [dictionaries_of(module) for module in modules]
+    places = [place for own, _, of_tensors in found for place in (own, *of_tensors)]
+    return [(place, name, it) for place in places for name, it in place.items() if isinstance(it, torch.Tensor)]
 
 
 def is_tensor_parallel(model: PreTrainedModel) -> bool:

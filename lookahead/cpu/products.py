@@ -196,7 +196,8 @@ def _are_scales(scales: torch.Tensor, outputs: int, inputs: int, dtype: torch.dt
 def is_plain_of(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether C++ can read this tensor where it is, as numbers of this dtype, one after the other."""
     is_dense = type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
-    return is_dense and (tensor.data_ptr() != 0 or not tensor.numel())  # offloading may leave a tensor without memory
+    is_there = is_dense and (tensor.data_ptr() != 0 or not tensor.numel())  # offloading may leave it without memory
+    return is_there and not tensor.is_neg()  # torch would negate what it reads there
 
 
 def pointer(tensor: torch.Tensor | None) -> int:

@@ -5,9 +5,10 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lookahead.cpu.operations import (
@@ -134,10 +135,18 @@ class Program:
         parts = [tensor for linear in self.linears for tensor in linear.tensors()]
         return parts + [tensor for operation in self.operations for tensor in operation.tensors()]
 
-    def lies_in(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether its tensors are all in the memory of these, so that no number of it was computed from them."""
+    def elsewhere(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Its tensors that are not in the memory of these, and so may have been computed from them."""
         memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        return all(tensor.untyped_storage().data_ptr() in memory for tensor in self.tensors)
+        return [tensor for tensor in self.tensors if tensor.untyped_storage().data_ptr() not in memory]
+
+    def computed(self, tensors: Sequence[torch.Tensor]) -> list[object]:
+        """All numbers that may have been computed from these tensors: its settings, and what lies `elsewhere`."""
+        found = [getattr(one, field.name) for one in self.operations for field in fields(one)]
+        settings = [one for one in found if isinstance(one, (bool, int, float))]
+        arrays = [one for one in found if isinstance(one, np.ndarray)]
+        arrays += [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in self.elsewhere(tensors)]
+        return [*settings, *(array.tobytes() for array in arrays)]
 
     @property
     def _embed(self) -> Embed:

@@ -48,7 +48,7 @@ _ADDRESS, _IS_INITIALIZED = torch.Tensor.data_ptr, operator.attrgetter("is_initi
 
 
 class Watch:
-    """Notices that parameters or buffers were replaced, moved, resized or written to, where torch counts that.
+    """Notices that tensors of modules were replaced, moved, resized or written to, where torch counts that.
 
     It does not count what is written by way of ``.data`` or numpy.
     """
@@ -72,6 +72,11 @@ class Watch:
     def tensors(self) -> list[torch.Tensor]:
         """What is watched."""
         return self._tensors
+
+    @property
+    def in_memory(self) -> list[torch.Tensor]:
+        """The same, but in the place of what torchao has quantized, the tensors within it."""
+        return self._in_memory
 
     @property
     def is_plain(self) -> bool:
@@ -142,7 +147,7 @@ class FusedRunner(EagerRunner):
         with self._packed.turn:
             if not packs:
                 self._packed.drop_copies()
-            if ready := self._packed.find(model, adapter, packs):
+            if (ready := self._packed.find(model, adapter, packs)) and self._holds(ready):
                 self._take(ready, is_compared=False)
             else:
                 self._take(self._read(packs))
@@ -150,6 +155,10 @@ class FusedRunner(EagerRunner):
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
         self._buffers: list[_Buffers | None] = []  # of each sequence
+
+    def _holds(self, ready: ReadyProgram) -> bool:
+        """Whether a program is what the page says now, of tensors that are where they were."""
+        return ready.computed is None or ready.computed == self._page.program().computed(ready.watch.in_memory)
 
     def _take(self, ready: ReadyProgram, is_compared: bool = True) -> None:
         """Serve from now on with this program. is_compared: whether its copies are known to hold the weights."""
@@ -187,6 +196,8 @@ class FusedRunner(EagerRunner):
             and pairs[i][0].is_in_tiles(found.dtype) == pairs[i][1].is_in_tiles(found.dtype)
             for i in of_copies
         )
+        tensors = self._watch.in_memory
+        can_wait = self._watch.is_plain and not original.elsewhere(tensors)
         return ReadyProgram(
             state=state_of(model),
             layers=adapter.layers,
@@ -195,7 +206,7 @@ class FusedRunner(EagerRunner):
             executor=_executor_of(found),
             original=Executor(original, of_copies) if of_copies and is_read else None,
             digests=of_copies,
-            can_wait=self._watch.is_plain and original.lies_in(self._watch.tensors),
+            computed=None if can_wait else original.computed(tensors),
             most_read=self._page.reads_prompts * (MOST_READ_IN_TILES[found.dtype] if in_tiles else MOST_READ),
             weight_bytes=weight_bytes(found),
             declined_bytes=declined,

@@ -44,9 +44,9 @@ class ReadyProgram:
     """
     digests: dict[int, bytes | None]
     """Those of the weights that have copies, by their number in the program."""
-    can_wait: bool
-    """Whether it may serve a call that begins later: nothing of it was computed from the tensors, unless it is compared
-    with them.
+    computed: list[object] | None
+    """What may have been computed from the tensors (`Program.computed`); None: nothing was, unless it is compared with
+    them. If something was, this is not kept until the next call.
     """
     most_read: int
     """Tokens of a prompt that it reads, at most."""
@@ -127,7 +127,7 @@ class PackedModel:
     def leave(self, ready: ReadyProgram, runner: EagerRunner, is_current: bool) -> None:
         """Note that a call has ended. The last one leaves its program to the next, if it ``is_current``."""
         ready.runners.discard(runner)
-        if is_current and ready.can_wait and not ready.runners:
+        if is_current and ready.computed is None and not ready.runners:
             ready.let_go()
             self._waiting = ready
 

@@ -346,8 +346,9 @@ def test_versions_of_tensors():
 def test_tensors_of_modules():
     layer = nn.Linear(2, 3, bias=False)
     layer.register_buffer("scale", torch.ones(1))
+    layer.factor = torch.ones(1)
     found = {name: (place, tensor) for place, name, tensor in compat.tensors_of([layer])}
-    assert set(found) == {"weight", "scale"}, moved("Module._parameters and ._buffers", "torch")
+    assert set(found) == {"weight", "scale", "factor"}, moved("Module._parameters and ._buffers", "torch")
     layer.weight = nn.Parameter(torch.zeros(2, 3))
     assert found["weight"][0]["weight"] is layer.weight is not found["weight"][1]
 

@@ -1050,8 +1050,31 @@ def test_what_was_computed_of_weights_is_computed_anew_in_each_call(kind):
     programs.assert_called_once()
 
 
-def test_calls_in_threads_have_programs_of_their_own():
-    """A pass writes into its program."""
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_call_beside_another_computes_anew_what_was_computed_of_weights(packs):
+    """Weights of the activation become numbers of the program, and torch does not count what is written to .data."""
+    model = tiny_model("apertus", **SIZES)
+    plain = copy.deepcopy(model)
+    lookahead.wrap(model, LookaheadConfig(pack_weights=packs))
+    before, texts = model.generate(IDS, **GREEDY).tolist(), []
+
+    def change(one):
+        for layer in one.model.layers:
+            layer.mlp.act_fn.alpha_p.data.add_(4)
+
+    def process(ids, scores):
+        if ids.shape[1] == 20 and not texts:
+            change(model)
+            texts.append(model.generate(IDS, **GREEDY).tolist())
+        return scores
+
+    model.generate(IDS, logits_processor=[process], **GREEDY)
+    assert "passes: fused" in model.lookahead.report()
+    change(plain)
+    assert texts == [plain.generate(IDS, **GREEDY).tolist()] != [before]
+
+
+def test_calls_in_threads_share_a_program():
     model = lookahead.wrap(tiny_model("llama", num_hidden_layers=8, **SIZES), LookaheadConfig(budget=4))
     prompts = [torch.randint(3, 97, (1, 5 + i)) for i in range(4)]
     expected = [model.generate(prompt, **GREEDY).tolist() for prompt in prompts]

@@ -17,7 +17,7 @@ import transformers.activations
 import transformers.cache_utils
 import transformers.masking_utils
 import transformers.models.llama.modeling_llama as llama
-from hypothesis import example, given, settings
+from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 from test_products import small_llama
 from torch import nn
@@ -335,6 +335,12 @@ def causality(model):
     model.model.layers[0].self_attn.is_causal = False
 
 
+def negated(model):
+    """Torch negates the numbers of such a weight whenever it reads them."""
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(torch._neg_view(layer.weight.detach()))
+
+
 def setting(path, value, layer):
     def change(model):
         *names, last = path.split(".")
@@ -346,7 +352,7 @@ def setting(path, value, layer):
 
 
 CHANGES = [
-    own_forward, own_method, hook, hook_on_keywords, hook_on_all, row_dependent, head, activation, causality,
+    own_forward, own_method, hook, hook_on_keywords, hook_on_all, row_dependent, head, activation, causality, negated,
     *(setting("self_attn.scaling", 1.0, layer) for layer in (0, 1)),
     *(setting("input_layernorm.variance_epsilon", 0.5, layer) for layer in (0, 1)),
     *(setting("residual_multiplier", 0.3, layer) for layer in (0, 1)),
@@ -465,6 +471,29 @@ def test_layers_may_differ_in_their_settings():
     assert "passes: fused" in model.lookahead.report()
 
 
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("path", ["self_attn.scaling", "input_layernorm.variance_epsilon"])
+def test_a_setting_in_a_tensor_that_is_written_to(path, within):
+    model = tiny_model("llama")
+    setting(path, torch.tensor(0.3), 1)(model)
+    tensor = functools.reduce(getattr, path.split("."), model.model.layers[1])
+    lookahead.wrap(model, CONFIG)
+
+    def text(one):
+        def process(ids, scores):
+            if within and ids.shape[1] == 20:
+                functools.reduce(getattr, path.split("."), one.model.layers[1]).fill_(2.0)
+            return scores
+
+        return text_of(one, logits_processor=[process])
+
+    plain = lookahead.unwrap(copy.deepcopy(model))
+    assert text(model) == text(plain)
+    for one in (tensor, functools.reduce(getattr, path.split("."), plain.model.layers[1])):
+        one.fill_(2.0)
+    assert text(model) == text(plain)
+
+
 OF_OTHERS = {
     "residual_multiplier": 0.3, "attention_multiplier": 0.7, "logits_scaling": 3.0, "embedding_multiplier": 2.0,
     "final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 3, "sliding_window": 8,
@@ -476,6 +505,38 @@ OF_OTHERS = {
 }  # fmt: skip
 TYPES = {AutoConfig.for_model(kind).__class__.__name__.removesuffix("Config"): kind for kind in (*SETTINGS, *ALIKE)}
 FUSED = [TYPES.get(page.__name__, TYPES.get(f"{page.__name__}Text")) for page in map(page_for, HOMES)]
+FUSED = [kind for kind in FUSED if kind is not None]  # Emu3's text side has the configuration of the whole
+
+
+def numbers_of(model):
+    """Where modules keep numbers, by the dictionary of a module and the name there."""
+    spaces = [vars(module) for module in model.modules()]
+    found = [(space, name) for space in spaces for name in space if isinstance(space[name], (bool, int, float))]
+    return [(space, name) for space, name in found if not (name.startswith("_") or name in LEFT_OUT)]
+
+
+LEFT_OUT = "training", "first_kv_shared_layer_idx"  # by the latter, Gemma 4 reads a prompt for some of its logits alone
+
+
+@settings(max_examples=100, deadline=None)
+@given(family=st.sampled_from(FUSED), place=st.integers(0, 10**6), change=st.sampled_from(["more", "less"]))
+def test_any_number_that_a_module_keeps(family, place, change):
+    model = tiny_model(family)
+    plain = copy.deepcopy(model)
+    text_of(lookahead.wrap(model, CONFIG), max_new_tokens=16)
+    found = [numbers_of(one) for one in (model, plain)]
+    texts = []
+    for one, numbers in zip((model, plain), found, strict=True):
+        space, name = numbers[place % len(numbers)]
+        value = space[name]
+        other = value + 1 if change == "more" else type(value)(value / 2)
+        space[name] = not value if isinstance(value, bool) else other
+        try:
+            texts.append(text_of(one, max_new_tokens=16))
+        except Exception as error:
+            texts.append(type(error))
+        note(f"{name} of {family}: {value} -> {space[name]}")
+    assert texts[0] == texts[1]
 
 
 @settings(max_examples=200, deadline=None)

@@ -25,8 +25,8 @@ class Apertus(Arcee):
         if type(activation) is not XIELUActivation:
             return super().gate(x, activation, by)
         self._check(activation)
-        beta = activation.beta
-        slopes = functional.softplus(activation.alpha_p), beta + functional.softplus(activation.alpha_n)
+        beta, positive, negative = activation.beta, activation.alpha_p.detach(), activation.alpha_n.detach()
+        slopes = functional.softplus(positive), beta + functional.softplus(negative)
         return self._add(op.Xielu(x, Value(x.width), *map(float, (*slopes, beta, activation.eps))))
 
 
