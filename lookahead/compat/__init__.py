@@ -128,10 +128,14 @@ def registered_experts(config: PretrainedConfig) -> Callable | None:
     return ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None))
 
 
+_REGISTRIES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS
+REGISTRY_CLASSES = tuple(map(type, _REGISTRIES))
+"""Those of the objects in which transformers registers attention, masks and experts."""
+
+
 def own_methods_of_registries() -> list[tuple[str, Callable]]:
-    """Functions that were set on the objects in which transformers registers attention and masks, by name."""
-    of_each = map(vars, (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
-    return [(name, value) for own in of_each for name, value in own.items() if callable(value)]
+    """Functions that were set on those objects, by name."""
+    return [(name, value) for own in map(vars, _REGISTRIES) for name, value in own.items() if callable(value)]
 
 
 def settings_of(config: PretrainedConfig) -> dict:

@@ -260,7 +260,7 @@ class Origin:
             self._blame(place, found, cls)
         elif qualified in source.codes:
             self._defined(place, found, source.codes[qualified], cls)
-        elif any(name in body.co_names for body in source.codes.get(cls.__qualname__, ())):
+        elif any(name in body.co_names for body in source.codes.get(cls.__qualname__, ())) or _is_default(found, name):
             self._value(place, found, cls)  # another name for a function
         elif not (isinstance(found, FunctionType) and found.__code__.co_filename == "<string>"):  # of a dataclass
             self._blame(place, found, cls)
@@ -355,6 +355,11 @@ def _is_called(found: Any, name: str) -> bool:
         own, known_by = found.__name__.strip("_"), name.strip("_")
         return f"_{own}".endswith(f"_{known_by}") or own.replace("_", "") == known_by
     return not isinstance(found, FunctionType) or any(inner.__name__ == name for inner in _inner(found))
+
+
+def _is_default(found: Any, name: str) -> bool:
+    """Whether a decorator of transformers may have given a class this method: a function, and no method of others."""
+    return getattr(found, "__qualname__", "") == f"_default{name}" and is_own(found)
 
 
 @cache

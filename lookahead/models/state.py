@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lookahead import compat
@@ -24,7 +24,6 @@ from lookahead.models import attention
 from lookahead.models.origin import Foreign, Origin, code_of, is_defined, is_own
 
 _CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)  # which `LookaheadCache` stands in for
-_REGISTRIES = AttentionInterface, AttentionMaskInterface  # in which passes look up functions
 # Settings that no pass reads.
 _WITHOUT_EFFECT = {
     "_name_or_path", "_commit_hash", "transformers_version", "architectures", "id2label", "label2id", "problem_type",
@@ -180,7 +179,7 @@ def forget(model: PreTrainedModel) -> None:
 def _origin(classes: frozenset[type], registered: list[tuple[str, str, Any]]) -> Origin:
     origin = _origins.pop(classes, None)
     if origin is None or not origin.is_current() or origin.functions != registered:
-        origin = Origin((*classes, *_CACHES, *_REGISTRIES), registered)
+        origin = Origin((*classes, *_CACHES, *compat.REGISTRY_CLASSES), registered)
     _origins[classes] = origin
     if len(_origins) > _MOST_ORIGINS:
         del _origins[next(iter(_origins))]
@@ -188,9 +187,12 @@ def _origin(classes: frozenset[type], registered: list[tuple[str, str, Any]]) ->
 
 
 def _registered(model: PreTrainedModel) -> list[tuple[str, str, Any]]:
-    """What is registered for the model's attention and masks, and where transformers defines it."""
-    name = compat.attention_implementation(model.config.get_text_config(decoder=True))
+    """What is registered for the model's attention, masks and experts, and where transformers defines it."""
+    config = model.config.get_text_config(decoder=True)
+    name, experts = compat.attention_implementation(config), compat.registered_experts(config)
     found = [("transformers.masking_utils", f"{name}_mask", compat.registered_mask(name))]
+    if experts is not None:
+        found.append(("transformers.integrations.moe", getattr(experts, "__name__", ""), experts))
     if name == "sdpa":
         now = compat.registered_attention(name)
         of_sdpa = attention.sdpa if now is attention.attend else now

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers.activations
 import transformers.cache_utils
+import transformers.integrations.moe as moe
 import transformers.masking_utils
 import transformers.models.llama.modeling_llama as llama
 from hypothesis import example, given, note, settings
@@ -461,6 +462,34 @@ def test_code_of_experts_that_a_user_registers(name, is_before, monkeypatch):
     expected = text_of(plain)
     assert text_of(lookahead.wrap(model, CONFIG) if is_before else model) == expected
     assert "passes: fused" not in model.lookahead.report()
+
+
+@pytest.mark.parametrize("where", ["class", "object", "its products", "look-up"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_code_of_experts_that_is_replaced(where, family, is_before, monkeypatch):
+    """Experts are computed by a function that is looked up by name. It calls methods of theirs."""
+    model = tiny_model(family)
+    plain = copy.deepcopy(model)
+    unchanged = text_of(plain)
+    if not is_before:
+        assert text_of(lookahead.wrap(model, CONFIG)) == unchanged
+        assert "passes: fused" in model.lookahead.report()
+    cls = type(next(module for module in model.modules() if type(module).__name__.endswith("Experts")))
+    if where == "class":
+        monkeypatch.setattr(cls, "_apply_gate", scaled(cls._apply_gate))
+    elif where == "object":
+        for module in (*model.modules(), *plain.modules()):
+            if isinstance(module, cls):
+                module._apply_gate = types.MethodType(scaled(cls._apply_gate), module)
+    elif where == "its products":
+        monkeypatch.setattr(moe, "_grouped_linear", scaled(moe._grouped_linear))
+    else:
+        found = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+        monkeypatch.setattr(type(ALL_EXPERTS_FUNCTIONS), "get_interface", lambda *_: scaled(found))
+    expected = text_of(plain)
+    assert expected != unchanged
+    assert text_of(lookahead.wrap(model, CONFIG) if is_before else model) == expected
 
 
 def test_layers_may_differ_in_their_settings():
