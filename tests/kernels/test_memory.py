@@ -412,19 +412,51 @@ def test_what_another_thread_reads_is_never_written_over(most):
     assert third.linears[-1].weight is again.linears[-1].weight, "what has not changed is not made anew"
 
 
-def test_calls_in_threads_while_weights_change():
-    """Each text is of the old weights or of the new ones, for both are only read."""
-    model = tiny_model("llama", **SIZES)
+@pytest.mark.parametrize("is_counted", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # whose weights are also read where they are, or from copies alone
+def test_calls_in_threads_while_weights_change(kind, is_counted):
+    """While a call waits, others find new weights. These are put back before it goes on, and its text is of the old."""
+    model = tiny_model(kind, **SIZES)
     in_blocks(model, 1)
-    texts = [model.generate(IDS, **GREEDY).tolist()]
-    lookahead.wrap(model, LookaheadConfig(budget=4, window_size=0, pack_weights=True))
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(model.generate(IDS, **GREEDY).tolist())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == texts * 4
+
+    def change():
+        for parameter in model.parameters():
+            parameter = parameter if is_counted else parameter.data
+            parameter.copy_(parameter.flip(0))
+
+    def text(**options):
+        return model.generate(IDS, **GREEDY, **options).tolist()
+
+    with torch.no_grad():
+        texts = []
+        for _ in range(2):
+            texts.append(text())
+            change()
+        lookahead.wrap(model, LookaheadConfig(budget=4, window_size=0, pack_weights=True))
+        assert text() == texts[0] != texts[1]
+        at, go_on, of_waiting, of_others = threading.Event(), threading.Event(), [], []
+
+        def wait(ids, scores):
+            if ids.shape[1] == IDS.shape[1] + 6:
+                at.set()
+                assert go_on.wait(60)
+            return scores
+
+        waiting = threading.Thread(target=lambda: of_waiting.append(text(logits_processor=[wait])))
+        waiting.start()
+        assert at.wait(60)
+        change()
+        others = [threading.Thread(target=lambda: of_others.extend([text(), text()])) for _ in range(2)]
+        for thread in others:
+            thread.start()
+        for thread in others:
+            thread.join()
+        change()
+        go_on.set()
+        waiting.join()
+    assert (of_waiting, of_others) == ([texts[0]], [texts[1]] * 4)
+    assert text() == texts[0]
+    assert "passes: fused" in model.lookahead.report()
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
