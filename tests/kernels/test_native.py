@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import setup
-from lookahead.cpu import native, tree_attention
+from lookahead.cpu import native, top_k, tree_attention
+from lookahead.cpu.products import Format
 from ngram_pool import cpp
 
 ROOT = Path(__file__).parents[2]
@@ -214,3 +216,13 @@ def test_one_openmp_serves_torch_and_the_library():
     with open("/proc/self/maps") as maps:
         loaded = {Path(line.split()[-1]).name for line in maps}
     assert len([name for name in loaded if name.startswith(("libgomp", "libiomp", "libomp"))]) == 1, loaded
+
+
+def test_python_repeats_what_the_headers_say():
+    def found(header: str, pattern: str) -> str:
+        return re.search(pattern, (native.PACKAGE / header).read_text())[1]
+
+    assert found("matrix.h", r"enum Format : long {(.*)}").replace(" ", "").split(",") == [one.name for one in Format]
+    assert [*Format] == [*range(len(Format))]
+    assert int(found("attention.h", r"MAX_SIZE = (\d+)")) == tree_attention.MAX_HEAD_DIM
+    assert int(found("top_k.h", r"MAX_COUNT = (\d+)")) == top_k.MAX_COUNT
