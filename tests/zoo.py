@@ -33,6 +33,7 @@ LATENT = {
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48, "vocab_size": VOCABULARY}
 
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
 DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
@@ -214,15 +215,42 @@ ALIKE = {
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "modernbert-decoder": {**MIXED, "classifier_bias": True, "decoder_bias": True},
+    "gemma4_unified_text": {
+        **{**HEAD, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{"sliding_window": WINDOW, "global_head_dim": 32, "num_kv_shared_layers": 2, "initializer_range": 0.1},
+    },
+    "rembert": {"input_embedding_size": 64, "output_embedding_size": 96},
+    "roc_bert": {
+        **{"pronunciation_vocab_size": 5, "pronunciation_embed_dim": 48, "shape_vocab_size": 7, "shape_embed_dim": 16},
+    },
+    "phi4_multimodal": {
+        **{"vision_config": _VISION | {"num_hidden_layers": 2}, "sliding_window": None, "pad_token_id": 2},
+        "audio_config": {
+            **{"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
+            **{"ext_pw_out_channel": 32, "nemo_conv_channels": 32, "depthwise_separable_out_channel": 32},
+        },
+    },
+    "zamba2": {
+        **{"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+        **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "num_mem_blocks": 2, "adapter_rank": 32},
+        "use_mem_rope": True,
+    },
+    "hrm_text": {**HEAD, "H_cycles": 2, "L_cycles": 3, "embedding_scale": 5.0},
+    "lara_mini": {
+        **{**HEAD, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 32, "num_hidden_layers": 3},
+        **{"layer_types": ["linear_attention", "sliding_attention", "full_attention"], "sliding_window": WINDOW},
+    },
+    "big_bird": {"attention_type": "original_full"},
+    "xmod": {"languages": ["de_DE", "en_XX"], "default_language": "en_XX", "adapter_reduction_factor": 1},
 }
-_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
-ALIKE |= {
-    family: {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    for family in (
-        "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta", "data2vec-text",
-        "roberta-prelayernorm", "xlm-roberta-xl",
-    )
+BERTS = {
+    "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta", "data2vec-text",
+    "roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "rembert", "big_bird", "roc_bert",
+    "xmod",
 }  # fmt: skip
+_DECODER = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ALIKE |= {family: ALIKE.get(family, {}) | _DECODER for family in BERTS}
 # Of models that take images, too: the model type of their text side, and further settings.
 WITH_IMAGES: dict[str, tuple[str, dict]] = {
     "emu3": ("emu3_text_model", {"vocabulary_map": {"<image>": 96}}),
@@ -233,6 +261,12 @@ WITH_IMAGES: dict[str, tuple[str, dict]] = {
     "gemma4": (
         "gemma4_text",
         {"vision_config": _VISION, "image_token_id": 97, "video_token_id": 98, "audio_token_id": 99},
+    ),
+    "fuyu": ("persimmon", {"patch_size": 4}),
+    "got_ocr2": ("qwen2", {"vision_config": {**_VISION, "mlp_dim": 32, "output_channels": 32, "image_size": 32}}),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {"vision_config": None, "audio_config": None, "image_token_id": 97, "video_token_id": 98, "audio_token_id": 99},
     ),
 }
 RESTORED = {"zaya"}  # their states, after a rejection

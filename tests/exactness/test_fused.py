@@ -21,7 +21,7 @@ from torchao.quantization.granularity import PerGroup
 from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gptj import modeling_gptj
-from zoo import MIXED, tiny_model
+from zoo import BERTS, MIXED, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -63,51 +63,45 @@ FAMILIES = [
     "apertus", "gptj", "codegen", "opt", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "falcon", "bloom", "mpt",
     "granite_swa", "apertus1p5_text", "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "emu3",
     "cohere_compass_text", "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta",
-    "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl",
-    "lfm2", "lfm3",
+    "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl", "megatron-bert", "rembert", "big_bird", "roc_bert",
+    "xmod", "modernbert-decoder", "gemma4_unified_text", "gemma4_unified", "phi4_multimodal", "fuyu",
+    "got_ocr2", "hrm_text", "zamba2", "lfm2", "lfm3",
     "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "mixtral", "granitemoehybrid",
     "lfm2_moe", "phimoe", "mellum", "qwen3_next", "qwen3_5_moe_text", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "glm4_moe", "solar_open", "dots1", "exaone_moe", "hy_v3",
     "minimax_m2", "ernie4_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "afmoe", "gpt_oss",
-    "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text",
+    "granitemoe_swa", "flint", "cohere2_moe", "beam", "mimo_v2_flash", "aria_text", "lara_mini",
 ]  # fmt: skip
 # In older transformers, these have parts of another shape or of another model.
 OTHERS_BEFORE = ["gptj", "codegen", "nemotron_h", "cohere_compass_text", "aria_text"]
 LEFT_OUT = [] if hasattr(modeling_gptj, "GPTJRotaryEmbedding") else OTHERS_BEFORE
 FAMILIES = [family for family in FAMILIES if family not in LEFT_OUT and family in CONFIG_MAPPING]
 
-STATES = [
-    family
-    for family in ("lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2")
-    if family in FAMILIES
-]
+STATES = ["lfm2", "lfm3", "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h", "mamba2", "zamba2"]
+STATES = [family for family in STATES if family in FAMILIES]
 WITH_WINDOWS = {
     "mistral", "ministral", "gemma3_text", "gemma4_text", "phi3", "olmo3", "cohere2", "mixtral", "starcoder2",
     "lfm3", "granitemoe_swa", "phimoe", "granite_swa", "cohere_compass_text", "flint", "cohere2_moe", "beam",
-    "mimo_v2_flash",
+    "mimo_v2_flash", "modernbert-decoder", "gemma4_unified_text", "lara_mini",
 }  # fmt: skip
 # torch multiplies with their experts, in an order of its own
 MIXTURES = set(FAMILIES[FAMILIES.index("mixtral") :])
 # a copy of their weights must be made, for which torch multiplies with the original
 TRANSPOSED = {"gpt2", "gpt_oss", "aria_text"}
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"}  # attention has another form
-# they add up their embeddings in another order
-BERTS = {
-    "bert", "bert-generation", "ernie", "electra", "roberta", "camembert", "xlm-roberta", "data2vec-text",
-    "roberta-prelayernorm", "xlm-roberta-xl",
-}  # fmt: skip
-NOT_QUANTIZED = LATENT | {"falcon"}  # it multiplies with parts of weights, and torchao does not know Falcon's layers
+# they multiply with parts of weights, and torchao does not know Falcon's layers
+NOT_QUANTIZED = LATENT | {"roc_bert", "falcon"}
 # The own code of these does not use our attention, nor, in Falcon, our products; Ministral 3 scales queries apart.
 OTHERWISE = {
     "gemma2", "vaultgemma", "falcon", "ministral3", "bloom", "mpt", "granite_swa", "gpt_neox_japanese", "xglm", *LATENT,
-    *BERTS,
+    *BERTS,  # they add up their embeddings in another order
 }  # fmt: skip
 # these know no other width
 AS_WIDE_AS_HEADS = {
     "gpt2", "gpt_bigcode", "gptj", "codegen", "nanochat", "gpt_neox", "persimmon", "falcon", "qwen2_moe", "helium",
     "opt", "phi", "stablelm", "olmoe", "granitemoe", "bloom", "mpt",
     "gpt_neox_japanese", "biogpt", "xglm", "ctrl", "bitnet", "cohere_compass_text",
-    *BERTS,
+    "modernbert-decoder", "fuyu", "zamba2", *BERTS,
 }  # fmt: skip
 VARIANTS = [
     ("falcon", {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
@@ -196,6 +190,31 @@ VARIANTS = [
     ("electra", {"embedding_size": 48, "hidden_act": "relu", "type_vocab_size": 1}),
     ("ernie", {"use_task_id": True, "tie_word_embeddings": False}),
     ("roberta", {"add_cross_attention": False, "hidden_act": "gelu_new", "tie_word_embeddings": False}),
+    ("megatron-bert", {"hidden_act": "gelu_new", "tie_word_embeddings": False, "type_vocab_size": 1}),
+    ("rembert", {"hidden_act": "relu", "tie_word_embeddings": True, "output_embedding_size": 48}),
+    ("big_bird", {"rescale_embeddings": True, "use_bias": False, "hidden_act": "gelu"}),
+    ("phi4_multimodal", {"tie_word_embeddings": True, "sliding_window": 8, "num_key_value_heads": 1}),
+    ("fuyu", {"qk_layernorm": False, "tie_word_embeddings": True}),
+    ("got_ocr2", {**MIXED, "use_sliding_window": True, "tie_word_embeddings": True}),
+    ("zamba2", {"use_shared_attention_adapter": True, "num_mem_blocks": 1, "num_key_value_heads": 4}),
+    ("zamba2", {"use_mem_rope": False, "layers_block_type": ["hybrid", "linear_attention", "hybrid"]}),
+    ("zamba2", {"add_bias_linear": True, "mamba_ngroups": 1, "tie_word_embeddings": False}),
+    ("hrm_text", {"H_cycles": 1, "L_cycles": 1, "attention_bias": True, "mlp_bias": True}),
+    ("hrm_text", {"H_cycles": 3, "L_cycles": 1, "num_hidden_layers": 1, "tie_word_embeddings": True}),
+    ("lara_mini", {"norm_topk_prob": False, "attention_bias": True, "linear_value_head_dim": 12}),
+    ("roc_bert", {"concat_input": False, "tie_word_embeddings": False}),
+    ("roc_bert", {"enable_shape": False}),
+    ("roc_bert", {"enable_shape": False, "enable_pronunciation": False}),
+    ("xmod", {"pre_norm": True, "default_language": "de_DE", "ln_before_adapter": False}),
+    ("xmod", {"adapter_layer_norm": True, "adapter_reduction_factor": 2, "tie_word_embeddings": False}),
+    ("xmod", {"adapter_reuse_layer_norm": False}),
+    (
+        "modernbert-decoder",
+        {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+        | {"layer_types": ["full_attention", "sliding_attention"], "decoder_bias": False},
+    ),
+    ("gemma4_unified_text", {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "tie_word_embeddings": False}),
+    ("gemma4_unified_text", {"num_global_key_value_heads": 1, "final_logit_softcapping": 5.0}),
     ("aria_text", {"mlp_bias": True, "attention_bias": True, "moe_num_shared_experts": 2, "moe_topk": 3}),
     ("gpt_oss", {"swiglu_limit": 0.3, "swiglu_alpha": 3.0}),
     ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}),
@@ -494,7 +513,7 @@ def test_it_reads_prompts_as_the_model_does(family, counts, at_once, keep, dtype
                 for runner, cache in zip((eager, fused), caches, strict=True)
             )
         if native.HAS_AMX and dtype == torch.bfloat16:
-            assert fused.most_read == (0 if family == "nemotron_h" else 192)  # whose time steps have limits
+            assert fused.most_read == (0 if family in ("nemotron_h", "zamba2") else 192)  # whose time steps have limits
         assert passes.called == (count <= fused.most_read)
         assert found.logits.shape == expected.logits.shape == (min(keep, count), 97)
         assert relative_error(found.logits, expected.logits) < allowed
@@ -601,7 +620,7 @@ def test_it_rounds_where_the_model_rounds(family, monkeypatch):
     eager, fused = of_both([EagerRunner(model, adapter, layers), FusedRunner(model, adapter, layers)], held=40, rows=6)
     # Where a processor multiplies pairs, a single layer rounds the weights of all values, a pass those of far ones.
     pairs = native.CAPABILITY == "AVX512_BF16" and "GenuineIntel" not in Path("/proc/cpuinfo").read_text()
-    rounds_weights = pairs and family in ("opt", "gemma4", "gemma4_text")  # heads of whole vectors
+    rounds_weights = pairs and (family == "opt" or family.startswith("gemma4"))  # heads of whole vectors
 
     def alike(found, expected):
         if rounds_weights:
@@ -1094,7 +1113,7 @@ def test_calls_in_threads_share_a_program():
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("big_bird", {}, "no page says what BigBirdForCausalLM computes; of its parts, no operation computes Tanh"),
+        ("llama4_text", {}, "no page says what Llama4ForCausalLM computes; of its parts, no .* Llama4TextL2Norm"),
         ("llama", {"hidden_act": "quick_gelu"}, "which no operation computes"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "changes with the"),
         ("gemma2", {"final_logit_softcapping": 0.0}, "the cap of its logits is 0"),

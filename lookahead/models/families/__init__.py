@@ -18,12 +18,12 @@ HOMES: dict[str, str] = {
             "SeedOssForCausalLM SmolLM3ForCausalLM Emu3ForCausalLM"
         ),
         "qwen": "Qwen2ForCausalLM Qwen3ForCausalLM",
-        "phi3": "Phi3ForCausalLM",
+        "phi3": "Phi3ForCausalLM Phi4MultimodalForCausalLM",
         "granite": "GraniteForCausalLM HyperCLOVAXForCausalLM",
         "olmo": "OlmoForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM",
         "exaone": "Exaone4ForCausalLM",
         "gemma": "GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM VaultGemmaForCausalLM",
-        "gemma4": "Gemma4ForCausalLM",
+        "gemma4": "Gemma4ForCausalLM Gemma4UnifiedForCausalLM",
         "glm": "GlmForCausalLM Glm4ForCausalLM Ernie4_5ForCausalLM HeliumForCausalLM",
         "cohere": "CohereForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereCompassForCausalLM",
         "nemotron": "ArceeForCausalLM NemotronForCausalLM Jais2ForCausalLM",
@@ -59,16 +59,25 @@ HOMES: dict[str, str] = {
             "CamembertForCausalLM XLMRobertaForCausalLM Data2VecTextForCausalLM RobertaPreLayerNormForCausalLM "
             "XLMRobertaXLForCausalLM"
         ),
+        "berts": "MegatronBertForCausalLM RemBertForCausalLM BigBirdForCausalLM RoCBertForCausalLM XmodForCausalLM",
+        "modernbert": "ModernBertDecoderForCausalLM",
         "bitnet": "BitNetForCausalLM",
         "ctrl": "CTRLLMHeadModel",
         "afmoe": "AfmoeForCausalLM",
         "beam": "BeamForCausalLM",
         "lfm2": "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM",
-        "gated_delta": "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3NextForCausalLM OlmoHybridForCausalLM",
+        "gated_delta": (
+            "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3NextForCausalLM LaraMiniForCausalLM OlmoHybridForCausalLM"
+        ),
         "mamba2": (
             "Mamba2ForCausalLM BambaForCausalLM GraniteMoeHybridForCausalLM FalconH1ForCausalLM NemotronHForCausalLM"
         ),
-        "with_images": "Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration",
+        "zamba": "Zamba2ForCausalLM",
+        "hrm": "HrmTextForCausalLM",
+        "around": "FuyuForCausalLM GotOcr2ForConditionalGeneration",
+        "with_images": (
+            "Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration"
+        ),
     }.items()
     for name in names.split()
 }

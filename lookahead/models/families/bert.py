@@ -50,11 +50,15 @@ class Bert(Page):
 
     def sum_of(self, embeddings: Any) -> Value:
         """The embeddings of tokens, types and positions."""
+        return self.embed(embeddings.word_embeddings, positions=self.places(embeddings))
+
+    def places(self, embeddings: Any) -> SimpleNamespace:
+        """The embeddings of positions and of the first type."""
         table = self.table(embeddings.position_embeddings)
         for name in ("token_type_embeddings", "task_type_embeddings"):  # some families lack one
             if hasattr(embeddings, name):
                 table = table + self.table(getattr(embeddings, name))[0]
-        return self.embed(embeddings.word_embeddings, positions=SimpleNamespace(weights=table))
+        return SimpleNamespace(weights=table)
 
     def table(self, module: Any) -> Any:
         if self._plain(module, nn.Embedding).max_norm is not None:
@@ -72,8 +76,10 @@ class Bert(Page):
     def attention(self, x: Value, attention: Any) -> Value:
         mixer = self.own(self.own(attention, "Attention").self, "SelfAttention")
         q, k, v = self.products(x, *map(self.linear, (mixer.query, mixer.key, mixer.value)))
-        found = self.attend(q, k, v, mixer, mixer.attention_head_size, dropout="dropout")
-        return self.product(found, self.own(attention.output, "SelfOutput").dense)
+        return self.product(self.attended(q, k, v, mixer), self.own(attention.output, "SelfOutput").dense)
+
+    def attended(self, q: Value, k: Value, v: Value, mixer: Any) -> Value:
+        return self.attend(q, k, v, mixer, mixer.attention_head_size, dropout="dropout")
 
     def mlp(self, x: Value, layer: Any) -> Value:
         first, last = self.own(layer.intermediate, "Intermediate"), self.own(layer.output, "Output")

@@ -1,4 +1,7 @@
-"""Hybrids of attention and gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): Qwen3.5, Qwen3-Next and OLMo Hybrid."""
+"""Hybrids of attention and gated DeltaNet (Yang et al. 2024, arXiv 2412.06464).
+
+Qwen3.5, Qwen3-Next, LARA-mini and OLMo Hybrid.
+"""
 
 import math
 from typing import Any
@@ -96,6 +99,32 @@ class Qwen3Next(Qwen3_5, Qwen2Moe):
             first += width
         heads = attention.num_v_heads // attention.num_k_heads
         return [*found, *(self.select(more, heads, 2, i) for i in range(2))]
+
+
+class LaraMini(Qwen3_5):
+    """Only layers with a window know positions."""
+
+    model_class = "Model"
+    rotary_class = "RotaryEmbedding"
+    norm_offset = 0.0
+    turns_part = False
+
+    def attention(self, x: Value, attention: Any, name: str) -> Value:
+        return Llama.attention(self, x, attention, name)
+
+    def turned(self, q: Value, k: Value, attention: Any, name: str) -> tuple[Value, Value]:
+        q, k = self.normed(q, k, attention)
+        return super().turned(q, k, attention, name) if attention.sliding_window is not None else (q, k)
+
+    def mlp(self, x: Value, mlp: Any) -> Value:
+        gate = self.own(mlp, "SparseMoeBlock").gate
+        mixed = self.experts(x, gate, mlp.experts, gate.norm_topk_prob, in_float32=True)
+        return self.add(mixed, super().mlp(x, mlp.shared_expert))
+
+    def windows(self) -> list[int | None]:
+        config = self.inner.config
+        of_kind = {"linear_attention": 0, "sliding_attention": config.sliding_window, "full_attention": None}
+        return [of_kind[kind] for kind in config.layer_types]
 
 
 class OlmoHybrid(Qwen3_5, Olmo2):

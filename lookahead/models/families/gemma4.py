@@ -1,5 +1,6 @@
-"""Gemma 4: layers share keys and values, and each has an embedding of its own of every token. The last of each kind of
-attention that has keys and values of its own lends them to all later layers of the kind.
+"""Gemma 4: layers share keys and values, and each may have an embedding of its own of every token.
+
+The last layer of each kind of attention that has keys and values of its own lends them to all later ones of the kind.
 """
 
 from typing import Any
@@ -9,39 +10,24 @@ from lookahead.cpu.operations import Value
 from lookahead.models.families.gemma import Gemma3
 
 
-class Gemma4(Gemma3):
+class Gemma4Unified(Gemma3):
     norm_offset = 0.0
-    _of_layers: Value | None = None
-    """What all layers get of the tokens, side by side."""
 
     def own(self, module: Any, suffix: str) -> Any:
         return super().own(module, suffix if suffix == "RMSNorm" else f"Text{suffix.removeprefix('Text')}")
 
-    def embedding(self, inner: Any) -> Value:
-        x, self._of_layers = super().embedding(inner), None
-        if size := inner.hidden_size_per_layer_input:
-            table = inner.embed_tokens_per_layer
-            of_tokens = self.embed(table, float(table.embed_scale.to(table.weight.dtype)), "TextScaledWordEmbedding")
-            projected = self.product(x, inner.per_layer_model_projection)
-            projected = self.scale(projected, float(inner.per_layer_model_projection_scale))
-            projected = self.norm_heads(projected, inner.per_layer_projection_norm, size)
-            self._of_layers = self.scale(self.add(projected, of_tokens), float(inner.per_layer_input_scale))
-        return x
-
     def layer(self, x: Value, layer: Any, name: str) -> Value:
         attended = self.attention(self.norm(x, layer.input_layernorm), layer.self_attn, name)
         x = self.add(x, self.norm(attended, layer.post_attention_layernorm))
-        more = self.mlp(self.norm(x, layer.pre_feedforward_layernorm), layer.mlp)
-        if layer.enable_moe_block:
-            more = self.add(self.norm(more, layer.post_feedforward_layernorm_1), self.mixed(x, layer))
-        x = self.add(x, self.norm(more, layer.post_feedforward_layernorm))
-        if self._of_layers is not None:
-            size = layer.hidden_size_per_layer_input
-            gate = self.product(x, layer.per_layer_input_gate)
-            own = self.select(self._of_layers, size, self._of_layers.width // size, layer.layer_idx)
-            more = self.product(self.gate(gate, layer.act_fn, own), layer.per_layer_projection)
-            x = self.add(x, self.norm(more, layer.post_per_layer_input_norm))
-        return self.scale(x, float(layer.layer_scalar))
+        x = self.add(x, self.norm(self.feed_forward(x, layer), layer.post_feedforward_layernorm))
+        return self.scale(self.with_own(x, layer), float(layer.layer_scalar))
+
+    def feed_forward(self, x: Value, layer: Any) -> Value:
+        return self.mlp(self.norm(x, layer.pre_feedforward_layernorm), layer.mlp)
+
+    def with_own(self, x: Value, layer: Any) -> Value:
+        """Add what the layer makes of its own embedding of the token."""
+        return x
 
     def attention(self, x: Value, attention: Any, name: str) -> Value:
         size, modules = self.own(attention, "Attention").head_dim, [attention.q_proj]
@@ -60,6 +46,42 @@ class Gemma4(Gemma3):
         all_layers = [layer.self_attn for layer in self.inner.layers]
         return next(one.layer_idx for one in all_layers if one.store_full_length_kv and one.layer_type == name)
 
+    def windows(self) -> list[int | None]:
+        config = self.inner.config
+        own = config.num_hidden_layers - config.num_kv_shared_layers
+        return super().windows()[:own] + [0] * config.num_kv_shared_layers
+
+
+class Gemma4(Gemma4Unified):
+    _of_layers: Value | None = None
+    """What all layers get of the tokens, side by side."""
+
+    def embedding(self, inner: Any) -> Value:
+        x, self._of_layers = super().embedding(inner), None
+        if size := inner.hidden_size_per_layer_input:
+            table = inner.embed_tokens_per_layer
+            of_tokens = self.embed(table, float(table.embed_scale.to(table.weight.dtype)), "TextScaledWordEmbedding")
+            projected = self.product(x, inner.per_layer_model_projection)
+            projected = self.scale(projected, float(inner.per_layer_model_projection_scale))
+            projected = self.norm_heads(projected, inner.per_layer_projection_norm, size)
+            self._of_layers = self.scale(self.add(projected, of_tokens), float(inner.per_layer_input_scale))
+        return x
+
+    def feed_forward(self, x: Value, layer: Any) -> Value:
+        more = super().feed_forward(x, layer)
+        if layer.enable_moe_block:
+            more = self.add(self.norm(more, layer.post_feedforward_layernorm_1), self.mixed(x, layer))
+        return more
+
+    def with_own(self, x: Value, layer: Any) -> Value:
+        if self._of_layers is None:
+            return x
+        size = layer.hidden_size_per_layer_input
+        gate = self.product(x, layer.per_layer_input_gate)
+        own = self.select(self._of_layers, size, self._of_layers.width // size, layer.layer_idx)
+        more = self.product(self.gate(gate, layer.act_fn, own), layer.per_layer_projection)
+        return self.add(x, self.norm(more, layer.post_per_layer_input_norm))
+
     def mixed(self, x: Value, layer: Any) -> Value:
         """The experts beside the MLP, whose router reads what no norm has weighed."""
         router = self.own(layer.router, "Router")
@@ -71,8 +93,3 @@ class Gemma4(Gemma3):
             scales=router.per_expert_scale.float(), routed=self.scale(normed, float(router.scalar_root_size)),
         )  # fmt: skip
         return self.norm(mixed, layer.post_feedforward_layernorm_2)
-
-    def windows(self) -> list[int | None]:
-        config = self.inner.config
-        own = config.num_hidden_layers - config.num_kv_shared_layers
-        return super().windows()[:own] + [0] * config.num_kv_shared_layers

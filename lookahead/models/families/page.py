@@ -84,6 +84,7 @@ class Page:
             raise UnknownModelError(f"its experts are computed by {experts}, which transformers does not define")
         self.model = model
         self._own: Any = own
+        self._home, self._family = own.__module__, own.__name__.removesuffix(self.suffix)
         self._operations: list[op.Operation] = []
 
     def program(self) -> Program:
@@ -119,9 +120,11 @@ class Page:
 
     def own(self, module: Any, suffix: str) -> Any:
         """Return a module, which must be of the family's class of this name."""
-        cls, family = type(module), self._own.__name__.removesuffix(self.suffix)
-        wanted = self.names.get(suffix, family + suffix)
-        if (cls.__module__, cls.__qualname__) != (self._own.__module__, wanted):
+        return self._of_class(module, self._home, self.names.get(suffix, self._family + suffix))
+
+    def _of_class(self, module: Any, home: str, wanted: str) -> Any:
+        cls = type(module)
+        if (cls.__module__, cls.__qualname__) != (home, wanted):
             raise UnknownModelError(f"a {cls.__name__} of {cls.__module__} stands where {wanted} is expected")
         return self._check(module)
 
@@ -394,17 +397,14 @@ class Page:
     def rotary_names(self) -> Sequence[str]:
         """The name of the rotary embedding of each layer, empty where one serves all, or none."""
         if self._lacks_rotary:
-            return [""] * len(getattr(self.inner, self.layers_at))
+            return [""] * self.inner.config.num_hidden_layers
         types = self.own(self.rotary_module, "RotaryEmbedding").rope_type
         by_name = types if isinstance(types, dict) else {"": types}
         for name, rope_type in by_name.items():
             if "dynamic" in rope_type or (rope_type == "longrope" and name):
                 raise UnknownModelError(f"its rotary embedding is {rope_type}, which changes with the length")
-        return (
-            self.inner.config.layer_types
-            if isinstance(types, dict)
-            else [""] * len(getattr(self.inner, self.layers_at))
-        )
+        config = self.inner.config
+        return config.layer_types if isinstance(types, dict) else [""] * config.num_hidden_layers
 
     def placeholders(self) -> list[int]:
         """Return the tokens in whose place the model reads something else than their embedding."""

@@ -1,4 +1,7 @@
-"""Phi-3: one layer gives query, key and value, and one gives both halves of the gated MLP."""
+"""Phi-3 and the text side of Phi-4-multimodal.
+
+One layer gives query, key and value, and one gives both halves of the gated MLP.
+"""
 
 from typing import Any
 
@@ -14,3 +17,7 @@ class Phi3(WithJoinedHalves):
         of_queries = attention.config.num_attention_heads * attention.head_dim
         of_keys = attention.num_key_value_heads * attention.head_dim
         return self.parts(attention.qkv_proj, of_queries, of_keys)
+
+
+class Phi4Multimodal(Phi3):
+    dropouts = "resid_pdrop", "embd_pdrop"

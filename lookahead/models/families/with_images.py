@@ -18,7 +18,7 @@ class Gemma3(gemma.Gemma3):
         self.logits(x, self.model.lm_head)
 
 
-class Gemma4(gemma4.Gemma4):
+class Gemma4Unified(gemma4.Gemma4Unified):
     suffix = "ForConditionalGeneration"
 
     @property
@@ -31,3 +31,7 @@ class Gemma4(gemma4.Gemma4):
     def placeholders(self) -> list[int]:
         config = self.model.config
         return [config.image_token_id, config.video_token_id, config.audio_token_id]
+
+
+class Gemma4(Gemma4Unified, gemma4.Gemma4):
+    pass
