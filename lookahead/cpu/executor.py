@@ -94,17 +94,18 @@ def _keeps_limits(operation: op.Operation) -> bool:
 def smallest(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
     """The same program, with weights of fewer bits where these make the same products exactly (`blocks.smallest`).
 
-    known: what earlier calls have found, by place; the place of each linear layer is its own. Where weights have
-    changed since, a new copy takes the place of the old one, which calls in other threads go on reading. indexes:
-    whether bf16 numbers may be indexed.
+    known: what earlier calls have found, by place; linear layers that read the same memory have one place. Where
+    weights have changed since, a new copy takes the place of the old one, which calls in other threads go on reading.
+    indexes: whether bf16 numbers may be indexed.
     """
-    places, memory, dtype = count(), HugePages(), program.dtype
+    memory, dtype, places = HugePages(), program.dtype, count()
+    place_of: dict[tuple, int] = {}
 
     def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else memory.copy(tensor)
 
     def smaller(linear: Linear) -> Linear:
-        place = next(places)
+        place = place_of.setdefault(_memory_of(linear), next(places))
         found = blocks.smallest(linear, dtype, before := known.get(place), indexes)
         if found is not linear:
             if before is None or found.weight is not before.weight:
@@ -118,6 +119,12 @@ def smallest(program: Program, known: dict[int, Linear], indexes: bool) -> Progr
     return program.with_linears(smaller)
 
 
+def _memory_of(linear: Linear) -> tuple:
+    """Where its weight and scales lie."""
+    weight = linear.weight
+    return weight.data_ptr(), weight.shape, weight.stride(), pointer(linear.scales)
+
+
 def weight_bytes(program: Program) -> int:
     """Bytes of the weights that a pass multiplies with."""
     return sum(linear.weight.nbytes for linear in program.linears)
@@ -126,7 +133,7 @@ def weight_bytes(program: Program) -> int:
 def bytes_to_copy(program: Program) -> int:
     """Bytes, about, of a copy in which `smallest` has indexed all weights that it can, and laid out transposed ones."""
     of_number = 1.5 if blocks.can_index(dtype := program.dtype) else 0
-    found = [linear for linear in program.linears if linear.format == Format.FLOATS]
+    found = {_memory_of(linear): linear for linear in program.linears if linear.format == Format.FLOATS}.values()
     return int(sum(one.weight.nbytes if one.is_transposed(dtype) else of_number * one.weight.numel() for one in found))
 
 

@@ -1155,6 +1155,21 @@ def test_weights_are_packed_if_the_copy_is_small_or_asked_for(dtype, monkeypatch
     assert packed_of(model).copied_bytes == 0
 
 
+@pytest.mark.parametrize(("family", "settings"), [("zamba2", {"num_mem_blocks": 1}), ("hrm_text", {})])
+def test_weights_that_layers_share_are_copied_once(family, settings):
+    model = tiny_model(family, **sizes(family, 64, 64, 16), **settings)
+    in_blocks(model, 1)
+    expected = model.generate(IDS, **GREEDY).tolist()
+    linears = page_of(model).program().linears
+    shared = {linear.weight.data_ptr(): linear.weight for linear in linears}.values()
+    assert len(shared) < len(linears)
+    lookahead.wrap(model, LookaheadConfig(pack_weights=True))
+    for _ in range(2):
+        assert model.generate(IDS, **GREEDY).tolist() == expected
+        assert 0 < model.lookahead.copied_bytes < sum(weight.nbytes for weight in shared)
+    assert "passes: fused" in model.lookahead.report()
+
+
 def test_the_copy_does_not_keep_the_weights_alive():
     model = tiny_model("llama", **SIZES)
     in_blocks(model, 1)
