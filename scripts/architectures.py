@@ -122,6 +122,11 @@ def check_windows(model_type: str) -> dict:
 def check_model(model_type: str, model: PreTrainedModel, config: LookaheadConfig | None = None) -> dict:
     """Decode both ways and return a row of the table. config: for `lookahead.wrap`."""
     row = row_of(model_type, layers=layer_kinds(model))
+    try:
+        expected = {name: generate(model, how) for name, how in TEXTS.items()}
+        uncached = generate(model, TEXTS["greedy"], use_cache=False)
+    except Exception as error:
+        return row | {"result": "not built", "reason": f"its own generate fails: {described(error)}"}
     logger, said = logging.getLogger("lookahead"), BufferingHandler(capacity=1000)
     logger.addHandler(said)
     try:
@@ -135,11 +140,6 @@ def check_model(model_type: str, model: PreTrainedModel, config: LookaheadConfig
     finally:
         logger.removeHandler(said)
     lookahead.unwrap(model)
-    try:
-        expected = {name: generate(model, how) for name, how in TEXTS.items()}
-        uncached = generate(model, TEXTS["greedy"], use_cache=False)
-    except Exception as error:
-        return row | {"result": "not built", "reason": f"its own generate fails: {described(error)}"}
     row |= {"different_tokens": len(set(expected["greedy"]))} | by_lookahead(model, expected, config)
     remarks = [row["reason"]]
     if row["guesses"] == "chain":

@@ -11,6 +11,7 @@ import architectures
 import pytest
 from click.testing import CliRunner
 
+from bench.tiny_models import random_model, tiny_config
 from lookahead.engine.sampling import NextTokenRule
 
 PARTS = 24  # days until all families had their turn
@@ -45,6 +46,14 @@ def test_errors_of_lookahead_alone_are_wrong(monkeypatch):
     row = architectures.check("llama")
     assert row["result"] == "wrong"
     assert "IndexError" in row["reason"]
+
+
+def test_a_model_whose_own_generate_fails_is_not_ours_to_fail():
+    model = random_model(tiny_config("llama"))
+    model.model.layers[0].register_forward_pre_hook(lambda *_: [][0])
+    row = architectures.check_model("llama", model)
+    assert row["result"] == "not built"
+    assert row["reason"] == "its own generate fails: IndexError: list index out of range"
 
 
 def test_a_family_that_hangs_is_ended():
