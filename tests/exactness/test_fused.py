@@ -654,6 +654,24 @@ def test_rounded_scores_choose_the_experts_that_the_model_chooses(keeps_biases):
     assert relative_error(fused.logits, eager.logits) < 2e-2
 
 
+@pytest.mark.parametrize("family", ["bloom", "falcon"])
+def test_biases_of_keys_reach_far(family):
+    """Behind 8,192 positions, too."""
+    model = tiny_model(family, max_position_embeddings=2**16, **({"alibi": True} if family == "falcon" else {}))
+    adapter = capabilities.find_adapter(model)
+    runners = EagerRunner(model, adapter), FusedRunner(model, adapter)
+    caches, prompt = [adapter.make_cache() for _ in runners], torch.arange(8500)[None] % 97
+    with torch.no_grad():
+        for cache in caches:
+            for part in prompt.split(500, dim=1):
+                runners[0].prefill(part, cache)
+        step = lay_out(5, random_tree(np.random.default_rng(0), 6, 97))
+        with mock.patch.object(runners[1]._executor, "run", side_effect=runners[1]._executor.run) as passes:
+            eager, found = (runner.run([step], cache) for runner, cache in zip(runners, caches, strict=True))
+    assert passes.called
+    assert relative_error(found.logits, eager.logits) < 1e-4
+
+
 def test_each_side_of_the_length_where_longrope_changes():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
     rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0], "partial_rotary_factor": 1.0}

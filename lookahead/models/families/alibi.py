@@ -13,7 +13,7 @@ from lookahead.cpu.operations import Value
 from lookahead.models.families.llama import Llama
 from lookahead.models.families.page import UnknownModelError
 
-MOST_POSITIONS = 2**13  # of a text, where a configuration names no limit; longer ones are left to the model
+MOST_POSITIONS = 2**16  # of a text, where a configuration names no limit; longer ones are left to the model
 
 
 class Bloom(Llama):
