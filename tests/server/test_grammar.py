@@ -1,5 +1,7 @@
 """Answers that must hold: schemas and calls of tools are enforced, and what they force is guessed."""
 
+import asyncio
+import contextlib
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -9,14 +11,16 @@ import pytest
 import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
-from server_process import ask, running
+from server_process import ask, connect, running
 from test_lossless import random_cases
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
 import lookahead
 from lookahead import DEMO_MODEL, LookaheadConfig
-from lookahead.tools.server.fields import Demand, RefusedError
-from lookahead.tools.server.grammar import Grammars
+from lookahead.tools.server import grammar
+from lookahead.tools.server.app import Server
+from lookahead.tools.server.fields import Demand, RefusedError, Wishes
+from lookahead.tools.server.grammar import REACH, Grammars
 from lookahead.tools.server.reading import Prompt
 
 PERSON = {
@@ -239,5 +243,104 @@ def test_a_large_schema_holds_up_nobody(strict):
         while not large.done():
             assert ask(strict, "/v1/completions", prompt="x", max_tokens=1)[0] == 200
             count += not large.done()
-    assert "grammar" in large.result()[1]["error"]["message"]
+    status, said = large.result()
+    assert (status, said["error"]["param"]) == (400, "response_format")
     assert count > 3  # one at most, if they wait for it
+
+
+GROWS = {  # while its text is written
+    "type": "object",
+    "properties": {"a": {"type": "string", "pattern": f"^{'a?' * 300}{'a' * 300}$"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("schema", [GROWS, LARGE], ids=["in_the_middle", "at_once"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_grows_too_large_is_at_fault_alone(strict, path, stream, schema):
+    how, field, events = formats(path, schema)
+    with ThreadPoolExecutor(2) as threads:
+        beside = {"prompt": "def", "max_tokens": 64, "temperature": 0}
+        alone = ask(strict, "/v1/completions", **beside)[1]["choices"][0]["text"]
+        others = [threads.submit(ask, strict, "/v1/completions", **beside) for _ in range(2)]
+        body = how | {"stream": stream, "temperature": 5, "seed": 1}
+        with contextlib.closing(connect(strict)) as connection:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            status, said = answer.status, answer.read().decode()
+        assert [other.result()[1]["choices"][0]["text"] for other in others] == [alone] * 2
+    assert status == (200 if stream else 400), said
+    assert "the schema grows too large while the answer is written" in said
+    assert "shorter patterns" in said
+    if stream:
+        assert events in said.rpartition("data: ")[2] or events in said.rpartition("event: ")[2], said[-500:]
+    elif path != "/v1/messages":
+        assert json.loads(said)["error"]["param"] == field
+
+
+def formats(path, schema):
+    """Return a body that asks for an answer by a schema, the field that does, and a word of the event of an error."""
+    if path == "/v1/chat/completions":
+        how = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        return {"messages": MESSAGES, "response_format": how}, "response_format", '"invalid_request_error"'
+    how = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    if path == "/v1/responses":
+        return {"input": "Who is it?", "text": how}, "text.format", "response.failed"
+    del how["format"]["name"]
+    return {"messages": MESSAGES, "max_tokens": 1024, "output_config": how}, "output_config.format", "error"
+
+
+def chain(count: int, link) -> dict:
+    """Return a schema of definitions that refer to the next one each."""
+    definitions = {f"d{number}": link({"$ref": f"#/$defs/d{number + 1}"}) for number in range(count)}
+    return {"$defs": definitions | {f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+def nested(schema: dict, levels: int) -> dict:
+    return schema if not levels else {"type": "object", "properties": {"a": nested(schema, levels - 1)}}
+
+
+LINKS = {
+    "alone": lambda next_one: next_one,
+    "items": lambda next_one: {"type": "array", "items": next_one},
+    "property": lambda next_one: {"type": "object", "properties": {"a": next_one}, "required": ["a"]},
+    "alternative": lambda next_one: {"anyOf": [{"type": "string"}, {"type": "array", "items": next_one}]},
+    "one": lambda next_one: {"oneOf": [{"type": "string"}, {"type": "array", "prefixItems": [next_one]}]},
+    "all": lambda next_one: {"allOf": [next_one]},
+    "deep": lambda next_one: nested(next_one, 25),
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_schema_that_is_too_deep_does_not_end_the_server(strict, link):
+    """Compiling goes from reference to reference by recursion, and no exception tells where a stack ends."""
+    longest = next(n for n in range(1, REACH) if (n + 1) * depth(chain(1, LINKS[link])) > REACH) - 1
+    for count, fits in [(longest, True), (longest + 1, False), (3 * longest, False)]:
+        how = {"type": "json_schema", "json_schema": {"name": "x", "schema": chain(count, LINKS[link])}}
+        status, said = ask(strict, "/v1/chat/completions", messages=MESSAGES, response_format=how, max_tokens=4)
+        assert status == (200 if fits else 400), said
+        if not fits:
+            assert "references" in said["error"]["message"]
+            assert said["error"]["param"] == "response_format"
+
+
+def depth(value) -> int:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(depth, inside), default=0)
+
+
+def test_the_first_schema_holds_up_nobody():
+    """What all schemas need is made before the server is asked: no other thread would run meanwhile."""
+
+    async def ask_first() -> None:
+        model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
+        server = Server(lookahead.wrap(model), AutoTokenizer.from_pretrained(DEMO_MODEL), "x", None, 1, 1, None)
+        async with server.lifespan(None):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(grammar, "from_tokenizer", None)
+                wishes = Wishes(demand=Demand(PERSON))
+                assert await server.by(server.compiling, lambda: server.generations.grammars([Prompt([1], [])], wishes))
+
+    asyncio.run(ask_first())

@@ -46,7 +46,7 @@ from lookahead.tools.server.fields import (
     read_request,
 )
 from lookahead.tools.server.forms import Form, error_body
-from lookahead.tools.server.generations import Answer, BusyError, Generations, Worker
+from lookahead.tools.server.generations import STACK, Answer, BusyError, Generations, Worker
 from lookahead.tools.server.metrics import Metrics, exposition
 from lookahead.tools.server.prefixes import Prefixes
 from lookahead.tools.server.reading import Prompt, Reader, Written
@@ -205,7 +205,7 @@ class Server:
         self._prefixes = Prefixes(model, cache_mb * 2**20)
         self.generations = Generations(model, self.reader, written, self._prefixes, engine, assistant, parallel)
         self._engine, self._model, self._since = engine, model, int(time.time())
-        self.reading, self.compiling = Worker(), Worker()
+        self.reading, self.compiling = Worker(), Worker(STACK)
         """Threads that read requests, and that compile what some of them enforce."""
         self.open: set[asyncio.Future] = set()
         """Requests under way."""
@@ -248,7 +248,10 @@ class Server:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """End with the call of generate that has been cancelled: a thread must not decode while Python ends."""
+        """Make what would hold up requests before there are any; end with the call of generate that has been cancelled:
+        a thread must not decode while Python ends.
+        """
+        await self.by(self.compiling, self.generations.prepare_grammars)
         yield
         if self.open:
             await asyncio.wait(self.open, timeout=2 * LAST_WORDS)
@@ -403,8 +406,7 @@ class Exchange:
             events: list[str] = []
             for number, piece in found:
                 if isinstance(piece, Exception):
-                    message = _failure(piece)
-                    await self._send_text("".join([*events, *form.fail(message)]), more=False)
+                    await self._send_text("".join([*events, *form.fail(*_failure(piece))]), more=False)
                     return
                 self._note(piece)
                 events += form.add(number, piece)
@@ -424,8 +426,8 @@ class Exchange:
         await self._respond(JSONResponse(_form_at(self._path).error(message, status, param), status, headers))
 
     async def _fail(self, error: Exception) -> None:
-        stops = isinstance(error, InterruptedError)
-        await self._refuse(_failure(error), 503 if stops else 500)
+        message, status, param = _failure(error)
+        await self._refuse(message, status, param=param)
 
     async def _respond(self, response: Response) -> None:
         await response(self._scope, self._receive, self._send)
@@ -474,8 +476,11 @@ def call_in(loop: asyncio.AbstractEventLoop, *call: Any) -> None:
         loop.call_soon_threadsafe(*call)
 
 
-def _failure(error: Exception) -> str:
+def _failure(error: Exception) -> tuple[str, int, str | None]:
+    """Return what is said of an answer that has failed, the status of HTTP, and the field at fault."""
+    if isinstance(error, RefusedError):
+        return str(error), 400, error.param
     if isinstance(error, InterruptedError):
-        return str(error)
+        return str(error), 503, None
     logger.error("a request has failed", exc_info=error)
-    return f"decoding failed: {type(error).__name__}: {error}"
+    return f"decoding failed: {type(error).__name__}: {error}", 500, None

@@ -66,6 +66,11 @@ class Demand:
     def __bool__(self) -> bool:
         return self.schema is not None or bool(self.calls)
 
+    @property
+    def param(self) -> str:
+        """The field that is at fault if it cannot be enforced."""
+        return "tools" if self.schema is None else self.field
+
 
 @dataclass(frozen=True)
 class Wishes:

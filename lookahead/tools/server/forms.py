@@ -137,9 +137,9 @@ class Form:
         """Yield the events after all pieces."""
         yield "data: [DONE]\n\n"
 
-    def fail(self, message: str) -> Iterator[str]:
+    def fail(self, message: str, status: int, param: str | None) -> Iterator[str]:
         """Yield the events that end a stream in the middle."""
-        yield event(self.error(message, 500))
+        yield event(self.error(message, status, param))
 
     def ping(self) -> str:
         """Return what shows that a stream is alive. Clients pass over it."""

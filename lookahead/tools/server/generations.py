@@ -2,13 +2,14 @@
 
 import asyncio
 import copy
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ from lookahead.passes.fused import FusedRunner
 from lookahead.sequences import Sequences, seeded
 from lookahead.sources.retrieval import LONGEST, RetrievalSource
 from lookahead.tools.server.answering import Penalties, Piece, Probabilities, Stop, Writer
-from lookahead.tools.server.fields import Wishes, blamed
+from lookahead.tools.server.fields import RefusedError, Wishes, blamed
 from lookahead.tools.server.prefixes import Prefixes, can_be_cut
 from lookahead.tools.server.reading import Prompt, Reader, Written, too_long
 from lookahead.tools.server.thinking import LimitThinking
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 MOST_WAITING = 64  # requests that wait for others to end; further ones are refused
 LENGTH = 1024  # tokens of an answer, if its request does not say
+STACK = 2**27  # bytes, of a thread that compiles grammars
 PORTION = 128  # tokens of a prompt that are read between two steps, at most
 
 
@@ -52,10 +54,15 @@ class BusyError(Exception):
 class Worker:
     """A thread that makes calls, in their order. It does not keep Python from ending."""
 
-    def __init__(self) -> None:
+    def __init__(self, stack: int = 0) -> None:
+        """stack: bytes; 0: as other threads have."""
         self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         """None of them may raise anything."""
-        Thread(target=self.work, daemon=True).start()
+        others = threading.stack_size(stack)
+        try:
+            threading.Thread(target=self.work, daemon=True).start()
+        finally:
+            threading.stack_size(others)
 
     def work(self) -> None:
         while True:
@@ -105,11 +112,10 @@ class Generations(Worker):
         self._assistant = assistant
         self._sequences = Sequences(model) if engine is not None and assistant is None else None
         self._portion = portion(model, engine)
-        self._grammars: Grammars | None = None
         self._most = 1 if self._sequences is None else parallel
         self._under_way = 0  # answers that have begun
         self._groups: list[Group] = []  # with answers that wait
-        self._lock = Lock()
+        self._lock = threading.Lock()
         self.open = 0
         """Answers that have not ended, under the lock."""
         self._seeds = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
@@ -180,6 +186,15 @@ class Generations(Worker):
         self.calls.put(partial(self._groups.append, group))
         return answers
 
+    @cached_property
+    def _grammars(self) -> "Grammars":
+        return self._reader.grammars(vocabulary_of(self._model))
+
+    def prepare_grammars(self) -> None:
+        """Make what all grammars need, if the model's tokenizer can be enforced. No other thread runs meanwhile."""
+        with suppress(RefusedError):
+            self._grammars.reads  # noqa: B018  (it is kept)
+
     def grammars(self, prompts: Sequence[Prompt], wishes: Wishes) -> "list[LLMatcher | None]":
         """Return the grammar of the answers to each prompt; None if any text will do. Only one thread may call this.
 
@@ -187,9 +202,7 @@ class Generations(Worker):
         """
         if not wishes.demand:
             return [None] * len(prompts)
-        if self._grammars is None:
-            self._grammars = self._reader.grammars(vocabulary_of(self._model))
-        with blamed("tools" if wishes.demand.schema is None else wishes.demand.field):
+        with blamed(wishes.demand.param):
             return [self._grammars.of(wishes.demand, prompt, not wishes.one_call) for prompt in prompts]
 
     def _submit(
@@ -216,8 +229,8 @@ class Generations(Worker):
         sources: list[GuessSource] = []
         if prompt.predicted:
             sources.append(RetrievalSource([[*prompt.ids[-LONGEST:], *prompt.predicted]]))
-        if grammar is not None and self._grammars is not None:
-            processor, source = self._grammars.enforce(grammar, length)
+        if grammar is not None:
+            processor, source = self._grammars.enforce(grammar, length, wishes.demand.param)
             processors.append(processor)
             sources.append(source)
         if prompt.thought is not None and prompt.marks is not None:

@@ -22,6 +22,8 @@ from ngram_pool import GuessTree
 
 BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = {"type": "object"}
+REACH = 2**14  # references of a schema times its levels, at most: to compile it may take 3 KB of a stack for each
+FORBIDS = "satisfy the grammar"  # in what llguidance says of a token that it forbids
 CLAIM = 0.9  # probability of a token that is forced but for the ways to cut its characters into tokens
 
 
@@ -41,7 +43,8 @@ class Grammars:
     def of(self, demand: Demand, prompt: Prompt, many: bool) -> LLMatcher:
         """Return the compiled grammar of an answer, before any text. many: whether it may call several tools.
 
-        Other threads run meanwhile: a large schema takes seconds.
+        Other threads run meanwhile: a large schema takes seconds. The thread that calls this needs a stack of 3 KB
+        for each of `REACH`, or more.
 
         Raises RefusedError if the demand cannot be enforced.
         """
@@ -65,9 +68,12 @@ class Grammars:
         return compiled
 
     @staticmethod
-    def enforce(grammar: LLMatcher, prompt: int) -> tuple["HideForbidden", "ForcedTokens"]:
-        """Return what makes a text keep to its grammar, and guesses by it. prompt: tokens before the text."""
-        text = Enforced(grammar.deep_copy(), prompt)
+    def enforce(grammar: LLMatcher, prompt: int, param: str | None = None) -> tuple["HideForbidden", "ForcedTokens"]:
+        """Return what makes a text keep to its grammar, and guesses by it.
+
+        prompt: tokens before the text. param: the field of the request that asks for it.
+        """
+        text = Enforced(grammar.deep_copy(), prompt, param)
         return HideForbidden(text), ForcedTokens(text)
 
     @property
@@ -109,31 +115,61 @@ def _schema_of(function: dict) -> dict:
 
 
 def _json(schema: dict) -> str:
+    """Raises RefusedError for a schema that may be too deep: to compile it would end the process."""
+    references, levels, inside = set[str](), 0, [schema]
+    while inside:
+        levels += 1
+        objects = [one for one in inside if isinstance(one, dict)]
+        references |= {one["$ref"] for one in objects if isinstance(one.get("$ref"), str)}
+        inside = [value for one in objects for value in one.values()] + [
+            value for one in inside if isinstance(one, list) for value in one
+        ]
+    if len(references) * levels > REACH:
+        raise RefusedError(
+            f"the schema cannot be enforced: it has {len(references)} different references ($ref) and {levels} levels, "
+            f"whose product must be {REACH} at most; write some definitions where they are used, or make it flatter"
+        )
     return json.dumps(schema | {"x-guidance": BLANKS})
 
 
 class Enforced:
     """A text that keeps to a grammar, as far as it is written."""
 
-    def __init__(self, grammar: LLMatcher, prompt: int):
-        """grammar: followed from here on by this text alone. prompt: its tokens."""
-        self._matcher = grammar
+    def __init__(self, grammar: LLMatcher, prompt: int, param: str | None = None):
+        """grammar: followed from here on by this text alone. prompt: its tokens. param: at fault for errors."""
+        self._matcher, self._param = grammar, param
         self.length = prompt
         """Tokens of the prompt, and of the answer as far as it was followed."""
 
     def follow(self, new: list[int]) -> None:
-        """Go on with these tokens. Raises ValueError if the grammar forbids them."""
+        """Go on with these tokens.
+
+        Raises RefusedError if the grammar grows too large, ValueError if it forbids the tokens.
+        """
         self.length += len(new)
         if not new or self._matcher.is_stopped():  # what may still come then are tokens that end the text
             return
-        if not self._matcher.consume_tokens(new):
-            raise ValueError(f"the text does not keep to its grammar: {self._matcher.get_error()}")
+        self._matcher.consume_tokens(new)
+        self._check()
 
     @property
     def allowed(self) -> torch.Tensor:
-        """The tokens that may come next, bool [vocabulary]."""
+        """The tokens that may come next, bool [vocabulary]. Raises RefusedError if the grammar grows too large."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
         return torch.from_numpy(np.unpackbits(bits, bitorder="little").view(bool))
+
+    def _check(self) -> None:
+        if not self._matcher.is_error():
+            return
+        why = self._matcher.get_error().partition("\n")[0]
+        if FORBIDS in why:
+            raise ValueError(f"the text does not keep to its grammar: {why}")
+        raise RefusedError(
+            f"the schema grows too large while the answer is written ({why}): give it fewer optional properties and "
+            "alternatives (anyOf), or shorter patterns and smaller bounds in them",
+            self._param,
+        )
 
     @property
     def forced(self) -> list[int]:

@@ -56,8 +56,8 @@ class Message(Form):
         yield event({"type": "message_delta", "delta": self._stop(), "usage": self.usage()}, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
 
-    def fail(self, message: str) -> Iterator[str]:
-        yield event(self.error(message, 500), "error")
+    def fail(self, message: str, status: int, param: str | None) -> Iterator[str]:
+        yield event(self.error(message, status, param), "error")
 
     def ping(self) -> str:
         return event({"type": "ping"}, "ping")

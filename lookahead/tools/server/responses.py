@@ -60,8 +60,8 @@ class Response(Form):
     def end(self) -> Iterator[str]:
         yield self._event(f"response.{self._status}", response=self._response(self._status))
 
-    def fail(self, message: str) -> Iterator[str]:
-        error = {"code": "server_error", "message": message}
+    def fail(self, message: str, status: int, param: str | None) -> Iterator[str]:
+        error = {"code": "server_error" if status >= 500 else "invalid_prompt", "message": message}
         yield self._event("response.failed", response=self._response("failed") | {"error": error})
 
     @property
