@@ -314,6 +314,8 @@ def test_a_prompt_is_found_again_without_its_answer(family, wraps, tokenizer):
         assert text == tokenizer.decode(wanted, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
         reads_all = not turn or (family == "mamba2" and not wraps)  # states do not say what they have seen
         assert cached in ([0] if reads_all else [len(ids) - 6, len(ids) - 7])
+        copies = [kept for kept in of._prefixes._kept if kept.stays]
+        assert bool(copies) == (family != "llama" and (wraps or family != "mamba2")), "of what can be cut, none is kept"
         ids = [*ids, *(70 + turn for _ in range(6))]
 
 

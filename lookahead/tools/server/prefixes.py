@@ -8,7 +8,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from lookahead.models.cache import copy_of
+from lookahead.models.cache import InPlaceLayer, KeepsState, copy_of
 from lookahead.models.passed_in import empty_cache
 from lookahead.tools.audit import first_difference
 
@@ -104,7 +104,11 @@ class Prefixes:
 def can_be_cut(cache: DynamicCache) -> bool:
     """Whether the layers of a cache can be cut back to any length, however long their text becomes."""
     return all(
-        isinstance(layer, DynamicLayer) and layer.is_croppable and not layer.is_sliding for layer in cache.layers
+        isinstance(layer, (DynamicLayer, InPlaceLayer))
+        and not isinstance(layer, KeepsState)
+        and layer.is_croppable
+        and not layer.is_sliding
+        for layer in cache.layers
     )
 
 
