@@ -101,10 +101,8 @@ def test_the_bodies_that_are_held_are_bounded():
 
 def of_app(code: str) -> tuple[str, str]:
     """Return the arguments of Python for a server of other limits."""
-    return (
-        "-c",
-        f"from lookahead.tools.server import app, arriving; {code}; from lookahead.tools.cli import main; main()",
-    )
+    modules = "app, arriving, generations, leaving"
+    return "-c", f"from lookahead.tools.server import {modules}; {code}; from lookahead.tools.cli import main; main()"
 
 
 COMMAND = ("serve", "--port", "0", *FIXED)
@@ -484,3 +482,53 @@ def test_a_reader_that_stalls_holds_up_no_other_and_is_answered_later(address):
                 time.sleep(0.05)
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
     assert idle(address)
+
+
+def test_written_answers_that_nobody_takes_hold_no_place():
+    """Neither among the requests that are answered, nor in the queue; and there are so many of them at most."""
+    code = "app.MOST_OPEN = 4; leaving.MOST_UNREAD = 6; generations.MOST_WAITING = 2"
+    instructions = "x " * 400_000  # which a response repeats
+    tools = [{"type": "function", "name": "f", "description": instructions, "parameters": {"type": "object"}}]
+    body = {"input": "x", "tools": tools, "tool_choice": "none", "max_output_tokens": 1}
+    with contextlib.ExitStack() as clients, running(*of_app(code), *COMMAND) as address:
+        slow = []
+        for number in range(12):
+            connection = clients.enter_context(contextlib.closing(connect(address)))
+            connection.connect()
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sent = json.dumps(body | {"stream": number % 2 == 0})
+            connection.request("POST", RESPONSE, sent, {"Content-Type": "application/json"})
+            slow.append(connection)
+            assert idle(address)
+            assert ask(address, COMPLETION, prompt="x", max_tokens=2)[0] == 200
+        whole = 0
+        for connection in slow:
+            with contextlib.suppress(http.client.HTTPException, OSError):
+                said = connection.getresponse().read().decode()
+                whole += said.endswith("}") or said.endswith("}\n\n")
+        assert 6 <= whole < 12  # the first ones have made room
+        assert idle(address)
+
+
+def test_a_client_that_is_given_up_loses_its_connection():
+    """Or it would hold one of the server's files for as long as it likes."""
+    code = "app.PATIENCE = 0.5"
+    with running(*of_app(code), *COMMAND) as address, contextlib.closing(connect(address)) as connection:
+        connection.connect()
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = {"input": "x", "tools": [{"type": "function", "name": "f", "description": "x" * 2**19}] * 16}
+        body |= {"tool_choice": "none", "max_output_tokens": 1, "stream": True}
+        connection.request("POST", RESPONSE, json.dumps(body), {"Content-Type": "application/json"})
+        time.sleep(0.3)
+        assert idle(address)
+        end = time.monotonic() + 30
+        while sockets_of(address) > 1 and time.monotonic() < end:  # that of the question itself
+            time.sleep(0.1)
+        assert sockets_of(address) <= 1
+
+
+def sockets_of(address: str) -> int:
+    """Return how many connections to a server there are at its end."""
+    port = f":{urllib.parse.urlsplit(address).port:04X}"
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(line.split()[1].endswith(port) and line.split()[3] == "01" for line in lines)

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -31,8 +32,8 @@ from lookahead.tools.chat import PLAIN_TEMPLATE
 from lookahead.tools.files import read_text
 from lookahead.tools.loading import decoding, load_wrapped
 from lookahead.tools.server import chats, messages, responses
-from lookahead.tools.server.answering import Piece, Words
-from lookahead.tools.server.arriving import PATIENCE, Bodies, Body, Connection, UnreadError, Waiting, host_of
+from lookahead.tools.server.answering import End, Piece, Words
+from lookahead.tools.server.arriving import ABORT, PATIENCE, Bodies, Body, Connection, UnreadError, Waiting, host_of
 from lookahead.tools.server.fields import (
     CHAT,
     COMPLETION,
@@ -47,6 +48,7 @@ from lookahead.tools.server.fields import (
 )
 from lookahead.tools.server.forms import Form, error_body
 from lookahead.tools.server.generations import STACK, Answer, BusyError, Generations, Worker
+from lookahead.tools.server.leaving import CHUNK, Leaving, size_of
 from lookahead.tools.server.metrics import Metrics, exposition
 from lookahead.tools.server.prefixes import Prefixes
 from lookahead.tools.server.reading import Prompt, Reader, Written
@@ -62,7 +64,7 @@ BYTES_A_TOKEN = 16  # of a request: enough for any language, also where JSON esc
 LEAST_BODY, LARGEST_BODY = 2**20, 2**23
 GRACE = 5  # seconds that requests have to end once the server is told to stop
 LAST_WORDS = 1  # seconds in which a stream can still say that it was stopped
-MOST_OPEN = 256  # requests that are answered; further ones are refused
+MOST_OPEN = 256  # requests whose answers are not yet written; further ones are refused
 PING = 10  # seconds without an event, after which a stream shows that it is alive
 
 Result = TypeVar("Result")
@@ -203,10 +205,14 @@ class Server:
         self.bodies = Bodies(max_body or most)
         self.reader = Reader(model, tokenizer, written := Written() if cache_mb else Written(0))
         self._prefixes = Prefixes(model, cache_mb * 2**20)
-        self.generations = Generations(model, self.reader, written, self._prefixes, engine, assistant, parallel)
+        self.told = Told(at_once=engine is None or assistant is not None)
+        self.generations = Generations(
+            model, self.reader, written, self._prefixes, engine, assistant, parallel, self.told.hand_over
+        )
         self._engine, self._model, self._since = engine, model, int(time.time())
         self.reading, self.compiling = Worker(), Worker(STACK)
         """Threads that read requests, and that compile what some of them enforce."""
+        self.leaving = Leaving()
         self.open: set[asyncio.Future] = set()
         """Requests under way."""
 
@@ -308,12 +314,16 @@ class Exchange:
         self._answers: list[Answer] = []
         self._pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
         self._form: Form | None = None
-        self._gone: asyncio.Future[Any] | None = None  # done when the client goes, or has all
+        self._gone: asyncio.Future[Any] | None = None  # done when the client goes, has all, or is given up
+        self._client = host_of(scope.get("client"))
+        self._has_place = False  # among the requests whose answers are not yet written
+        self._size = 0  # bytes of the request, and of what was written
+        self._unwritten = 0  # answers
 
     async def serve(self) -> None:
         requests, bodies = self._server.metrics.requests, self._server.bodies
         try:
-            body = await bodies.take(Request(self._scope).headers, self._receive, host_of(self._scope.get("client")))
+            body = await bodies.take(Request(self._scope).headers, self._receive, self._client)
         except ClientDisconnect:
             return
         except UnreadError as error:
@@ -329,6 +339,7 @@ class Exchange:
             requests[self._path, "429"] += 1
             return
         requests["running"] += 1
+        self._has_place, self._size = True, len(body.bytes)
         self._gone = gone = asyncio.ensure_future(self._receive())
         answering: asyncio.Future[Any] = asyncio.ensure_future(self._answer(body))
         try:
@@ -348,9 +359,28 @@ class Exchange:
             answering.cancel()
             await asyncio.wait({answering})
             bodies.release(body)
-            requests["running"] -= 1
+            requests["running"] -= self._has_place
+            self._has_place = False
+            self._server.leaving.discard(self._client, gone)
+            if self._status == "cancelled":  # or the connection stays until the client has taken what was sent
+                self._scope.get("extensions", {}).get(ABORT, lambda: None)()
             requests[self._path, self._status] += 1
             self._log()
+
+    def _leave_place(self) -> None:
+        """Let another request have the place of this one, whose answer is written."""
+        if self._has_place and self._gone is not None:
+            self._has_place = False
+            self._server.metrics.requests["running"] -= 1
+            self._server.leaving.add(self._client, self._gone, self._size)
+
+    def _take(self, number: int, piece: Piece | Exception) -> None:
+        """Take a piece of an answer from the thread that writes it."""
+        self._size += size_of(piece)
+        self._pieces.put_nowait((number, piece))
+        self._unwritten -= isinstance(piece, End)
+        if not self._unwritten or isinstance(piece, Exception):
+            self._leave_place()
 
     async def _answer(self, body: Body) -> None:
         server = self._server
@@ -365,8 +395,8 @@ class Exchange:
                 await self._whole({"input_tokens": len(prompts[0].ids)})
                 return
             self._form = form = FORMS[self._path](asked, server.name, prompts, wishes.answers)
-            tell = partial(call_in, asyncio.get_running_loop(), self._pieces.put_nowait)
-            send = lambda number, piece: tell((number, piece))  # noqa: E731
+            self._unwritten = len(form.answers)
+            send = partial(server.told.add, asyncio.get_running_loop(), self._take)
             with blamed(PROMPTS[self._path]):
                 of, grammars = server.generations, None
                 if wishes.demand:
@@ -430,7 +460,13 @@ class Exchange:
         await self._refuse(message, status, param=param)
 
     async def _respond(self, response: Response) -> None:
-        await response(self._scope, self._receive, self._send)
+        self._leave_place()
+        headers = {"headers": response.raw_headers}
+        await self._send({"type": "http.response.start", "status": response.status_code} | headers)
+        body = bytes(response.body)
+        for at in range(0, len(body), CHUNK):  # a client may take each of them slowly
+            more = at + CHUNK < len(body)
+            await self._send({"type": "http.response.body", "body": body[at : at + CHUNK], "more_body": more})
 
     async def _send_text(self, text: str, more: bool = True) -> None:
         if text or not more:
@@ -468,6 +504,34 @@ class Exchange:
             if passes := sum(stats.sequence_steps for stats in steps):
                 said += f", {sum(stats.tokens for stats in steps) / passes:.2f} a step"
         logger.info(said)
+
+
+class Told:
+    """What the thread that decodes tells event loops: all of a step by one call of theirs, behind the step.
+
+    A call wakes the thread of a loop, and Python runs one thread at a time. So the one that decodes would wait in the
+    middle of the step, for each answer; behind it, what is told is sent while the next pass is computed.
+    """
+
+    def __init__(self, at_once: bool):
+        """at_once: whether there are no steps."""
+        self._at_once = at_once
+        self._calls: list[tuple[asyncio.AbstractEventLoop, tuple[Any, ...]]] = []
+
+    def add(self, loop: asyncio.AbstractEventLoop, *call: Any) -> None:
+        self._calls.append((loop, call))
+        if self._at_once:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        calls, self._calls = self._calls, []
+        for loop, those in groupby(calls, lambda one: one[0]):
+            call_in(loop, _call_each, [call for _, call in those])
+
+
+def _call_each(calls: list[tuple[Any, ...]]) -> None:
+    for call, *given in calls:
+        call(*given)
 
 
 def call_in(loop: asyncio.AbstractEventLoop, *call: Any) -> None:

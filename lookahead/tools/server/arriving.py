@@ -23,6 +23,8 @@ BEGINNING = 0.1  # seconds in which a new connection makes room for no other
 MOST_ARRIVING = 256  # bodies of which more is to come
 MOST_CONNECTIONS = 768  # more than those and the requests that are answered, so that a new one always has room
 
+ABORT = "lookahead.abort"  # extension of ASGI: a function that ends a connection, whatever is still to be sent by it
+
 One = TypeVar("One")
 
 
@@ -60,10 +62,10 @@ class Waiting(Generic[One]):
             del self._of[client]
         return True
 
-    def first_to_go(self) -> One:
-        """Return what makes room."""
+    def first_to_go(self) -> tuple[str, One]:
+        """Return what makes room, behind its client's address."""
         _, most = max((len(those), client) for client, those in self._of.items())
-        return next(iter(self._of[most]))
+        return most, next(iter(self._of[most]))
 
 
 class UnreadError(Exception):
@@ -109,7 +111,7 @@ class Bodies:
             if not (reading.done() or body.refused.done()):
                 self._arriving.add(client, body)
                 if len(self._arriving) > MOST_ARRIVING:
-                    self._refuse(self._arriving.first_to_go())
+                    self._refuse(self._arriving.first_to_go()[1])
             while not reading.done():
                 size = len(body.bytes)
                 await asyncio.wait({reading, body.refused}, timeout=STALL, return_when=asyncio.FIRST_COMPLETED)
@@ -191,13 +193,15 @@ class Connection(H11Protocol):
     def _watch(self) -> None:
         """End the connection if it stays without a request."""
         cycle: Any = self.cycle
+        if cycle is not None:
+            cycle.scope.setdefault("extensions", {})[ABORT] = self.transport.abort
         if cycle is not None and not cycle.response_complete:
             self._goes_on()
         elif self._late is None and not self.transport.is_closing():
             self._late = self.loop.call_later(PATIENCE, self._end)
             self._idle.add(host_of(self.client), self)
             if len(self.connections) > MOST_CONNECTIONS:
-                self._idle.first_to_go()._end()
+                self._idle.first_to_go()[1]._end()
 
     def _end(self) -> None:
         self._goes_on()

@@ -107,7 +107,10 @@ class Generations(Worker):
         engine: Lookahead | None,
         assistant: PreTrainedModel | None,
         parallel: int,
+        after_step: Callable[[], None] = lambda: None,
     ):
+        """after_step: is called when what was sent need wait no longer."""
+        self._after_step = after_step
         self._model, self._reader, self._written, self._prefixes = model, reader, written, prefixes
         self._assistant = assistant
         self._sequences = Sequences(model) if engine is not None and assistant is None else None
@@ -127,6 +130,7 @@ class Generations(Worker):
                 pass
             if self._sequences is not None:
                 self._sequences.step()
+            self._after_step()
 
     def _take_in(self) -> bool:
         """Take what another thread has asked. Returns whether there was anything. With nothing to do, wait for it."""
@@ -149,6 +153,7 @@ class Generations(Worker):
         if fewest.waiting:
             self._groups.append(fewest)
         begin()
+        self._after_step()
         return True
 
     async def ended(self) -> None:

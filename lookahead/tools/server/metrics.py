@@ -56,7 +56,7 @@ def exposition(engine: Lookahead | None, metrics: Metrics, prefixes: Prefixes) -
     requests = metrics.requests.copy()
     ended = {f'{{path="{key[0]}",status="{key[1]}"}}': count for key, count in requests.items() if key != "running"}
     family("requests_total", "counter", "Requests that have ended.", ended)
-    family("requests_running", "gauge", "Requests under way, those that wait included.", {"": requests["running"]})
+    family("requests_running", "gauge", "Requests whose answers are not yet written.", {"": requests["running"]})
     histogram("first_text_seconds", "Time until an answer's first text.", metrics.first_text)
     histogram("request_seconds", "Time of requests that were answered.", metrics.seconds)
     histogram("prompt_length", "Tokens of prompts that were answered.", metrics.prompt_tokens)
