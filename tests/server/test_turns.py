@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 import tracemalloc
 
 import pytest
@@ -317,6 +318,37 @@ def test_a_prompt_is_found_again_without_its_answer(family, wraps, tokenizer):
         copies = [kept for kept in of._prefixes._kept if kept.stays]
         assert bool(copies) == (family != "llama" and (wraps or family != "mamba2")), "of what can be cut, none is kept"
         ids = [*ids, *(70 + turn for _ in range(6))]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "mamba2"])
+def test_a_prompt_that_is_cancelled_is_read_no_further(family, tokenizer):
+    """And what was kept of an earlier turn still is, and is what it was."""
+    plain, model = (tiny_model(family, max_position_embeddings=1024) for _ in range(2))
+    of = generations(lookahead.wrap(model, CONFIG), tokenizer, 2**30)
+    first, greedy = list(range(3, 60)), {"do_sample": False}
+    answer(of, first, 12, settings=greedy)
+    for count in (3, 1, 9):
+        of._portion, steps, step = 4, [], of._sequences.step
+        longer = [*first, *(3 + (count * number) % 90 for number in range(400))]
+
+        def counted(count=count, steps=steps, step=step):
+            steps.append(None)
+            if len(steps) == count:
+                of.cancel(begun)  # noqa: B023
+            return step()
+
+        ended = threading.Event()
+        of._sequences.step = counted
+        (begun,) = of.begin([Prompt(longer, [])], Wishes(settings=greedy), lambda number, piece: ended.set())  # noqa: B023
+        assert ended.wait(60)
+        of._sequences.step = step
+        assert len(steps) < count + 3  # of a hundred
+        of._portion = None
+        ids = [*first, *(70 + count for _ in range(6))]
+        (text,), (cached,) = answer(of, ids, 12, settings=greedy)
+        wanted = plain.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
+        assert text == tokenizer.decode(wanted, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
+        assert cached in (len(first), len(first) - 1)
 
 
 FAMILIES_WITH_STATES = {

@@ -354,7 +354,7 @@ class Exchange:
             raise
         finally:
             for answer in self._answers:
-                answer.stop.asked = True
+                self._server.generations.cancel(answer)
             gone.cancel()
             answering.cancel()
             await asyncio.wait({answering})

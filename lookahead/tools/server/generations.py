@@ -5,7 +5,7 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -81,11 +81,17 @@ class Group:
 
 @dataclass
 class Answer:
-    """An answer under way. tokens: of its prompt. writer: hands on what is written."""
+    """An answer under way.
+
+    tokens: of its prompt. writer: hands on what is written. steps: what Python goes through to decode it. text: what it
+    waits for.
+    """
 
     tokens: int
     stop: Stop
     writer: Writer
+    steps: Generator[Future, Any, Piece]
+    text: Future | None = None
 
 
 class Generations(Worker):
@@ -245,7 +251,8 @@ class Generations(Worker):
         writer = Writer(tokenizer, self._reader.parser(prompt), wishes.stops, probabilities, send, ends)
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
-        answer = self._decode(prompt, generation, seed, processors, sources, stop, writer, wishes.answers > 1)
+        steps = self._decode(prompt, generation, seed, processors, sources, stop, writer, wishes.answers > 1)
+        answer = Answer(length, stop, writer, steps)
 
         def begin() -> None:
             if stop.asked:  # the client has gone while it waited
@@ -254,7 +261,17 @@ class Generations(Worker):
                 self._go_on(group, answer, send)
 
         group.waiting.append(begin)
-        return Answer(length, stop, writer)
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """Let an answer end: with its next token, or before the first, whatever is left to read of its prompt."""
+        answer.stop.asked = True
+        self.calls.put(partial(self._stop_reading, answer))
+
+    def _stop_reading(self, answer: Answer) -> None:
+        text = answer.text
+        if self._sequences is not None and text is not None and not (text.done() or answer.writer.count):
+            self._sequences.cancel(text)
 
     def _settings(self) -> GenerationConfig:
         """Return a copy of the model's own settings."""
@@ -265,17 +282,20 @@ class Generations(Worker):
     def _go_on(
         self,
         group: Group,
-        answer: Generator[Future, Any, Piece],
+        answer: Answer,
         send: Callable[[Piece | Exception], None],
         future: Future | None = None,
     ) -> None:
         """Let an answer go on, now that a text is there, until it waits for the next one."""
         try:
-            error = None if future is None else future.exception()
-            if error is not None:
-                wanted = answer.throw(error)
+            if future is None:
+                wanted = next(answer.steps)
+            elif future.cancelled():
+                wanted = answer.steps.throw(CancelledError())
+            elif (error := future.exception()) is not None:
+                wanted = answer.steps.throw(error)
             else:
-                wanted = answer.send(None if future is None else future.result())
+                wanted = answer.steps.send(future.result())
         except StopIteration as end:
             send(end.value)
             self._end(group)
@@ -283,7 +303,10 @@ class Generations(Worker):
             send(error)
             self._end(group)
         else:
+            answer.text = wanted
             wanted.add_done_callback(partial(self._go_on, group, answer, send))
+            if answer.stop.asked:  # meanwhile
+                self.cancel(answer)
 
     def _end(self, group: Group) -> None:
         group.under_way -= 1
@@ -303,13 +326,18 @@ class Generations(Worker):
         shares: bool,
     ) -> Generator[Future, Any, Piece]:
         """Decode an answer, and return its end. shares: whether others go on from the same prompt."""
-        cache, cached = self._prefixes.take(prompt.ids, shares)
-        if cache is not None and not can_be_cut(cache):
-            for end in prompt.ends or (len(prompt.ids) - 1,):
-                if cache is not None and end > cached:
-                    cache = yield from self._read(prompt.ids[:end], cache)
-        given = generation, seed, processors, sources, stop, writer
-        ids, cache = yield from self._generate(prompt.ids, cache, *given)
+        cache, cached = taken = self._prefixes.take(prompt.ids, shares)
+        try:
+            if cache is not None and not can_be_cut(cache):
+                for end in prompt.ends or (len(prompt.ids) - 1,):
+                    if cache is not None and end > cached:
+                        cache = yield from self._read(prompt.ids[:end], cache)
+            given = generation, seed, processors, sources, stop, writer
+            ids, cache = yield from self._generate(prompt.ids, cache, *given)
+        except CancelledError:
+            if taken[0] is not None and cached:  # it holds what it held
+                self._prefixes.keep(prompt.ids[:cached], taken[0])
+            raise
         if cache is not None:
             self._prefixes.keep(ids, cache)
         conversation = prompt.conversation
