@@ -14,8 +14,9 @@ from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, copy_
 from lookahead.models.layers import read_config
 from lookahead.models.state import State, state_of
 from lookahead.passes.capabilities import can_batch, choose_runner
-from lookahead.passes.costs import StepCosts, path_of, step_costs, synchronize, time_passes, write_json
+from lookahead.passes.costs import StepCosts, path_of, step_costs, write_json
 from lookahead.passes.environment import processor
+from lookahead.passes.measuring import synchronize, time_passes
 from lookahead.passes.runner import EagerRunner
 from lookahead.stats import Stats
 from lookahead.step import Step, grow, lay_out

@@ -25,8 +25,8 @@ from lookahead import LookaheadConfig
 from lookahead.cpu import products
 from lookahead.models import branching
 from lookahead.passes import capabilities, verdicts
-from lookahead.passes.costs import time_passes
 from lookahead.passes.environment import environment
+from lookahead.passes.measuring import time_passes
 from lookahead.passes.runner import EagerRunner
 
 FAMILIES = "lfm2", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "mamba2", "granitemoehybrid", "falcon_h1", "nemotron_h"

@@ -20,7 +20,6 @@ from lookahead.cpu.pages import HugePages
 from lookahead.cpu.products import Format, Linear, pointer
 from lookahead.cpu.program import Program
 from lookahead.cpu.top_k import MAX_COUNT
-from lookahead.cpu.tree_attention import MAX_HEAD_DIM
 
 _kernels = cache(partial(native.kernels, "run", native.FLOATS, [ctypes.c_void_p], ctypes.c_long))
 _sizes = cache(partial(native.kernels, "sizes", native.FLOATS, [ctypes.c_void_p] * 2))
@@ -72,23 +71,9 @@ def _described() -> _Described:
 
 def serves(program: Program) -> bool:
     """Whether this processor's `Executor` takes this program."""
-    return program.dtype in _kernels() and program.fits() and all(map(_keeps_limits, program.operations))
-
-
-def _keeps_limits(operation: op.Operation) -> bool:
-    limits = _described().limits
-    match operation:
-        case op.Products(of=of):
-            return len(of) <= limits["MOST_PRODUCTS"]
-        case op.Experts(count=count, inner=inner):  # whose halves are parts of a layer
-            return count <= limits["MOST_EXPERTS"] and inner % limits["OUTPUTS_TOGETHER"] == 0
-        case op.Attend(size=size):
-            return max(size, operation.value_size) <= MAX_HEAD_DIM
-        case op.Convolve(taps=taps):
-            return taps <= limits["MOST_TAPS"]
-        case op.Delta(size=size) | op.Scan(size=size):
-            return size <= limits["MOST_STATE_KEYS"]
-    return True
+    if program.dtype not in _kernels() or not program.fits():
+        return False
+    return all(operation.keeps(_described().limits) for operation in program.operations)
 
 
 def smallest(program: Program, known: dict[int, Linear], indexes: bool) -> Program:
@@ -143,18 +128,13 @@ def can_digest(linear: Linear, dtype: torch.dtype) -> bool:
     return is_read and linear.weight.shape[1] * dtype.itemsize % (8 * blocks.LANES) == 0
 
 
-Part = tuple[str, int] | None
-"""How threads share a buffer among them in an operation. In two that share it alike, a thread has the same part; None:
-any thread may take any part."""
-
-
 class _Buffer:
     """Where values lie while a program runs: for each thread its own, or one that all threads share."""
 
     def __init__(self, is_private: bool):
         self.is_private = is_private
         self.width = 0  # of the widest value
-        self.used: list[tuple[Part, bool]] = []  # since threads have met: by which parts, and whether it was written
+        self.used: list[tuple[op.Part, bool]] = []  # since threads have met: by which parts, and whether it was written
 
 
 class _Buffers:
@@ -169,14 +149,13 @@ class _Buffers:
         self.all: list[_Buffer] = []
         """The private ones first."""
         self.of: dict[op.Value, _Buffer] = {}
-        self.temporary: dict[op.Value, list[_Buffer]] = {}
-        """Of experts, by their result."""
+        self.temporary: dict[op.Operation, list[_Buffer]] = {}
+        """What an operation needs beside its result."""
         self._itemsize = program.dtype.itemsize
         self.meets: list[bool] = []
         """For each operation, whether threads meet before it."""
-        by_outputs = op.Gate, op.Xielu, op.Convolve
-        gates = [operation for operation in program.operations if isinstance(operation, by_outputs)]
-        self._gated = {value for gate in gates for value in gate.read()}
+        parts = [(operation, operation.part) for operation in program.operations]
+        self._gated = {x for operation, part in parts if part and part[0] == "outputs" for x in operation.read()}
         self._last = program.last_reads
         self._free: list[_Buffer] = []
         for i, operation in enumerate(program.operations):
@@ -189,12 +168,13 @@ class _Buffers:
 
     def _place(self, i: int, operation: op.Operation) -> None:
         """Find the buffers of what an operation makes, and whether threads must meet before it."""
-        of_rows = isinstance(operation, op.Norm) and not operation.of_heads
-        is_private = of_rows or isinstance(operation, (op.Embed, op.Scale, op.Add, op.Weigh, op.Experts))
-        part, reads = self._part(operation), [self.of[value] for value in operation.read()]
+        part, is_private = operation.part, operation.is_private
+        if self.is_each_shared(operation):
+            part = "outputs", operation.written()[0].width
+        reads = [self.of[value] for value in operation.read()]
         dying = [self.of[value] for value in dict.fromkeys(operation.read()) if self._last[value] == i]
         outs = []
-        if isinstance(operation, (op.Norm, op.Rotary, op.Gate, op.Xielu, op.Scale, op.Add)):  # they can work in place
+        if operation.works_in_place:
             outs = [buffer for buffer in dying if buffer.is_private == is_private][:1]
         meets = any(_conflict(buffer, part, writes=False) for buffer in reads)
         meets = meets or any(_conflict(buffer, part, writes=True) for buffer in outs)
@@ -205,8 +185,7 @@ class _Buffers:
         self.meets.append(meets)
         outs += [self._taken(is_private, value.width) for value in operation.written()[len(outs) :]]
         self.of |= zip(operation.written(), outs, strict=True)
-        if isinstance(operation, op.Experts):
-            self._place_temporary(operation)
+        self._place_temporary(operation)
         for writes, buffers in ((False, reads), (True, outs)):
             for buffer in buffers:
                 if not buffer.is_private:
@@ -225,39 +204,18 @@ class _Buffers:
         found.width = max(found.width, width)
         return found
 
-    def _place_temporary(self, experts: op.Experts) -> None:
-        """Find the buffers that experts need beside their result: `temporary` in C++."""
-        chosen, width, inner = experts.top_k, experts.x.width, experts.inner
-        of_choices = 2 * chosen * _described().limits["CHOICE_BYTES"] // self._itemsize  # in their order, and by row
-        of_scores = experts.count if experts.router is None else 4 * experts.count // self._itemsize
-        private = [self._taken(True, n) for n in (of_scores, width, 2 * inner, of_choices)]
-        shared = [self._taken(False, chosen * n) for n in (inner, width)]
+    def _place_temporary(self, operation: op.Operation) -> None:
+        """Find the buffers that an operation needs beside its result."""
+        widths = operation.widths_beside(self._itemsize, _described().limits)
+        private, shared = ([self._taken(kind, n) for n in of] for kind, of in zip((True, False), widths, strict=True))
         for buffer in shared:
             buffer.used.append((None, True))
-        self.temporary[experts.out] = private + shared
-        self._free += private + shared
-
-    def _part(self, operation: op.Operation) -> Part:
-        match operation:
-            case op.Products(outs=outs) if self.is_each_shared(operation):
-                return "outputs", outs[0].width
-            case op.Gate(x=x) | op.Xielu(x=x) | op.Convolve(x=x):
-                return "outputs", x.width
-            case (
-                op.Norm(x=x, size=size, of_heads=True)
-                | op.Rotary(x=x, size=size)
-                | op.Append(keys=x, size=size)
-                | op.Select(out=x, size=size)
-            ):
-                return "heads", x.width // size
-            case op.HeadProducts(heads=heads) | op.Join(heads=heads):
-                return "heads", heads
-            case op.Delta(heads=heads) | op.Scan(heads=heads) if heads > 1:  # of a single head, rows are not shared out
-                return "heads", heads
-        return None
+        if private or shared:
+            self.temporary[operation] = private + shared
+            self._free += private + shared
 
 
-def _conflict(buffer: _Buffer, part: Part, writes: bool) -> bool:
+def _conflict(buffer: _Buffer, part: op.Part, writes: bool) -> bool:
     """Whether a thread may need what another one has done to the buffer since they have met, or spoil it."""
     return any((writes or wrote) and (part is None or part != other) for other, wrote in buffer.used)
 
@@ -425,9 +383,9 @@ class Executor:
         def number(value: op.Value) -> int:
             return places[buffers.of[value]]
 
-        def array(numbers: list) -> int:
-            kept.append(np.array(numbers, np.int64))
-            return kept[-1].ctypes.data
+        def address(numbers: np.ndarray) -> int:
+            kept.append(numbers)
+            return numbers.ctypes.data
 
         multiplying = -1  # the operation that multiplies next; behind experts, only the pass itself finds which weights
         for i in reversed(range(len(program.operations))):
@@ -435,67 +393,35 @@ class Executor:
             of_digests = [digests.pop() for _ in operation.linears][::-1]
             settings: dict[str, Any] = {name: getattr(operation, name) for name in names if hasattr(operation, name)}
             settings |= {"width": operation.x.width} if hasattr(operation, "x") else {}
-            kind = type(operation).__name__.upper()
-            match operation:
-                case op.Embed(out, of_positions=of_positions, offset=offset):
-                    settings |= {"width": out.width, "bias": of_positions, "index": offset}
-                case op.Norm(gate=gate, of_heads=of_heads):
-                    settings["y"], kind = gate, "NORM_HEADS" if of_heads else "NORM"
-                case op.HeadProducts(out=out, weight=weight, heads=heads, first=first):
-                    settings |= {"size": out.width // heads, "count": len(weight) // heads, "index": first}
-                    settings["value_size"] = weight.shape[1]
-                case op.Join(out=out, more=more, heads=heads):
-                    settings |= {"y": more, "size": out.width // heads}
-                case op.Add(more=more):
-                    settings["y"] = more
-                case op.Rotary(name=name):
-                    settings["index"] = list(self.rotaries).index(name)
-                case op.Append(keys, values, layer):
-                    settings |= {"width": keys.width, "x": keys, "y": values, "index": layer}
-                case op.Select(out=out, size=size, group=group, first=first):
-                    settings |= {"count": group, "index": first, "heads": out.width // size}
-                case op.Attend(layer=layer, key_heads=key_heads, scaling=scaling, sinks=sinks, biases=biases):
-                    settings |= {"index": layer, "count": key_heads, "factor": scaling, "weight": sinks}
-                    if biases is not None:
-                        kept.append(biases)
-                        settings |= {"biases": biases.ctypes.data, "positions": biases.shape[1]}
-                case op.Gate(by=by) | op.Weigh(by=by):
-                    settings["y"] = by
-                case op.Convolve(layer=layer):
-                    settings["index"] = layer
-                case op.Delta(layer=layer, keys=keys) | op.Scan(layer=layer, keys=keys):
-                    settings |= {"y": keys, "index": layer, "weight": operation.log_speeds, "bias": operation.biases}
-                    others = [value for value in operation.read() if value not in (operation.x, keys)]
-                    settings["temporary"] = array(list(map(number, others)))
-                case op.Xielu(positive=positive, negative=negative, beta=beta, least=least):
-                    settings |= {"factor": positive, "alpha": negative, "offset": beta, "limit": least}
-                case op.Experts(x, out, routed=routed):
-                    matrices = [(*linear.matrix(), -1, 0) for linear in operation.linears]
-                    if operation.router is not None:  # it is none of them, but has its place
-                        matrices.insert(0, (0,) * len(matrices[0]))
-                    settings |= {"products": array(matrices), "count": len(matrices), "size": (routed or x).width}
-                    temporary = array([places[buffer] for buffer in buffers.temporary[out]])
-                    settings |= {"y": routed, "temporary": temporary}
-                case op.Products() | op.Logits():
-                    outs = [number(out) for out in operation.written()] or [-1]
-                    matrices = [linear.matrix() for linear in operation.linears]
-                    matrices = [(*m, *to) for m, *to in zip(matrices, outs, of_digests, strict=True)]
-                    settings |= {"products": array(matrices), "count": len(matrices)}
-                    settings["is_each_shared"] = buffers.is_each_shared(operation)
-            now["kind"], now["meets"], now["next"] = described.kinds[kind], buffers.meets[i], multiplying
-            now["y"], now["out"] = -1, -1
+            settings |= {"kind": type(operation).__name__.upper()} | operation.cpp_fields()
+            if isinstance(operation, op.Rotary):
+                settings["index"] = list(self.rotaries).index(operation.name)
+            elif isinstance(operation, (op.Products, op.Logits)):
+                outs = [number(out) for out in operation.written()] or [-1]
+                matrices = [linear.matrix() for linear in operation.linears]
+                matrices = [(*m, *to) for m, *to in zip(matrices, outs, of_digests, strict=True)]
+                settings |= {"products": np.array(matrices, np.int64), "count": len(matrices)}
+                settings["is_each_shared"] = buffers.is_each_shared(operation)
+            if temporary := buffers.temporary.get(operation):
+                settings["temporary"] = np.array([places[buffer] for buffer in temporary], np.int64)
+            now["kind"], now["meets"] = described.kinds[settings.pop("kind")], buffers.meets[i]
+            now["next"], now["y"], now["out"] = multiplying, -1, -1
             for name, value in settings.items():
                 match value:
                     case op.Value():
                         now[name] = number(value)
                     case torch.Tensor():
                         now[name] = value.data_ptr()
+                    case np.ndarray():
+                        now[name] = address(value)
+                    case list():
+                        now[name] = address(np.array(list(map(number, value)), np.int64))
                     case str():
                         now[name] = described.activations[value.upper()]
                     case bool() | int() | float():
                         now[name] = value
-            if isinstance(operation, (op.Products, op.Logits, op.Experts)):
-                multiplying = -1 if isinstance(operation, op.Experts) else i
+            if operation.linears:
+                multiplying = i if operation.reads_all_weights else -1
         return kept
 
     def run(

@@ -1,24 +1,51 @@
 """The operations that a pass is made of. Each makes values of others; a value is [rows, width].
 
 An operation carries the settings and the weights of its own module, as they are at this moment. All tensors but
-quantized weights and `wide` ones have one dtype, and every operation rounds its result to it.
+quantized weights and `wide` ones have one dtype, and every operation rounds its result to it. Operations that few
+families need stand in modules of their own.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
 from lookahead.cpu.products import Format, Linear, is_plain_of
 
+if TYPE_CHECKING:
+    from lookahead.cpu.experts import Experts as Experts
+    from lookahead.cpu.experts import Weigh as Weigh
+    from lookahead.cpu.heads import HeadProducts as HeadProducts
+    from lookahead.cpu.heads import Join as Join
+    from lookahead.cpu.heads import Select as Select
+    from lookahead.cpu.states import Convolve as Convolve
+    from lookahead.cpu.states import Delta as Delta
+    from lookahead.cpu.states import Scan as Scan
+    from lookahead.cpu.states import StateShape
+
 LANES = 16
 """Numbers of the longest vector."""
+MAX_HEAD_DIM = 576  # MAX_SIZE in attention.h
 Activation = Literal[
     "silu", "gelu", "gelu_tanh", "gelu_new", "gelu_bloom", "relu", "relu_squared", "sigmoid", "identity"
 ]  # fmt: skip
 """gelu_tanh: GELU as approximated by tanh. gelu_new: the same, rounded at each step of the formula; gelu_bloom: of
 Bloom's form of it."""
+Part = tuple[Literal["outputs", "heads"], int] | None
+"""How threads share an operation: each computes some of so many outputs, or heads. In two that are shared alike, a
+thread has the same part. None: any thread may take any part."""
+
+_HOMES = {"Experts": "experts", "Weigh": "experts", "HeadProducts": "heads", "Join": "heads", "Select": "heads",
+          "Convolve": "states", "Delta": "states", "Scan": "states"}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"lookahead.cpu.{_HOMES[name]}"), name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +58,36 @@ class Value:
 @dataclass(frozen=True, eq=False)
 class Operation:
     """What all operations have in common: their fields are values, tensors, linear layers and settings."""
+
+    is_private: ClassVar[bool] = False
+    """Whether each thread computes all of it for itself, as what is cheap and read by all threads."""
+    works_in_place: ClassVar[bool] = False
+    """Whether the result may take the place of what it reads last."""
+    reads_all_weights: ClassVar[bool] = True
+    """Whether each pass multiplies with all of its linear layers."""
+
+    @property
+    def part(self) -> Part:
+        return None
+
+    def cpp_fields(self) -> dict[str, Any]:
+        """The fields of C++ (`OPERATION`) that are called otherwise here: values, tensors, arrays and numbers."""
+        return {}
+
+    def keeps(self, limits: Mapping[str, int]) -> bool:
+        """Whether it is within the limits of executor.cpp."""
+        return True
+
+    def widths_beside(self, itemsize: int, limits: Mapping[str, int]) -> tuple[list[int], list[int]]:
+        """The buffers that it needs beside its result, `temporary` in C++: the widths of private and of shared ones."""
+        return [], []
+
+    def state_shapes(self, before: Mapping[int, "StateShape"]) -> dict[int, "StateShape"]:
+        """Return the layer of the cache whose state it reads, and the shape of the state, if it reads one.
+
+        before: by layer, what the operations before it read.
+        """
+        return {}
 
     def read(self) -> list[Value]:
         """The values that it reads."""
@@ -79,6 +136,10 @@ class Embed(Operation):
     of_positions: torch.Tensor | None = None
     offset: int = 0
     format: Format = Format.FLOATS
+    is_private = True
+
+    def cpp_fields(self) -> dict[str, Any]:
+        return {"width": self.out.width, "bias": self.of_positions, "index": self.offset}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,6 +178,18 @@ class Norm(Operation):
     size: int = 0
     gate: Value | None = None
     gates_behind: bool = False
+    works_in_place = True
+
+    @property
+    def is_private(self) -> bool:  # type: ignore[override]  # a setting decides
+        return not self.of_heads
+
+    @property
+    def part(self) -> Part:
+        return ("heads", self.x.width // self.size) if self.of_heads else None
+
+    def cpp_fields(self) -> dict[str, Any]:
+        return {"y": self.gate, "kind": "NORM_HEADS" if self.of_heads else "NORM"}
 
     def fits(self) -> bool:
         shapes, is_gated = {tuple(tensor.shape) for tensor in self.tensors()}, self.gate is not None
@@ -145,74 +218,11 @@ class Products(Operation):
     def linears(self) -> tuple[Linear, ...]:
         return self.of
 
+    def keeps(self, limits: Mapping[str, int]) -> bool:
+        return len(self.of) <= limits["MOST_PRODUCTS"]
+
     def fits(self) -> bool:
         return all(linear.inputs == self.x.width and linear.outputs > 0 for linear in self.of)
-
-
-@dataclass(frozen=True, eq=False)
-class Select(Operation):
-    """Some of the heads of x, which are of `size` and stand in groups: of each group, `taken` from `first` on.
-
-    They keep their order. Each is repeated so many times.
-    """
-
-    x: Value
-    out: Value
-    size: int
-    group: int
-    first: int
-    taken: int = 1
-    repeats: int = 1
-
-    def fits(self) -> bool:
-        groups, rest = divmod(self.x.width, self.group * self.size)
-        is_within = 0 <= self.first < self.first + self.taken <= self.group
-        return not rest and is_within and self.out.width == groups * self.taken * self.repeats * self.size
-
-
-@dataclass(frozen=True, eq=False)
-class HeadProducts(Operation):
-    """The numbers of each head of x, multiplied with rows of a weight that are the head's own, from `first` on.
-
-    weight: [heads * rows of each, width]. The rows give the numbers of a head of out, and take a head of `width`; if
-    they are transposed, they take the numbers of a head of x, and give a head of `width`.
-    """
-
-    x: Value
-    out: Value
-    weight: torch.Tensor
-    heads: int
-    first: int
-    is_transposed: bool
-
-    @property
-    def taken(self) -> int:
-        """Rows for each head."""
-        return (self.x if self.is_transposed else self.out).width // self.heads
-
-    def fits(self) -> bool:
-        rows, width = self.weight.shape
-        of_width, of_rows = (self.out, self.x) if self.is_transposed else (self.x, self.out)
-        return (
-            rows % self.heads == of_rows.width % self.heads == 0
-            and of_width.width == self.heads * width
-            and 0 <= self.first < self.first + self.taken <= rows // self.heads
-            and width % LANES == 0
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Join(Operation):
-    """Each head of out is a head of x, followed by one of more."""
-
-    x: Value
-    out: Value
-    more: Value
-    heads: int
-
-    def fits(self) -> bool:
-        has_whole_heads = not self.x.width % self.heads and not self.more.width % self.heads
-        return has_whole_heads and self.out.width == self.x.width + self.more.width
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +241,11 @@ class Rotary(Operation):
     rounds_once: bool = False
     is_interleaved: bool = False
     separates: bool = False
+    works_in_place = True
+
+    @property
+    def part(self) -> Part:
+        return "heads", self.x.width // self.size
 
     def fits(self) -> bool:
         return self.x.width % self.size == 0
@@ -249,6 +264,13 @@ class Append(Operation):
     def heads(self) -> int:
         """Of keys, and of values."""
         return self.keys.width // self.size
+
+    @property
+    def part(self) -> Part:
+        return "heads", self.heads
+
+    def cpp_fields(self) -> dict[str, Any]:
+        return {"width": self.keys.width, "x": self.keys, "y": self.values, "index": self.layer}
 
     @property
     def value_size(self) -> int:
@@ -297,121 +319,19 @@ class Attend(Operation):
         """Numbers of a head of values, and of the result."""
         return self.out.width // self.heads
 
+    def cpp_fields(self) -> dict[str, Any]:
+        named = {"index": self.layer, "count": self.key_heads, "factor": self.scaling, "weight": self.sinks}
+        return {**named, "positions": 0 if self.biases is None else self.biases.shape[1]}
+
+    def keeps(self, limits: Mapping[str, int]) -> bool:
+        return max(self.size, self.value_size) <= MAX_HEAD_DIM
+
     def fits(self) -> bool:
         heads = self.heads
         has_whole_heads = not self.x.width % self.size and not self.out.width % heads and not heads % self.key_heads
         counts = {len(of_heads) for of_heads in (self.sinks, self.biases) if of_heads is not None}
         is_plain = self.biases is None and not (self.by_distance or self.rounds_scores)
         return has_whole_heads and counts <= {heads} and (is_plain or (self.biases is not None and not self.cap))
-
-
-@dataclass(frozen=True, eq=False)
-class Convolve(Operation):
-    """Each number of a row, and those of the rows before it at the same place, by weights of this place.
-
-    out = weight[:, -1] * x + weight[:, -2] * x of the parent + ... + bias. weight: [width, taps]. bias: [width]. Before
-    the first rows of a step stand the inputs that a layer of the cache holds, for this operation from its channel
-    `first` on. The layer takes the inputs of the accepted rows when they are committed.
-    """
-
-    x: Value
-    out: Value
-    weight: torch.Tensor
-    layer: int
-    bias: torch.Tensor | None = None
-    first: int = 0
-
-    @property
-    def taps(self) -> int:
-        """How many numbers are added up."""
-        return self.weight.shape[1]
-
-    def fits(self) -> bool:
-        width = self.x.width
-        is_of_width = self.weight.shape == (width, self.taps) and (self.bias is None or self.bias.shape == (width,))
-        return is_of_width and self.taps > 1 and self.first >= 0
-
-
-@dataclass(frozen=True, eq=False)
-class Delta(Operation):
-    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464): each head has a state S, [keys, values] in float32.
-
-    S = d * P + k u^T, where P is the parent's, u = r * (v - d * P^T k), and out = S^T q. Queries x and keys are divided
-    by their length, queries also by the root of `size`. d = exp(-exp(log_speeds) * softplus(decays + biases)), and r =
-    factor * sigmoid(rates), whose sigmoid is rounded. heads: of values; neighbouring ones share a head of queries and
-    keys, of this size. log_speeds, biases: [heads]. Before the first rows of a step comes the state that a layer of the
-    cache holds. It takes the updates of the accepted rows when they are committed.
-    """
-
-    x: Value
-    out: Value
-    keys: Value
-    values: Value
-    decays: Value
-    rates: Value
-    log_speeds: torch.Tensor
-    biases: torch.Tensor
-    layer: int
-    heads: int
-    size: int
-    factor: float = 1.0
-
-    @property
-    def key_heads(self) -> int:
-        """Of queries and keys."""
-        return self.x.width // self.size
-
-    @property
-    def value_size(self) -> int:
-        """Numbers of a head of values."""
-        return self.values.width // self.heads
-
-    def fits(self) -> bool:
-        heads = self.heads
-        has_whole_heads = not (self.x.width % self.size or self.values.width % heads or heads % self.key_heads)
-        widths = self.x.width == self.keys.width, self.out.width == self.values.width
-        of_heads = {self.decays.width, self.rates.width, *(len(one) for one in (self.log_speeds, self.biases))}
-        return has_whole_heads and all(widths) and of_heads == {heads}
-
-
-@dataclass(frozen=True, eq=False)
-class Scan(Operation):
-    """The recurrence of Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): each head has a state S, [values, keys] in float32.
-
-    S = d * P + v k^T, where P is the parent's, v of `values`, d = exp(-exp(log_speeds) * t), and k = t * keys, rounded.
-    t is softplus(times + biases), of which sum and result are rounded, and out = S x + skips * v, whose terms are.
-    heads: of values; neighbouring ones share a head of queries x and keys, of `size`. log_speeds, biases, skips:
-    [heads]. The state is held and committed as that of `Delta`.
-    """
-
-    x: Value
-    out: Value
-    keys: Value
-    values: Value
-    times: Value
-    log_speeds: torch.Tensor
-    biases: torch.Tensor
-    skips: torch.Tensor
-    layer: int
-    heads: int
-    size: int
-
-    @property
-    def key_heads(self) -> int:
-        """Of queries and keys."""
-        return self.x.width // self.size
-
-    @property
-    def value_size(self) -> int:
-        """Numbers of a head of values."""
-        return self.values.width // self.heads
-
-    def fits(self) -> bool:
-        heads = self.heads
-        has_whole_heads = not (self.x.width % self.size or self.values.width % heads or heads % self.key_heads)
-        widths = self.x.width == self.keys.width, self.out.width == self.values.width
-        of_heads = {self.times.width, *(len(one) for one in (self.log_speeds, self.biases, self.skips))}
-        return has_whole_heads and all(widths) and of_heads == {heads}
 
 
 @dataclass(frozen=True, eq=False)
@@ -423,6 +343,14 @@ class Gate(Operation):
     activation: Activation
     by: Value | None = None
     rounds_once: bool = False
+    works_in_place = True
+
+    @property
+    def part(self) -> Part:
+        return "outputs", self.x.width
+
+    def cpp_fields(self) -> dict[str, Any]:
+        return {"y": self.by}
 
     def fits(self) -> bool:
         return self.by is None or self.by.width == self.x.width
@@ -441,106 +369,14 @@ class Xielu(Operation):
     negative: float
     beta: float
     least: float
-
-
-@dataclass(frozen=True, eq=False)
-class Experts(Operation):
-    """The MLPs of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
-
-    of: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The first one
-    may also give a single half, which then has no gates. The weights are the router's softmax, or sigmoid, of each
-    expert. They are divided by their sum if they add to one, then multiplied by a factor, and may be rounded, also at
-    each of these steps (rounds_steps). epsilon: added to that sum. Of experts that are equally good, those are chosen
-    that torch's topk takes. rounds_ranks: the weights by which they are chosen are rounded, too. Results are rounded
-    when they have been weighed, and added in the order of experts. correction: float32 [experts], added to the weights
-    by which experts are chosen (Wang et al. 2024, arXiv 2408.15664). scales: float32 [experts], by which the weights
-    are multiplied at last, unless they are rounded. routed: what the router reads, if that is not x. groups: experts
-    are divided into so many; of these, `top_groups` are left whose best experts, two or one, add up to the most
-    (DeepSeek-V3, arXiv 2412.19437). router: a router in float32, [experts, width], whose products are not rounded; then
-    there is none in `of`. limit: unless it is 0, a gate stands beside its number, and the two become (number + 1) *
-    gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv 2508.10925). nearness: unless it is negative,
-    experts are chosen in turn, each with its share of the softmax of those left whose scores s are near its own s':
-    (s' - s) / max(|s|, s') <= nearness (SparseMixer, Liu et al. 2024, arXiv 2409.12136).
-    """
-
-    x: Value
-    out: Value
-    of: tuple[Linear, ...]
-    top_k: int
-    activation: Activation
-    adds_to_one: bool
-    rounds_weights: bool
-    is_sigmoid: bool = False
-    factor: float = 1.0
-    rounds_steps: bool = False
-    rounds_ranks: bool = False
-    epsilon: float = 1e-20
-    groups: int = 1
-    top_groups: int = 1
-    best_of_group: int = 2
-    nearness: float = -1.0
-    limit: float = 0.0
-    alpha: float = 1.0
-    correction: torch.Tensor | None = None
-    router: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-    routed: Value | None = None
+    works_in_place = True
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.of
+    def part(self) -> Part:
+        return "outputs", self.x.width
 
-    def wide(self) -> list[torch.Tensor]:
-        return self.tensors()
-
-    @property
-    def experts(self) -> tuple[Linear, ...]:
-        """The layers of the experts."""
-        return self.of[self.router is None :]
-
-    @property
-    def count(self) -> int:
-        """How many experts there are."""
-        return len(self.experts) // 2
-
-    @property
-    def inner(self) -> int:
-        """Numbers of a row within an expert."""
-        return self.experts[1].inputs
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the first layer of an expert gives both halves."""
-        return self.experts[0].outputs != self.inner
-
-    def fits(self) -> bool:
-        count, width = self.count, self.x.width
-        routing = Linear(self.router) if self.router is not None else self.of[0]
-        shapes = {(linear.outputs, linear.inputs) for linear in self.experts[::2]}
-        back = {(linear.outputs, linear.inputs) for linear in self.experts[1::2]}
-        return (
-            0 < self.top_k <= count
-            and (routing.outputs, routing.inputs) == (count, (self.routed or self.x).width)
-            and shapes == {(self.inner << self.is_gated, width)}
-            and (self.is_gated or not self.limit)
-            and back == {(width, self.inner)}
-            and all(one is None or one.shape == (count,) for one in (self.correction, self.scales))
-            and 0 < self.top_groups <= self.groups
-            and self.best_of_group in (1, 2)
-            and (self.groups == 1 or (count % self.groups == 0 and count // self.groups >= self.best_of_group))
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Weigh(Operation):
-    """out = sigmoid(by), rounded, * x. by: one number for each row."""
-
-    x: Value
-    out: Value
-    by: Value
-
-    def fits(self) -> bool:
-        return self.by.width == 1
+    def cpp_fields(self) -> dict[str, Any]:
+        return {"factor": self.positive, "alpha": self.negative, "offset": self.beta, "limit": self.least}
 
 
 @dataclass(frozen=True, eq=False)
@@ -550,6 +386,7 @@ class Scale(Operation):
     x: Value
     out: Value
     factor: float
+    is_private = works_in_place = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -560,6 +397,10 @@ class Add(Operation):
     out: Value
     more: Value
     factor: float = 1.0
+    is_private = works_in_place = True
+
+    def cpp_fields(self) -> dict[str, Any]:
+        return {"y": self.more}
 
     def fits(self) -> bool:
         return self.x.width == self.more.width

@@ -6,26 +6,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from lookahead.cpu.operations import (
-    Append,
-    Attend,
-    Convolve,
-    Delta,
-    Embed,
-    Experts,
-    Logits,
-    Operation,
-    Products,
-    Rotary,
-    Scan,
-    Value,
-)
+from lookahead.cpu.operations import Append, Attend, Embed, Logits, Operation, Rotary, Value
 from lookahead.cpu.products import Linear
+
+if TYPE_CHECKING:
+    from lookahead.cpu.states import StateShape
 
 
 class CacheShape(NamedTuple):
@@ -34,28 +24,6 @@ class CacheShape(NamedTuple):
     heads: int
     key_size: int
     value_size: int
-
-
-class StateShape(NamedTuple):
-    """What a layer of the cache keeps of all positions together."""
-
-    channels: int
-    """Of its convolutions."""
-    columns: int
-    """The last inputs that these read."""
-    heads: int = 0
-    """Of its recurrence, if it has one."""
-    keys: int = 0
-    """Numbers of a head of keys."""
-    values: int = 0
-    is_by_values: bool = False
-    """Whether it is held as [heads, values, keys]."""
-
-    @property
-    def of_state(self) -> tuple[int, ...]:
-        """The shape of the state of its recurrence, if it has one."""
-        sizes = (self.values, self.keys) if self.is_by_values else (self.keys, self.values)
-        return (self.heads, *sizes) if self.heads else ()
 
 
 @dataclass(frozen=True)
@@ -102,17 +70,11 @@ class Program:
         return {append.layer: CacheShape(append.heads, append.size, append.value_size) for append in appends}
 
     @property
-    def states(self) -> dict[int, StateShape]:
+    def states(self) -> "dict[int, StateShape]":
         """Of the layers of the cache that keep a state, in their order."""
         found: dict[int, StateShape] = {}
-        for one in self.operations:
-            if isinstance(one, Convolve):
-                before = found.get(one.layer, StateShape(0, 0))
-                channels, columns = max(before.channels, one.first + one.x.width), max(before.columns, one.taps - 1)
-                found[one.layer] = before._replace(channels=channels, columns=columns)
-            elif isinstance(one, (Delta, Scan)):
-                before, is_by_values = found.get(one.layer, StateShape(0, 0)), isinstance(one, Scan)
-                found[one.layer] = StateShape(*before[:2], one.heads, one.size, one.value_size, is_by_values)
+        for operation in self.operations:
+            found |= operation.state_shapes(found)
         return found
 
     @property
@@ -182,13 +144,8 @@ class Program:
     def with_linears(self, change: Callable[[Linear], Linear]) -> "Program":
         """The same program with other linear layers, which `change` makes of its own."""
 
-        def changed() -> Iterator[Operation]:
-            for operation in self.operations:
-                if isinstance(operation, (Products, Experts)):
-                    yield replace(operation, of=tuple(map(change, operation.of)))
-                elif isinstance(operation, Logits):
-                    yield replace(operation, of=change(operation.of))
-                else:
-                    yield operation
+        def changed(operation: Operation) -> Operation:
+            of = tuple(map(change, operation.linears))
+            return replace(operation, of=of[0] if isinstance(operation, Logits) else of) if of else operation  # type: ignore[call-arg]  # those with linear layers have it
 
-        return Program(list(changed()))
+        return Program(list(map(changed, self.operations)))

@@ -9,8 +9,8 @@ from functools import cache, partial
 import torch
 
 from lookahead.cpu import native
+from lookahead.cpu.operations import MAX_HEAD_DIM
 
-MAX_HEAD_DIM = 576  # MAX_SIZE in attention.h
 _ARGUMENTS = [ctypes.c_void_p] * 6 + [ctypes.c_long] * 10 + [ctypes.c_float]
 _kernels = cache(partial(native.kernels, "attend", native.FLOATS, _ARGUMENTS))
 _rooms = cache(partial(native.kernels, "attention_room", (torch.uint8,), [], ctypes.c_long))

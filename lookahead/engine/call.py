@@ -3,6 +3,7 @@
 import time
 from collections.abc import Generator, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from transformers.utils import ModelOutput
 
 from lookahead import compat
 from lookahead.decoding_pass import decoding_pass
-from lookahead.engine.draws import BatchDraws
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.prefill import cache_passed_in, positions_in, prefill, prompts_of
 from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, walk
@@ -28,6 +28,9 @@ from lookahead.passes.runner import Company, Output, Pass, looked_through
 from lookahead.stats import DECILES, STAGES, Stats
 from lookahead.step import MAX_DEPTH, Step, lay_out
 from ngram_pool import GuessTree, Origin
+
+if TYPE_CHECKING:
+    from lookahead.engine.batch_draws import BatchDraws
 
 ROOM = 4096  # positions beyond the prompt that a cache allocates at once, at most
 # Tokens that a pass may compute again. If there are more, a step without guesses clears them: it is accepted whole.
@@ -67,7 +70,7 @@ class Call:
         draft_model: PreTrainedModel | None,
         model_kwargs: dict,
         rules: list[NextTokenRule],
-        draws: BatchDraws | None,
+        draws: "BatchDraws | None",
         streamer: BaseStreamer | None,
         callbacks: Sequence[object],
     ):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -12,12 +12,15 @@ from transformers.utils import ModelOutput
 from lookahead import compat
 from lookahead.cpu import choice
 from lookahead.engine.call import Call, Decoding
-from lookahead.engine.draws import BatchDraws, RaceInBatch
+from lookahead.engine.draws import Race
 from lookahead.engine.engine import Lookahead
 from lookahead.engine.fallback import why_plain
 from lookahead.engine.sampling import BY_SEQUENCE, NextTokenRule, Settings, for_sequence
 from lookahead.models.adapter import UnsupportedModelError
 from lookahead.models.state import looked_at
+
+if TYPE_CHECKING:
+    from lookahead.engine.batch_draws import BatchDraws
 
 
 def run(engine: Lookahead, plain: Callable, *args: Any, **kwargs: Any) -> torch.Tensor | ModelOutput:
@@ -117,7 +120,7 @@ def _rules(
     generation: GenerationConfig,
     streamer: BaseStreamer | None,
     seeds: Sequence[int] | None,
-) -> tuple[list[NextTokenRule], BatchDraws | None]:
+) -> "tuple[list[NextTokenRule], BatchDraws | None]":
     """One rule for each sequence, so that each goes at its own pace; or one rule for all, so that they go in step.
 
     Plain decoding goes in step. Callbacks that may look at the whole batch at once need that.
@@ -139,9 +142,11 @@ def _rules(
         return [NextTokenRule(ids, processors, criteria, settings, own_draws)], None
     own = [LogitsProcessorList(for_sequence(processor, b) for processor in processors) for b in range(len(ids))]
     # Each sequence has draws of its own, so that they do not depend on how far the others get in a step.
-    draws: Sequence[torch.Generator | RaceInBatch | None] = [None] * len(ids)
+    draws: Sequence[torch.Generator | Race | None] = [None] * len(ids)
     of_batch = None
     if generation.do_sample and seeds is None and ids.is_cpu and choice.can_draw():
+        from lookahead.engine.batch_draws import BatchDraws  # other calls draw nothing for several sequences
+
         of_batch = BatchDraws(len(ids))
         draws = of_batch.races()
     elif generation.do_sample:

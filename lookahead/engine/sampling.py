@@ -24,7 +24,7 @@ from transformers.generation import (
 from lookahead.compat import tokens_that_end_stop_strings
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
-from lookahead.engine.draws import KNOWN_DRAWS, Race, RaceInBatch
+from lookahead.engine.draws import KNOWN_DRAWS, Race
 from lookahead.passes.runner import Output
 from lookahead.step import Step
 
@@ -104,7 +104,7 @@ class NextTokenRule:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         settings: Settings,
-        draws: torch.Generator | RaceInBatch | None = None,
+        draws: torch.Generator | Race | None = None,
     ):
         """ids: int64 [sequences, n], the prompts. draws: what draws the tokens; default: torch's own generator."""
         self._ids = ids

@@ -1,17 +1,7 @@
-"""Split attention: a step's queries see all committed keys, so only the step's own keys need a mask.
+"""The attention that is registered with transformers in place of its own "sdpa", for models on a CPU.
 
-    queries of the step  x  committed keys      all are seen: no mask
-                         x  keys of the step    only ancestors are seen: mask [T, T]
-
-It serves models on a CPU. Single sequences have our own kernel (`tree_attention`). Without it, the two parts are
-computed apart and joined by their log-sum-exp, as in flash decoding. Query heads that share a key head are treated as
-further queries of it, so keys and values are never repeated. `attend` is registered with transformers in place of its
-own "sdpa". Outside of the passes of the decoding loop (`decoding_pass`), and for anything but steps and prompts, it
-calls that.
-
-On a GPU a step's time is that of its launches, and one call with a mask over all keys has fewer of them. A CUDA graph
-is launched once, and a step has too few queries to occupy a GPU. So there, columns are computed in parts, all at once
-(flash decoding: Dao et al. 2023, pytorch.org/blog/flash-decoding).
+Outside of the passes of the decoding loop (`decoding_pass`), and in passes that do not split attention, it is
+transformers' own. In the others, `split_attention` computes it.
 """
 
 from typing import Any
@@ -20,14 +10,8 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
-from lookahead.compat import flash_attention, register_attention, registered_attention
-from lookahead.cpu import tree_attention
+from lookahead.compat import register_attention, registered_attention
 from lookahead.decoding_pass import current_pass
-
-SHORT_CONTEXT = 1024  # Cached keys. Up to this many, one part with a mask over all keys is quicker than two parts.
-PART = 256  # Columns; twice as many of a long context. With these, an H100 was quickest at 16 rows.
-LONG_CONTEXT = 2048
-MAX_QUERIES = 512  # Queries of a key head in a step, at most. Only a prefill has more.
 
 
 def attend(
@@ -50,94 +34,9 @@ def attend(
     decoding = None if torch.compiler.is_compiling() else current_pass()  # what a user compiles has torch's attention
     if decoding is None or not decoding.splits_attention:
         return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    unusual = dropout or torch.is_autocast_enabled(query.device.type)
-    unusual = unusual or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
-    unusual = unusual or (attention_mask is not None and attention_mask.shape[1] > 1)  # each head has its own bias
-    unusual = unusual or key.shape[-1] != value.shape[-1]
-    new, groups = query.shape[2], query.shape[1] // key.shape[1]
-    held = key.shape[2] - new
-    is_prefill = (attention_mask is None and new > 1) or groups * new > MAX_QUERIES
-    is_whole = is_prefill and not unusual and attention_mask is None and held == 0 and _is_causal(module, kwargs)
-    if is_whole and _kernel_serves(query, key, value, None):
-        return tree_attention.attend(query, key, value, None, scaling), None
-    if unusual or is_prefill:
-        if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
-            attention_mask = nn.functional.pad(attention_mask, (key.shape[2] - attention_mask.shape[-1], 0))
-        return sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    return attend_grouped(query, key, value, attention_mask, scaling), None
+    from lookahead.models.split_attention import attend  # passes in one call need it not
 
-
-def attend_grouped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
-) -> torch.Tensor:
-    """Compute the attention of a step by the quickest kernel. Arguments and result are as for `attend`."""
-    if _kernel_serves(query, key, value, mask):
-        return tree_attention.attend(query, key, value, mask, scaling)
-    new, groups = query.shape[2], query.shape[1] // key.shape[1]
-    held = key.shape[2] - (new if mask is None else mask.shape[-1])
-    of_step = mask is not None and held > 0
-    grouped = query.reshape(len(query), key.shape[1], groups * new, query.shape[3])
-    in_one = of_step and held <= SHORT_CONTEXT
-    if mask is not None:
-        mask = _repeated_mask(mask, groups, held if in_one else 0, query.dtype)
-    if of_step and not in_one:
-        out = _joined(
-            *flash_attention(grouped, key[:, :, :held], value[:, :, :held], None, scaling),
-            *flash_attention(grouped, key[:, :, held:], value[:, :, held:], mask, scaling),
-        )
-    else:
-        out, _ = flash_attention(grouped, key, value, mask, scaling)
-    return out.reshape(query.shape).transpose(1, 2).contiguous()
-
-
-def attend_in_parts(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    """Compute the attention of a step of one sequence. Arguments and result are as for `attend`."""
-    heads, columns = key.shape[1:3]
-    groups, part = query.shape[1] // heads, PART if columns <= LONG_CONTEXT else 2 * PART
-    parts = columns // part if columns % part == 0 else 1
-    grouped = query.reshape(heads, 1, groups * query.shape[2], -1).expand(-1, parts, -1, -1)
-    keys, values = (states[0].unflatten(1, (parts, -1)) for states in (key, value))
-    repeated = _repeated_mask(mask, groups, 0, query.dtype)[0, 0].unflatten(1, (parts, -1)).transpose(0, 1)
-    out, log_sums = flash_attention(grouped, keys, values, repeated.expand(heads, -1, -1, -1), scaling)
-    out = (out * log_sums.softmax(1)[..., None]).sum(1).to(query.dtype)
-    return out.reshape(query.shape).transpose(1, 2).contiguous()
-
-
-def _kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    decoding = current_pass()
-    return decoding is not None and decoding.uses_kernels and tree_attention.serves(query, key, value, mask)
-
-
-def _repeated_mask(mask: torch.Tensor, groups: int, held: int, dtype: torch.dtype) -> torch.Tensor:
-    """Make the mask additive, in this dtype, for ``groups`` query heads, behind ``held`` keys that all of them see.
-
-    The result is kept with the mask, because all layers of a type ask for the same.
-    """
-    wanted = groups, held, dtype
-    made_for, repeated = getattr(mask, "_repeated", (None, mask))
-    if made_for != wanted:
-        repeated = mask
-        if mask.dtype == torch.bool:
-            repeated = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
-        repeated = nn.functional.pad(repeated.to(dtype).repeat(1, 1, groups, 1), (held, 0))
-        mask._repeated = wanted, repeated  # type: ignore[attr-defined]  # our own attribute
-    return repeated
-
-
-def _is_causal(module: nn.Module, kwargs: dict) -> bool:
-    """Whether "sdpa" would take a pass without a mask as causal."""
-    is_causal = kwargs.get("is_causal")
-    return getattr(module, "is_causal", True) if is_causal is None else is_causal
-
-
-def _joined(
-    first: torch.Tensor, first_log_sum: torch.Tensor, second: torch.Tensor, second_log_sum: torch.Tensor
-) -> torch.Tensor:
-    """Join two parts: exp(l1 - l) first + exp(l2 - l) second, where l is the log-sum-exp of l1 and l2."""
-    share = torch.sigmoid(second_log_sum - first_log_sum)[..., None]
-    return torch.lerp(first.float(), second.float(), share).to(first.dtype)
+    return attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
 
 
 def is_registered() -> bool:

@@ -7,12 +7,7 @@ user's cache directory. Every decoded step corrects them a little.
 import json
 import logging
 import os
-import sys
 import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -20,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import click
 import numpy as np
 import platformdirs
 import torch
@@ -29,23 +23,16 @@ from transformers import PreTrainedModel
 
 from lookahead.compat import attention_implementation, settings_of
 from lookahead.cpu import native, products
-from lookahead.models.adapter import context_length, device_of, vocabulary_of
-from lookahead.models.cache import LookaheadCache
+from lookahead.models.adapter import device_of
 from lookahead.passes.environment import environment
 from lookahead.passes.runner import EagerRunner
-from lookahead.step import lay_out
-from ngram_pool import GuessTree, Origin
 from ngram_pool.forks import Lock
-from ngram_pool.waiting import kept_for_later
 
 logger = logging.getLogger(__name__)
 
 RUNGS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that are measured
 _RUNGS = np.array(RUNGS, float)
-ROWS_AT_LENGTH = (1, 16)  # numbers of rows that are measured again with a long cache
 LONG_CONTEXT = 1024  # positions in the long cache
-# `seconds` and `per_position` if nothing can be measured. The unit is one pass over one row.
-ASSUMED_COSTS = 1 + _RUNGS / 32, np.array([1e-4, 1e-5])
 SECONDS = 1.5  # time for measuring; long passes take more
 FOLLOW_RATES = 0.02, 0.01  # how far the time of a step moves the nearest rungs, and all of them
 RENEWAL = 128  # a rung that was last timed n steps ago is moved by n / RENEWAL of the way, at least by the rate above
@@ -137,7 +124,7 @@ class StepCosts:
         with self._lock:  # other threads may be reading the old arrays, so make new ones
             rates = np.clip(self._ages / RENEWAL, local, LONG_AGO)
             self._ages = np.where(near > 0, 0.0, self._ages + 1)
-            self.seconds = _ascending(self.seconds * ratio ** (share * (everywhere + rates * near)))
+            self.seconds = ascending(self.seconds * ratio ** (share * (everywhere + rates * near)))
             self.per_position = self.per_position * ratio ** ((1 - share) * (everywhere + rates[near.argmax()]))
             if overhead is not None:  # fit a line by normalised least mean squares (Nagumo & Noda 1967)
                 expected, further = float(self.between(rows)), (rows - 1) / MANY_ROWS
@@ -166,97 +153,15 @@ class StepCosts:
         return np.array([self(_RUNGS, length) for length in (0, LONG_CONTEXT)])
 
 
-def measure(
-    runner: EagerRunner, seconds: float = SECONDS, progress: Callable[[float], None] = lambda done: None
-) -> StepCosts:
-    """Measure the costs for about ``seconds``. progress is called with the share of that time that has passed.
-
-    No pass goes beyond the model's positions. Raises ValueError if there are too few of them.
-    """
-    context = context_length(runner.model)
-    long = min(LONG_CONTEXT, context - ROWS_AT_LENGTH[-1])
-    if long <= 0:
-        raise ValueError(f"the model has {context} positions; measuring needs more than {ROWS_AT_LENGTH[-1]}")
-    plan = [(rows, 0) for rows in RUNGS if rows <= context] + [(rows, long) for rows in ROWS_AT_LENGTH]
-    times = time_passes(runner, plan, seconds, progress)
-    known = [rows for rows in RUNGS if (rows, 0) in times]
-    base = np.array([times[rows, 0] for rows in known])
-    slope = max((base[-1] - base[-2]) / (known[-1] - known[-2]), 0.0)
-    base = np.interp(_RUNGS, known, base) + slope * np.maximum(_RUNGS - known[-1], 0)
-    base = _ascending(base)
-    first, second = (max(times[rows, long] - times[rows, 0], 0.0) / long for rows in ROWS_AT_LENGTH)
-    further = max(second - first, 0.0) / (ROWS_AT_LENGTH[1] - ROWS_AT_LENGTH[0])
-    return StepCosts(base, np.array([first, further]))
-
-
 @cache
 def _nearness(rows: int) -> np.ndarray:
     """How near each rung is to a number of rows: 1 if they are equal, 0 if one is twice the other, or more."""
     return np.maximum(1 - np.abs(np.log2(_RUNGS / min(rows, RUNGS[-1]))), 0)
 
 
-def _ascending(seconds: np.ndarray) -> np.ndarray:
+def ascending(seconds: np.ndarray) -> np.ndarray:
     """Fewer rows cost no more. If it seems so, the machine was busy, and rows that are seldom used would keep that."""
     return np.minimum.accumulate(seconds[::-1])[::-1]
-
-
-def time_passes(
-    runner: EagerRunner,
-    plan: list[tuple[int, int]],
-    seconds: float,
-    progress: Callable[[float], None] = lambda done: None,
-) -> dict[tuple[int, int], float]:
-    """Return the seconds of a pass for each (rows, committed positions) of a plan. The tokens are random.
-
-    Passes are timed in turn. The shortest time of each counts, because other work of the machine only adds to it.
-    Passes over more than ROWS_AT_LENGTH[-1] rows take long, so they are timed three times at most, and left out if
-    ``seconds`` are too few for two rounds.
-    """
-    plan = list(plan)
-    max_rows = max(rows for rows, _ in plan)
-    tokens = np.random.default_rng(0).integers(0, vocabulary_of(runner.model), max_rows + 1)
-    caches = {length: runner.adapter.make_cache(length + max_rows) for _, length in plan}
-    best = dict.fromkeys(plan, np.inf)
-    with torch.no_grad():
-        for length, cache in caches.items():
-            if runner.adapter.has_state:  # without one, layers compute a prompt, which takes another time
-                runner.prefill(torch.from_numpy(tokens[None, :1]), cache)
-            else:
-                _pass(runner, cache, tokens[:2])
-            cache.skip(length)
-        start, rounds, left = time.perf_counter(), 0, True
-        while left:
-            began = time.perf_counter()
-            for rows, length in list(plan):
-                if rows > ROWS_AT_LENGTH[-1]:
-                    if rounds >= 4:  # the first does not count
-                        continue
-                    if began + seconds < time.perf_counter():
-                        plan.remove((rows, length))
-                        continue
-                taken = _pass(runner, caches[length], tokens[:rows])
-                best[rows, length] = min(best[rows, length], taken if rounds else np.inf)
-                progress(min((time.perf_counter() - start) / seconds, 1.0))
-            rounds += 1  # the first round warms up
-            left = rounds < 2 or 2 * time.perf_counter() - began < start + seconds
-    return {key: best[key] for key in plan}
-
-
-def _pass(runner: EagerRunner, cache: LookaheadCache, tokens: np.ndarray) -> float:
-    """Return the seconds of one pass. The cache is left as it was, but for states that a single row has moved on."""
-    step = lay_out(tokens[0], GuessTree.chain(tokens[1:], Origin.TEXT))
-    start = time.perf_counter()
-    runner.run([step], cache)
-    synchronize(device_of(runner.model))
-    taken = time.perf_counter() - start
-    cache.commit([step], [[]])
-    return taken
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has finished its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 _known: WeakKeyDictionary[PreTrainedModel, dict[tuple, StepCosts]] = WeakKeyDictionary()
@@ -289,35 +194,12 @@ def step_costs(runner: EagerRunner, anew: float | None = None) -> StepCosts:
         path = path_of(model, environment(model), *now)
         costs = None if anew else _load(path)
         if costs is None:
-            try:
-                with progress_bar("measuring step costs") as progress, kept_for_later():
-                    costs = measure(runner, anew or SECONDS, progress)
-                costs.path = path
-            except Exception as error:  # a model may raise anything at lengths that the caller did not ask for
-                if anew:
-                    raise
-                warnings.warn(f"step costs could not be measured, so budgets use assumed ones: {error!r}", stacklevel=2)
-                costs = _assumed(runner)
+            from lookahead.passes.measuring import measured  # where a file has the costs, nobody needs it
+
+            costs = measured(runner, anew, path)
         costs.save()
         known[now] = costs
     return known[now]
-
-
-def _assumed(runner: EagerRunner) -> StepCosts:
-    """Return costs in the usual proportions (ASSUMED_COSTS). The time of one pass, if it succeeds, gives the scale."""
-    try:
-        taken = time_passes(runner, [(1, 0)], SECONDS / 100)[1, 0]
-    except Exception:
-        taken = 10e-3
-    seconds, per_position = ASSUMED_COSTS
-    return StepCosts(taken * seconds / seconds[0], taken * per_position)
-
-
-@contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
-    """Show a bar on a terminal. Yields a function that is called with the share of the work that is done."""
-    with click.progressbar(length=100, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
-        yield lambda share: bar.update(int(100 * share) - bar.pos)
 
 
 def path_of(model: PreTrainedModel, *depends_on: object) -> Path:

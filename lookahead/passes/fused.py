@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,9 +25,8 @@ from lookahead.cpu.executor import (
     serves,
     weight_bytes,
 )
-from lookahead.cpu.operations import Experts
 from lookahead.cpu.products import is_plain_of, pointer
-from lookahead.cpu.program import CacheShape, Program, StateShape
+from lookahead.cpu.program import CacheShape, Program
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
 from lookahead.models.families import Page, UnknownModelError, page_of
@@ -36,6 +35,9 @@ from lookahead.models.state import state_of
 from lookahead.passes.packed import Packs, ReadyProgram, packed_of
 from lookahead.passes.runner import EagerRunner, Output, TopK, joined
 from lookahead.step import MAX_DEPTH, Step, grow, pad
+
+if TYPE_CHECKING:
+    from lookahead.cpu.states import StateShape
 
 # Tokens of a prompt, at most, if any. With the matrix unit by dtype, for torch is quicker beyond; and without it.
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
@@ -191,7 +193,7 @@ class FusedRunner(EagerRunner):
         in_tiles = all(linear.is_in_tiles(found.dtype) for linear in found.linears)
         pairs = list(zip(original.linears, found.linears, strict=True))
         of_copies = {i: copy.digest for i, (_, copy) in enumerate(pairs) if copy.origin is not None}
-        is_read = not any(isinstance(operation, Experts) for operation in found.operations) and all(
+        is_read = all(operation.reads_all_weights for operation in found.operations) and all(
             can_digest(pairs[i][0], found.dtype)
             and pairs[i][0].is_in_tiles(found.dtype) == pairs[i][1].is_in_tiles(found.dtype)
             for i in of_copies
@@ -512,7 +514,7 @@ def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
     return are_of_shape and room >= layer.columns and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
 
 
-def _fits_state(executor: Executor, shape: StateShape, layer: Any) -> bool:
+def _fits_state(executor: Executor, shape: "StateShape", layer: Any) -> bool:
     """Whether C++ can read and write the state of a layer of the cache."""
     if not layer.kept():
         return False

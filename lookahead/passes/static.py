@@ -15,7 +15,7 @@ from lookahead.cpu import operations as op
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import Reference
-from lookahead.models.attention import attend_in_parts
+from lookahead.models.split_attention import attend_in_parts
 
 
 class StaticPass(Reference):

@@ -20,8 +20,9 @@ from lookahead.engine.engine import GREEDY_TEMPERATURE, Lookahead
 from lookahead.engine.recording import Recorder
 from lookahead.guessing.bigrams import bigrams_file
 from lookahead.models.adapter import context_length
-from lookahead.passes.costs import RUNGS, progress_bar, step_costs
+from lookahead.passes.costs import RUNGS, step_costs
 from lookahead.passes.environment import environment
+from lookahead.passes.measuring import progress_bar
 from lookahead.sources.layer_skip import find_skipped_layers
 from lookahead.stats import Stats
 from lookahead.streaming import inputs_of, render

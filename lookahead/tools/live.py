@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
-from lookahead.passes.costs import progress_bar
+from lookahead.passes.measuring import progress_bar
 from lookahead.stats import Stats
 from lookahead.tools.contention import Span, watch, why_no_ratio
 from lookahead.wrapping import own_loop

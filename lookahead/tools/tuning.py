@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 
 from lookahead.config import LookaheadConfig
 from lookahead.passes.capabilities import find_adapter, fused_runner
-from lookahead.passes.costs import RUNGS, time_passes
+from lookahead.passes.costs import RUNGS
 from lookahead.passes.fused import FusedRunner
+from lookahead.passes.measuring import time_passes
 from lookahead.passes.runner import EagerRunner
 
 FUSED, SPLIT, DENSE = "fused", "split", "dense mask"

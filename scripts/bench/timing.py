@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
-from lookahead.passes.costs import synchronize
+from lookahead.passes.measuring import synchronize
 from lookahead.tools.contention import Span, watch, why_no_ratio
 from lookahead.tools.loading import load
 

@@ -14,8 +14,8 @@ from zoo import SETTINGS, tiny_model
 
 from lookahead.cpu import tree_attention
 from lookahead.decoding_pass import current_pass, decoding_pass
-from lookahead.guessing.jacobi import JacobiWindow
-from lookahead.models import attention
+from lookahead.guessing.window import JacobiWindow
+from lookahead.models import attention, split_attention
 from lookahead.passes.capabilities import find_adapter
 from lookahead.passes.runner import EagerRunner
 from lookahead.step import lay_out
@@ -72,7 +72,10 @@ def test_two_parts_are_the_whole(
         Layer(groups), query.double(), key.double(), value.double(), dense.double(), scaling=scaling
     )
     kernel = tree_attention.serves if by_kernel else lambda *arguments: False
-    with mock.patch.object(attention, "SHORT_CONTEXT", short), mock.patch.object(tree_attention, "serves", kernel):
+    with (
+        mock.patch.object(split_attention, "SHORT_CONTEXT", short),
+        mock.patch.object(tree_attention, "serves", kernel),
+    ):
         for mask in (own, dense, dense == 0):
             with decoding_pass(splits_attention=True, uses_kernels=True):
                 out, weights = attention.attend(Layer(groups), query, key, value, mask, scaling=scaling)
@@ -124,9 +127,9 @@ def test_models_attend_in_parts_exactly_when_they_can(name, monkeypatch):
     model = tiny_model(name)
     adapter = find_adapter(model)
     calls = []
-    part = attention.flash_attention
-    monkeypatch.setattr(attention, "flash_attention", lambda *arguments: calls.append(1) or part(*arguments))
-    monkeypatch.setattr(attention, "SHORT_CONTEXT", 0)
+    part = split_attention.flash_attention
+    monkeypatch.setattr(split_attention, "flash_attention", lambda *arguments: calls.append(1) or part(*arguments))
+    monkeypatch.setattr(split_attention, "SHORT_CONTEXT", 0)
     assert_a_step_is_that_of_the_dense_mask(model, adapter)  # by the kernel
     monkeypatch.setattr(tree_attention, "serves", lambda *arguments: False)
     calls.clear()

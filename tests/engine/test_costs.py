@@ -16,10 +16,11 @@ from zoo import SETTINGS, VOCABULARY, tiny_model
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.models.adapter import context_length
-from lookahead.passes import capabilities, costs
+from lookahead.passes import capabilities, costs, measuring
 from lookahead.passes.capabilities import choose_runner, find_adapter
-from lookahead.passes.costs import RUNGS, StepCosts, measure, step_costs
+from lookahead.passes.costs import RUNGS, StepCosts, step_costs
 from lookahead.passes.graphs import GraphRunner, StepGraphs
+from lookahead.passes.measuring import measure
 from lookahead.passes.runner import EagerRunner
 
 
@@ -89,7 +90,7 @@ def test_passes_over_states_go_on_from_some(name, monkeypatch):
 
     runner = runner_of(tiny_model(name))
     monkeypatch.setattr(EagerRunner, "run", run)
-    costs.time_passes(runner, [(1, 0), (4, 0)], 0.01)
+    measuring.time_passes(runner, [(1, 0), (4, 0)], 0.01)
     assert seen
     assert all(seen)
 
@@ -102,7 +103,7 @@ def test_costs_are_kept_and_found_again(tmp_path, monkeypatch, capsys):
     assert step_costs(runner) is first
     assert step_costs(runner_of(model)) is first
     assert first.path.parent == tmp_path / "new"
-    monkeypatch.setattr(costs, "measure", None)  # nothing more is measured
+    monkeypatch.setattr(measuring, "measure", None)  # nothing more is measured
     again = step_costs(runner_of(tiny_model("llama", seed=1)))
     assert again.seconds.tolist() == first.seconds.tolist()
     assert again.per_position.tolist() == first.per_position.tolist()
@@ -253,14 +254,14 @@ def test_costs_that_cannot_be_measured_are_assumed(works, clock, tmp_path, monke
     ids = torch.tensor([[5, 6, 7, 5, 6]])
     expected = model.generate(ids, max_new_tokens=30)
     lookahead.wrap(model)
-    original = costs._pass
+    original = measuring._pass
 
     def too_much(runner, cache, tokens):
         if len(tokens) > 2 or not works:
             raise torch.OutOfMemoryError("full")
         return original(runner, cache, tokens)
 
-    monkeypatch.setattr(costs, "_pass", too_much)
+    monkeypatch.setattr(measuring, "_pass", too_much)
     with pytest.warns(UserWarning, match=r"could not be measured.*full"):
         actual = model.generate(ids, max_new_tokens=30)
     assert torch.equal(actual, expected)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.guessing.jacobi import JacobiWindow
+from lookahead.guessing.window import JacobiWindow
 from lookahead.passes.runner import Output, looked_through
 from lookahead.step import Step, Visibility, hidden, lay_out, mask, pad
 from ngram_pool import GuessTree, Origin

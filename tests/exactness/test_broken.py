@@ -14,7 +14,7 @@ from lookahead.cpu import executor, tree_attention
 from lookahead.cpu.executor import Executor
 from lookahead.engine import call
 from lookahead.engine.sampling import NextTokenRule
-from lookahead.models import attention, cache, recurrence
+from lookahead.models import cache, recurrence, split_attention
 from lookahead.models.cache import LookaheadCache, SlidingLayer
 from lookahead.models.recurrence import Forest, StateLayer
 from lookahead.passes import capabilities
@@ -87,25 +87,25 @@ def prefix_hidden(monkeypatch):
 
 
 def half_of_the_prefix_unseen(monkeypatch):
-    original = attention.flash_attention
+    original = split_attention.flash_attention
 
     def part(query, key, value, mask, scaling):
         begin = key.shape[2] // 2 if mask is None else 0
         return original(query, key[:, :, begin:], value[:, :, begin:], mask, scaling)
 
     in_two_parts(monkeypatch)
-    monkeypatch.setattr(attention, "flash_attention", part)
+    monkeypatch.setattr(split_attention, "flash_attention", part)
 
 
 def in_two_parts(monkeypatch):
     """Not a defect: attention as where our kernel does not serve."""
-    monkeypatch.setattr(attention, "SHORT_CONTEXT", 0)
+    monkeypatch.setattr(split_attention, "SHORT_CONTEXT", 0)
     monkeypatch.setattr(tree_attention, "serves", lambda *arguments: False)
 
 
 def parts_joined_evenly(monkeypatch):
     in_two_parts(monkeypatch)
-    monkeypatch.setattr(attention, "_joined", lambda first, _, second, __: (first + second) / 2)
+    monkeypatch.setattr(split_attention, "_joined", lambda first, _, second, __: (first + second) / 2)
 
 
 def kernel_without_its_mask(monkeypatch):

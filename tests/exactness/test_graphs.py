@@ -25,7 +25,7 @@ from lookahead import LookaheadConfig
 from lookahead.cpu import operations as op
 from lookahead.engine import call
 from lookahead.engine.engine import Lookahead
-from lookahead.models import attention
+from lookahead.models import attention, split_attention
 from lookahead.models.cache import InPlaceLayer
 from lookahead.models.families import UnknownModelError
 from lookahead.passes import graphs
@@ -153,7 +153,7 @@ def test_columns_are_rounded_up_by_a_half_at_most():
     assert shown[:1024] == [graphs.FIRST_CAPACITY] * 1024
     assert all(columns <= count for columns, count in enumerate(shown, 1))
     assert all(2 * count <= 3 * columns for columns, count in enumerate(shown, 1) if columns > 1024)
-    assert all(count % (2 * attention.PART) == 0 for count in shown)
+    assert all(count % (2 * split_attention.PART) == 0 for count in shown)
     assert len(set(shown)) == 10
 
 

@@ -22,7 +22,8 @@ import lookahead
 from lookahead import DraftModelSource, GuessSource, LookaheadConfig, compat
 from lookahead.cpu import choice
 from lookahead.cpu.choice import Warp
-from lookahead.engine.draws import KNOWN_DRAWS, BatchDraws, Race
+from lookahead.engine.batch_draws import BatchDraws
+from lookahead.engine.draws import KNOWN_DRAWS, Race
 from lookahead.guessing.draws import draws_at
 from lookahead.guessing.source import top_k
 from lookahead.sources.draft import MAX_SHARPNESS, Sharpness

@@ -25,7 +25,7 @@ from lookahead.guessing.combine import Combined, Ledger
 from lookahead.guessing.merging import Calibration, Mixture
 from lookahead.guessing.pool import PoolGuesser
 from lookahead.guessing.source import Batch, Limits, Needs, Outcome
-from lookahead.passes import costs
+from lookahead.passes import costs, measuring
 from lookahead.passes.costs import StepCosts
 from lookahead.passes.graphs import StepGraphs
 from lookahead.step import lay_out
@@ -862,7 +862,7 @@ def test_the_short_road_of_the_pool_leads_where_the_long_one_does(model_type, wi
                 patch.setattr(combine, "PoolAlone", lambda *_: None)
             patch.setattr(StepCosts, "follow", lambda *_: None)
             patch.setattr(costs, "_known", type(costs._known)())
-            patch.setattr(costs, "measure", lambda *_: StepCosts(1e-2 * (1 + np.arange(8) / 20), np.zeros(2)))
+            patch.setattr(measuring, "measure", lambda *_: StepCosts(1e-2 * (1 + np.arange(8) / 20), np.zeros(2)))
             patch.setattr(costs, "_load", lambda path: None)
             model = lookahead.wrap(tiny_model(model_type), LookaheadConfig(**window))
             torch.manual_seed(0)

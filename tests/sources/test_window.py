@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.guessing.jacobi import JacobiWindow
 from lookahead.guessing.source import Batch, Limits, Outcome
+from lookahead.guessing.window import JacobiWindow
 from lookahead.sources.jacobi import JacobiSource
 from lookahead.step import lay_out
 from ngram_pool import GuessTree, NgramPool

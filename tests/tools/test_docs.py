@@ -26,7 +26,7 @@ from lookahead.engine import assisted, fallback, report
 from lookahead.models import branching, families, layers, state, training
 from lookahead.models.families import gemma
 from lookahead.models.families.page import Page
-from lookahead.passes import capabilities, conditions, fused, graphs, probe, runner, static
+from lookahead.passes import conditions, fused, graphs, probe, runner, static, ways
 from lookahead.tools.batch import READ_PADDING
 from lookahead.tools.cli import main as program
 from ngram_pool import cpp
@@ -265,7 +265,7 @@ SPEAKERS = {
     fallback.why_plain: ast.Return,
     fallback._described: ast.Return,
     assisted.why_no_draft_model: ast.Return,
-    capabilities._try_ways: (ast.Subscript, ast.Call),
+    ways.try_ways: (ast.Subscript, ast.Call),
     conditions.what_training_changes: ast.Return,
     conditions._try_in_training: ast.Return,
     training.unknown_part: ast.Return,

@@ -6,7 +6,7 @@ import matplotlib.image
 import pytest
 from click.testing import CliRunner
 
-from lookahead.passes import capabilities, costs
+from lookahead.passes import capabilities, costs, measuring
 from lookahead.passes.costs import RUNGS
 from lookahead.tools import commands, tuning
 from lookahead.tools.cli import main
@@ -30,7 +30,7 @@ def test_tune_keeps_what_decoding_goes_by(tmp_path, monkeypatch):
     before = json.loads(kept.read_text())
     picture = matplotlib.image.imread(tmp_path / "times.png")
     assert len({tuple(pixel) for pixel in picture.reshape(-1, picture.shape[-1])[::97]}) > 3
-    monkeypatch.setattr(costs, "measure", None)  # a later process reads the file
+    monkeypatch.setattr(measuring, "measure", None)  # a later process reads the file
     monkeypatch.setattr(costs, "_known", type(costs._known)())
     generated = CliRunner().invoke(main, ["generate", "def f():", "--max-new-tokens", "4"])
     assert generated.exit_code == 0, generated.output

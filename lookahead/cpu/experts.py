@@ -1,0 +1,134 @@
+"""Operations of layers of which each row takes a part, its experts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead.cpu.operations import Activation, Operation, Value
+from lookahead.cpu.products import Linear
+
+
+@dataclass(frozen=True, eq=False)
+class Experts(Operation):
+    """The MLPs of the top_k experts of each row, added up by their weights (Shazeer et al. 2017, arXiv 1701.06538).
+
+    of: the router, then for each expert a layer of both halves, gates first, and the one that goes back. The first one
+    may also give a single half, which then has no gates. The weights are the router's softmax, or sigmoid, of each
+    expert. They are divided by their sum if they add to one, then multiplied by a factor, and may be rounded, also at
+    each of these steps (rounds_steps). epsilon: added to that sum. Of experts that are equally good, those are chosen
+    that torch's topk takes. rounds_ranks: the weights by which they are chosen are rounded, too. Results are rounded
+    when they have been weighed, and added in the order of experts. correction: float32 [experts], added to the weights
+    by which experts are chosen (Wang et al. 2024, arXiv 2408.15664). scales: float32 [experts], by which the weights
+    are multiplied at last, unless they are rounded. routed: what the router reads, if that is not x. groups: experts
+    are divided into so many; of these, `top_groups` are left whose best experts, two or one, add up to the most
+    (DeepSeek-V3, arXiv 2412.19437). router: a router in float32, [experts, width], whose products are not rounded; then
+    there is none in `of`. limit: unless it is 0, a gate stands beside its number, and the two become (number + 1) *
+    gate * sigmoid(alpha * gate), within this limit (gpt-oss, arXiv 2508.10925). nearness: unless it is negative,
+    experts are chosen in turn, each with its share of the softmax of those left whose scores s are near its own s':
+    (s' - s) / max(|s|, s') <= nearness (SparseMixer, Liu et al. 2024, arXiv 2409.12136).
+    """
+
+    x: Value
+    out: Value
+    of: tuple[Linear, ...]
+    top_k: int
+    activation: Activation
+    adds_to_one: bool
+    rounds_weights: bool
+    is_sigmoid: bool = False
+    factor: float = 1.0
+    rounds_steps: bool = False
+    rounds_ranks: bool = False
+    epsilon: float = 1e-20
+    groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 2
+    nearness: float = -1.0
+    limit: float = 0.0
+    alpha: float = 1.0
+    correction: torch.Tensor | None = None
+    router: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    routed: Value | None = None
+    is_private = True
+    reads_all_weights = False
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.of
+
+    def wide(self) -> list[torch.Tensor]:
+        return self.tensors()
+
+    @property
+    def experts(self) -> tuple[Linear, ...]:
+        """The layers of the experts."""
+        return self.of[self.router is None :]
+
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return len(self.experts) // 2
+
+    @property
+    def inner(self) -> int:
+        """Numbers of a row within an expert."""
+        return self.experts[1].inputs
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the first layer of an expert gives both halves."""
+        return self.experts[0].outputs != self.inner
+
+    def cpp_fields(self) -> dict[str, Any]:
+        products = [(*linear.matrix(), -1, 0) for linear in self.of]
+        if self.router is not None:  # it is none of them, but has its place
+            products.insert(0, (0,) * len(products[0]))
+        of_router = {"y": self.routed, "size": (self.routed or self.x).width}
+        return {"products": np.array(products, np.int64), "count": len(products), **of_router}
+
+    def keeps(self, limits: Mapping[str, int]) -> bool:
+        # The halves of a layer are parts of it.
+        return self.count <= limits["MOST_EXPERTS"] and self.inner % limits["OUTPUTS_TOGETHER"] == 0
+
+    def widths_beside(self, itemsize: int, limits: Mapping[str, int]) -> tuple[list[int], list[int]]:
+        of_choices = 2 * self.top_k * limits["CHOICE_BYTES"] // itemsize  # in their order, and by row
+        of_scores = self.count if self.router is None else 4 * self.count // itemsize
+        width, inner = self.x.width, self.inner
+        return [of_scores, width, 2 * inner, of_choices], [self.top_k * inner, self.top_k * width]
+
+    def fits(self) -> bool:
+        count, width = self.count, self.x.width
+        routing = Linear(self.router) if self.router is not None else self.of[0]
+        shapes = {(linear.outputs, linear.inputs) for linear in self.experts[::2]}
+        back = {(linear.outputs, linear.inputs) for linear in self.experts[1::2]}
+        return (
+            0 < self.top_k <= count
+            and (routing.outputs, routing.inputs) == (count, (self.routed or self.x).width)
+            and shapes == {(self.inner << self.is_gated, width)}
+            and (self.is_gated or not self.limit)
+            and back == {(width, self.inner)}
+            and all(one is None or one.shape == (count,) for one in (self.correction, self.scales))
+            and 0 < self.top_groups <= self.groups
+            and self.best_of_group in (1, 2)
+            and (self.groups == 1 or (count % self.groups == 0 and count // self.groups >= self.best_of_group))
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Weigh(Operation):
+    """out = sigmoid(by), rounded, * x. by: one number for each row."""
+
+    x: Value
+    out: Value
+    by: Value
+    is_private = True
+
+    def cpp_fields(self) -> dict[str, Any]:
+        return {"y": self.by}
+
+    def fits(self) -> bool:
+        return self.by.width == 1

@@ -1,0 +1,183 @@
+"""Operations of layers that keep a state of all positions together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from lookahead.cpu.operations import Operation, Part, Value
+
+
+class StateShape(NamedTuple):
+    """What a layer of the cache keeps of all positions together."""
+
+    channels: int
+    """Of its convolutions."""
+    columns: int
+    """The last inputs that these read."""
+    heads: int = 0
+    """Of its recurrence, if it has one."""
+    keys: int = 0
+    """Numbers of a head of keys."""
+    values: int = 0
+    is_by_values: bool = False
+    """Whether it is held as [heads, values, keys]."""
+
+    @property
+    def of_state(self) -> tuple[int, ...]:
+        """The shape of the state of its recurrence, if it has one."""
+        sizes = (self.values, self.keys) if self.is_by_values else (self.keys, self.values)
+        return (self.heads, *sizes) if self.heads else ()
+
+
+@dataclass(frozen=True, eq=False)
+class Convolve(Operation):
+    """Each number of a row, and those of the rows before it at the same place, by weights of this place.
+
+    out = weight[:, -1] * x + weight[:, -2] * x of the parent + ... + bias. weight: [width, taps]. bias: [width]. Before
+    the first rows of a step stand the inputs that a layer of the cache holds, for this operation from its channel
+    `first` on. The layer takes the inputs of the accepted rows when they are committed.
+    """
+
+    x: Value
+    out: Value
+    weight: torch.Tensor
+    layer: int
+    bias: torch.Tensor | None = None
+    first: int = 0
+
+    @property
+    def taps(self) -> int:
+        """How many numbers are added up."""
+        return self.weight.shape[1]
+
+    @property
+    def part(self) -> Part:
+        return "outputs", self.x.width
+
+    def cpp_fields(self) -> dict[str, Any]:
+        return {"index": self.layer}
+
+    def keeps(self, limits: Mapping[str, int]) -> bool:
+        return self.taps <= limits["MOST_TAPS"]
+
+    def state_shapes(self, before: Mapping[int, StateShape]) -> dict[int, StateShape]:
+        found = before.get(self.layer, StateShape(0, 0))
+        channels, columns = max(found.channels, self.first + self.x.width), max(found.columns, self.taps - 1)
+        return {self.layer: found._replace(channels=channels, columns=columns)}
+
+    def fits(self) -> bool:
+        width = self.x.width
+        is_of_width = self.weight.shape == (width, self.taps) and (self.bias is None or self.bias.shape == (width,))
+        return is_of_width and self.taps > 1 and self.first >= 0
+
+
+class _Recurrence(Operation):
+    """What `Delta` and `Scan` have in common."""
+
+    x: Value
+    out: Value
+    keys: Value
+    values: Value
+    log_speeds: torch.Tensor
+    biases: torch.Tensor
+    layer: int
+    heads: int
+    size: int
+    is_by_values: ClassVar[bool] = False
+    """Whether the state is held as [heads, values, keys]."""
+
+    @property
+    def key_heads(self) -> int:
+        """Of queries and keys."""
+        return self.x.width // self.size
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head of values."""
+        return self.values.width // self.heads
+
+    @property
+    def part(self) -> Part:
+        return ("heads", self.heads) if self.heads > 1 else None  # of a single head, rows are not shared out
+
+    def cpp_fields(self) -> dict[str, Any]:
+        others = [value for value in self.read() if value not in (self.x, self.keys)]
+        named = {"y": self.keys, "index": self.layer, "weight": self.log_speeds, "bias": self.biases}
+        return {**named, "temporary": others}
+
+    def keeps(self, limits: Mapping[str, int]) -> bool:
+        return self.size <= limits["MOST_STATE_KEYS"]
+
+    def state_shapes(self, before: Mapping[int, StateShape]) -> dict[int, StateShape]:
+        found = before.get(self.layer, StateShape(0, 0))
+        return {self.layer: StateShape(*found[:2], self.heads, self.size, self.value_size, self.is_by_values)}
+
+    def fits(self) -> bool:
+        heads = self.heads
+        has_whole_heads = not (self.x.width % self.size or self.values.width % heads or heads % self.key_heads)
+        widths = self.x.width == self.keys.width, self.out.width == self.values.width
+        return has_whole_heads and all(widths) and self._of_heads == {heads}
+
+    @property
+    def _of_heads(self) -> set[int]:
+        """The widths of what has a number for each head."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Delta(_Recurrence):
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464): each head has a state S, [keys, values] in float32.
+
+    S = d * P + k u^T, where P is the parent's, u = r * (v - d * P^T k), and out = S^T q. Queries x and keys are divided
+    by their length, queries also by the root of `size`. d = exp(-exp(log_speeds) * softplus(decays + biases)), and r =
+    factor * sigmoid(rates), whose sigmoid is rounded. heads: of values; neighbouring ones share a head of queries and
+    keys, of this size. log_speeds, biases: [heads]. Before the first rows of a step comes the state that a layer of the
+    cache holds. It takes the updates of the accepted rows when they are committed.
+    """
+
+    x: Value
+    out: Value
+    keys: Value
+    values: Value
+    decays: Value
+    rates: Value
+    log_speeds: torch.Tensor
+    biases: torch.Tensor
+    layer: int
+    heads: int
+    size: int
+    factor: float = 1.0
+
+    @property
+    def _of_heads(self) -> set[int]:
+        return {self.decays.width, self.rates.width, len(self.log_speeds), len(self.biases)}
+
+
+@dataclass(frozen=True, eq=False)
+class Scan(_Recurrence):
+    """The recurrence of Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): each head has a state S, [values, keys] in float32.
+
+    S = d * P + v k^T, where P is the parent's, v of `values`, d = exp(-exp(log_speeds) * t), and k = t * keys, rounded.
+    t is softplus(times + biases), of which sum and result are rounded, and out = S x + skips * v, whose terms are.
+    heads: of values; neighbouring ones share a head of queries x and keys, of `size`. log_speeds, biases, skips:
+    [heads]. The state is held and committed as that of `Delta`.
+    """
+
+    x: Value
+    out: Value
+    keys: Value
+    values: Value
+    times: Value
+    log_speeds: torch.Tensor
+    biases: torch.Tensor
+    skips: torch.Tensor
+    layer: int
+    heads: int
+    size: int
+    is_by_values = True
+
+    @property
+    def _of_heads(self) -> set[int]:
+        return {self.times.width, len(self.log_speeds), len(self.biases), len(self.skips)}

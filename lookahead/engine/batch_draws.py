@@ -1,0 +1,111 @@
+"""The random draws of sampled batches, made as plain decoding makes them."""
+
+import torch
+
+from lookahead.cpu import choice
+from lookahead.engine.draws import KNOWN_DRAWS, Race, copy_of, drawing
+
+MOST_STATES = 2048  # of 5 kB, that a batch keeps for the sequences that are behind; others are found once more
+
+
+class BatchDraws:
+    """What plain decoding of a batch draws, for sequences that go at their own pace.
+
+    For each token, plain decoding draws the variates of all sequences at once, one after the other, of those that have
+    ended, too. So those of token t of sequence b are drawn from torch's generator behind (t * sequences + b) *
+    vocabulary others, whatever the texts say.
+    """
+
+    def __init__(self, sequences: int):
+        self._sequences, self._vocabulary = sequences, 0
+        self._live = set(range(sequences))
+        self._next = 0  # the place of the next of all draws
+        self._states: dict[int, torch.Tensor] = {}  # before draws that nobody has asked for yet, by place
+        self._starts: dict[int, torch.Tensor] = {}  # before all draws of a token
+        self._asked = [0] * sequences  # tokens
+        self._frontier = self._left = torch.empty(0)  # states: before the next of all draws, and of torch's generator
+
+    def _begin(self, vocabulary: int) -> None:
+        """Take torch's generator over. Whoever draws meanwhile, in another thread, is given other numbers."""
+        with drawing:
+            generator, self._vocabulary = torch.default_generator, vocabulary
+            self._frontier = generator.get_state()
+            generator.manual_seed(int(torch.randint(2**62, ())))
+            self._left = generator.get_state()
+
+    def races(self) -> list["RaceInBatch"]:
+        """Return what draws the tokens of each sequence."""
+        return [RaceInBatch(self, b) for b in range(self._sequences)]
+
+    def before(self, token: int, sequence: int, vocabulary: int) -> torch.Tensor:
+        """Return the generator's state before a draw; each is asked for once, in the order of a sequence's tokens."""
+        if not self._vocabulary:
+            self._begin(vocabulary)
+        self._asked[sequence] = token
+        place = token * self._sequences + sequence
+        while self._next <= place:
+            self._go_on()
+        if place in self._states:
+            return self._states.pop(place)
+        state = copy_of(self._starts[token])
+        choice.skip(state, sequence * vocabulary)
+        return state
+
+    def leave(self, sequence: int) -> None:
+        """Keep nothing more for a sequence, which has ended."""
+        self._live.discard(sequence)
+        self._states = {place: state for place, state in self._states.items() if place % self._sequences != sequence}
+
+    def end(self, tokens: int) -> None:
+        """Leave torch's generator as plain decoding leaves it after this many tokens of each sequence.
+
+        No sequence has drawn more than KNOWN_DRAWS beyond them. If another thread has used it, it stays as it is.
+        """
+        if not self._vocabulary:
+            return
+        while self._next <= tokens * self._sequences:
+            self._go_on()
+        with drawing:
+            if torch.equal(torch.default_generator.get_state(), self._left):
+                torch.default_generator.set_state(self._starts[tokens])
+
+    def _go_on(self) -> None:
+        token, sequence = divmod(self._next, self._sequences)
+        if sequence == 0:
+            self._starts[token] = copy_of(self._frontier)
+            least = min([token - KNOWN_DRAWS - 1, *(self._asked[b] for b in self._live)])
+            while (oldest := next(iter(self._starts))) < least:
+                del self._starts[oldest]
+        if sequence in self._live and len(self._states) < MOST_STATES:
+            self._states[self._next] = copy_of(self._frontier)
+        choice.skip(self._frontier, self._vocabulary)
+        self._next += 1
+
+
+class RaceInBatch(Race):
+    """Draws the tokens of one sequence of a batch."""
+
+    def __init__(self, draws: BatchDraws, sequence: int):
+        super().__init__(torch.Generator("cpu"))
+        self._draws, self._sequence = draws, sequence
+        self._asked = 0  # how many states
+
+    def _begin_with(self, vocabulary: int) -> None:
+        super()._begin_with(vocabulary)
+        self._states = [self._before_next()]
+        self.generator.set_state(self._states[0])
+
+    def _before_next(self, after: torch.Tensor | None = None) -> torch.Tensor:
+        self._asked += 1
+        return self._draws.before(self._asked - 1, self._sequence, self.vocabulary)
+
+    def _check(self) -> None:
+        """Leave the next draw behind if torch has drawn the last token, from the state that was left for it."""
+        if self.generator.get_state().numpy().tobytes() != self._states[0].numpy().tobytes():
+            if len(self._states) == 1:
+                self._states.append(self._before_next())
+                self._begin -= 1  # its variates are not there
+            self._pass()
+
+    def end(self) -> None:
+        self._draws.leave(self._sequence)
