@@ -1,6 +1,7 @@
 """What the engine offers to writers of sources of guesses. `lookahead.sources` imports nothing else of this package."""
 
-from lookahead.compat import attention_implementation, copy_of_module
+from lookahead.compat import attention_implementation
+from lookahead.compat.copies import copy_of_module
 from lookahead.compat.mtp import mtp_logits, mtp_model, run_mtp_layer
 from lookahead.config import LookaheadConfig
 from lookahead.cpu import products

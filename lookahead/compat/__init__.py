@@ -4,7 +4,6 @@ The rest of the package does not use them. What few calls need stands in modules
 shows which one an upgrade has moved.
 """
 
-import copy
 import inspect
 import os
 from collections.abc import Callable, Iterable
@@ -150,10 +149,6 @@ def execution_device(module: nn.Module) -> torch.device | int | str | None:
     return next((device for device in devices if device is not None), None)
 
 
-def has_accelerate_hook(module: nn.Module) -> bool:
-    return hasattr(module, "_hf_hook")
-
-
 def tensors_of(modules: Iterable[nn.Module]) -> list[tuple[dict, str, torch.Tensor]]:
     """All tensors of these modules: where each is looked up, its name there, and what is there now.
 
@@ -246,54 +241,9 @@ def replaces_forward(module: nn.Module) -> bool:
 _OF_TRL = "trl.trainer.utils", "_fused_forward"
 
 
-def copy_of_module(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
-    """A copy of a module with these children in place of its own of the same names. All else is the module's own.
-
-    What ``module.compile()`` made is left behind, and a forward of trl: they would run the module itself.
-    """
-    copied = copy.copy(module)
-    if not replaces_forward(module):
-        vars(copied).pop("forward", None)
-    copied._modules = {**module._modules, **children}
-    return copied
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
     """False for a tensor that wraps other tensors, such as a quantized weight."""
     return not is_traceable_wrapper_subclass(tensor)
-
-
-def quantization_of(tensor: torch.Tensor) -> str:
-    """What a tensor that wraps others says about them: how it quantizes, without its numbers."""
-    names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # `is_plain` does not hold
-    inner = [(name, getattr(tensor, name)) for name in names]
-    return repr(([(name, type(part).__name__, getattr(part, "dtype", None)) for name, part in inner], settings))
-
-
-_OF_ACTIVATIONS = "act_quant_kwargs", "act_pre_scale", "activation_quantization"
-
-
-def int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The int8 numbers [outputs, inputs] and the scales of a weight that torchao has quantized.
-
-    Scales [outputs] are those of sums. With scales [outputs, groups], torchao computes the weights of each group of
-    inputs, rounded to the weight's dtype, and multiplies with them. None for all other weights, also if activations are
-    scaled or quantized. Groups must be on the CPU, and count from zero.
-    """
-    kind = type(weight).__name__
-    if kind not in ("Int8Tensor", "IntxUnpackedToInt8Tensor") or not type(weight).__module__.startswith("torchao."):
-        return None
-    if any(getattr(weight, name, None) is not None for name in _OF_ACTIVATIONS):
-        return None
-    numbers, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
-    if numbers is None or scales is None or numbers.ndim != 2 or scales.ndim != 2 or len(scales) != len(numbers):
-        return None
-    if kind == "Int8Tensor" and scales.shape[1] == 1:
-        return numbers, scales[:, 0]
-    zeros = getattr(weight, "zero_point", None)
-    if not numbers.is_cpu or numbers.shape[1] % scales.shape[1] or (zeros is not None and zeros.numpy().any()):
-        return None
-    return numbers, scales
 
 
 def modes_of_users() -> list[str]:
@@ -342,29 +292,6 @@ def cpu_capability() -> str:
             if allowed and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
                 capability = "AVX512_AMX"
     return capability
-
-
-def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention, and the log-sum-exp of its scores, float32 [batch, heads, queries].
-
-    On a GPU, a mask must not leave its first two dimensions to be repeated.
-    """
-    if query.is_cuda:
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        out, log_sums, *_ = efficient(query, key, value, mask, True, scale=scale)
-        return out, log_sums[..., : query.shape[2]]  # its rows are padded
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(query, key, value, attn_mask=mask, scale=scale)
-
-
-def grouped_products(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply groups of rows with a weight each: [rows, inputs] by [groups, inputs, outputs].
-
-    ends: of each group, the row behind its last one, int32 [groups].
-    """
-    return torch._grouped_mm(x, weights, offs=ends)
 
 
 # -- blocks of GGUF ---------------------------------------------------------------------------------------------------

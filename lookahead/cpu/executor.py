@@ -6,10 +6,10 @@ copied, except what `blocks` makes smaller.
 """
 
 import ctypes
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate, count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,15 +21,15 @@ from lookahead.cpu.products import Format, Linear, pointer
 from lookahead.cpu.program import Program
 from lookahead.cpu.top_k import MAX_COUNT
 
+if TYPE_CHECKING:
+    from lookahead.cpu.states import Pending, Places
+
 _kernels = cache(partial(native.kernels, "run", native.FLOATS, [ctypes.c_void_p], ctypes.c_long))
 _sizes = cache(partial(native.kernels, "sizes", native.FLOATS, [ctypes.c_void_p] * 2))
 _describe = cache(partial(native.kernels, "describe", (torch.uint8,), [], ctypes.c_char_p))
 _MOVES = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p] * 2 + [ctypes.c_long]
-_COMMITS = [ctypes.c_void_p, ctypes.c_long] * 2 + [ctypes.c_long]
-_commits = cache(partial(native.kernels, "commit", native.FLOATS, _COMMITS))
 _movers = cache(partial(native.kernels, "move_rows", (torch.uint8,), _MOVES))  # one, which moves any dtype
 ALIGNMENT = 64  # bytes, of each buffer
-_SHAPE = "channels", "state_heads", "state_keys", "state_values", "is_by_values"  # of a state, in C++
 
 
 class _Described(NamedTuple):
@@ -218,23 +218,6 @@ class _Buffers:
 def _conflict(buffer: _Buffer, part: op.Part, writes: bool) -> bool:
     """Whether a thread may need what another one has done to the buffer since they have met, or spoil it."""
     return any((writes or wrote) and (part is None or part != other) for other, wrote in buffer.used)
-
-
-class Places(NamedTuple):
-    """Where a layer of a cache keeps its state, and what the rows of a pass do to it."""
-
-    inputs: int
-    """The address of the last inputs of its convolutions, [channels, columns]."""
-    inputs_of_rows: int
-    """The address of those of the rows, [T, channels]; 0: the pass commits all rows, one behind the other."""
-    columns: int
-    state: int
-    """The address of that of its recurrence, [heads, keys, values], or 0."""
-    updates: int
-    """The address of what the rows do to it, float32 [T, heads, 1 + keys + values]; 0: as for inputs."""
-
-
-_PLACES = tuple(Places.__annotations__)
 
 
 class Rows(NamedTuple):
@@ -503,7 +486,7 @@ class Executor:
         if len(self._cached) < count:
             self._cached, self._places = np.zeros((count, self.layers), described.cached), [[]] * count
             for layer, shape in self.states.items():
-                for name, value in zip(_SHAPE, (shape.channels, *shape[2:]), strict=True):
+                for name, value in shape.cpp_fields().items():
                     self._cached[:, layer][name] = value
         found = []
         for b, one in enumerate(sequences):
@@ -522,14 +505,16 @@ class Executor:
                 covered = (0, 0) if array is None else (array.ctypes.data, array.shape[1])
                 table["hidden"][rows_of], table["masked"][rows_of] = covered
             for layer, state in zip(self.states, one.states, strict=True):
-                for name, value in zip(_PLACES, state, strict=True):
+                for name, value in state._asdict().items():
                     table[name][layer] = value
         self._sequences = np.array(found, described.sequence)
         return begin
 
     def pending(self, b: int, held: object) -> "Pending":
         """Return what the rows of the last pass do to the states of sequence b. held: what its `Places` lie in."""
-        return Pending(_commits()[self.like.dtype], self._cached[b].copy(), held)
+        from lookahead.cpu.states import Pending  # other programs have no states
+
+        return Pending(self.like.dtype, self._cached[b].copy(), held)
 
     def _parts(self, *layout: int) -> tuple["_Layout", dict[str, int]]:
         """Make `_room` for a pass. Return its layout, and the addresses of the parts by their names in C++.
@@ -603,19 +588,6 @@ class Executor:
         for row, (cos, sin) in zip(self._rotary_tables, pairs, strict=True):
             row["cos"], row["sin"], row["width"] = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
         self._rotary, self._turned = rotary, min((len(cos) for cos, _ in pairs), default=0)
-
-
-class Pending:
-    """What the rows of a pass do to the states of a sequence's cache, once it is known which of them are accepted."""
-
-    def __init__(self, commit: Callable[..., None], layers: np.ndarray, held: object):
-        """layers: what C++ knows of each layer. held: what keeps the memory alive to which they refer."""
-        self._commit, self._layers, self._held = commit, layers, held
-
-    def apply(self, path: list[int]) -> None:
-        """Take these rows into the states: a path from the root."""
-        rows, threads = np.array(path, np.int64), torch.get_num_threads()
-        self._commit(self._layers.ctypes.data, len(self._layers), rows.ctypes.data, len(rows), threads)
 
 
 def places_of(sizes: Iterable[int]) -> list[int]:

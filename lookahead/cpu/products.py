@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lookahead.compat import int8_weight
 from lookahead.cpu import native
 from lookahead.decoding_pass import current_pass
 
@@ -97,7 +96,11 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     def of(cls, layer: nn.Linear) -> "Linear":
         """The tensors of a layer, as they are at this moment."""
         weight = layer.weight
-        if type(weight) in _PLAIN or (quantized := int8_weight(weight)) is None:
+        if type(weight) in _PLAIN:
+            return cls(weight, None, layer.bias)
+        from lookahead.compat.quantized import int8_weight  # other weights need it not
+
+        if (quantized := int8_weight(weight)) is None:
             return cls(weight, None, layer.bias)
         data, scales = quantized  # torchao, too, rounds scales of outputs, and computes weights of groups in float32
         return cls(data, scales.to(weight.dtype if scales.ndim == 1 else torch.float32), layer.bias)

@@ -1,12 +1,19 @@
-"""Operations of layers that keep a state of all positions together."""
+"""Layers that keep a state of all positions together: their operations, and what a pass does to the states."""
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
+from lookahead.cpu import native
 from lookahead.cpu.operations import Operation, Part, Value
+
+_COMMITS = [ctypes.c_void_p, ctypes.c_long] * 2 + [ctypes.c_long]
+_commits = cache(partial(native.kernels, "commit", native.FLOATS, _COMMITS))
 
 
 class StateShape(NamedTuple):
@@ -29,6 +36,25 @@ class StateShape(NamedTuple):
         """The shape of the state of its recurrence, if it has one."""
         sizes = (self.values, self.keys) if self.is_by_values else (self.keys, self.values)
         return (self.heads, *sizes) if self.heads else ()
+
+    def cpp_fields(self) -> dict[str, int]:
+        """As C++ calls them (`CACHED`)."""
+        of_state = {"state_heads": self.heads, "state_keys": self.keys, "state_values": self.values}
+        return {"channels": self.channels, **of_state, "is_by_values": self.is_by_values}
+
+
+class Places(NamedTuple):
+    """Where a layer of a cache keeps its state, and what the rows of a pass do to it."""
+
+    inputs: int
+    """The address of the last inputs of its convolutions, [channels, columns]."""
+    inputs_of_rows: int
+    """The address of those of the rows, [T, channels]; 0: the pass commits all rows, one behind the other."""
+    columns: int
+    state: int
+    """The address of that of its recurrence, [heads, keys, values], or 0."""
+    updates: int
+    """The address of what the rows do to it, float32 [T, heads, 1 + keys + values]; 0: as for inputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,3 +207,16 @@ class Scan(_Recurrence):
     @property
     def _of_heads(self) -> set[int]:
         return {self.times.width, len(self.log_speeds), len(self.biases), len(self.skips)}
+
+
+class Pending:
+    """What the rows of a pass do to the states of a sequence's cache, once it is known which of them are accepted."""
+
+    def __init__(self, dtype: torch.dtype, layers: np.ndarray, held: object):
+        """dtype: of the program. layers: what C++ knows of each layer. held: keeps alive the memory of these."""
+        self._commit, self._layers, self._held = _commits()[dtype], layers, held
+
+    def apply(self, path: list[int]) -> None:
+        """Take these rows into the states: a path from the root."""
+        rows, threads = np.array(path, np.int64), torch.get_num_threads()
+        self._commit(self._layers.ctypes.data, len(self._layers), rows.ctypes.data, len(rows), threads)

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from lookahead.compat import CACHE, execution_device
-from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SlidingLayer, counts_positions
+from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, counts_positions
 from lookahead.step import Visibility, mask
 
 # Settings that give the number of positions that a model was made for, or that its tables have room for.
@@ -98,6 +98,8 @@ class ModelAdapter:
             elif visibility is None:
                 layers.append(theirs)
             elif visibility.window is not None:
+                from lookahead.models.sliding import SlidingLayer  # other models need none
+
                 layers.append(SlidingLayer(visibility.window))
             else:
                 layers.append(InPlaceLayer(expected_length))

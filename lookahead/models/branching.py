@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.compat import copy_of_module, replaces_forward
+from lookahead.compat import replaces_forward
+from lookahead.compat.copies import copy_of_module
 from lookahead.models import biases, recurrence
 from lookahead.models.state import State, state_of
 from lookahead.models.users_code import PASS_ON

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from lookahead.cpu import executor, pages
 from lookahead.decoding_pass import current_pass
 from lookahead.step import Step, Visibility, hidden, to_device
+
+if TYPE_CHECKING:
+    from lookahead.cpu.states import Pending
 
 FIRST_CAPACITY = 256  # columns
 LONG = 2048  # columns, from which on memory in huge pages may be worth its making
@@ -286,47 +289,6 @@ class InPlaceLayer(CacheLayerMixin):
         return self.seen() + query_length, self.get_seq_length() - self.seen()
 
 
-class SlidingLayer(InPlaceLayer):
-    """Keys and values of the last ``sliding_window`` - 1 positions and of the current step."""
-
-    is_sliding = True
-
-    def __init__(self, sliding_window: int):
-        self.sliding_window = sliding_window
-        super().__init__(min(2 * sliding_window, FIRST_CAPACITY))
-
-    def seen(self) -> int:
-        return self.columns - max(int(self.held.min()) - self._most_seen(), 0)
-
-    def _most_seen(self) -> int:
-        return self.sliding_window - 1
-
-    def _reach(self, columns: int) -> None:
-        self.starts = self.starts + self.columns - columns  # the last position stays
-        super()._reach(columns)
-
-    def lacks_room(self, new: int) -> bool:
-        wanted = 2 * (self.sliding_window + new)
-        # The buffers are too small, or too large since a long prompt.
-        return self.columns + new > self._room or self._room > 2 * max(wanted, FIRST_CAPACITY)
-
-    def make_room(self, new: int) -> None:
-        if self.lacks_room(new):
-            wanted, held = 2 * (self.sliding_window + new), self.held
-            seen = np.minimum(held, self._most_seen())
-            self._move(held - seen, held, max(wanted, int(seen.max()) + new, FIRST_CAPACITY))
-            self.starts = self.starts + held - seen
-            self.columns = int(seen.max())
-            self.gaps = self.columns - seen
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if max(self.get_seq_length() + tokens_to_remove - self._most_seen(), 0) < self.starts.max():
-            raise RuntimeError(
-                f"crop({tokens_to_remove}) needs positions that have left the sliding window of {self.sliding_window}"
-            )
-        super().crop(tokens_to_remove)
-
-
 class KeepsState:
     """Marks `recurrence.StateLayer`, which only models with such layers import."""
 
@@ -353,7 +315,7 @@ class LookaheadCache(Cache):
                 alike.setdefault((type(layer), getattr(layer, "sliding_window", None)), []).append(index)
         self._kinds = list(alike.values())  # indices of layers that usually have the same columns
         self._states = [layers[index] for index in self.states_at]
-        self.pending: executor.Pending | None = None
+        self.pending: Pending | None = None
         """What the rows of the last pass do to the states, if it was one call, and where it is."""
         self.room = np.empty(0, np.uint8)
         ours = InPlaceLayer, KeepsState

@@ -9,9 +9,8 @@ from transformers.cache_utils import (
 )
 
 from lookahead import compat
-from lookahead.compat import attention_implementation, looks_up_attention
+from lookahead.compat import attention_implementation
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError
-from lookahead.models.cache import InPlaceLayer
 from lookahead.models.state import state_of
 from lookahead.step import Visibility
 
@@ -143,14 +142,6 @@ def changes_rope(model: PreTrainedModel) -> bool:
     return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in ropes_of(model))
 
 
-def looks_up_sdpa(model: PreTrainedModel) -> bool:
-    """Whether any module of the model asks transformers for the attention named "sdpa"."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    has_sdpa = any(attention_implementation(config) == "sdpa" for config in configs)
-    looks_up = looks_up_attention(model) or "ALL_ATTENTION_FUNCTIONS" in state_of(model).names
-    return looks_up and has_sdpa
-
-
 def _biases_keys(model: PreTrainedModel) -> bool:
     """Whether attention is biased by a key's column in the cache (ALiBi). In a tree, columns are not positions.
 
@@ -163,13 +154,3 @@ def _biases_keys(model: PreTrainedModel) -> bool:
     from lookahead.models import branching
 
     return branching.biases_keys(model)
-
-
-def state_layers(adapter: ModelAdapter) -> str:
-    """Name the layers that keep a state: indices, type and class."""
-    types = getattr(adapter.config, "layer_types", None) or [adapter.config.model_type] * 2**10
-    kinds: dict[str, list[str]] = {}
-    for index, layer in enumerate(adapter.make_cache().layers):
-        if not isinstance(layer, InPlaceLayer):
-            kinds.setdefault(f"{types[index]}, {type(layer).__name__}", []).append(str(index))
-    return "; ".join(f"{', '.join(indices)} ({kind})" for kind, indices in kinds.items())

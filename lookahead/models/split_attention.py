@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lookahead.compat import flash_attention
+from lookahead.compat.operators import flash_attention
 from lookahead.cpu import tree_attention
 from lookahead.decoding_pass import current_pass
 from lookahead.models.attention import sdpa

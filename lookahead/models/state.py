@@ -254,7 +254,11 @@ def _attributes(module: nn.Module, changing: set[str]) -> dict[str, Any]:
 
 
 def _quantization(tensor: torch.Tensor) -> str:
-    return "" if compat.is_plain(tensor) else compat.quantization_of(tensor)
+    if compat.is_plain(tensor):
+        return ""
+    from lookahead.compat.quantized import quantization_of  # other tensors need it not
+
+    return quantization_of(tensor)
 
 
 def _name(cls: type) -> str:

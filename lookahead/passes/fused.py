@@ -1,31 +1,29 @@
 """Passes in one call, on a CPU, for models whose passes are programs (`models.families`)."""
 
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookahead.compat import VERSION, attention_implementation, int8_weight, registered_attention, tensors_of
+from lookahead.compat import VERSION, attention_implementation, is_plain, registered_attention, tensors_of
 from lookahead.cpu import native
 from lookahead.cpu.executor import (
-    ALIGNMENT,
     Executor,
-    Places,
     Rows,
     bytes_to_copy,
     can_digest,
-    places_of,
     serves,
     weight_bytes,
 )
-from lookahead.cpu.products import is_plain_of, pointer
+from lookahead.cpu.products import is_plain_of
 from lookahead.cpu.program import CacheShape, Program
 from lookahead.models.adapter import ModelAdapter, context_length
 from lookahead.models.cache import AnyCache, LookaheadCache, SeparateCaches
@@ -35,9 +33,6 @@ from lookahead.models.state import state_of
 from lookahead.passes.packed import Packs, ReadyProgram, packed_of
 from lookahead.passes.runner import EagerRunner, Output, TopK, joined
 from lookahead.step import MAX_DEPTH, Step, grow, pad
-
-if TYPE_CHECKING:
-    from lookahead.cpu.states import StateShape
 
 # Tokens of a prompt, at most, if any. With the matrix unit by dtype, for torch is quicker beyond; and without it.
 MOST_READ_IN_TILES = {torch.bfloat16: 192, torch.float32: 512}
@@ -59,9 +54,7 @@ class Watch:
         places = tensors_of(modules)
         self._places, self._names = [place for place, _, _ in places], [name for _, name, _ in places]
         self._tensors = [tensor for _, _, tensor in places]
-        # What torchao has quantized is a tensor without memory, and has others within.
-        found = ((tensor, *(int8_weight(tensor) or ())) for tensor in self._tensors)
-        self._in_memory = [tensor for tensors in found for tensor in tensors[len(tensors) > 1 :]]
+        self._in_memory = [part for tensor in self._tensors for part in _in_memory(tensor)]
         self._counted = [tensor for tensor in self._in_memory if not tensor.is_inference()]
         self._before = self._looked_at()
 
@@ -105,6 +98,15 @@ class Watch:
         memory, tensor = self._in_memory, torch.Tensor
         shapes = list(map(tensor.size, memory)), list(map(tensor.stride, memory))
         return list(map(tensor.data_ptr, memory)), *shapes, list(map(VERSION, self._counted))
+
+
+def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensors that a tensor consists of. One that torchao has quantized has no memory of its own."""
+    if is_plain(tensor):
+        return [tensor]
+    from lookahead.compat.quantized import int8_weight  # other weights need it not
+
+    return int8_weight(tensor) or [tensor]
 
 
 class FusedRunner(EagerRunner):
@@ -320,9 +322,8 @@ class FusedRunner(EagerRunner):
         known += [None] * (b + 1 - len(known))
         found = known[b]
         if found is None or not all(map(operator.is_, tensors, found.tensors)):
-            dtype, states = executor.like.dtype, map(cache.layers.__getitem__, executor.states)
-            fits = all(map(partial(_fits, dtype), executor.caches.values(), cache.in_place))
-            if not (fits and all(map(partial(_fits_state, executor), executor.states.values(), states))):
+            fits = all(map(partial(_fits, executor.like.dtype), executor.caches.values(), cache.in_place))
+            if not fits or (executor.states and not _states().fit(executor, cache)):
                 return None
             found = known[b] = _Buffers(tensors, list(executor.caches))
         return found if list(map(_ADDRESS, tensors)) == found.addresses else None
@@ -365,7 +366,7 @@ class FusedRunner(EagerRunner):
             ]
             extended = self._extend(executor, b, cache, new)
             at = temperatures if isinstance(temperatures, float) else temperatures[b]
-            states = self._states_of(executor, cache, 0 if commits or new == 1 else new) if executor.states else []
+            states = _states().find(executor, cache, 0 if commits or new == 1 else new) if executor.states else []
             place = cache.lengths[0], step.computed
             rows.append(Rows(ids[0], positions[0], *extended, unseen, *place, at, step.parents, states))
             first.append(first[-1] + new)
@@ -427,11 +428,8 @@ class FusedRunner(EagerRunner):
             new_empty = executor.like.new_empty
             for one, (heads, size, value_size) in zip(cache.in_place, executor.caches.values(), strict=True):
                 one.lazy_initialization(new_empty(1, heads, 0, size), new_empty(1, heads, 0, value_size))
-            with torch.inference_mode(False):  # as for keys
-                for index, shape in executor.states.items():
-                    layer: Any = cache.layers[index]
-                    state = executor.like.new_zeros(1, *shape.of_state, dtype=torch.float32) if shape.heads else None
-                    layer.begin(executor.like.new_zeros(1, shape.channels, shape.columns + 1), state)
+            if executor.states:
+                _states().make(executor, cache)
         caches, held = [(0, 0, 0, 0)] * executor.layers, [0] * executor.layers
         places = cache.extend(rows)
         if (buffers := self._finds(executor, b, cache)) is None:
@@ -445,24 +443,12 @@ class FusedRunner(EagerRunner):
                 held[index], caches[index] = seen, (keys, values, strides[i], strides[j])
         return caches, held
 
-    def _states_of(self, executor: Executor, cache: LookaheadCache, rows: int) -> list[Places]:
-        """Return where a pass finds the states of a cache, and where it leaves what this many rows do to them.
 
-        rows: 0: it commits all of them, as those of a prompt, or a root alone.
-        """
-        itemsize, shapes = executor.like.element_size(), executor.states.values()
-        of_inputs = [itemsize * rows * shape.channels for shape in shapes]
-        of_states = [4 * rows * shape.heads * (1 + shape.keys + shape.values) for shape in shapes]
-        *begins, end = places_of([*of_inputs, *of_states])
-        if cache.room.nbytes < end + ALIGNMENT:
-            cache.room = np.empty(end + ALIGNMENT, np.uint8)
-        address = -(-cache.room.ctypes.data // ALIGNMENT) * ALIGNMENT
-        places, held = [], iter(cache.buffers()[2 * len(executor.caches) :])
-        for i, shape in enumerate(shapes):
-            inputs, state = next(held), next(held) if shape.heads else None
-            of_inputs_at, updates_at = ((address + begins[j]) * (rows > 0) for j in (i, i + len(shapes)))
-            places.append(Places(inputs.data_ptr(), of_inputs_at, inputs.shape[2], pointer(state), updates_at))
-        return places
+def _states() -> ModuleType:
+    """What passes over layers with a state need; other models have none."""
+    from lookahead.passes import states
+
+    return states
 
 
 def _page_of(model: PreTrainedModel, adapter: ModelAdapter) -> Page:
@@ -512,15 +498,3 @@ def _fits(dtype: torch.dtype, shape: CacheShape, layer: Any) -> bool:
     room = keys.shape[2]
     are_of_shape = keys.shape == (1, heads, room, of_key) and values.shape == (1, heads, room, of_value)
     return are_of_shape and room >= layer.columns and is_plain_of(keys, dtype) and is_plain_of(values, dtype)
-
-
-def _fits_state(executor: Executor, shape: "StateShape", layer: Any) -> bool:
-    """Whether C++ can read and write the state of a layer of the cache."""
-    if not layer.kept():
-        return False
-    inputs, *states = layer.kept()
-    columns = inputs.shape[2]
-    is_of_shape = inputs.shape == (1, shape.channels, columns) and shape.columns <= columns <= executor.most_columns
-    has_states = [state.shape for state in states] == ([(1, *shape.of_state)] if shape.heads else [])
-    are_plain = is_plain_of(inputs, executor.like.dtype) and all(is_plain_of(one, torch.float32) for one in states)
-    return is_of_shape and has_states and are_plain

@@ -33,10 +33,11 @@ from lookahead.compat import attention_implementation, registered_attention
 from lookahead.cpu.program import Program
 from lookahead.models import attention
 from lookahead.models.adapter import ModelAdapter, device_of
-from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache, SlidingLayer
+from lookahead.models.cache import AnyCache, InPlaceLayer, LookaheadCache
 from lookahead.models.families import UnknownModelError, page_of
 from lookahead.models.layers import changes_rope
 from lookahead.models.origin import is_own
+from lookahead.models.sliding import SlidingLayer
 from lookahead.models.state import state_of
 from lookahead.passes import probe, static
 from lookahead.passes.capabilities import once_for_all

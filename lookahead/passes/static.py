@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
-from lookahead.compat import grouped_products, is_plain
+from lookahead.compat import is_plain
+from lookahead.compat.operators import grouped_products
 from lookahead.cpu import operations as op
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program

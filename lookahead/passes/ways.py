@@ -6,9 +6,10 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from lookahead.compat import attention_implementation
+from lookahead.compat import attention_implementation, looks_up_attention
 from lookahead.models.adapter import ModelAdapter, UnsupportedModelError, device_of
-from lookahead.models.layers import hides_in_cache_alone, looks_up_sdpa, read_config, state_layers, why_no_branches
+from lookahead.models.cache import InPlaceLayer
+from lookahead.models.layers import hides_in_cache_alone, read_config, why_no_branches
 from lookahead.models.state import state_of
 from lookahead.passes import capabilities, probe
 from lookahead.passes.runner import EagerRunner
@@ -35,7 +36,7 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
     adapter = replace(adapter, row_dependence=probe.row_dependence(model, adapter, trials))
     ways = {}
     if adapter.can_branch:
-        if looks_up_sdpa(model) and not state.is_compiled and device_of(model).type == "cpu":
+        if _looks_up_sdpa(model) and not state.is_compiled and device_of(model).type == "cpu":
             reason = state.why_not_split()
             if reason is None:
                 ways["split attention"] = replace(adapter, splits_attention=True)
@@ -68,7 +69,7 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         reason = "later tokens change the logits of earlier ones"
         remedy = "Loading it with is_decoder=True may make its attention causal"
     elif adapter.has_state:
-        remedy = f"Its layers {state_layers(adapter)} keep a state"
+        remedy = f"Its layers {_state_layers(adapter)} keep a state"
     else:
         others = [repr(other) for other in ("sdpa", "eager") if other != implementation]
         remedy = f"Loading it with attn_implementation={' or '.join(others)} may help"
@@ -78,3 +79,21 @@ def try_ways(model: PreTrainedModel, cpu_kernels: bool) -> ModelAdapter:
         f"{name} cannot be decoded by lookahead: {reason} (attn_implementation={implementation!r}). {remedy}; its own "
         "generate() still works."
     )
+
+
+def _looks_up_sdpa(model: PreTrainedModel) -> bool:
+    """Whether any module of the model asks transformers for the attention named "sdpa"."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    has_sdpa = any(attention_implementation(config) == "sdpa" for config in configs)
+    looks_up = looks_up_attention(model) or "ALL_ATTENTION_FUNCTIONS" in state_of(model).names
+    return looks_up and has_sdpa
+
+
+def _state_layers(adapter: ModelAdapter) -> str:
+    """Name the layers that keep a state: indices, type and class."""
+    types = getattr(adapter.config, "layer_types", None) or [adapter.config.model_type] * 2**10
+    kinds: dict[str, list[str]] = {}
+    for index, layer in enumerate(adapter.make_cache().layers):
+        if not isinstance(layer, InPlaceLayer):
+            kinds.setdefault(f"{types[index]}, {type(layer).__name__}", []).append(str(index))
+    return "; ".join(f"{', '.join(indices)} ({kind})" for kind, indices in kinds.items())

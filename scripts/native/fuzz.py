@@ -19,11 +19,12 @@ import torch
 
 from lookahead.cpu import blocks, choice, executor, native, products, top_k, tree_attention
 from lookahead.cpu import operations as op
-from lookahead.cpu.executor import Executor, Places, Rows
+from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.operations import Value
 from lookahead.cpu.products import Linear
 from lookahead.cpu.program import Program
 from lookahead.cpu.reference import ACTIVATIONS, Reference, State
+from lookahead.cpu.states import Places
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

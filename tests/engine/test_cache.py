@@ -10,7 +10,8 @@ from transformers.cache_utils import DynamicLayer
 from zoo import tiny_model
 
 import lookahead.models.cache
-from lookahead.models.cache import InPlaceLayer, LookaheadCache, SlidingLayer, compact
+from lookahead.models.cache import InPlaceLayer, LookaheadCache, compact
+from lookahead.models.sliding import SlidingLayer
 from lookahead.passes.capabilities import find_adapter
 
 

@@ -10,13 +10,14 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, UnsupportedModelError
-from lookahead.cpu import executor, tree_attention
+from lookahead.cpu import states, tree_attention
 from lookahead.cpu.executor import Executor
 from lookahead.engine import call
 from lookahead.engine.sampling import NextTokenRule
 from lookahead.models import cache, recurrence, split_attention
-from lookahead.models.cache import LookaheadCache, SlidingLayer
+from lookahead.models.cache import LookaheadCache
 from lookahead.models.recurrence import Forest, StateLayer
+from lookahead.models.sliding import SlidingLayer
 from lookahead.passes import capabilities
 from lookahead.passes.fused import FusedRunner
 from lookahead.step import Step, Visibility
@@ -279,13 +280,13 @@ def fused_rows_are_a_chain(monkeypatch):
 
 
 def fused_rejected_rows_stay_in_the_state(monkeypatch):
-    original = executor.Pending.apply
-    monkeypatch.setattr(executor.Pending, "apply", lambda self, path: original(self, list(range(path[-1] + 1))))
+    original = states.Pending.apply
+    monkeypatch.setattr(states.Pending, "apply", lambda self, path: original(self, list(range(path[-1] + 1))))
 
 
 def fused_state_stays_behind(monkeypatch):
-    original = executor.Pending.apply
-    monkeypatch.setattr(executor.Pending, "apply", lambda self, path: original(self, path[:-1]))
+    original = states.Pending.apply
+    monkeypatch.setattr(states.Pending, "apply", lambda self, path: original(self, path[:-1]))
 
 
 def fused_state_of_another_sequence(monkeypatch):

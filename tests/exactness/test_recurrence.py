@@ -22,7 +22,7 @@ from zoo import tiny_model
 import lookahead
 from bench.tiny_models import random_model, tiny_config
 from lookahead import LookaheadConfig
-from lookahead.cpu import executor
+from lookahead.cpu import states
 from lookahead.decoding_pass import decoding_pass
 from lookahead.guessing.pool import PoolSource
 from lookahead.guessing.source import GuessSource
@@ -259,8 +259,8 @@ def in_one_call(is_asked_for: bool) -> LookaheadConfig:
 @pytest.fixture
 def commits():
     """Of passes in one call."""
-    apply = executor.Pending.apply
-    with mock.patch.object(executor.Pending, "apply", autospec=True, side_effect=apply) as found:
+    apply = states.Pending.apply
+    with mock.patch.object(states.Pending, "apply", autospec=True, side_effect=apply) as found:
         yield found
 
 
@@ -363,7 +363,7 @@ def test_a_cache_survives_a_failure_within_a_pass(model_type, place, at, monkeyp
     ids = torch.cat([model.generate(first, past_key_values=cache, **GREEDY), second], dim=1)
     expected = model.generate(ids, past_key_values=deepcopy(cache), **GREEDY)
     before, length = [x.clone() for x in states_of(cache)], cache.get_seq_length()
-    owner = {"extend": LookaheadCache, "apply": executor.Pending}.get(place)
+    owner = {"extend": LookaheadCache, "apply": states.Pending}.get(place)
     owner = StateLayer if hasattr(StateLayer, place) else owner
     original = getattr(owner or recurrence, place)
     calls = []

@@ -286,50 +286,11 @@ class Page:
         bias = None if bias is None else bias.detach()[first : first + x.width]
         return self._add(op.Convolve(x, Value(x.width), weight, layer, bias, first))
 
-    def experts(
-        self,
-        x: Value,
-        router: Any,
-        experts: Any,
-        adds_to_one: bool,
-        rounds: bool = True,
-        suffix: str = "TopKRouter",
-        in_float32: bool = False,
-        correction: torch.Tensor | None = None,
-        top_k: int | None = None,
-        routing: Linear | None = None,
-        into: str = "gate_up_proj",
-        **settings: Any,
-    ) -> Value:
-        """rounds: whether weights of experts are rounded. suffix: of the router's class. in_float32: whether it
-        computes in float32. top_k: the router's, if this is not its own. routing: its layer, if it has one.
-        into: the name of the experts' first layers. settings: further ones of `Experts`.
-        """
-        self.own(router, suffix)
-        if type(experts) is not gguf_class("GgufExperts"):
-            self.own(experts, "Experts")
-        if routing is None:
-            routing = Linear(router.weight, None, getattr(router, "bias", None))
-        of = [] if in_float32 else [routing]
-        for both, back in zip(self._of_each(experts, into), self._of_each(experts, "down_proj"), strict=True):
-            of += both, back
-        settings |= {"router": routing.weight.float() if in_float32 else None}
-        settings |= {"correction": None if correction is None else correction.float().flatten()}
-        is_silu = "limit" in settings or experts.act_fn is nn.functional.silu
-        activation: op.Activation = "silu" if is_silu else self._activation(experts.act_fn)
-        fields = tuple(of), top_k or router.top_k, activation, adds_to_one, rounds
-        return self._add(op.Experts(x, Value(x.width), *fields, **settings))
+    def experts(self, x: Value, router: Any, experts: Any, adds_to_one: bool, *others: Any, **settings: Any) -> Value:
+        """Arguments as for `experts.operation`."""
+        from lookahead.models.families.experts import operation  # other families have none
 
-    def _of_each(self, experts: Any, name: str) -> list[Linear]:
-        """A linear layer of each expert. Where they have biases, and in some families, their weights lie transposed."""
-        weights, biases = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
-        if type(experts) is gguf_class("GgufExperts"):
-            form = self._blocks(getattr(self._check(experts), name.replace("_proj", "_type")))
-            return [Linear(weight, blocks=form) for weight in weights]
-        if biases is None:
-            is_transposed = getattr(experts, "is_transposed", False)
-            return [Linear(weight.T if is_transposed else weight) for weight in weights]
-        return [Linear(weight.T, None, bias) for weight, bias in zip(weights, biases.detach(), strict=True)]
+        return self._add(operation(self, x, router, experts, adds_to_one, *others, **settings))
 
     def weigh(self, x: Value, by: Value) -> Value:
         return self._add(op.Weigh(x, Value(x.width), by))

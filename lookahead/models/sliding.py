@@ -1,0 +1,46 @@
+"""The cache of a layer that attends to a sliding window."""
+
+import numpy as np
+
+from lookahead.models.cache import FIRST_CAPACITY, InPlaceLayer
+
+
+class SlidingLayer(InPlaceLayer):
+    """Keys and values of the last ``sliding_window`` - 1 positions and of the current step."""
+
+    is_sliding = True
+
+    def __init__(self, sliding_window: int):
+        self.sliding_window = sliding_window
+        super().__init__(min(2 * sliding_window, FIRST_CAPACITY))
+
+    def seen(self) -> int:
+        return self.columns - max(int(self.held.min()) - self._most_seen(), 0)
+
+    def _most_seen(self) -> int:
+        return self.sliding_window - 1
+
+    def _reach(self, columns: int) -> None:
+        self.starts = self.starts + self.columns - columns  # the last position stays
+        super()._reach(columns)
+
+    def lacks_room(self, new: int) -> bool:
+        wanted = 2 * (self.sliding_window + new)
+        # The buffers are too small, or too large since a long prompt.
+        return self.columns + new > self._room or self._room > 2 * max(wanted, FIRST_CAPACITY)
+
+    def make_room(self, new: int) -> None:
+        if self.lacks_room(new):
+            wanted, held = 2 * (self.sliding_window + new), self.held
+            seen = np.minimum(held, self._most_seen())
+            self._move(held - seen, held, max(wanted, int(seen.max()) + new, FIRST_CAPACITY))
+            self.starts = self.starts + held - seen
+            self.columns = int(seen.max())
+            self.gaps = self.columns - seen
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if max(self.get_seq_length() + tokens_to_remove - self._most_seen(), 0) < self.starts.max():
+            raise RuntimeError(
+                f"crop({tokens_to_remove}) needs positions that have left the sliding window of {self.sliding_window}"
+            )
+        super().crop(tokens_to_remove)
