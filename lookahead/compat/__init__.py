@@ -83,8 +83,8 @@ def tokens_that_end_stop_strings(criterion: Any) -> frozenset[int] | None:
         return None
     if not criterion.target_lens.all():  # an empty one, which ends everywhere
         return None
-    begin = criterion.max_valid_positions * criterion.num_stop_strings
-    can_end = (criterion.embedding_vec[:, begin:-1] > 0).any(dim=1)
+    start = criterion.max_valid_positions * criterion.num_stop_strings
+    can_end = (criterion.embedding_vec[:, start:-1] > 0).any(dim=1)
     return frozenset(can_end.nonzero()[:, 0].tolist())
 
 

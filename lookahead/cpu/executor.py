@@ -96,7 +96,7 @@ def smallest(program: Program, known: dict[int, Linear], indexes: bool) -> Progr
             if before is None or found.weight is not before.weight:
                 weight, scales, _, offsets, *_ = found
                 found = found._replace(weight=memory.copy(weight), scales=copied(scales), offsets=copied(offsets))
-            known[place] = found._replace(bias=None, whole=None, origin=None)  # none of the model's tensors
+            known[place] = found._replace(bias=None, unpacked=None, origin=None)  # none of the model's tensors
         else:
             known.pop(place, None)
         return found
@@ -183,7 +183,7 @@ class _Buffers:
             for buffer in self.all:
                 buffer.used.clear()
         self.meets.append(meets)
-        outs += [self._taken(is_private, value.width) for value in operation.written()[len(outs) :]]
+        outs += [self._allocated(is_private, value.width) for value in operation.written()[len(outs) :]]
         self.of |= zip(operation.written(), outs, strict=True)
         self._place_temporary(operation)
         for writes, buffers in ((False, reads), (True, outs)):
@@ -193,8 +193,8 @@ class _Buffers:
         unread = [self.of[value] for value in operation.written() if value not in self._last]
         self._free += [buffer for buffer in dying if buffer not in outs] + unread
 
-    def _taken(self, is_private: bool, width: int) -> _Buffer:
-        """Take a buffer that is free, or a new one, for so many numbers of a row."""
+    def _allocated(self, is_private: bool, width: int) -> _Buffer:
+        """Return a buffer that is free, or a new one, for so many numbers of a row."""
         found = next((one for one in self._free if one.is_private == is_private and not one.used), None)
         if found is None:
             found = _Buffer(is_private)
@@ -207,7 +207,7 @@ class _Buffers:
     def _place_temporary(self, operation: op.Operation) -> None:
         """Find the buffers that an operation needs beside its result."""
         widths = operation.widths_beside(self._itemsize, _described().limits)
-        private, shared = ([self._taken(kind, n) for n in of] for kind, of in zip((True, False), widths, strict=True))
+        private, shared = ([self._allocated(i == 0, width) for width in of] for i, of in enumerate(widths))
         for buffer in shared:
             buffer.used.append((None, True))
         if private or shared:
@@ -293,8 +293,8 @@ class _Layout(NamedTuple):
     """The private buffers of it."""
     parts: dict[str, int]
     """Where the parts of the room begin, by their names in C++."""
-    end: int
-    """Where the room ends."""
+    size: int
+    """Of the room."""
     places: np.ndarray
     """Of all buffers in theirs, int64 [buffers]."""
 
@@ -482,7 +482,7 @@ class Executor:
 
     def _attend_to(self, sequences: Sequence[Rows]) -> int:
         """Write down where the rows of each sequence are, and which keys they see. Return the number of all rows."""
-        count, begin, described = len(sequences), 0, _described()
+        count, start, described = len(sequences), 0, _described()
         if len(self._cached) < count:
             self._cached, self._places = np.zeros((count, self.layers), described.cached), [[]] * count
             for layer, shape in self.states.items():
@@ -493,8 +493,8 @@ class Executor:
             table, rows = self._cached[b], len(one.ids)
             if max(one.held, default=0) > one.length + one.computed:  # of which blocks would begin before the first
                 raise RuntimeError(f"a cache holds {max(one.held)} keys of {one.length + one.computed} positions")
-            found.append((begin, rows, one.length, rows + one.computed, one.temperature))
-            begin += rows
+            found.append((start, rows, one.length, rows + one.computed, one.temperature))
+            start += rows
             if one.caches != self._places[b]:
                 places = zip(*one.caches, strict=True)
                 table["keys"], table["values"], table["key_stride"], table["value_stride"] = places
@@ -508,7 +508,7 @@ class Executor:
                 for name, value in state._asdict().items():
                     table[name][layer] = value
         self._sequences = np.array(found, described.sequence)
-        return begin
+        return start
 
     def pending(self, b: int, held: object) -> "Pending":
         """Return what the rows of the last pass do to the states of sequence b. held: what its `Places` lie in."""
@@ -524,8 +524,8 @@ class Executor:
         if layout not in self._layouts:
             self._layouts[layout] = self._layout(*layout)
         found = self._layouts[layout]
-        if self._room.nbytes < found.end:
-            self._room = np.empty(found.end + ALIGNMENT, np.uint8)
+        if self._room.nbytes < found.size:
+            self._room = np.empty(found.size + ALIGNMENT, np.uint8)
         address = -(-self._room.ctypes.data // ALIGNMENT) * ALIGNMENT
         return found, {name: address + place for name, place in found.parts.items()}
 
@@ -545,9 +545,9 @@ class Executor:
         of_parts = 4 * rows * most_parts
         sizes = {"shared": of_shared, "room": threads * for_each, "tops": of_tops, "sums": of_parts * of_heads}
         sizes |= {"largest": of_parts * queries, "total": of_parts * queries}
-        *begins, end = places_of(sizes.values())
-        parts = dict(zip(sizes, begins, strict=True))
-        return _Layout(for_each, of_private, parts, end, np.array([*private, *shared], np.int64))
+        *starts, size = places_of(sizes.values())
+        parts = dict(zip(sizes, starts, strict=True))
+        return _Layout(for_each, of_private, parts, size, np.array([*private, *shared], np.int64))
 
     def let_go(self) -> None:
         """Hold no tensor but the copies that `smallest` has made, until `resume`."""

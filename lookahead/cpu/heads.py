@@ -93,5 +93,5 @@ class Join(Operation):
         return {"y": self.more, "size": self.out.width // self.heads}
 
     def fits(self) -> bool:
-        has_whole_heads = not self.x.width % self.heads and not self.more.width % self.heads
-        return has_whole_heads and self.out.width == self.x.width + self.more.width
+        heads_fit = not self.x.width % self.heads and not self.more.width % self.heads
+        return heads_fit and self.out.width == self.x.width + self.more.width

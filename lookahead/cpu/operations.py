@@ -328,10 +328,10 @@ class Attend(Operation):
 
     def fits(self) -> bool:
         heads = self.heads
-        has_whole_heads = not self.x.width % self.size and not self.out.width % heads and not heads % self.key_heads
+        heads_fit = not self.x.width % self.size and not self.out.width % heads and not heads % self.key_heads
         counts = {len(of_heads) for of_heads in (self.sinks, self.biases) if of_heads is not None}
         is_plain = self.biases is None and not (self.by_distance or self.rounds_scores)
-        return has_whole_heads and counts <= {heads} and (is_plain or (self.biases is not None and not self.cap))
+        return heads_fit and counts <= {heads} and (is_plain or (self.biases is not None and not self.cap))
 
 
 @dataclass(frozen=True, eq=False)

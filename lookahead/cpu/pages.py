@@ -18,8 +18,8 @@ def empty(numbers: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor [numbers] on the CPU, with any content. It begins a cache line."""
     size = numbers * dtype.itemsize
     chunk = np.empty(size + ALIGNMENT, np.uint8)
-    begin = -chunk.ctypes.data % ALIGNMENT
-    return torch.from_numpy(chunk[begin : begin + size]).view(dtype)
+    start = -chunk.ctypes.data % ALIGNMENT
+    return torch.from_numpy(chunk[start : start + size]).view(dtype)
 
 
 def empty_together(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:

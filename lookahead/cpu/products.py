@@ -77,8 +77,8 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     of the input's dtype, what the sums are multiplied by; or float32 [outputs, groups], what the weights of each group
     of inputs are multiplied by before they are rounded to the input's dtype. bias: [outputs], of that dtype, or None.
     offsets: None, or float32 [outputs, groups], what is added before that. The weight is then in codes of 4 bits, uint8
-    [outputs, inputs / 2], as `blocks` makes them. whole: None, or the weight [outputs, inputs] that `blocks` has made
-    this one of, rows of `Indexed` in weights.h, uint8. origin: None, or the layer that `blocks` has made this one of.
+    [outputs, inputs / 2], as `blocks` makes them. unpacked: None, or the weight [outputs, inputs] of which `blocks` has
+    made this one, rows of `Indexed` in weights.h, uint8. origin: None, or the layer that `blocks` has made this one of.
     digest: None, or that of the origin (`blocks.digest_of`) when this one was made. blocks: None, or the form of GGUF
     that the weight has, uint8 [outputs, bytes]; the input must then be in float32, or of the origin's dtype.
     """
@@ -87,7 +87,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
-    whole: torch.Tensor | None = None
+    unpacked: torch.Tensor | None = None
     origin: "Linear | None" = None
     digest: bytes | None = None
     blocks: Format | None = None
@@ -112,37 +112,37 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
 
     @property
     def outputs(self) -> int:
-        return (self.weight if self.whole is None else self.whole).shape[0]
+        return (self.weight if self.unpacked is None else self.unpacked).shape[0]
 
     @property
     def inputs(self) -> int:
-        weight, (weights, size) = self.weight if self.whole is None else self.whole, self.format.block
+        weight, (weights, size) = self.weight if self.unpacked is None else self.unpacked, self.format.block
         return weight.shape[1] * (2 if self.offsets is not None else 1) * weights // (size or weights)
 
     @property
     def format(self) -> Format:
         if self.blocks is not None:
             return self.blocks
-        if self.whole is not None:
+        if self.unpacked is not None:
             return Format.INDEXED
         if self.scales is None:
             return Format.FLOATS
         return Format.BYTES if self.scales.ndim == 1 else Format.GROUPED if self.offsets is None else Format.CODES
 
-    def part(self, begin: int, end: int) -> "Linear":
-        """Outputs begin..end-1 alone, of a layer as it is in the model."""
-        return Linear(*(field[begin:end] if isinstance(field, torch.Tensor) else field for field in self))  # type: ignore[arg-type]
+    def slice(self, start: int, stop: int) -> "Linear":
+        """Outputs start..stop-1 alone, of a layer as it is in the model."""
+        return Linear(*(field[start:stop] if isinstance(field, torch.Tensor) else field for field in self))  # type: ignore[arg-type]
 
     def matrix(self, out: torch.Tensor | None = None) -> tuple[int, ...]:
         """The fields of a Matrix in gemm.h."""
-        weight, scales, bias, offsets, whole, *_ = self
+        weight, scales, bias, offsets, unpacked, *_ = self
         outputs, inputs = self.outputs, self.inputs
         of_outputs, of_groups = pointer(scales), 0
         if scales is not None and scales.ndim == 2:
             of_outputs, of_groups, inputs = 0, of_outputs, inputs // scales.shape[1]
         return (
             weight.data_ptr(), of_outputs, of_groups, pointer(offsets), pointer(bias), pointer(out), outputs, inputs,
-            pointer(whole), self.format,
+            pointer(unpacked), self.format,
         )  # fmt: skip
 
     def is_served(self, dtype: torch.dtype) -> bool:
@@ -181,7 +181,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     def is_in_tiles(self, dtype: torch.dtype) -> bool:
         """Whether the processor's matrix unit multiplies it with an input of this dtype: `takes_tiles` in C++."""
         scales = self.scales is not None and self.scales.ndim == 1
-        return native.HAS_AMX and (dtype == torch.bfloat16 or self.whole is not None or scales)
+        return native.HAS_AMX and (dtype == torch.bfloat16 or self.unpacked is not None or scales)
 
 
 def _are_scales(scales: torch.Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> bool:

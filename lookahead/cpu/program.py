@@ -4,7 +4,7 @@
 `executor.cpp`, and `reference.py`, which says in plain torch what each operation is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 

@@ -142,9 +142,9 @@ class _Recurrence(Operation):
 
     def fits(self) -> bool:
         heads = self.heads
-        has_whole_heads = not (self.x.width % self.size or self.values.width % heads or heads % self.key_heads)
+        heads_fit = not (self.x.width % self.size or self.values.width % heads or heads % self.key_heads)
         widths = self.x.width == self.keys.width, self.out.width == self.values.width
-        return has_whole_heads and all(widths) and self._of_heads == {heads}
+        return heads_fit and all(widths) and self._of_heads == {heads}
 
     @property
     def _of_heads(self) -> set[int]:

@@ -25,7 +25,7 @@ class BatchDraws:
         self._asked = [0] * sequences  # tokens
         self._frontier = self._left = torch.empty(0)  # states: before the next of all draws, and of torch's generator
 
-    def _begin(self, vocabulary: int) -> None:
+    def _seize(self, vocabulary: int) -> None:
         """Take torch's generator over. Whoever draws meanwhile, in another thread, is given other numbers."""
         with drawing:
             generator, self._vocabulary = torch.default_generator, vocabulary
@@ -40,7 +40,7 @@ class BatchDraws:
     def before(self, token: int, sequence: int, vocabulary: int) -> torch.Tensor:
         """Return the generator's state before a draw; each is asked for once, in the order of a sequence's tokens."""
         if not self._vocabulary:
-            self._begin(vocabulary)
+            self._seize(vocabulary)
         self._asked[sequence] = token
         place = token * self._sequences + sequence
         while self._next <= place:
@@ -90,8 +90,8 @@ class RaceInBatch(Race):
         self._draws, self._sequence = draws, sequence
         self._asked = 0  # how many states
 
-    def _begin_with(self, vocabulary: int) -> None:
-        super()._begin_with(vocabulary)
+    def _allocate(self, vocabulary: int) -> None:
+        super()._allocate(vocabulary)
         self._states = [self._before_next()]
         self.generator.set_state(self._states[0])
 
@@ -104,7 +104,7 @@ class RaceInBatch(Race):
         if self.generator.get_state().numpy().tobytes() != self._states[0].numpy().tobytes():
             if len(self._states) == 1:
                 self._states.append(self._before_next())
-                self._begin -= 1  # its variates are not there
+                self._first -= 1  # its variates are not there
             self._pass()
 
     def end(self) -> None:

@@ -129,7 +129,7 @@ class Call:
             finally:
                 self._runner.end()
                 self._source.end()
-                self._budget.end()
+                self._budget.flush()
                 self._engine.add(self.stats)
                 if self._draws is not None:
                     self._draws.end(max(rule.ids.shape[1] for rule in self._rules) - self._width)
@@ -141,15 +141,15 @@ class Call:
         """Return the ids of all sequences, [sequences, longest]. Those that ended early are padded."""
         rules, theirs = self._rules, self._cache_passed_in
         held = positions_in(theirs)
-        taken_over = None
+        adopted = None
         if theirs is not None and held:
-            from lookahead.models.passed_in import take_over  # other calls begin with an empty one
+            from lookahead.models.passed_in import adopt  # other calls begin with an empty one
 
-            taken_over = take_over(self._runner.adapter, theirs)
+            adopted = adopt(self._runner.adapter, theirs)
         outlives = theirs if self._generation.return_dict_in_generate or compat.is_callers_own(theirs) else None
         ended: dict[int, LookaheadCache] = {}  # by sequence, for a cache that outlives the call
         try:
-            yield from self._prefill(taken_over)
+            yield from self._prefill(adopted)
             active = list(range(len(self._texts)))  # sequences that the cache holds
             while live := [number + sequence for number, rule in enumerate(rules) for sequence in rule.live]:
                 if live != active:
@@ -161,7 +161,7 @@ class Call:
                     active = live
                 yield from self._step(live)
             if self._budget.pace:
-                self._budget.end()
+                self._budget.flush()
                 self._budget.pace.costs.save()
             ids = _padded([rule.ids for rule in rules], self._generation)
             if outlives is not None:
@@ -169,8 +169,8 @@ class Call:
                 self._hand_over([ended[b] for b in range(len(self._texts))], ids, outlives)
             return ids
         except BaseException:
-            if taken_over is not None:
-                taken_over.rewind(held)
+            if adopted is not None:
+                adopted.rewind(held)
             raise
 
     def _result(self, ids: torch.Tensor) -> torch.Tensor | ModelOutput:
@@ -184,20 +184,20 @@ class Call:
             **{compat.CACHE: self._cache_passed_in},  # type: ignore[arg-type]
         )
 
-    def _prefill(self, taken_over: LookaheadCache | None) -> Generator[None]:
+    def _prefill(self, adopted: LookaheadCache | None) -> Generator[None]:
         """Compute the prompts and emit the first tokens."""
         began = time.perf_counter()
         self._source.start(self._batch)
         room = min(self._new_tokens, ROOM) + self._most_rows
         portion = self._generation.prefill_chunk_size
-        cache, logits = yield from prefill(self._runner, self._prompts, self._source, taken_over, room, portion)
+        cache, logits = yield from prefill(self._runner, self._prompts, self._source, adopted, room, portion)
         self._cache = self._runner.begin(cache)
         del cache  # its content may have been copied into buffers
         self._source.attach(self._runner.model, self._cache)
-        self._begins = list(self._cache.lengths)
+        self._starts = list(self._cache.lengths)
         # The last positions that plain decoding computes.
         most = context_length(self._runner.model) - 1
-        self._last = [min(begin + self._new_tokens - 2, most) for begin in self._begins]
+        self._last = [min(start + self._new_tokens - 2, most) for start in self._starts]
         rows = logits.split(len(self._rules[0].live))
         first = [token for rule, row in zip(self._rules, rows, strict=True) for token in rule.emit(row)]
         for text, token in zip(self._texts, first, strict=True):
@@ -242,8 +242,8 @@ class Call:
         self._rests = budget.rests
         depths = [0] * len(texts)
         if not (self._rests or self._is_spoiled or self._is_changed or len(cache.replay) > MAX_REPLAYED):
-            for b, (end, held) in enumerate(zip(last, cache.lengths, strict=True)):
-                depths[b] = min(max(end - held, 0), MAX_DEPTH)
+            for b, (stop, held) in enumerate(zip(last, cache.lengths, strict=True)):
+                depths[b] = min(max(stop - held, 0), MAX_DEPTH)
         least = max(self._least, budget.least(len(texts), length)) if self._source.stands_alone else self._least
         rate = budget.pace.rate() if budget.pace else None
         draws = self._known_draws(depths) if self._generation.do_sample else []
@@ -334,19 +334,19 @@ class Call:
 
     def _hand_over(self, caches: list[LookaheadCache], ids: torch.Tensor, theirs: Cache) -> None:
         """Move the content of the sequences' caches, each behind its padding, into the cache that was passed in."""
-        for cache, begin, new in zip(caches, self._begins, ids[:, self._width :], strict=True):
-            lacks = len(new) - 1 - (cache.lengths[0] - begin)  # the end of a text that ended early, and its padding
+        for cache, start, new in zip(caches, self._starts, ids[:, self._width :], strict=True):
+            lacks = len(new) - 1 - (cache.lengths[0] - start)  # the end of a text that ended early, and its padding
             if lacks:
                 self._runner.prefill(new[None, -1 - lacks : -1], cache)
         paddings = [prompt.padding for prompt in self._prompts]
-        whole = caches[0]
+        joined = caches[0]
         if len(caches) > 1 or paddings[0]:
-            whole = whole.emptied()
-            whole.stack(caches, paddings)
-        self._runner.settle(whole)
-        theirs.layers = whole.layers
+            joined = joined.emptied()
+            joined.stack(caches, paddings)
+        self._runner.settle(joined)
+        theirs.layers = joined.layers
         if isinstance(theirs, CountedCache):
-            theirs.length = whole.lengths[0]
+            theirs.length = joined.lengths[0]
 
 
 def _count_one(stats: Stats, step: Step, tree: GuessTree, path: list[int], names: Sequence[str]) -> None:

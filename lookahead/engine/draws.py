@@ -30,13 +30,13 @@ class Race:
         self._states = [self.generator.get_state()]
         """The generator's state before each draw that is known, and before the next one."""
         if vocabulary:
-            self._begin_with(vocabulary)
+            self._allocate(vocabulary)
 
-    def _begin_with(self, vocabulary: int) -> None:
-        # The known variates are the rows from `_begin` on, those of the next token first. When no row is left behind
+    def _allocate(self, vocabulary: int) -> None:
+        # The known variates are the rows from `_first` on, those of the next token first. When no row is left behind
         # them, they move to the front.
         self._buffer = np.empty((2 * KNOWN_DRAWS, vocabulary), np.float32)
-        self.vocabulary, self._begin = vocabulary, 0
+        self.vocabulary, self._first = vocabulary, 0
 
     def ahead(self, count: int) -> np.ndarray:
         """Return the variates of the next ``count`` tokens, float32 [count, vocabulary], valid until the next call.
@@ -46,14 +46,14 @@ class Race:
         self._check()
         known = len(self._states) - 1
         if known < count:
-            if self._begin + count > len(self._buffer):
-                self._buffer[:known] = self._buffer[self._begin : self._begin + known]
-                self._begin = 0
-            for row in self._buffer[self._begin + known : self._begin + count]:
+            if self._first + count > len(self._buffer):
+                self._buffer[:known] = self._buffer[self._first : self._first + known]
+                self._first = 0
+            for row in self._buffer[self._first + known : self._first + count]:
                 after = copy_of(self._states[-1])
                 choice.draw(after, row)
                 self._states.append(self._before_next(after))
-        return self._buffer[self._begin : self._begin + count]
+        return self._buffer[self._first : self._first + count]
 
     def choose(self, logits: torch.Tensor, warp: Warp, row: int = 0) -> int | None:
         """Draw a token; None, and nothing is drawn, if that takes torch's own arithmetic.
@@ -61,7 +61,7 @@ class Race:
         logits, row: as for `choice.argmax`.
         """
         if not self.vocabulary:
-            self._begin_with(logits.shape[-1])
+            self._allocate(logits.shape[-1])
         with drawing:
             token = choice.drawn(logits, self.ahead(1)[0], warp, row)
             if token is not None:
@@ -77,7 +77,7 @@ class Race:
 
     def _pass(self) -> None:
         """Leave the next draw, which is known, behind."""
-        self._begin += 1
+        self._first += 1
         self._states.pop(0)
         self.generator.set_state(self._states[0])
 
@@ -86,7 +86,7 @@ class Race:
         state = self.generator.get_state()
         # Between passes, bytes are compared sooner than torch finds its code for tensors.
         if state.numpy().tobytes() != self._states[0].numpy().tobytes():
-            self._begin, self._states = 0, [state]
+            self._first, self._states = 0, [state]
 
 
 def copy_of(state: torch.Tensor) -> torch.Tensor:

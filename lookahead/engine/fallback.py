@@ -88,9 +88,9 @@ def why_plain(
     if cache is not None and type(cache) not in (DynamicCache, CountedCache):
         return f"on a cache of type {type(cache).__name__}"
     if cache is not None and (held or not is_empty(cache)):
-        from lookahead.models.passed_in import can_take_over  # other calls begin with an empty one
+        from lookahead.models.passed_in import can_adopt  # other calls begin with an empty one
 
-        if not can_take_over(adapter, cache, model):
+        if not can_adopt(adapter, cache, model):
             return "on a cache whose layers are not such as this model fills: their kind, length, dtype or device"
     if held and len(ids) > 1:
         return "batches on a cache that is passed in"
@@ -118,14 +118,14 @@ def why_plain(
     if not _are_usual(positions, mask, held):
         return "with position_ids other than the usual"
     length = (0 if is_full else held) + new  # of the prompt
-    end = length + generation.max_length - ids.shape[1]
+    stop = length + generation.max_length - ids.shape[1]
     dense = getattr(adapter.config, DENSE_UP_TO.get(adapter.config.model_type, ""), None)
-    if dense is not None and end > dense:
+    if dense is not None and stop > dense:
         return f"beyond {dense} positions, from which on the model's attention drops keys by the shape of a pass"
     window = adapter.sees_all_up_to
-    if window is not None and end > window and hides_in_cache_alone(model, adapter):
+    if window is not None and stop > window and hides_in_cache_alone(model, adapter):
         return f"beyond the {window} positions of a window that the model's cache has and its own masks have not"
-    if _switches_rope(model, len(ids), length, end):
+    if _switches_rope(model, len(ids), length, stop):
         return "across the length at which the model's rotary embedding changes"
     return None
 
@@ -153,8 +153,8 @@ def _are_usual(positions: torch.Tensor | None, mask: torch.Tensor | None, held: 
     if mask is None:
         count = positions.shape[-1]
         return any(
-            torch.equal(positions, torch.arange(begin, begin + count, device=positions.device).expand_as(positions))
-            for begin in (0, held)
+            torch.equal(positions, torch.arange(start, start + count, device=positions.device).expand_as(positions))
+            for start in (0, held)
         )
     if positions.ndim != 2 or positions.shape[-1] > mask.shape[-1]:
         return False
@@ -163,18 +163,18 @@ def _are_usual(positions: torch.Tensor | None, mask: torch.Tensor | None, held: 
     return torch.equal(positions[seen], usual[seen])
 
 
-def _switches_rope(model: PreTrainedModel, batch: int, prompt: int, end: int) -> bool:
+def _switches_rope(model: PreTrainedModel, batch: int, prompt: int, stop: int) -> bool:
     """Whether rotary frequencies change within this call. The longest position of a pass decides for all its rows.
 
     So no step of a longrope model may straddle that length, and no batch may have sequences on both sides of it.
     """
     config = model.config.get_text_config(decoder=True)
     for rope in ropes_of(model):
-        if rope.get("rope_type") == "dynamic" and batch > 1 and end > context_length(model):
+        if rope.get("rope_type") == "dynamic" and batch > 1 and stop > context_length(model):
             return True
         if rope.get("rope_type") == "longrope":
             switch = rope.get("original_max_position_embeddings")
             switch = switch or getattr(config, "original_max_position_embeddings", None)
-            if switch is not None and (prompt <= switch or batch > 1) and switch < end:
+            if switch is not None and (prompt <= switch or batch > 1) and switch < stop:
                 return True
     return False

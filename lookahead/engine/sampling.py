@@ -252,8 +252,8 @@ def walk(
     paths: list[list[int]] = []
     tokens: list[list[int]] = []
     for rule in rules:
-        begin, count = len(paths), len(rule.live)
-        mine, first = steps[begin : begin + count], output.first[begin : begin + count]
+        start, count = len(paths), len(rule.live)
+        mine, first = steps[start : start + count], output.first[start : start + count]
         if count == 1:
             walked = _walk_one(rule, mine[0], output, first[0])
         else:

@@ -237,9 +237,9 @@ class Budget:
         """Let the costs follow a step. Arguments as for `StepCosts.follow`."""
         self._timed.append((rows, length, seconds, overhead, sequences))
         if len(self._timed) >= WAITING:
-            self.end()
+            self.flush()
 
-    def end(self) -> None:
+    def flush(self) -> None:
         """Let the costs follow the steps that wait."""
         timed, self._timed = self._timed, []
         if self.pace:

@@ -60,8 +60,8 @@ class Windows(Guesser):
         of_each = self._windows, outcome.steps, outcome.emitted, outcome.first
         for window, step, new, first in zip(*of_each, strict=True):
             if window and len(step) > 1 + step.guesses:
-                end = first + len(step)
-                newest = outcome.logits[end - window.size : end].argmax(-1).cpu().numpy()
+                stop = first + len(step)
+                newest = outcome.logits[stop - window.size : stop].argmax(-1).cpu().numpy()
                 ngrams = window.advance(newest, len(new))
                 if len(ngrams):
                     self._pool.learn_ngrams(ngrams)

@@ -119,9 +119,9 @@ class InPlaceLayer(CacheLayerMixin):
         The layer must be initialized.
         """
         self.make_room(new)
-        begin, seen = self.columns, self.seen()
-        self.base, self.columns = begin - self.computed, begin + new
-        return begin - seen, seen
+        start, seen = self.columns, self.seen()
+        self.base, self.columns = start - self.computed, start + new
+        return start - seen, seen
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,17 +138,17 @@ class InPlaceLayer(CacheLayerMixin):
             all_columns = np.zeros(1, np.int64), np.array([self.columns])
             self._move(*all_columns, max(2 * self._room, self.columns + new))
 
-    def _move(self, begins: np.ndarray, ends: np.ndarray, capacity: int) -> None:
-        """Move columns begins[b]..ends[b]-1 of each sequence b to the front of new buffers."""
+    def _move(self, starts: np.ndarray, stops: np.ndarray, capacity: int) -> None:
+        """Move columns starts[b]..stops[b]-1 of each sequence b to the front of new buffers."""
         old = self._keys, self._values
         self._hold(*self._allocate(capacity, *old))
-        everything, columns = slice(None), int((ends - begins).max())
-        for b, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-            sequence = everything if len(begins) == 1 else b
+        everything, columns = slice(None), int((stops - starts).max())
+        for b, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+            sequence = everything if len(starts) == 1 else b
             for new_buffer, old_buffer in zip((self._keys, self._values), old, strict=True):
-                new_buffer[sequence, :, : end - begin] = old_buffer[sequence, :, begin:end]
+                new_buffer[sequence, :, : stop - start] = old_buffer[sequence, :, start:stop]
                 # A hidden column takes part in sums with weight 0, so it must be finite.
-                new_buffer[sequence, :, end - begin : columns] = 0
+                new_buffer[sequence, :, stop - start : columns] = 0
 
     @property
     def held(self) -> np.ndarray:
@@ -161,9 +161,9 @@ class InPlaceLayer(CacheLayerMixin):
 
     def positions_shown(self) -> np.ndarray:
         """Positions of the committed columns that the next update will show: int64 [batch or 1, seen], -1 in a gap."""
-        end = self.columns - self.computed
-        columns = np.arange(self.columns - self.seen(), end)
-        return np.where(columns < end - self.gaps[:, None], self.starts[:, None] + columns, -1)
+        stop = self.columns - self.computed
+        columns = np.arange(self.columns - self.seen(), stop)
+        return np.where(columns < stop - self.gaps[:, None], self.starts[:, None] + columns, -1)
 
     def clear_unused(self) -> None:
         """In float16, a rejected guess may have overflowed. But hidden columns must be finite."""
@@ -210,29 +210,29 @@ class InPlaceLayer(CacheLayerMixin):
         self.starts, self.gaps = lengths - seen, self.columns - seen
         targets = np.zeros(len(layers), np.int64)
         if offsets is not None:
-            ends = np.array(offsets) + lengths
+            stops = np.array(offsets) + lengths
             # A sequence that ended early may have no column left among those that are still seen.
-            self.columns = self.base = min(int(ends.max()), self._most_seen())
-            self.starts, self.gaps = np.array([int(ends.max()) - self.columns]), np.zeros(1, np.int64)
-            targets = ends - seen - self.starts
+            self.columns = self.base = min(int(stops.max()), self._most_seen())
+            self.starts, self.gaps = np.array([int(stops.max()) - self.columns]), np.zeros(1, np.int64)
+            targets = stops - seen - self.starts
         like = [states[:1].expand(len(layers), -1, -1, -1) for states in (layers[0]._keys, layers[0]._values)]
         self.dtype, self.device, self.is_initialized = layers[0].dtype, layers[0].device, True
         self._hold(*self._allocate(max(self._capacity, self.columns), *like))
         self._keys[:, :, : self.columns] = self._values[:, :, : self.columns] = 0
         for b, layer in enumerate(layers):
-            begin, end = max(int(targets[b]), 0), int(targets[b] + seen[b])
-            source = slice(layer.columns - (end - begin), layer.columns)
-            if begin < end:
-                self._keys[b, :, begin:end] = layer._keys[0, :, source]
-                self._values[b, :, begin:end] = layer._values[0, :, source]
+            start, stop = max(int(targets[b]), 0), int(targets[b] + seen[b])
+            source = slice(layer.columns - (stop - start), layer.columns)
+            if start < stop:
+                self._keys[b, :, start:stop] = layer._keys[0, :, source]
+                self._values[b, :, start:stop] = layer._values[0, :, source]
 
     def strip(self, padding: int) -> None:
         """Drop the padding of the only sequence, which stands as in plain decoding."""
         if self.is_initialized:
-            begin = np.maximum(padding - self.starts, 0)
-            self._move(begin, np.array([self.columns]), self._room)
-            self.columns -= int(begin[0])
-            self.starts = self.starts + begin - padding
+            start = np.maximum(padding - self.starts, 0)
+            self._move(start, np.array([self.columns]), self._room)
+            self.columns -= int(start[0])
+            self.starts = self.starts + start - padding
 
     def _most_seen(self) -> int:
         return 2**62
@@ -322,7 +322,7 @@ class LookaheadCache(Cache):
         self._with_state = [x for x in layers if not isinstance(x, ours) and type(x).__name__ != "DummyLayer"]
         self._before: list[dict] = []
 
-    def begin(self, new: int, computed: int = 0) -> None:
+    def prepare(self, new: int, computed: int = 0) -> None:
         """Make room for a pass over ``new`` rows, and copy the states that `commit` may have to restore.
 
         computed: rows of the same step that earlier passes have computed. If any, the layers must hold all positions.
@@ -342,7 +342,7 @@ class LookaheadCache(Cache):
             layer.pending = []
 
     def extend(self, new: int) -> list[tuple[list[int], int, int]]:
-        """Append ``new`` rows to all layers, after `begin` and for one sequence. The caller writes them.
+        """Append ``new`` rows to all layers, after `prepare` and for one sequence. The caller writes them.
 
         Returns, for each kind of layer, the indices of its layers, and what `InPlaceLayer.extend` returns of them.
         Every layer that caches something must be in place and initialized.
@@ -587,20 +587,20 @@ def _moves(base: int, gaps: np.ndarray, paths: list[list[int]]) -> tuple[np.ndar
     then in use; and the gaps, int64 [batch].
     """
     if len(paths) == 1:  # the usual case. What follows would take 20 times as long for it.
-        (path,), end = paths, base - int(gaps[0])
-        moved = [(0, base + row, end + place) for place, row in enumerate(path) if base + row != end + place]
-        return np.array(moved, np.int64).T if moved else None, end + len(path), np.zeros(1, np.int64)
+        (path,), stop = paths, base - int(gaps[0])
+        moved = [(0, base + row, stop + place) for place, row in enumerate(path) if base + row != stop + place]
+        return np.array(moved, np.int64).T if moved else None, stop + len(path), np.zeros(1, np.int64)
     counts = np.array([len(path) for path in paths], np.int64)
     held = np.broadcast_to(base - gaps, counts.shape)
     columns = int((held + counts).max())
-    ends = columns, columns - held - counts
+    stops = columns, columns - held - counts
     if all(path[-1:] in ([], [len(path) - 1]) for path in paths) and not gaps.any():
-        return None, *ends
+        return None, *stops
     sequences = np.repeat(np.arange(len(counts)), counts)
     sources = base + np.array([row for path in paths for row in path], np.int64)
     targets = held[sequences] + np.array([place for path in paths for place in range(len(path))], np.int64)
     index = np.stack([sequences, sources, targets])[:, sources != targets]
-    return (index if index.size else None), *ends
+    return (index if index.size else None), *stops
 
 
 def _move(buffers: list[torch.Tensor], moves: np.ndarray) -> None:

@@ -106,7 +106,7 @@ class _Source:
 
     def _read_imports(self, code: CodeType, package: str) -> None:
         constants: list[Any] = []
-        source, is_whole = "", True
+        source, is_of_module = "", True
         latest: tuple[str, str | None] | None = None
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
@@ -115,10 +115,10 @@ class _Source:
                 level, source = constants[-2], step.argval
                 if level:
                     source = ".".join(filter(None, [package.rsplit(".", level - 1)[0], source]))
-                is_whole = not constants[-1]  # not "from source import names"
+                is_of_module = not constants[-1]  # not "from source import names"
                 latest = source.split(".")[0], None
             elif step.opname == "IMPORT_FROM":
-                latest = source, None if is_whole else step.argval
+                latest = source, None if is_of_module else step.argval
             elif step.opname == "IMPORT_STAR" or (step.opname == "CALL_INTRINSIC_1" and step.arg == 2):
                 self.stars.append(source)
             elif step.opname == "STORE_NAME" and latest is not None:

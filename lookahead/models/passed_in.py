@@ -28,8 +28,8 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache | None:
     return CountedCache(config=config) if getattr(model, "lookahead", None) is not None else None
 
 
-def can_take_over(adapter: ModelAdapter, cache: Cache, model: PreTrainedModel) -> bool:
-    """Whether `take_over` can read this cache: each layer is of our type, or transformers' dynamic one, and those
+def can_adopt(adapter: ModelAdapter, cache: Cache, model: PreTrainedModel) -> bool:
+    """Whether `adopt` can read this cache: each layer is of our type, or transformers' dynamic one, and those
     that hold keys and values hold as many as the others, of one sequence, as this model makes them.
     """
     ours, usual = adapter.make_cache().layers, DynamicCache(config=adapter.config).layers
@@ -59,7 +59,7 @@ def can_take_over(adapter: ModelAdapter, cache: Cache, model: PreTrainedModel) -
     return len(lengths) < 2
 
 
-def take_over(adapter: ModelAdapter, cache: Cache) -> LookaheadCache:
+def adopt(adapter: ModelAdapter, cache: Cache) -> LookaheadCache:
     """Make a cache that holds what the caller's ``cache``, of one sequence, holds.
 
     Our own full layers are shared with ``cache``, because they can be rewound. Everything else is copied.

@@ -150,7 +150,7 @@ class StateLayer(KeepsState, LinearAttentionLayer):
         """Return its states."""
         return [x for states in (self.conv_states, self.recurrent_states) for x in states.values() if x is not None]
 
-    def begin(self, inputs: torch.Tensor, state: torch.Tensor | None) -> None:
+    def initialize(self, inputs: torch.Tensor, state: torch.Tensor | None) -> None:
         """Hold zeros, as before any token, like the inputs of a convolution, [1, channels, columns], and the state of a
         recurrence, [1, heads, keys, values].
         """

@@ -46,8 +46,8 @@ def attend(
     new, groups = query.shape[2], query.shape[1] // key.shape[1]
     held = key.shape[2] - new
     is_prefill = (attention_mask is None and new > 1) or groups * new > MAX_QUERIES
-    is_whole = is_prefill and not unusual and attention_mask is None and held == 0 and _is_causal(module, kwargs)
-    if is_whole and _kernel_serves(query, key, value, None):
+    is_own_prompt = is_prefill and not unusual and attention_mask is None and held == 0 and _is_causal(module, kwargs)
+    if is_own_prompt and _kernel_serves(query, key, value, None):
         return tree_attention.attend(query, key, value, None, scaling)
     if unusual or is_prefill:
         if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:

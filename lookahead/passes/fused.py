@@ -152,9 +152,9 @@ class FusedRunner(EagerRunner):
             if not packs:
                 self._packed.drop_copies()
             if (ready := self._packed.find(model, adapter, packs)) and self._holds(ready):
-                self._take(ready, is_compared=False)
+                self._use(ready, is_compared=False)
             else:
-                self._take(self._read(packs))
+                self._use(self._read(packs))
         self._rotary_watch = Watch([])
         self._rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._serves = range(0)  # the largest position of a pass that takes these
@@ -164,10 +164,10 @@ class FusedRunner(EagerRunner):
         """Whether a program is what the page says now, of tensors that are where they were."""
         return ready.computed is None or ready.computed == self._page.program().computed(ready.watch.in_memory)
 
-    def _take(self, ready: ReadyProgram, is_compared: bool = True) -> None:
+    def _use(self, ready: ReadyProgram, is_compared: bool = True) -> None:
         """Serve from now on with this program. is_compared: whether its copies are known to hold the weights."""
         self._ready, self._watch = ready, ready.watch
-        self._packed.take(ready, self)
+        self._packed.enter(ready, self)
         self._executor: Executor | None = ready.executor
         self._first = None if is_compared else ready.original  # runs the next pass, which compares them
         self.most_read = ready.most_read
@@ -247,7 +247,7 @@ class FusedRunner(EagerRunner):
     ) -> Output:
         each = cache.each if isinstance(cache, SeparateCaches) else [cache]
         with self._packed.turn:
-            if len(each) < len(steps) or not self._takes([step.ids for step in steps], each):
+            if len(each) < len(steps) or not self._can_run([step.ids for step in steps], each):
                 return super().run(steps, cache, last, top_k)
             try:
                 return self._compute(steps, each, last, top_k)
@@ -283,7 +283,7 @@ class FusedRunner(EagerRunner):
         """
         ids, count = new[0].cpu().numpy(), new.shape[1]
         with self._packed.turn:
-            if not self._takes([ids], [cache]):
+            if not self._can_run([ids], [cache]):
                 return None
             step = grow(ids.tolist(), range(-1, count - 1), computed=0)
             try:
@@ -294,7 +294,7 @@ class FusedRunner(EagerRunner):
         cache.commit([step], [list(range(count))])
         return output
 
-    def _takes(self, ids: list[np.ndarray], caches: list[LookaheadCache]) -> bool:
+    def _can_run(self, ids: list[np.ndarray], caches: list[LookaheadCache]) -> bool:
         """Whether a pass can compute these tokens. Otherwise, the model's own code does, or raises an error."""
         if torch.is_autocast_enabled("cpu"):
             return False
@@ -358,7 +358,7 @@ class FusedRunner(EagerRunner):
         rotary, kinds, rows, first = self._rotary_of(max(most, until - 1), executor), self.adapter.kinds, [], [0]
         count, temperatures = top_k
         for b, (step, cache, (ids, positions, ancestors)) in enumerate(zip(steps, caches, laid_out, strict=True)):
-            cache.begin(new := ids.shape[1], step.computed)
+            cache.prepare(new := ids.shape[1], step.computed)
             hidden = cache.hidden(ancestors, positions, kinds, of_step=True)
             unseen = [
                 (None if commits and _is_causal(hidden[kind][0]) else np.ascontiguousarray(hidden[kind][0]), layers)
@@ -370,8 +370,8 @@ class FusedRunner(EagerRunner):
             place = cache.lengths[0], step.computed
             rows.append(Rows(ids[0], positions[0], *extended, unseen, *place, at, step.parents, states))
             first.append(first[-1] + new)
-        end = first.pop()
-        said = 0 if commits else end if len(steps) > 1 else 1 + steps[0].guesses - steps[0].computed
+        total = first.pop()
+        said = 0 if commits else total if len(steps) > 1 else 1 + steps[0].guesses - steps[0].computed
         logits, outputs, has_nan, found = executor.run(rows, rotary, self.requested, shown, (said, count), is_prompt)
         for b, one in enumerate(rows if executor.states and not commits else []):
             if len(one.ids) > 1:
@@ -389,7 +389,7 @@ class FusedRunner(EagerRunner):
         if not self._ready.holds(original):
             self._executor = None
             with suppress(UnknownModelError):
-                self._take(self._read(self._ready.packs))
+                self._use(self._read(self._ready.packs))
 
     def _rotary_of(self, position: int, executor: Executor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines by name of the rotary embedding: float32 [positions, rotary] each.
@@ -408,8 +408,8 @@ class FusedRunner(EagerRunner):
             for name in executor.rotaries:
                 cos, sin = self._page.rotary_tables(like, positions, name)
                 tables[name] = cos.float().contiguous(), sin.float().contiguous()
-            is_whole = all(cos.shape[1] == executor.rotaries[name] for name, (cos, _) in tables.items())
-            if not (executor.can_turn_by(tables) and (is_whole or self._page.turns_part)):
+            turns_all = all(cos.shape[1] == executor.rotaries[name] for name, (cos, _) in tables.items())
+            if not (executor.can_turn_by(tables) and (turns_all or self._page.turns_part)):
                 self._executor = None
                 raise UnknownModelError("its rotary embedding does not fit its heads")
             longest = min([count, *(len(cos) for cos, _ in tables.values())])

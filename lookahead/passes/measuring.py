@@ -97,8 +97,8 @@ def time_passes(
                     if began + seconds < time.perf_counter():
                         plan.remove((rows, length))
                         continue
-                taken = _pass(runner, caches[length], tokens[:rows])
-                best[rows, length] = min(best[rows, length], taken if rounds else np.inf)
+                elapsed = _pass(runner, caches[length], tokens[:rows])
+                best[rows, length] = min(best[rows, length], elapsed if rounds else np.inf)
                 progress(min((time.perf_counter() - start) / seconds, 1.0))
             rounds += 1  # the first round warms up
             left = rounds < 2 or 2 * time.perf_counter() - began < start + seconds
@@ -111,9 +111,9 @@ def _pass(runner: EagerRunner, cache: LookaheadCache, tokens: np.ndarray) -> flo
     start = time.perf_counter()
     runner.run([step], cache)
     synchronize(device_of(runner.model))
-    taken = time.perf_counter() - start
+    elapsed = time.perf_counter() - start
     cache.commit([step], [[]])
-    return taken
+    return elapsed
 
 
 def synchronize(device: torch.device) -> None:
@@ -125,11 +125,11 @@ def synchronize(device: torch.device) -> None:
 def _assumed(runner: EagerRunner) -> StepCosts:
     """Return costs in the usual proportions (ASSUMED_COSTS). The time of one pass, if it succeeds, gives the scale."""
     try:
-        taken = time_passes(runner, [(1, 0)], costs.SECONDS / 100)[1, 0]
+        elapsed = time_passes(runner, [(1, 0)], costs.SECONDS / 100)[1, 0]
     except Exception:
-        taken = 10e-3
+        elapsed = 10e-3
     seconds, per_position = ASSUMED_COSTS
-    return StepCosts(taken * seconds / seconds[0], taken * per_position)
+    return StepCosts(elapsed * seconds / seconds[0], elapsed * per_position)
 
 
 @contextmanager

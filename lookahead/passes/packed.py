@@ -119,7 +119,7 @@ class PackedModel:
         ready, self._waiting = self._waiting or (self._in_use() if self._in_use else None), None
         return ready if ready is not None and ready.serves(model, adapter, packs) else None
 
-    def take(self, ready: ReadyProgram, runner: EagerRunner) -> None:
+    def enter(self, ready: ReadyProgram, runner: EagerRunner) -> None:
         """Note that the call of ``runner`` has this program."""
         self._in_use = ref(ready)
         ready.runners.add(runner)

@@ -359,24 +359,24 @@ def plain_logits(
     adapter: ModelAdapter,
     ids: torch.Tensor,
     cache: DynamicCache | None = None,
-    begin: int = 0,
+    start: int = 0,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return logits [batch, n, vocabulary] of the model's own pass over ids [batch, n], from column ``begin`` on.
+    """Return logits [batch, n, vocabulary] of the model's own pass over ids [batch, n], from column ``start`` on.
 
-    mask: int64 [batch, begin + n], 0 in columns of padding, which have no positions.
+    mask: int64 [batch, start + n], 0 in columns of padding, which have no positions.
     """
     inputs = {"input_ids": ids.to(device_of(model)), "use_cache": cache is not None}
     if cache is not None:
         inputs[adapter.cache_argument] = cache
     if adapter.takes_position_ids:  # as generate() does; without them, some models count from their padding token
-        positions = torch.arange(begin, begin + ids.shape[1], device=device_of(model))
+        positions = torch.arange(start, start + ids.shape[1], device=device_of(model))
         inputs["position_ids"] = positions.expand(ids.shape)
     if mask is not None:
         mask = mask.to(device_of(model))
         inputs["attention_mask"] = mask
         if adapter.takes_position_ids:
-            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, begin:]
+            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:]
     return model(**inputs).logits
 
 

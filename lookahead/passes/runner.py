@@ -140,7 +140,7 @@ class EagerRunner:
             ids = np.concatenate([[cache.replay], ids], axis=1)
             positions = np.concatenate([np.arange(cache.lengths[0] - again, cache.lengths[0])[None], positions], axis=1)
         tokens = to_device(np.stack([ids, positions]), device)
-        cache.begin(tokens.shape[2], steps[0].computed)
+        cache.prepare(tokens.shape[2], steps[0].computed)
         inputs = {adapter.cache_argument: cache, "use_cache": True}
         if adapter.takes_position_ids:
             inputs["position_ids"] = tokens[1]

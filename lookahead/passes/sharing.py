@@ -46,16 +46,16 @@ def _run_as_one(together: list[Pass]) -> list[Output]:
     caches = SeparateCaches([cache for caches in each for cache in caches])
     joint = newest.runner.run(steps, caches, last, (newest.top_k[0], temperatures))
     company = Company(len(joint.logits), len(steps), time.perf_counter() - began)
-    ends = [*joint.first[1:], len(joint.logits)]
+    stops = [*joint.first[1:], len(joint.logits)]
     return [
-        _part(joint, joint.first[end - len(one.steps) : end], ends[end - 1], company)
-        for one, end in zip(together, accumulate(len(one.steps) for one in together), strict=True)
+        _part(joint, joint.first[stop - len(one.steps) : stop], stops[stop - 1], company)
+        for one, stop in zip(together, accumulate(len(one.steps) for one in together), strict=True)
     ]
 
 
-def _part(joint: Output, first: Sequence[int], end: int, company: Company) -> Output:
+def _part(joint: Output, first: Sequence[int], stop: int, company: Company) -> Output:
     """Return the rows of one call, of which ``first`` are those of its roots, and what it can know of them."""
-    rows = slice(first[0], end)
+    rows = slice(first[0], stop)
     top_k = None if joint.top_k is None else (joint.top_k[0][rows], joint.top_k[1][rows])
     return Output(
         joint.logits[rows],

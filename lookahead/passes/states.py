@@ -17,7 +17,7 @@ def make(executor: Executor, cache: LookaheadCache) -> None:
         for index, shape in executor.states.items():
             layer: Any = cache.layers[index]
             state = executor.like.new_zeros(1, *shape.of_state, dtype=torch.float32) if shape.heads else None
-            layer.begin(executor.like.new_zeros(1, shape.channels, shape.columns + 1), state)
+            layer.initialize(executor.like.new_zeros(1, shape.channels, shape.columns + 1), state)
 
 
 def fit(executor: Executor, cache: LookaheadCache) -> bool:
@@ -33,14 +33,14 @@ def find(executor: Executor, cache: LookaheadCache, rows: int) -> list[Places]:
     itemsize, shapes = executor.like.element_size(), executor.states.values()
     of_inputs = [itemsize * rows * shape.channels for shape in shapes]
     of_states = [4 * rows * shape.heads * (1 + shape.keys + shape.values) for shape in shapes]
-    *begins, end = places_of([*of_inputs, *of_states])
-    if cache.room.nbytes < end + ALIGNMENT:
-        cache.room = np.empty(end + ALIGNMENT, np.uint8)
+    *starts, size = places_of([*of_inputs, *of_states])
+    if cache.room.nbytes < size + ALIGNMENT:
+        cache.room = np.empty(size + ALIGNMENT, np.uint8)
     address = -(-cache.room.ctypes.data // ALIGNMENT) * ALIGNMENT
     places, held = [], iter(cache.buffers()[2 * len(executor.caches) :])
     for i, shape in enumerate(shapes):
         inputs, state = next(held), next(held) if shape.heads else None
-        of_inputs_at, updates_at = ((address + begins[j]) * (rows > 0) for j in (i, i + len(shapes)))
+        of_inputs_at, updates_at = ((address + starts[j]) * (rows > 0) for j in (i, i + len(shapes)))
         places.append(Places(inputs.data_ptr(), of_inputs_at, inputs.shape[2], pointer(state), updates_at))
     return places
 

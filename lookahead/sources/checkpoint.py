@@ -50,7 +50,7 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
-    def take(self, name: str, *shape: int | None) -> torch.Tensor:
+    def read(self, name: str, *shape: int | None) -> torch.Tensor:
         """Take a tensor of this shape; None is any size. Floats are converted.
 
         Raises ValueError if the tensor is missing or has another shape.
@@ -69,8 +69,8 @@ class Checkpoint:
             )
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
-    def take_if_there(self, name: str, *shape: int | None) -> torch.Tensor | None:
-        return self.take(name, *shape) if name in self.tensors else None
+    def find(self, name: str, *shape: int | None) -> torch.Tensor | None:
+        return self.read(name, *shape) if name in self.tensors else None
 
     def finish(self) -> None:
         """Raise ValueError if tensors are left: what they stand for is not computed."""

@@ -81,8 +81,8 @@ class Sharpness:
 
     def count(self, probabilities: np.ndarray, index: int | None) -> None:
         """Count an emitted token. probabilities: float64 [k], as given. index: the token's; None: another token."""
-        whole = np.append(probabilities, max(1 - probabilities.sum(), MIN_REST))
-        logs = np.log(np.maximum(whole, MIN_REST))
+        with_rest = np.append(probabilities, max(1 - probabilities.sum(), MIN_REST))
+        logs = np.log(np.maximum(with_rest, MIN_REST))
         shares = np.exp(self._exponent * logs)
         slope = self._exponent * (logs[-1 if index is None else index] - (shares * logs).sum() / shares.sum())
         self._exponent *= float(np.exp(SHARPENING * np.clip(slope, -5, 5)))
@@ -154,7 +154,7 @@ class Draft:
         parents = [-1 if node.parent is None else node.parent.row for node in self.rows]
         return grow([node.token for node in self.rows], parents, computed)
 
-    def take(self, tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    def expand(self, tokens: np.ndarray, probabilities: np.ndarray) -> None:
         """Take in what a pass says after its rows, [T, k] each."""
         probabilities = probabilities.astype(float)
         chances, new = self._sharpness(probabilities).tolist(), self.rows[self.computed :]
@@ -507,7 +507,7 @@ class DraftGuesser(Guesser):
         draws = draws_at(limits.draws, depths, logits.shape[-1])
         said = top_k(logits, self._temperature, TOP_K, draws)
         for draft, tokens, probabilities in zip(self._drafts, *said, strict=True):
-            draft.take(tokens, probabilities)
+            draft.expand(tokens, probabilities)
         if asked:
             self._show(asked, logits, said[0][..., 0], computed)
 

@@ -62,14 +62,14 @@ class _KeysAndValues:
     """[key heads, places, size]"""
     values: torch.Tensor
 
-    def put(self, begin: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values [heads, n, size] from place ``begin`` on; return all up to them."""
-        end, room = begin + keys.shape[1], self.keys.shape[1]
-        if end > room:
-            more = max(ROOM, room, end - room)
+    def put(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [heads, n, size] from place ``start`` on; return all up to them."""
+        stop, room = start + keys.shape[1], self.keys.shape[1]
+        if stop > room:
+            more = max(ROOM, room, stop - room)
             self.keys, self.values = (functional.pad(old, (0, 0, 0, more)) for old in (self.keys, self.values))
-        self.keys[:, begin:end], self.values[:, begin:end] = keys, values
-        return self.keys[:, :end], self.values[:, :end]
+        self.keys[:, start:stop], self.values[:, start:stop] = keys, values
+        return self.keys[:, :stop], self.values[:, :stop]
 
     def fork(self) -> "_KeysAndValues":
         """A copy that goes its own way."""
@@ -102,8 +102,8 @@ class _Linear:
         self._weight, self._bias = weight, bias
 
     @classmethod
-    def of(cls, read: Checkpoint, name: str, outputs: int, inputs: int) -> "_Linear":
-        return cls(read.take(name + ".weight", outputs, inputs), read.take_if_there(name + ".bias", outputs))
+    def of(cls, file: Checkpoint, name: str, outputs: int, inputs: int) -> "_Linear":
+        return cls(file.read(name + ".weight", outputs, inputs), file.find(name + ".bias", outputs))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         return products.linear(states, self._weight, self._bias)
@@ -116,52 +116,52 @@ class _Head:
         output = projection_of(model)
         self._vocabulary, self._width = output.weight.shape
         self.device, self._dtype = output.weight.device, output.weight.dtype
-        read = Checkpoint.load(path, self.device, self._dtype)
-        settings = read.config | read.config.get("transformer_layer_config", {})  # speculators has the layer's in there
+        file = Checkpoint.load(path, self.device, self._dtype)
+        settings = file.config | file.config.get("transformer_layer_config", {})  # speculators has the layer's in there
         for name in UNKNOWN_SETTINGS:
             if _eagle_setting(settings, name):
-                raise ValueError(f"{read.folder}/config.json asks for {name}, which is not computed here")
+                raise ValueError(f"{file.folder}/config.json asks for {name}, which is not computed here")
         config = LlamaConfig(**{name: settings[name] for name in LAYER_SETTINGS if settings.get(name) is not None})
         self._hidden, self._epsilon = config.hidden_size, config.rms_norm_eps
         self._rotary = LlamaRotaryEmbedding(config).to(self.device)
-        layer = "midlayer." if "midlayer.self_attn.q_proj.weight" in read else "layers.0."
-        self._is_third = layer + "hidden_norm.weight" in read
+        layer = "midlayer." if "midlayer.self_attn.q_proj.weight" in file else "layers.0."
+        self._is_third = layer + "hidden_norm.weight" in file
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         self.layers = _layers_read(settings, count) if self._is_third else (count,)
         if not self._is_third and self._hidden != self._width:
             raise ValueError(
-                f"{read.folder} has hidden_size {self._hidden}, the model has {self._width}: the head was made for "
+                f"{file.folder} has hidden_size {self._hidden}, the model has {self._width}: the head was made for "
                 "another model"
             )
         entering = len(self.layers) * self._width if self._is_third else 2 * self._hidden
-        self._fuse = _Linear.of(read, "fc", self._hidden, entering)
-        self._read_layer(read, layer, config)
+        self._fuse = _Linear.of(file, "fc", self._hidden, entering)
+        self._read_layer(file, layer, config)
         self.tokens: np.ndarray | None = None
         """Int64, the model's token for each of the head's; None if they are the same."""
         if self._is_third:
-            self._norm_tokens = read.take(layer + "input_layernorm.weight", self._hidden)
-            self._norm_features = read.take(layer + "hidden_norm.weight", self._hidden)
-            self._norm_last = read.take("norm.weight", self._hidden)
+            self._norm_tokens = file.read(layer + "input_layernorm.weight", self._hidden)
+            self._norm_features = file.read(layer + "hidden_norm.weight", self._hidden)
+            self._norm_last = file.read("norm.weight", self._hidden)
             self._goes_on_normed = bool(_eagle_setting(settings, "norm_before_residual"))
-            self.tokens = self._read_vocabulary(read)
+            self.tokens = self._read_vocabulary(file)
         fits = self._hidden == self._width  # so that the model's own may serve
         self._embed: Callable[[torch.Tensor], torch.Tensor] = model.get_input_embeddings()
-        if "embed_tokens.weight" in read or not fits:
-            embedding = read.take("embed_tokens.weight", None, self._hidden)
+        if "embed_tokens.weight" in file or not fits:
+            embedding = file.read("embed_tokens.weight", None, self._hidden)
             if len(embedding) < vocabulary_of(model):
                 raise ValueError(
-                    f"the tensor 'embed_tokens.weight' of {read.folder} has {len(embedding)} rows for "
+                    f"the tensor 'embed_tokens.weight' of {file.folder} has {len(embedding)} rows for "
                     f"{vocabulary_of(model)} tokens: the head was made for another model"
                 )
             self._embed = partial(functional.embedding, weight=embedding)
         self._project: Callable[[torch.Tensor], torch.Tensor] = output
-        if "lm_head.weight" in read or not fits or self.tokens is not None:
+        if "lm_head.weight" in file or not fits or self.tokens is not None:
             rows = self._vocabulary if self.tokens is None else len(self.tokens)
-            self._project = _Linear.of(read, "lm_head", rows, self._hidden)
-        read.tensors = {name: each for name, each in read.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-        read.finish()
+            self._project = _Linear.of(file, "lm_head", rows, self._hidden)
+        file.tensors = {name: each for name, each in file.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+        file.finish()
 
-    def _read_layer(self, read: Checkpoint, layer: str, config: LlamaConfig) -> None:
+    def _read_layer(self, file: Checkpoint, layer: str, config: LlamaConfig) -> None:
         """Take the layer's own tensors. layer: what their names begin with."""
         hidden, inner, queries = self._hidden, config.intermediate_size, config.num_attention_heads
         keys = config.num_key_value_heads or queries
@@ -169,26 +169,26 @@ class _Head:
         self._split = [queries, keys, keys]
         entering = (2 if self._is_third else 1) * hidden
         self._qkv = [
-            _Linear.of(read, f"{layer}self_attn.{x}_proj", heads * self._size, entering)
+            _Linear.of(file, f"{layer}self_attn.{x}_proj", heads * self._size, entering)
             for x, heads in zip("qkv", self._split, strict=True)
         ]
-        self._out = _Linear.of(read, layer + "self_attn.o_proj", hidden, queries * self._size)
-        self._gate, self._up = (_Linear.of(read, f"{layer}mlp.{x}_proj", inner, hidden) for x in ("gate", "up"))
-        self._down = _Linear.of(read, layer + "mlp.down_proj", hidden, inner)
+        self._out = _Linear.of(file, layer + "self_attn.o_proj", hidden, queries * self._size)
+        self._gate, self._up = (_Linear.of(file, f"{layer}mlp.{x}_proj", inner, hidden) for x in ("gate", "up"))
+        self._down = _Linear.of(file, layer + "mlp.down_proj", hidden, inner)
         self._activation = ACT2FN[config.hidden_act]
-        self._norm_behind = read.take(layer + "post_attention_layernorm.weight", hidden)
+        self._norm_behind = file.read(layer + "post_attention_layernorm.weight", hidden)
 
-    def _read_vocabulary(self, read: Checkpoint) -> np.ndarray | None:
-        read.take_if_there("t2d", None)  # says the same as d2t
-        offsets = read.take_if_there("d2t", None)
+    def _read_vocabulary(self, file: Checkpoint) -> np.ndarray | None:
+        file.find("t2d", None)  # says the same as d2t
+        offsets = file.find("d2t", None)
         if offsets is None:
             return None
         tokens = np.arange(len(offsets)) + offsets.cpu().numpy()
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._vocabulary:
-            raise ValueError(f"the tensor 'd2t' of {read.folder} leads to ids outside 0..{self._vocabulary - 1}")
+            raise ValueError(f"the tensor 'd2t' of {file.folder} leads to ids outside 0..{self._vocabulary - 1}")
         return tokens
 
-    def begin(self) -> Text:
+    def new_text(self) -> Text:
         nothing = torch.zeros(self._split[1], 0, self._size, device=self.device, dtype=self._dtype)
         return Text(_KeysAndValues(nothing, nothing))
 
@@ -198,12 +198,12 @@ class _Head:
         return self._fuse(states) if self._is_third else states
 
     def compute(
-        self, text: Text, begin: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
+        self, text: Text, start: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
         sees: torch.Tensor, depths: list[int],
     ) -> torch.Tensor:  # fmt: skip
         """Compute pairs into the places of the cache from ``begin`` on, and return the next features, [n, hidden].
 
-        sees: bool [n, begin + n], which places of the cache each pair sees. depths: of the tokens below the root, 0 in
+        sees: bool [n, start + n], which places of the cache each pair sees. depths: of the tokens below the root, 0 in
         the text: an EAGLE head computes all of them alike.
         """
         said = self._embed(torch.tensor(tokens, device=self.device)).to(self._dtype)
@@ -219,7 +219,7 @@ class _Head:
         )
         cos, sin = self._rotary(said, positions[None])
         queries, keys = apply_rotary_pos_emb(queries[None], keys[None], cos, sin)
-        keys, values = text.kept.put(begin, keys[0], values)
+        keys, values = text.kept.put(start, keys[0], values)
         attended = functional.scaled_dot_product_attention(
             queries, keys[None], values[None], sees[None, None], enable_gqa=len(queries[0]) != len(keys)
         )
@@ -272,9 +272,9 @@ class EagleSource(GuessSource):
         path: a folder with config.json and the tensors. Where it has no embedding or projection, the model's serve.
         Raises FileNotFoundError or ValueError if the files are not those of such a head, naming the tensor.
         """
-        self._begin_with(_Head(model, path))
+        self._draft_with(_Head(model, path))
 
-    def _begin_with(self, head: Any) -> None:
+    def _draft_with(self, head: Any) -> None:
         """head: a `_Head`, or what has its methods."""
         self.head = head
         self.needs = Needs(hidden_states=head.layers)
@@ -296,13 +296,13 @@ class EagleGuesser(Guesser):
     def __init__(self, source: EagleSource, batch: Batch):
         self._head, self._pass_time, self._sharpness = source.head, source.pass_time, source.sharpness
         self._batch = batch
-        self._texts = [self._head.begin() for _ in batch.texts]
+        self._texts = [self._head.new_text() for _ in batch.texts]
         self._drafts: list[Draft | None] = []
 
     def observe_prompt(self, text: list[int], logits: torch.Tensor, hidden_states: dict[int, torch.Tensor]) -> None:
         if not (sequences := self._batch.sequences_of(text)):
             return
-        one = self._head.begin()
+        one = self._head.new_text()
         with torch.inference_mode():
             features = self._head.features(hidden_states, slice(None))
             first = len(text) - len(features)
@@ -345,7 +345,7 @@ class EagleGuesser(Guesser):
         self.passes += 1
         draft = Draft(text[-1:], self._sharpness[draws is not None])
         self._drafts.append(draft)
-        draft.take(*self._top_k(features, [0], draws))
+        draft.expand(*self._top_k(features, [0], draws))
         while guesses := draft.worth_a_row(draft.candidates(depth - 1)[:MAX_ROWS], limits):
             price = MIN_TOKENS if limits.rate is None else limits.rate * self._pass_time.seconds
             if sum(guess.chance for guess in guesses) < price:
@@ -363,7 +363,7 @@ class EagleGuesser(Guesser):
             made = self._head.compute(one, place, step.ids[new].tolist(), above, positions, sees, depths)
             self.passes += 1
             features = torch.cat([features, made])
-            draft.take(*self._top_k(made, depths, draws))
+            draft.expand(*self._top_k(made, depths, draws))
             synchronize(self._head.device)
             took = time.perf_counter() - began
             self._pass_time.seconds += (took - self._pass_time.seconds) * (0.1 if self._pass_time.seconds else 1.0)
@@ -375,8 +375,8 @@ class EagleGuesser(Guesser):
         places = torch.cat([first + torch.arange(len(some)) for first, some in one.waiting]).to(self._head.device)
         tokens = [text[first + 1 + i] for first, some in one.waiting for i in range(len(some))]
         one.waiting.clear()
-        for begin in range(0, len(tokens), CHUNK):
-            part = slice(begin, begin + CHUNK)
+        for start in range(0, len(tokens), CHUNK):
+            part = slice(start, start + CHUNK)
             n = len(tokens[part])
             sees = torch.ones(n, one.length + n, dtype=torch.bool, device=self._head.device).tril(one.length)
             made = self._head.compute(one, one.length, tokens[part], features[part], places[part], sees, [0] * n)

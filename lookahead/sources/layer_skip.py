@@ -72,7 +72,7 @@ class LayerSkipSource(DraftModelSource):
         if hasattr(model, "get_base_model"):  # of PEFT, which `wrap` unpacks too
             model = model.get_base_model()  # type: ignore[operator]  # a method
         super().__init__(model)
-        self.whole = model
+        self.base = model
         count = len(_layer_list(model)[1])
         if not read_config(model).can_grow:
             raise _unsupported(model, "not all of its layers hold the keys and values of all positions")
@@ -91,16 +91,16 @@ class LayerSkipSource(DraftModelSource):
     @property
     def model(self) -> PreTrainedModel:
         """The model that drafts: the whole one as it is now, without these layers."""
-        return _without(self.whole, self.skipped)
+        return _without(self.base, self.skipped)
 
     @contextmanager
     def running(self) -> Iterator[EagerRunner]:
-        engine = vars(self.whole).get("lookahead")
+        engine = vars(self.base).get("lookahead")
         # The whole model's kernels are in place already, or are not wanted. Its weights are not copied once more.
         config = replace(engine.config if engine is not None else LookaheadConfig(), pack_weights=False)
         runner = choose_runner(self.model, config)[0]
         if not runner.adapter.can_grow:
-            raise _unsupported(self.whole, "its passes take no mask of ours")
+            raise _unsupported(self.base, "its passes take no mask of ours")
         try:
             yield runner
         finally:
@@ -119,9 +119,9 @@ class LayerSkipGuesser(DraftGuesser):
         super().__init__(source, batch)
 
     def attach(self, model: PreTrainedModel, cache: AnyCache) -> None:
-        if model is not self._source.whole:
+        if model is not self._source.base:
             raise ValueError(
-                f"this LayerSkipSource drafts for another {type(self._source.whole).__name__} than the "
+                f"this LayerSkipSource drafts for another {type(self._source.base).__name__} than the "
                 f"{type(model).__name__} that decodes: make it of the model that is wrapped"
             )
         if cache.can_rewind:
@@ -299,9 +299,9 @@ def find_skipped_layers(
 
     def measured(skipped: list[int], agreement: float) -> SkippedLayers:
         # Timed side by side, and both eagerly: the machine's pace may have changed since the costs were measured.
-        rest, whole = (time_passes(_runner_without(runner, left_out), [(1, 0)], each) for left_out in (skipped, []))
+        rest, full = (time_passes(_runner_without(runner, left_out), [(1, 0)], each) for left_out in (skipped, []))
         # On a busy machine they may still differ by anything, but no pass saves more than the layers that it skips.
-        share = min(max(rest[1, 0] / whole[1, 0], 1 - len(skipped) / count), 1.0)
+        share = min(max(rest[1, 0] / full[1, 0], 1 - len(skipped) / count), 1.0)
         return SkippedLayers(tuple(sorted(skipped)), agreement, _gain(agreement, share, costs))
 
     def is_over() -> bool:
@@ -345,18 +345,18 @@ class _Sample:
         ids = torch.tensor([prompt[-min(PROMPT, half) :]], device=device_of(model))
         mask, most = torch.ones_like(ids), min(SAMPLE, half)
         text = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=most)[0]  # type: ignore[operator]
-        begins = range(ids.shape[1], len(text) - CHUNK + 1, CHUNK)
-        if not begins:
+        starts = range(ids.shape[1], len(text) - CHUNK + 1, CHUNK)
+        if not starts:
             return None
-        whole = runner.adapter.make_cache(len(text))
+        full = runner.adapter.make_cache(len(text))
         with torch.no_grad():
-            logits = runner.prefill(text[None, : begins[-1] + CHUNK], whole, logits_to_keep=len(begins) * CHUNK).logits
-        parts = [LookaheadCache([copy.copy(layer) for layer in whole.layers], [begin]) for begin in begins]
-        for part, begin in zip(parts, begins, strict=True):
-            part.rewind(begin)
+            logits = runner.prefill(text[None, : starts[-1] + CHUNK], full, logits_to_keep=len(starts) * CHUNK).logits
+        parts = [LookaheadCache([copy.copy(layer) for layer in full.layers], [start]) for start in starts]
+        for part, start in zip(parts, starts, strict=True):
+            part.rewind(start)
         cache = runner.adapter.make_cache(len(text))
         cache.stack(parts)
-        chunks = text[begins[0] : begins[-1] + CHUNK].reshape(-1, CHUNK).tolist()
+        chunks = text[starts[0] : starts[-1] + CHUNK].reshape(-1, CHUNK).tolist()
         steps = [lay_out(chunk[0], GuessTree.chain(chunk[1:], Origin.TEXT)) for chunk in chunks]
         return cls(cache, steps, logits.argmax(-1).reshape(-1, CHUNK))
 

@@ -39,8 +39,8 @@ def _layers(
     """Take a head's layers, weight and bias. name: theirs, with {} for the number. least: how many must be there."""
     found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     while (each := name.format(len(found))) + ".weight" in checkpoint or len(found) < least:
-        bias = checkpoint.take_if_there(each + ".bias", hidden)
-        found.append((checkpoint.take(each + ".weight", hidden, hidden), bias))
+        bias = checkpoint.find(each + ".bias", hidden)
+        found.append((checkpoint.read(each + ".weight", hidden, hidden), bias))
     return found
 
 
@@ -85,19 +85,19 @@ class MedusaSource(GuessSource):
         while f"{len(heads)}.0.linear.weight" in checkpoint or f"{len(heads)}.0.weight" in checkpoint or not heads:
             h = len(heads)
             layers = _layers(checkpoint, f"{h}.{{}}.linear", hidden)
-            heads.append(_Head(layers, checkpoint.take(f"{h}.{len(layers)}.weight", vocabulary, hidden)))
+            heads.append(_Head(layers, checkpoint.read(f"{h}.{len(layers)}.weight", vocabulary, hidden)))
         return heads
 
     def _of_vllm(self, checkpoint: Checkpoint, vocabulary: int, hidden: int, models_own: torch.Tensor) -> list[_Head]:
         """blocks.0.layers.0.weight, ..., lm_heads.0.weight; token_map lists the tokens of a reduced vocabulary."""
-        kept = checkpoint.take_if_there("token_map", None)
+        kept = checkpoint.find("token_map", None)
         if kept is not None:
             if not 0 <= kept.min() <= kept.max() < vocabulary:
                 raise ValueError(f"the tensor 'token_map' of {checkpoint.folder} has ids outside 0..{vocabulary - 1}")
             self.tokens = kept.cpu().numpy()
 
         def projection(name: str | None) -> torch.Tensor:
-            weight = models_own if name is None else checkpoint.take(name, None, hidden)
+            weight = models_own if name is None else checkpoint.read(name, None, hidden)
             if kept is not None and len(weight) == vocabulary:
                 weight = weight[kept]
             wanted = vocabulary if kept is None else len(kept)

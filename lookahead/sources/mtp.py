@@ -58,7 +58,7 @@ class _Layers:
         self._kinds, self._window = kinds, getattr(config, "sliding_window", None) or 0
         self.layers = (model.config.get_text_config(decoder=True).num_hidden_layers,)
 
-    def begin(self) -> Text:
+    def new_text(self) -> Text:
         layers = [InPlaceLayer() for _ in self._model.layers]
         return Text(_Kept(LookaheadCache(layers), torch.zeros(0, dtype=torch.int64, device=self.device)))
 
@@ -67,18 +67,18 @@ class _Layers:
         return hidden_states[self.layers[0]][rows].to(self.device, self._model.dtype)
 
     def compute(
-        self, text: Text, begin: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
+        self, text: Text, start: int, tokens: list[int], features: torch.Tensor, positions: torch.Tensor,
         sees: torch.Tensor, depths: list[int],
     ) -> torch.Tensor:  # fmt: skip
         """Compute tokens into the places of the cache from ``begin`` on, and return their S.
 
         features: of the tokens before: of those of the text, the model's last states, [n, hidden]; of guesses, the S of
-        their parents. sees: bool [n, begin + n], which places each token sees. depths: of the tokens below the root, 0
+        their parents. sees: bool [n, start + n], which places each token sees. depths: of the tokens below the root, 0
         in the text.
         """
         kept, count = text.kept, len(self._model.layers)
-        kept.cache.rewind(begin)
-        kept.positions = torch.cat([kept.positions[:begin], positions])
+        kept.cache.rewind(start)
+        kept.positions = torch.cat([kept.positions[:start], positions])
         said = self._model.embed_tokens(torch.tensor(tokens, device=self.device)).to(features)
         made: list[torch.Tensor] = []
         for d in range(count):
@@ -117,4 +117,4 @@ class MtpSource(EagleSource):
         path: folder or name of the checkpoint; by default, where the model was loaded from.
         Raises ValueError if the checkpoint has no such layers, naming the tensors, or some that are not computed here.
         """
-        self._begin_with(_Layers(model, str(path or model.name_or_path)))
+        self._draft_with(_Layers(model, str(path or model.name_or_path)))

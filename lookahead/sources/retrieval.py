@@ -53,10 +53,10 @@ class RetrievalSource(GuessSource):
 
     def _after(self, text: list[int], depth: int) -> GuessTree:
         """The tree of what follows, with the share of each branch among the places."""
-        begin, end, length = self._longest_match(text[-LONGEST:])
+        start, stop, length = self._longest_match(text[-LONGEST:])
         if not length or depth <= 0:
             return GuessTree.empty()
-        chosen = np.unique(np.linspace(begin, end - 1, MAX_PLACES).astype(np.int64))
+        chosen = np.unique(np.linspace(start, stop - 1, MAX_PLACES).astype(np.int64))
         nodes: dict[tuple[int, int], int] = {}  # (parent, token): its number
         counts: list[int] = []
         for place in (self._order[chosen].astype(np.int64) + length).tolist():
@@ -84,14 +84,14 @@ class RetrievalSource(GuessSource):
         while shortest <= longest:  # where a part occurs, so does each shorter one
             length = (shortest + longest) // 2
             part = known[-SIZE * length :]
-            begin = bisect_left(places, part, key=self._beginning(len(part)))
-            if begin < len(places) and self._bytes.startswith(part, SIZE * places[begin]):
-                first, found = begin, part
+            start = bisect_left(places, part, key=self._beginning(len(part)))
+            if start < len(places) and self._bytes.startswith(part, SIZE * places[start]):
+                first, found = start, part
                 shortest = length + 1
             else:
                 longest = length - 1
-        end = bisect_right(places, found, first, key=self._beginning(len(found))) if found else first
-        return first, end, len(found) // SIZE
+        stop = bisect_right(places, found, first, key=self._beginning(len(found))) if found else first
+        return first, stop, len(found) // SIZE
 
     def _beginning(self, size: int) -> Callable[[int], bytes]:
         """What finds the bytes that stand at a place."""

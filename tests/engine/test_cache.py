@@ -214,7 +214,7 @@ def test_all_layers_at_once_or_one_by_one(seed, window, monkeypatch):
         path = [list(range(rng.randint(1, new)))]
         together, alone = caches
         for cache in caches:
-            cache.begin(new)
+            cache.prepare(new)
         places = {index: found for indices, *found in together.extend(new) for index in indices}
         for index, layer in enumerate(alone.layers):
             assert places[index] == list(layer.extend(new))

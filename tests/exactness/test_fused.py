@@ -538,7 +538,7 @@ def test_the_model_reads_all_that_is_left_of_a_prompt_behind_a_part_that_a_pass_
     with (
         torch.no_grad(),
         mock.patch("lookahead.passes.fused.MOST_AT_ONCE", 10),
-        mock.patch.object(runners[1], "_takes", side_effect=[True] * taken + [False]) as asked,
+        mock.patch.object(runners[1], "_can_run", side_effect=[True] * taken + [False]) as asked,
     ):
         expected, found = (runner.prefill(prompt, adapter.make_cache(), keep) for runner in runners)
     assert asked.call_count == taken + 1
@@ -974,7 +974,7 @@ def test_changes_of_transposed_weights_take_effect(change, dtype):
         assert programs.call_count == 2
     (read,) = programs.call_args.args
     for linear in read.linears:
-        if linear.origin is not None and linear.whole is None:
+        if linear.origin is not None and linear.unpacked is None:
             assert torch.equal(linear.weight, linear.origin.weight)
     assert "passes: fused" in model.lookahead.report()
     if dtype == torch.float32:

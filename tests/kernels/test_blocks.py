@@ -54,7 +54,7 @@ def unpacked(kind: str, outputs: int, blocks_of_32: int, size: float) -> torch.T
 
 def assert_same_products(found: Linear, linear: Linear, dtype: torch.dtype, rows: tuple[int, ...] = (1, 5, 17)) -> None:
     """Both layers make the same of random inputs, to the last bit if one kernel serves both. linear: not packed."""
-    in_tiles = native.HAS_AMX and dtype == torch.float32 and found.whole is not None
+    in_tiles = native.HAS_AMX and dtype == torch.float32 and found.unpacked is not None
     for n in rows:
         input = torch.randn(n, linear.weight.shape[1]).to(dtype)
         (expected, got), (alone,) = products.multiply(input, [linear, found]), products.multiply(input, [found])
@@ -90,7 +90,7 @@ def test_weights_unpacked_from_blocks_are_found_to_be(kind, outputs, groups, siz
     torch.manual_seed(seed)
     linear = Linear(unpacked(kind, outputs, groups, size), None, torch.randn(outputs))
     found = blocks.smallest(linear, torch.float32)
-    assert found.whole is None
+    assert found.unpacked is None
     assert found.weight.dtype in (BITS[kind], torch.uint8), "fewer bits may do"
     assert_same_products(found, linear, torch.float32)
     weight = linear.weight.view(-1)
@@ -242,7 +242,7 @@ def test_numbers_of_bf16_are_indexed(dtype, outputs, groups, spread, rare, seed)
         return
     together = blocks.TOGETHER
     if rare == 0 and (spread == 0 or together == 1):  # rows together have one table
-        assert found.whole is weight
+        assert found.unpacked is weight
         assert found.weight.nbytes <= -(-outputs // together) * together * (96 * groups + 2 * groups + 80)
     place = int(torch.randint(weight.numel(), ()))
     weight.view(-1)[place] = 1e9 if seed % 3 else 0.0
@@ -261,7 +261,7 @@ def test_exceptions_of_a_block_do_not_touch_the_others(dtype):
         part[rows, columns] = 2.0 ** torch.randint(-120, -8, (count,)).float()
     linear = Linear(weight.bfloat16().to(dtype))
     found = blocks.smallest(linear, dtype)
-    assert (found.whole is not None) == can_index(dtype)
+    assert (found.unpacked is not None) == can_index(dtype)
     assert_same_products(found, linear, dtype, rows=(1, 5, 6, 17))
     again = blocks.smallest(linear, dtype, found if found is not linear else None)
     assert torch.equal(again.weight, found.weight)
@@ -273,22 +273,22 @@ def test_weights_near_zero_are_not_given_to_the_matrix_unit_in_float32(rows):
     weight = torch.randn(20, 128).bfloat16().float()
     weight[:rows] *= 2.0**-60
     found = blocks.smallest(Linear(weight), torch.float32)
-    assert (found.whole is not None) == (can_index(torch.float32) and not native.HAS_AMX)
+    assert (found.unpacked is not None) == (can_index(torch.float32) and not native.HAS_AMX)
     weight[0] = 0
     weight[1:] = torch.randn(19, 128).bfloat16().float()
-    assert (blocks.smallest(Linear(weight), torch.float32).whole is not None) == can_index(torch.float32)
+    assert (blocks.smallest(Linear(weight), torch.float32).unpacked is not None) == can_index(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_worth_it_is_not_indexed(dtype):
     weight = torch.randn(7, 256).bfloat16().to(dtype)
-    assert blocks.smallest(Linear(weight), dtype, indexes=False).whole is None
+    assert blocks.smallest(Linear(weight), dtype, indexes=False).unpacked is None
     wide = (weight * 2.0 ** torch.randint(-60, 60, weight.shape)).to(dtype)
-    assert blocks.smallest(Linear(wide), dtype).whole is None, "too many upper bytes are not in its tables"
-    assert blocks.smallest(Linear(weight[:, :40].contiguous()), dtype).whole is None, "it has no whole blocks"
+    assert blocks.smallest(Linear(wide), dtype).unpacked is None, "too many upper bytes are not in its tables"
+    assert blocks.smallest(Linear(weight[:, :40].contiguous()), dtype).unpacked is None, "it has no whole blocks"
     if dtype == torch.float32:
         weight[3, 100] *= 1 + 2**-20
-        assert blocks.smallest(Linear(weight), dtype).whole is None, "one of its numbers is not of bf16"
+        assert blocks.smallest(Linear(weight), dtype).unpacked is None, "one of its numbers is not of bf16"
 
 
 @settings(max_examples=60, deadline=None)

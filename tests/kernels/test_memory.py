@@ -365,10 +365,10 @@ def test_a_model_that_changes_its_dtype_within_a_call_does_not_write_into_the_ca
     cache = runner.adapter.make_cache()
     with torch.no_grad():
         runner.prefill(IDS, cache)
-    assert runner._takes([np.array([3])], [cache])
+    assert runner._can_run([np.array([3])], [cache])
     model.bfloat16()
-    assert not runner._takes([np.array([3])], [cache])
-    assert runner._takes([np.array([3])], [runner.adapter.make_cache()])
+    assert not runner._can_run([np.array([3])], [cache])
+    assert runner._can_run([np.array([3])], [runner.adapter.make_cache()])
 
 
 def test_weights_whose_memory_was_taken_away_are_not_read():
@@ -376,9 +376,9 @@ def test_weights_whose_memory_was_taken_away_are_not_read():
     weight = model.model.layers[1].mlp.down_proj.weight
     runner = FusedRunner(model, find_adapter(model))
     cache = runner.adapter.make_cache()
-    assert runner._takes([np.array([3])], [cache])
+    assert runner._can_run([np.array([3])], [cache])
     weight.untyped_storage().resize_(0)
-    assert not runner._takes([np.array([3])], [cache])
+    assert not runner._can_run([np.array([3])], [cache])
     assert not products._serves(torch.randn(1, weight.shape[1]), Linear(weight))
 
 
@@ -388,9 +388,9 @@ def test_a_cache_whose_memory_was_taken_away_is_not_written_to():
     cache = runner.adapter.make_cache()
     with torch.no_grad():
         runner.prefill(IDS, cache)
-    assert runner._takes([np.array([3])], [cache])
+    assert runner._can_run([np.array([3])], [cache])
     cache.layers[1].keys.untyped_storage().resize_(0)
-    assert not runner._takes([np.array([3])], [cache])
+    assert not runner._can_run([np.array([3])], [cache])
 
 
 @pytest.mark.parametrize("most", [1, 127, -8])

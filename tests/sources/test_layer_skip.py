@@ -299,7 +299,7 @@ def test_a_part_is_given_back_even_if_half_of_it_was_written():
     EagerRunner(model, find_adapter(model)).prefill(IDS, cache)
     before = state_of(cache)
     with pytest.raises(ZeroDivisionError), cache.part([1, 3]) as part:  # noqa: PT012
-        part.begin(2, 0)
+        part.prepare(2, 0)
         part.update(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8), 0)
         raise ZeroDivisionError
     same = zip(state_of(cache), before, strict=True)

@@ -159,10 +159,10 @@ class Page:
 
     def parts(self, module: Any, *widths: int) -> list[Linear]:
         """Return the outputs of a linear layer in parts of these widths, and what is left, as layers of their own."""
-        joined, ends = self.linear(module), [0]
+        joined, stops = self.linear(module), [0]
         for width in widths:
-            ends.append(ends[-1] + width)
-        return [joined.part(begin, end) for begin, end in pairwise([*ends, joined.outputs])]
+            stops.append(stops[-1] + width)
+        return [joined.slice(start, stop) for start, stop in pairwise([*stops, joined.outputs])]
 
     def _plain(self, module: Any, *classes: type) -> Any:
         if type(module) not in classes:
