@@ -19,7 +19,7 @@ import lookahead
 from lookahead import Guesser, GuessSource, GuessTree, LookaheadConfig, NgramPool, Origin, PoolSource, Stats
 from lookahead.engine import engine as engines
 from lookahead.guessing import budget as budgets
-from lookahead.guessing import combine
+from lookahead.guessing import combine, together
 from lookahead.guessing.budget import FIRST_PAUSE, MAX_GUESSES, PAUSE_GROWTH, TRIAL_STEPS, Budget
 from lookahead.guessing.combine import Combined, Ledger
 from lookahead.guessing.merging import Calibration, Mixture
@@ -594,7 +594,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(combine, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(together, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
 def slow(kind: type[GuessSource], clock: Clock, seconds: float) -> type[GuessSource]:
