@@ -4,7 +4,7 @@ from lookahead.compat import attention_implementation
 from lookahead.compat.copies import copy_of_module
 from lookahead.compat.mtp import mtp_logits, mtp_model, run_mtp_layer
 from lookahead.config import LookaheadConfig
-from lookahead.cpu import products
+from lookahead.cpu import gemm, products
 from lookahead.guessing.budget import Budget, Pace, average_length
 from lookahead.guessing.combine import Combined, Ledger
 from lookahead.guessing.draws import draws_at
@@ -58,6 +58,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "State",
     "state_of",
     # Passes over it: what runs them, on which cache, and what they cost.
+    "gemm",
     "products",
     "AnyCache",
     "InPlaceLayer",

@@ -1,15 +1,6 @@
-"""Linear layers on a CPU use our own kernel, `gemm.cpp`, while lookahead decodes.
-
-torch reorders the weights of a linear layer in each call. For the few rows of a step, this takes longer than the
-product itself. Our kernel reads the weights as they are. So nothing is copied, and every change of a weight takes
-effect. Weights that torchao holds in int8 are read in int8, with a scale for each output or for each group of inputs.
-Long prompts are left to torch; in bf16 on processors without instructions for it, to our kernel or to torch's float32,
-whichever is quicker.
-"""
+"""Linear layers on a CPU: the forms of their weights, and those of a model, which use our kernels while it decodes."""
 
 import ctypes
-import math
-import platform
 from collections.abc import Iterable
 from enum import IntEnum
 from functools import cache, partial
@@ -22,17 +13,10 @@ from lookahead.cpu import native
 from lookahead.decoding_pass import current_pass
 
 MIN_WEIGHTS = 2**16  # Weights in one call, at least. Below this, torch is faster.
-MAX_ROWS = 64  # Rows of an input, at most. Beyond this, torch is faster, except for these dtypes:
-# if the processor has no instructions for bf16, torch takes three to four times as long, however many rows there are.
-_IS_SLOW = platform.machine() in ("x86_64", "AMD64") and native.CAPABILITY not in ("AVX512_BF16", "AVX512_AMX")
-SLOW_IN_TORCH = (torch.bfloat16,) if _IS_SLOW else ()
-MANY_ROWS = 128  # Beyond this, torch's products in float32 are quicker than ours in these dtypes,
-AT_ONCE = 2**22  # although the weights have to be converted: so many at a time, at most.
 STRIDE = {torch.float32: 16, torch.bfloat16: 32}  # inputs that the kernel reads at a time
 _PLAIN = nn.Parameter, torch.Tensor
 _ARGUMENTS = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 3 + [ctypes.c_void_p, ctypes.c_long]
 kernels = cache(partial(native.kernels, "multiply", native.FLOATS, _ARGUMENTS))
-_rooms = cache(partial(native.kernels, "room", native.FLOATS, [ctypes.c_long] * 3, ctypes.c_long))
 
 
 class Format(IntEnum):
@@ -214,20 +198,11 @@ class DecodingLinear(nn.Linear):
         if not torch.compiler.is_compiling():  # code that a user compiles has torch's products
             decoding = current_pass()
             if decoding is not None and decoding.uses_kernels:
-                linear = Linear.of(self)
-                if _serves(input, linear):
-                    return multiply(input, [linear])[0]
+                from lookahead.cpu import gemm  # passes in one call need it not
+
+                if gemm.serves(input, linear := Linear.of(self)):
+                    return gemm.multiply(input, [linear])[0]
         return nn.Linear.forward(self, input)  # accelerate may call this for a layer that is no longer of this class
-
-
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`, by our kernel in the decoding loop, for layers that are no modules of a model."""
-    decoding = current_pass()
-    if decoding is not None and decoding.uses_kernels and weight.numel() >= MIN_WEIGHTS:
-        layer = Linear(weight, None, bias)
-        if _serves(input, layer):
-            return multiply(input, [layer])[0]
-    return nn.functional.linear(input, weight, bias)
 
 
 def install(model: nn.Module) -> list[nn.Linear]:
@@ -247,54 +222,3 @@ def remove(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if type(module) is DecodingLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]  # it was made as an nn.Linear
-
-
-def multiply(input: torch.Tensor, linears: list[Linear]) -> list[torch.Tensor]:
-    """Return what each layer makes of the input [..., inputs]: [..., outputs].
-
-    All tensors are on the CPU. Sums are in float32. Nothing is checked.
-    """
-    input = input.contiguous()
-    *shape, inputs = input.shape
-    rows = math.prod(shape)
-    if rows > MANY_ROWS and input.dtype in SLOW_IN_TORCH and all(linear.scales is None for linear in linears):
-        return [_multiply_floats(input, linear) for linear in linears]
-    matrices: list[int] = []
-    outs: list[torch.Tensor] = []
-    for linear in linears:
-        outs.append(input.new_empty((*shape, linear.outputs)))
-        matrices += linear.matrix(outs[-1])
-    threads = torch.get_num_threads()
-    needed = _rooms()[input.dtype](rows, inputs, threads)
-    room = input.new_empty(needed, dtype=torch.uint8) if needed else None
-    kernels()[input.dtype](
-        input.data_ptr(), (ctypes.c_int64 * len(matrices))(*matrices), len(linears), rows, inputs, pointer(room),
-        threads,
-    )  # fmt: skip
-    return outs
-
-
-def _multiply_floats(input: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """`multiply` by torch, in float32, rounded once."""
-    inputs = input.shape[-1]
-    out = input.new_empty((*input.shape[:-1], linear.weight.shape[0]))
-    rows, out_rows = input.view(-1, inputs).float(), out.view(-1, out.shape[-1])
-    for first in range(0, out.shape[-1], size := max(AT_ONCE // inputs, 1)):
-        part = slice(first, first + size)
-        bias = None if linear.bias is None else linear.bias[part].float()
-        out_rows[:, part] = nn.functional.linear(rows, linear.weight[part].float(), bias)
-    return out
-
-
-def _serves(input: torch.Tensor, linear: Linear) -> bool:
-    """Whether `multiply` takes these tensors. torch takes all others."""
-    return (
-        type(input) is torch.Tensor
-        and input.is_cpu
-        and input.ndim > 0
-        and input.numel() > 0
-        and input.shape[-1] == linear.weight.shape[-1]
-        and (input.numel() <= MAX_ROWS * input.shape[-1] or input.dtype in SLOW_IN_TORCH)
-        and linear.is_served(input.dtype)
-        and not torch.is_autocast_enabled("cpu")
-    )

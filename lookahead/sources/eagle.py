@@ -34,7 +34,7 @@ from lookahead.extending import (
     Needs,
     Outcome,
     draws_at,
-    products,
+    gemm,
     synchronize,
     top_k,
     vocabulary_of,
@@ -106,7 +106,7 @@ class _Linear:
         return cls(file.read(name + ".weight", outputs, inputs), file.find(name + ".bias", outputs))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return products.linear(states, self._weight, self._bias)
+        return gemm.linear(states, self._weight, self._bias)
 
 
 class _Head:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from lookahead.extending import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, products, top_k
+from lookahead.extending import Batch, Guesser, GuessSource, Limits, Needs, Outcome, draws_at, gemm, top_k
 from lookahead.sources.checkpoint import Checkpoint, projection_of
 from ngram_pool import GuessTree
 
@@ -29,8 +29,8 @@ class _Head:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [batch, vocabulary] from hidden states [batch, hidden]."""
         for weight, bias in self._layers:
-            states = states + functional.silu(products.linear(states, weight, bias))
-        return products.linear(states, self._projection)
+            states = states + functional.silu(gemm.linear(states, weight, bias))
+        return gemm.linear(states, self._projection)
 
 
 def _layers(

@@ -17,7 +17,7 @@ import numpy as np
 import sanitized  # noqa: F401  # first: it chooses the kernels
 import torch
 
-from lookahead.cpu import blocks, choice, executor, native, products, top_k, tree_attention
+from lookahead.cpu import blocks, choice, executor, gemm, native, products, top_k, tree_attention
 from lookahead.cpu import operations as op
 from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.operations import Value
@@ -603,7 +603,7 @@ def kernels_alone(
     inputs = products.STRIDE[dtype] * rng.randint(1, 9)
     linears = [random_linear(rng, memory, rng.randint(1, 60), inputs, dtype) for _ in range(rng.randint(1, 3))]
     x = memory.copy(torch.randn(rows, inputs).to(dtype))
-    for linear, got in zip(linears, products.multiply(x, linears), strict=True):
+    for linear, got in zip(linears, gemm.multiply(x, linears), strict=True):
         assert_near(got, plain.product(linear, x.double()), 1e-4 if dtype == torch.float32 else 0.1, "a product")
     assert choice.argmax(logits) == int(logits[0].float().argmax())
     state, variates = torch.Generator().manual_seed(rng.randint(0, 99)).get_state(), memory.room(logits.shape[1] * 4)

@@ -8,7 +8,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lookahead.cpu import blocks, native, products
+from lookahead.cpu import blocks, gemm, native
 from lookahead.cpu.products import Format, Linear
 
 BITS = {
@@ -57,7 +57,7 @@ def assert_same_products(found: Linear, linear: Linear, dtype: torch.dtype, rows
     in_tiles = native.HAS_AMX and dtype == torch.float32 and found.unpacked is not None
     for n in rows:
         input = torch.randn(n, linear.weight.shape[1]).to(dtype)
-        (expected, got), (alone,) = products.multiply(input, [linear, found]), products.multiply(input, [found])
+        (expected, got), (alone,) = gemm.multiply(input, [linear, found]), gemm.multiply(input, [found])
         assert torch.equal(got.nan_to_num(), alone.nan_to_num())
         error = 1e-6 * (input.abs() @ linear.weight.abs().T + 1) if in_tiles else torch.zeros(())
         assert (((got - expected).abs() <= error) | (got.isnan() & expected.isnan()) | (got == expected)).all()
@@ -208,7 +208,7 @@ def test_all_powers_of_two_of_mxfp4_are_read():
     """Also those that only a file can say; but for the last ones, of which some numbers would be infinite."""
     packed = torch.randint(256, (253, 17), dtype=torch.uint8)
     packed[:, 0] = torch.arange(253)
-    (found,) = products.multiply(torch.eye(32), [Linear(packed, blocks=Format.MXFP4)])
+    (found,) = gemm.multiply(torch.eye(32), [Linear(packed, blocks=Format.MXFP4)])
     assert torch.equal(found.T, numbers_of_mxfp4(packed, torch.float32))
 
 

@@ -11,7 +11,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead.compat import gguf_class
-from lookahead.cpu import operations, products
+from lookahead.cpu import gemm, operations
 from lookahead.cpu.executor import Executor, Rows
 from lookahead.cpu.products import Format, Linear
 from lookahead.cpu.program import Program
@@ -65,7 +65,7 @@ def test_products_with_blocks_are_those_with_their_numbers(name, outputs, inputs
     assert linear.is_served(torch.float32)
     assert not linear.is_served(torch.bfloat16)
     input = torch.randn(rows, linear.inputs)
-    found, expected = products.multiply(input, [linear, plain])
+    found, expected = gemm.multiply(input, [linear, plain])
     assert torch.equal(found, expected)
 
 
@@ -92,7 +92,7 @@ def test_all_halves_are_read():
     blocks = torch.zeros(len(halves), 34, dtype=torch.uint8)
     blocks[:, :2] = halves.view(torch.uint8).view(-1, 2)
     blocks[:, 2] = 1
-    (found,) = products.multiply(torch.eye(1, 32), [Linear(blocks, blocks=Format.Q8_0)])
+    (found,) = gemm.multiply(torch.eye(1, 32), [Linear(blocks, blocks=Format.Q8_0)])
     assert torch.equal(found[0], halves.float())
 
 

@@ -18,7 +18,7 @@ from zoo import tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.cpu import blocks, choice, executor, products, top_k, tree_attention
+from lookahead.cpu import blocks, choice, executor, gemm, products, top_k, tree_attention
 from lookahead.cpu.products import Linear
 from lookahead.guessing.source import Needs
 from lookahead.models.cache import InPlaceLayer
@@ -379,7 +379,7 @@ def test_weights_whose_memory_was_taken_away_are_not_read():
     assert runner._can_run([np.array([3])], [cache])
     weight.untyped_storage().resize_(0)
     assert not runner._can_run([np.array([3])], [cache])
-    assert not products._serves(torch.randn(1, weight.shape[1]), Linear(weight))
+    assert not gemm.serves(torch.randn(1, weight.shape[1]), Linear(weight))
 
 
 def test_a_cache_whose_memory_was_taken_away_is_not_written_to():

@@ -20,7 +20,7 @@ from zoo import SETTINGS, tiny_model
 
 import lookahead
 from lookahead import LookaheadConfig, NgramPool
-from lookahead.cpu import native, products
+from lookahead.cpu import gemm, native, products
 from lookahead.cpu.products import DecodingLinear, Linear, install, remove
 from lookahead.decoding_pass import decoding_pass
 from lookahead.passes.graphs import StepGraphs
@@ -64,9 +64,9 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
 def multiplied(monkeypatch):
     """Numbers of weights that our kernel was given, a call each."""
     calls = []
-    multiply = products.multiply
+    multiply = gemm.multiply
     monkeypatch.setattr(
-        products,
+        gemm,
         "multiply",
         lambda input, linears: calls.append(len(linears)) or multiply(input, linears),
     )
@@ -97,8 +97,8 @@ def test_products_are_what_the_formula_says(rows, strides, outputs, with_bias, s
         torch.randn(inputs, 1, rows).to(dtype).permute(1, 2, 0) if strided else torch.randn(1, rows, inputs).to(dtype)
     )
     row = seed % max(rows, 1)
-    ones = products.multiply(input[:, row : row + 1], linears)
-    for got, one, linear in zip(products.multiply(input, linears), ones, linears, strict=True):
+    ones = gemm.multiply(input[:, row : row + 1], linears)
+    for got, one, linear in zip(gemm.multiply(input, linears), ones, linears, strict=True):
         assert torch.equal(got[:, row : row + 1], one)  # a row is rounded as it is alone
         scales, weight = 1, linear.weight.double()
         if scaled == "by output":
@@ -119,9 +119,9 @@ def test_products_are_what_the_formula_says(rows, strides, outputs, with_bias, s
 def test_torch_and_our_kernel_take_the_matrix_unit_in_turn():
     """Each sets it up as it wants it. torch takes it for products in bf16 where there is one."""
     weight, input, few = (torch.randn(n, 64).bfloat16() for n in (96, 200, 5))
-    theirs, ours = torch.nn.functional.linear(input, weight), products.multiply(few, [Linear(weight)])[0]
+    theirs, ours = torch.nn.functional.linear(input, weight), gemm.multiply(few, [Linear(weight)])[0]
     for _ in range(20):
-        assert torch.equal(products.multiply(few, [Linear(weight)])[0], ours)
+        assert torch.equal(gemm.multiply(few, [Linear(weight)])[0], ours)
         assert torch.equal(torch.nn.functional.linear(input, weight), theirs)
 
 
@@ -143,7 +143,7 @@ def test_not_a_number_stays_in_its_row(dtype):
     input, weight = torch.randn(14, 64).to(dtype), torch.randn(70, 64).to(dtype)
     input[3, 5] = torch.nan
     input[9, 0] = torch.inf
-    (got,) = products.multiply(input, [Linear(weight)])
+    (got,) = gemm.multiply(input, [Linear(weight)])
     assert got[3].isnan().all()
     assert not got[9].isfinite().any()
     assert got[[*range(3), *range(4, 9), *range(10, 14)]].isfinite().all()
@@ -163,21 +163,21 @@ def test_every_architecture_computes_the_same(name, monkeypatch):
 
 @pytest.mark.parametrize("slow", [(), (torch.bfloat16,)])
 def test_prompts_are_multiplied_where_torch_is_slow(slow, multiplied, monkeypatch):
-    monkeypatch.setattr(products, "SLOW_IN_TORCH", slow)
+    monkeypatch.setattr(gemm, "SLOW_IN_TORCH", slow)
     model = small_llama(torch.bfloat16)
-    plain = logits(model, products.MAX_ROWS + 1)
+    plain = logits(model, gemm.MAX_ROWS + 1)
     install(model)
-    assert_near(logits(model, products.MAX_ROWS + 1, in_a_pass=True), plain)
+    assert_near(logits(model, gemm.MAX_ROWS + 1, in_a_pass=True), plain)
     assert bool(multiplied) == bool(slow)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.integers(products.MANY_ROWS - 2, products.MANY_ROWS + 70),
+    rows=st.integers(gemm.MANY_ROWS - 2, gemm.MANY_ROWS + 70),
     strides=st.integers(1, 8),
     outputs=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     bias=st.booleans(),
-    at_once=st.sampled_from([1, 1000, products.AT_ONCE]),
+    at_once=st.sampled_from([1, 1000, gemm.AT_ONCE]),
     seed=st.integers(0, 99),
 )
 def test_many_rows_are_rounded_once(rows, strides, outputs, bias, at_once, seed):
@@ -188,8 +188,8 @@ def test_many_rows_are_rounded_once(rows, strides, outputs, bias, at_once, seed)
         Linear(torch.randn(n, 32 * strides).bfloat16(), None, torch.randn(n).bfloat16() if bias else None)
         for n in outputs
     ]
-    with mock.patch.multiple(products, SLOW_IN_TORCH=(torch.bfloat16,), AT_ONCE=at_once):
-        got = products.multiply(input, linears)
+    with mock.patch.multiple(gemm, SLOW_IN_TORCH=(torch.bfloat16,), AT_ONCE=at_once):
+        got = gemm.multiply(input, linears)
     for linear, product in zip(linears, got, strict=True):
         exact = input.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
         assert product.shape == exact.shape
@@ -478,10 +478,10 @@ def test_the_setting_turns_them_on_and_off(dtype, multiplied):
 
 
 def test_a_kernel_that_computes_something_else_is_found_by_the_probe(monkeypatch):
-    def wrong(input, linears, multiply=products.multiply):
+    def wrong(input, linears, multiply=gemm.multiply):
         return [product * 1.01 for product in multiply(input, linears)]
 
-    monkeypatch.setattr(products, "multiply", wrong)
+    monkeypatch.setattr(gemm, "multiply", wrong)
     model, ids = small_llama(), torch.arange(9)[None]
     expected = model.generate(ids, **GREEDY)
     lookahead.wrap(model)
@@ -515,15 +515,15 @@ def test_layers_of_no_module_use_the_kernel_in_the_decoding_loop(multiplied, dty
     input, weight = torch.randn(3, 256, dtype=dtype), torch.randn(300, 256, dtype=dtype)
     bias = torch.randn(300, dtype=dtype) if with_bias else None
     expected = functional.linear(input, weight, bias)
-    assert torch.equal(products.linear(input, weight, bias), expected)
+    assert torch.equal(gemm.linear(input, weight, bias), expected)
     with decoding_pass(splits_attention=False, uses_kernels=False):
-        assert torch.equal(products.linear(input, weight, bias), expected)
+        assert torch.equal(gemm.linear(input, weight, bias), expected)
     assert not multiplied
     with torch.no_grad(), decoding_pass(splits_attention=False, uses_kernels=True):
-        assert_near(products.linear(input, weight, bias), expected)
+        assert_near(gemm.linear(input, weight, bias), expected)
         assert multiplied == [1]
-        assert torch.equal(products.linear(input, weight[:9], None), functional.linear(input, weight[:9]))
-        assert torch.equal(products.linear(input.double(), weight.double()), input.double() @ weight.double().T)
+        assert torch.equal(gemm.linear(input, weight[:9], None), functional.linear(input, weight[:9]))
+        assert torch.equal(gemm.linear(input.double(), weight.double()), input.double() @ weight.double().T)
     assert multiplied == [1]
 
 
@@ -535,7 +535,7 @@ def test_sources_compute_with_the_kernel_if_the_model_does(multiplied, uses_kern
     class Multiplies(lookahead.GuessSource):
         def propose(self, texts, limits):
             before = len(multiplied)
-            products.linear(torch.ones(1, 512), torch.ones(128, 512))
+            gemm.linear(torch.ones(1, 512), torch.ones(128, 512))
             seen.append(len(multiplied) - before)
             return [GuessTree.empty() for _ in texts]
 
