@@ -23,7 +23,7 @@ class DecodingPass:
     splits_attention: bool
     """Whether models with "sdpa" attention use `attention.attend`."""
     uses_kernels: bool
-    """Whether our own kernels may be used on a CPU (`products`, `tree_attention`)."""
+    """Whether our own kernels may be used on a CPU (`gemm`, `tree_attention`)."""
     forest: "Forest | None" = None
     """The rows of the pass, if layers with a state compute them as a tree (`models.recurrence`)."""
     places: Places | None = None

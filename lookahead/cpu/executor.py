@@ -505,7 +505,7 @@ class Executor:
                 covered = (0, 0) if array is None else (array.ctypes.data, array.shape[1])
                 table["hidden"][rows_of], table["masked"][rows_of] = covered
             for layer, state in zip(self.states, one.states, strict=True):
-                for name, value in state._asdict().items():
+                for name, value in state.cpp_fields().items():
                     table[name][layer] = value
         self._sequences = np.array(found, described.sequence)
         return start

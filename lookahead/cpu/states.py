@@ -56,6 +56,10 @@ class Places(NamedTuple):
     updates: int
     """The address of what the rows do to it, float32 [T, heads, 1 + keys + values]; 0: as for inputs."""
 
+    def cpp_fields(self) -> dict[str, int]:
+        """As C++ calls them (`CACHED`)."""
+        return dict(zip(Places.__annotations__, self, strict=True))
+
 
 @dataclass(frozen=True, eq=False)
 class Convolve(Operation):

@@ -52,7 +52,7 @@ class ModelAdapter:
     splits_attention: bool = False
     """Passes use `attention.attend` in place of "sdpa": the cache then needs no mask, only the step does."""
     uses_kernels: bool = True
-    """Our own kernels may be used on a CPU (`products`, `tree_attention`)."""
+    """Our own kernels may be used on a CPU (`gemm`, `tree_attention`)."""
     row_dependence: float = 0.0
     """Largest error that the other rows of a pass make in a row of logits, relative to the spread of that row; 0 if it
     is only rounding."""

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from lookahead.models.cache import FIRST_CAPACITY, InPlaceLayer
+from lookahead.models import cache
+from lookahead.models.cache import InPlaceLayer
 
 
 class SlidingLayer(InPlaceLayer):
@@ -12,7 +13,7 @@ class SlidingLayer(InPlaceLayer):
 
     def __init__(self, sliding_window: int):
         self.sliding_window = sliding_window
-        super().__init__(min(2 * sliding_window, FIRST_CAPACITY))
+        super().__init__(min(2 * sliding_window, cache.FIRST_CAPACITY))
 
     def seen(self) -> int:
         return self.columns - max(int(self.held.min()) - self._most_seen(), 0)
@@ -27,13 +28,13 @@ class SlidingLayer(InPlaceLayer):
     def lacks_room(self, new: int) -> bool:
         wanted = 2 * (self.sliding_window + new)
         # The buffers are too small, or too large since a long prompt.
-        return self.columns + new > self._room or self._room > 2 * max(wanted, FIRST_CAPACITY)
+        return self.columns + new > self._room or self._room > 2 * max(wanted, cache.FIRST_CAPACITY)
 
     def make_room(self, new: int) -> None:
         if self.lacks_room(new):
             wanted, held = 2 * (self.sliding_window + new), self.held
             seen = np.minimum(held, self._most_seen())
-            self._move(held - seen, held, max(wanted, int(seen.max()) + new, FIRST_CAPACITY))
+            self._move(held - seen, held, max(wanted, int(seen.max()) + new, cache.FIRST_CAPACITY))
             self.starts = self.starts + held - seen
             self.columns = int(seen.max())
             self.gaps = self.columns - seen
