@@ -143,10 +143,10 @@ class TextPieces:
         """Return the text that ``ids`` complete; "" in the middle of a character of several tokens."""
         self._ids += ids
         text = self._decode(self._ids)
-        end = self._certain(text)
-        piece = text[self._written : end]
-        self._written = max(self._written, end)
-        if end == len(text) and len(self._ids) - self._settled >= CONTEXT:
+        stop = self._certain(text)
+        piece = text[self._written : stop]
+        self._written = max(self._written, stop)
+        if stop == len(text) and len(self._ids) - self._settled >= CONTEXT:
             tail = self._ids[self._settled :]
             if context := self._decode(tail):  # without context, a first space would be dropped
                 self._ids, self._written = tail, len(context)

@@ -219,7 +219,7 @@ class PoolProposer:
         for text, new in zip(texts, written, strict=True):
             known = len(text) - new
             hash_ = xxhash.xxh3_128(text[:known].data)
-            if not self._texts.take(hash_.digest()):
+            if not self._texts.remove(hash_.digest()):
                 self.pool.learn(text[:known], Origin.PROMPT)
             if new:
                 recent = min(known, LONGEST)
@@ -251,7 +251,7 @@ class _Texts:
             self._numbers[oldest].popleft()
             self._tidy(oldest)
 
-    def take(self, text: bytes) -> bool:
+    def remove(self, text: bytes) -> bool:
         """Remove the latest request of this text. Return whether there was one."""
         if text not in self._numbers:
             return False
@@ -277,10 +277,10 @@ def _start_snapshots(proposer: PoolProposer, path: Path, seconds: float) -> None
     weakref.finalize(proposer, dropped.set)
 
     def write() -> None:
-        saved, due, ends = pool.observations, time.monotonic() + seconds, False
-        while not ends:
-            ends = dropped.wait(POLL_SECONDS) or not main.is_alive()
-            if not ends and time.monotonic() < due:
+        saved, due, is_over = pool.observations, time.monotonic() + seconds, False
+        while not is_over:
+            is_over = dropped.wait(POLL_SECONDS) or not main.is_alive()
+            if not is_over and time.monotonic() < due:
                 continue
             due = time.monotonic() + seconds
             learned = pool.observations

@@ -18,9 +18,9 @@ def flash_attention(
     return kernel(query, key, value, attn_mask=mask, scale=scale)
 
 
-def grouped_products(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_products(x: torch.Tensor, weights: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
     """Multiply groups of rows with a weight each: [rows, inputs] by [groups, inputs, outputs].
 
-    ends: of each group, the row behind its last one, int32 [groups].
+    stops: of each group, the row behind its last one, int32 [groups].
     """
-    return torch._grouped_mm(x, weights, offs=ends)
+    return torch._grouped_mm(x, weights, offs=stops)

@@ -271,8 +271,8 @@ class FusedRunner(EagerRunner):
             left -= part.shape[1]
         if len(outputs) == 1:
             return outputs[0]
-        whole = joined(outputs)
-        return Output(whole.logits, whole.hidden_states)
+        together = joined(outputs)
+        return Output(together.logits, together.hidden_states)
 
     def _read_part(
         self, new: torch.Tensor, cache: LookaheadCache, shown: int, as_steps: bool, until: int

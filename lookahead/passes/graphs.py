@@ -225,12 +225,12 @@ class StepGraphs:
         if cache is not self._lent:
             raise RuntimeError("this cache was taken back by the model's StepGraphs when its call ended")
         buffers = self._buffers
-        begin, rows = buffers.columns, _power_of_two(len(step))
+        start, rows = buffers.columns, _power_of_two(len(step))
         if buffers.make_room(rows):
             self._drop_graphs()
         self._fill(rows, step, cache.lengths[0], last)
-        logits, outputs = self._run(rows, _rounded_up(begin + rows))
-        buffers.base, buffers.columns = begin, begin + len(step)
+        logits, outputs = self._run(rows, _rounded_up(start + rows))
+        buffers.base, buffers.columns = start, start + len(step)
         return logits[: len(step)], {i: output[: len(step)].clone() for i, output in outputs.items()}
 
     def _compared(self, adapter: ModelAdapter) -> str | None:
@@ -299,17 +299,17 @@ class StepGraphs:
                 if cos.shape != sin.shape or not (cos.shape[1] == size or page.turns_part):
                     raise RuntimeError("the rotary embedding does not fit the heads")
                 self._tables[name] = cos, sin
-        ends = [len(cos) for cos, _ in self._tables.values() if len(cos) < self._buffers.room]
-        self._positions = min([program.positions or 2**62, *ends])
+        stops = [len(cos) for cos, _ in self._tables.values() if len(cos) < self._buffers.room]
+        self._positions = min([program.positions or 2**62, *stops])
 
     def _pass(self, rows: int, shown: int) -> Result:
         """Run the pass to capture, over ``rows`` input rows and ``shown`` columns."""
         numbers, ancestors = self._inputs[rows]
         with torch.inference_mode(False), torch.no_grad():
-            ids, positions, begin = numbers.split([rows, rows, 1])
-            columns = begin + torch.arange(rows, device=begin.device)
-            all_columns = torch.arange(shown, device=begin.device)
-            behind = (all_columns >= begin).expand(rows, shown).index_copy(1, columns, ~ancestors)
+            ids, positions, start = numbers.split([rows, rows, 1])
+            columns = start + torch.arange(rows, device=start.device)
+            all_columns = torch.arange(shown, device=start.device)
+            behind = (all_columns >= start).expand(rows, shown).index_copy(1, columns, ~ancestors)
             distances = positions[:, None] - all_columns.index_copy(0, columns, positions)
             program, hidden = self._running, dict[int, torch.Tensor]()
             for window, layers in self._windows.items():
@@ -479,8 +479,8 @@ def _layers_of_one_sequence(cache: LookaheadCache) -> list[InPlaceLayer]:
 
 def _rounded_up(columns: int) -> int:
     """Return how many columns a pass is shown that needs so many: a power of two, or three quarters of one."""
-    whole = max(_power_of_two(columns), FIRST_CAPACITY)
-    return whole * 3 // 4 if FIRST_CAPACITY < columns <= whole * 3 // 4 else whole
+    power = max(_power_of_two(columns), FIRST_CAPACITY)
+    return power * 3 // 4 if FIRST_CAPACITY < columns <= power * 3 // 4 else power
 
 
 def _power_of_two(minimum: int) -> int:

@@ -98,12 +98,13 @@ class StaticPass(Reference):
         order = chosen.flatten().argsort(stable=True)
         of_rows = chosen.flatten()[order]
         groups = torch.arange(experts.count, device=order.device)
-        ends = torch.searchsorted(of_rows, groups, right=True).to(torch.int32)
+        stops = torch.searchsorted(of_rows, groups, right=True).to(torch.int32)
 
         def product(x: torch.Tensor, linears: tuple[Linear, ...]) -> torch.Tensor:
             stacked = together(linears)
             assert stacked is not None  # as `why_not` has found
-            found, biases = grouped_products(x, stacked.mT, ends), [one.bias for one in linears if one.bias is not None]
+            found = grouped_products(x, stacked.mT, stops)
+            biases = [one.bias for one in linears if one.bias is not None]
             return found + torch.stack(biases)[of_rows] if biases else found
 
         inner = self.within(experts, product(self.values[experts.x][order // experts.top_k], experts.experts[::2]))

@@ -81,8 +81,8 @@ def answers(path: Path, beginnings: Sequence[bytes]) -> Iterator[Answers]:
 
 def _check(path: Path, lines: list[bytes], torn: bytes, beginnings: Sequence[bytes]) -> None:
     """Raise ClickException unless the lines, and what there is of a torn one, are answers to the first prompts."""
-    for number, (line, begin) in enumerate(zip([*lines, torn], beginnings, strict=False), 1):
-        if not (line.startswith(begin) if number <= len(lines) else begin.startswith(line[: len(begin)])):
+    for number, (line, known) in enumerate(zip([*lines, torn], beginnings, strict=False), 1):
+        if not (line.startswith(known) if number <= len(lines) else known.startswith(line[: len(known)])):
             raise click.ClickException(
                 f"{path}, line {number} is no answer to this prompt by these settings: the prompts, the model, its "
                 "dtype, the length, the sampling or the seed have changed, or the file is of another kind. Name "

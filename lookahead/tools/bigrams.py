@@ -44,12 +44,12 @@ def learn_bigrams(
     with torch.no_grad():
         if before:
             runner.prefill(torch.tensor([before], device=device_of(model)), cache)
-        for begin in range(0, size, ROWS):
-            tokens = np.arange(begin, min(begin + ROWS, size))
+        for start in range(0, size, ROWS):
+            tokens = np.arange(start, min(start + ROWS, size))
             step = lay_out(root, GuessTree.of(tokens, np.full(len(tokens), -1)))
             logits = runner.run([step], cache).logits[1:]
             said, probabilities = top_k(logits, temperature, TOP_K)
             cache.commit([step], [[]])
             pool.learn_next(tokens[:, None], said, probabilities, Origin.LOGITS)
-            progress((begin + len(tokens)) / size)
+            progress((start + len(tokens)) / size)
     return pool

@@ -72,8 +72,8 @@ def watch(device: torch.device) -> Callable[[], Span]:
 
     device: on which the model computes.
     """
-    begin, on_cpu = _read(), device.type == "cpu"
-    return lambda: _between(begin, _read(), on_cpu)
+    start, on_cpu = _read(), device.type == "cpu"
+    return lambda: _between(start, _read(), on_cpu)
 
 
 def why_no_ratio(*spans: Span) -> str:
@@ -86,19 +86,19 @@ def why_no_ratio(*spans: Span) -> str:
     return ""
 
 
-def _between(begin: _Clocks, end: _Clocks, on_cpu: bool) -> Span:
-    wall = end.wall - begin.wall
-    if begin.of_each is None or end.of_each is None:
-        return Span(wall, max(wall - (end.thread - begin.thread), 0.0) if on_cpu else None)
+def _between(start: _Clocks, stop: _Clocks, on_cpu: bool) -> Span:
+    wall = stop.wall - start.wall
+    if start.of_each is None or stop.of_each is None:
+        return Span(wall, max(wall - (stop.thread - start.thread), 0.0) if on_cpu else None)
     found = [
         _Thread(max(now.ran - before.ran, 0.0), max(now.waited - before.waited, 0.0))
-        for name, now in end.of_each.items()
-        for before in [begin.of_each.get(name, _Thread(0.0, 0.0))]
+        for name, now in stop.of_each.items()
+        for before in [start.of_each.get(name, _Thread(0.0, 0.0))]
     ]
     least = HARDLY * max((thread.ran for thread in found), default=0.0)
-    lost = sum(thread.waited for thread in found if thread.ran >= least) + end.stolen - begin.stolen
+    lost = sum(thread.waited for thread in found if thread.ran >= least) + stop.stolen - start.stolen
     if on_cpu:
-        lost += max(wall - (end.process - begin.process), 0.0)
+        lost += max(wall - (stop.process - start.process), 0.0)
     return Span(wall, lost)
 
 

@@ -89,9 +89,9 @@ def source_prompts(count: int) -> list[dict]:
     for number in range(count):
         path = paths[number * len(paths) // count]
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        begin = max((len(lines) - PROMPT_LINES) * (number + 1) // (count + 1), 0)
-        passage = "".join(lines[begin : begin + PROMPT_LINES])
-        prompts.append({"question_id": f"{path.name}:{begin + 1}", "category": "source", "turns": [passage]})
+        start = max((len(lines) - PROMPT_LINES) * (number + 1) // (count + 1), 0)
+        passage = "".join(lines[start : start + PROMPT_LINES])
+        prompts.append({"question_id": f"{path.name}:{start + 1}", "category": "source", "turns": [passage]})
     return prompts
 
 

@@ -75,8 +75,8 @@ class WordWrap:
         if not self._word:
             return
         columns, width = shutil.get_terminal_size().columns, sum(map(_cells, self._plain))
-        begin = len((" " * self._column + self._gap).expandtabs(TAB))
-        gap = "\n" if begin + width > columns >= width and self._may_break() else self._gap
+        start = len((" " * self._column + self._gap).expandtabs(TAB))
+        gap = "\n" if start + width > columns >= width and self._may_break() else self._gap
         self._put(gap, gap, columns)
         self._put(self._word, self._plain, columns)
         self._line += self._gap + self._plain
