@@ -25,7 +25,7 @@ from lookahead import LookaheadConfig
 from lookahead.cpu import operations as op
 from lookahead.engine import call
 from lookahead.engine.engine import Lookahead
-from lookahead.models import attention, split_attention
+from lookahead.models import split_attention
 from lookahead.models.cache import InPlaceLayer
 from lookahead.models.families import UnknownModelError
 from lookahead.passes import graphs
@@ -118,8 +118,8 @@ def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_steps_give_eager_logits(model_type, capture, part, monkeypatch):
     """Over random trees, windows and accepted paths, through several sizes of the buffers, in parts and whole."""
     monkeypatch.setattr(graphs, "FIRST_CAPACITY", 16)
-    monkeypatch.setattr(attention, "PART", part)
-    monkeypatch.setattr(attention, "LONG_CONTEXT", 32)
+    monkeypatch.setattr(split_attention, "PART", part)
+    monkeypatch.setattr(split_attention, "LONG_CONTEXT", 32)
     model = tiny_model(model_type)
     runner, rng = runner_of(model), random.Random(0)
     ids = random_prompt(rng, 30)
