@@ -38,6 +38,7 @@ Part = tuple[Literal["outputs", "heads"], int] | None
 """How threads share an operation: each computes some of so many outputs, or heads. In two that are shared alike, a
 thread has the same part. None: any thread may take any part."""
 
+# Where the other operations are. Whoever names one loads its module.
 _HOMES = {"Experts": "experts", "Weigh": "experts", "HeadProducts": "heads", "Join": "heads", "Select": "heads",
           "Convolve": "states", "Delta": "states", "Scan": "states"}  # fmt: skip
 
