@@ -16,12 +16,13 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TemperatureLogitsWarper
 
 from lookahead.config import LookaheadConfig
+from lookahead.engine.engine import Lookahead
 from lookahead.tools.prompts import up_to_its_end
 from lookahead.wrapping import LookaheadMixin, unwrap, wrap
 from ngram_pool import NgramPool
@@ -107,6 +108,10 @@ class Tally:
     """Squared error of these tokens' logits against the float32 reference: the sum over tokens of the mean over the
     vocabulary."""
     divergences: list[Divergence] = field(default_factory=list)
+    by_guesses: int = 0
+    """Of lookahead: texts that would be others without guesses."""
+    passes: str = ""
+    """Of lookahead: the code that computes them, as `report()` names it."""
 
     def count(self, logits: torch.Tensor, exact: torch.Tensor, divergence: Divergence | None = None) -> None:
         """Add a prompt. logits: [tokens, vocabulary] of its text. exact: the reference's, for plain decoding's text."""
@@ -134,7 +139,8 @@ class Tally:
             rows.append(row | {"near_tie": divergence.near_tie})
         return {
             "decoding": self.decoding, "way": self.way, "prompts": self.prompts, "tokens": self.tokens,
-            "rms_error": self.rms_error, "unexplained": len(self.unexplained), "divergences": rows,
+            "rms_error": self.rms_error, "unexplained": len(self.unexplained), "by_guesses": self.by_guesses,
+            "passes": self.passes, "divergences": rows,
         }  # fmt: skip
 
 
@@ -145,7 +151,8 @@ def audit(
     temperature: float = 0.0,
     assistant: PreTrainedModel | None = None,
 ) -> list[Tally]:
-    """Decode each prompt plainly and by lookahead, and judge each divergence of the texts.
+    """Decode each prompt plainly and by lookahead, and judge each divergence of the texts. Lookahead decodes it twice,
+    with guesses and without.
 
     prompts: int64 [1, n] each, on the model's device. They are decoded greedily, and with a temperature also sampled,
     prompt k from seed k. Greedy decoding also audits transformers' prompt lookup, plain decoding of a batch and, if
@@ -180,19 +187,33 @@ def audit(
                 for way, logits in (("plain", rows), ("plain, whole text at once", at_once)):
                     tallies.setdefault((decoding, way), Tally(decoding, way)).count(logits, exact)
                 for way, (copies, extra) in ways.items():
+                    tally = tallies.setdefault((decoding, way), Tally(decoding, way))
                     if way == "lookahead":
-                        wrap(model, GUESSING, pool)
-                    try:
+                        with _wrapped(model, replace(GUESSING, budget=0)):
+                            unguessed, _ = _decode(model, prompt, settings, number)
+                        with _wrapped(model, GUESSING, pool) as engine:
+                            text, logits = _decode(model, prompt, settings, number)
+                        tally.by_guesses += text != unguessed
+                        tally.passes = engine.passes
+                    else:
                         text, logits = _decode(model, prompt.expand(copies, -1), settings | extra, number)
-                    finally:
-                        unwrap(model)
                     divergence = None
                     if (index := first_difference(text, plain)) is not None:
                         tokens = [ids[index] if index < len(ids) else None for ids in (plain, text)]
                         heat = settings.get("temperature", 0.0)
                         divergence = _judge(number, index, tokens, exact, [rows, at_once], model.dtype, heat)
-                    tallies.setdefault((decoding, way), Tally(decoding, way)).count(logits, exact, divergence)
+                    tally.count(logits, exact, divergence)
     return list(tallies.values())
+
+
+@contextmanager
+def _wrapped(model: PreTrainedModel, config: LookaheadConfig, pool: NgramPool | None = None) -> Iterator[Lookahead]:
+    wrap(model, config, pool)
+    assert isinstance(model, LookaheadMixin)
+    try:
+        yield model.lookahead
+    finally:
+        unwrap(model)
 
 
 @contextmanager

@@ -197,7 +197,10 @@ def audit(
         raise click.ClickException(f"{unexplained} of lookahead's texts part where rounding does not explain it")
     parted = sum(len(tally.divergences) for tally in ours)
     click.echo(
-        f"\n{parted} of lookahead's texts part from plain decoding's" + (", each at a near tie" if parted else "")
+        f"\n{parted} of lookahead's texts part from plain decoding's"
+        + (", each at a near tie" if parted else "")
+        + f"\n{sum(tally.by_guesses for tally in ours)} of lookahead's texts would be others without guesses (passes: "
+        f"{ours[0].passes})"
     )
 
 

@@ -64,6 +64,7 @@ def test_nothing_parts_in_float32():
         assert tally.prompts == 6
         assert tally.tokens == of(tallies, "plain", tally.decoding).tokens > 6
         assert tally.rms_error < 1e-5
+        assert tally.by_guesses == 0
     assert not isinstance(model, lookahead.wrapping.LookaheadMixin)
     assert model.generation_config.pad_token_id == 2, "the model's own settings are back"
 
@@ -89,8 +90,11 @@ def test_half_precision_parts_at_near_ties_only(kind, count, loudest, runner, mo
         assert products.are_installed(wrapped), "what was audited multiplies by our kernel"
     ours = [of(tallies, "lookahead"), of(tallies, "lookahead", "sampled")]
     assert sum(len(tally.divergences) for tally in ours) > 0, "nothing parted, so no verdict was tested"
+    of_one_call = runner is FusedRunner
     for tally in ours:
         plain = of(tallies, "plain", tally.decoding)
+        assert tally.passes.startswith("fused") is of_one_call
+        assert not (tally.by_guesses and of_one_call)
         assert not tally.unexplained
         assert 0.5 < tally.rms_error / plain.rms_error < 2
         for divergence in tally.divergences:
@@ -106,6 +110,7 @@ def test_planted_defects_are_unexplained(plant, dtype, monkeypatch):
     plant(monkeypatch)
     tallies = audit(model, prompts(8), 40)
     assert of(tallies, "lookahead").unexplained
+    assert of(tallies, "lookahead").by_guesses, "they are of passes over several rows"
     assert not of(tallies, "prompt lookup").unexplained, "others have no part in the defect"
 
 
