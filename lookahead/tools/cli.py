@@ -39,8 +39,9 @@ class Program(click.Group):
             message = f"{error.filename or 'standard input or output'}: {error.strerror or error}"
         with suppress(OSError):
             click.echo(f"Error: {message}", err=True)
-        with suppress(OSError):
-            sys.stdout.close()  # drops unwritten text; otherwise Python would try to write it again at exit
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.close()  # drops unwritten text; otherwise Python would try to write it again at exit
         sys.exit(1)
 
 
