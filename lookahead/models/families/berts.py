@@ -1,5 +1,6 @@
 """Further decoders of BERT's kind: MegatronBERT, RemBERT (arXiv 2010.12821), BigBird, RoCBert and X-MOD."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ class WithWrittenAttention(Bert):
     attends_by: AttendsBy = "eager"
 
     def attended(self, q: Value, k: Value, v: Value, mixer: Any) -> Value:
-        if not self.inner.config.is_decoder:
+        makes_causal_masks = hasattr(import_module(self._home), "create_causal_mask")  # transformers 5.17 makes none
+        if not (self.inner.config.is_decoder and makes_causal_masks):
             raise UnknownModelError("its attention is not causal")
         size = mixer.attention_head_size
         return self.attend(q, k, v, mixer, size, scaling=size**-0.5, dropout="dropout")
