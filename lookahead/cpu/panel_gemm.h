@@ -43,16 +43,15 @@ static inline long bytes_of_panel(long inputs) {
 template <class F>
 static INLINE void order_by_lanes(long vectors, int32_t* to, F f) {
     for (long first = (vectors - 1) / L * L; first >= 0; first -= L) {
-        const long count = std::min<long>(L, vectors - first);
-        Ints some[L] = {};
-        for (long v = 0; v < count; v++) some[v] = f(first + v);
+        Ints some[L];
+        UNROLL for (int v = 0; v < L; v++) some[v] = first + v < vectors ? f(first + v) : Ints{};
         transpose(some);
         for (int lane = 0; lane < L; lane++) {
             const long at = lane * vectors + first;
             if (at + L <= L * vectors)
                 *(Unaligned<Ints>*)(to + at) = some[lane];
             else
-                memcpy(to + at, some + lane, count * sizeof(int32_t));
+                memcpy(to + at, some + lane, std::min<long>(L, vectors - first) * sizeof(int32_t));
         }
     }
 }
