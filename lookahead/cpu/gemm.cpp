@@ -16,7 +16,7 @@ static long aligned(long bytes) { return (bytes + 63) / 64 * 64; }
 // Bytes of a thread's panel, or 0 if it needs none.
 template <class By>
 static long of_panel(long rows, long inputs) {
-    return rows < LEAST_ROWS ? 0 : aligned(bytes_of_panel<By>(inputs));
+    return rows < LEAST_ROWS<By> ? 0 : aligned(bytes_of_panel<By>(inputs));
 }
 
 template <class By>

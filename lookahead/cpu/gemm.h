@@ -218,7 +218,7 @@ struct Input {
 #ifdef HAS_AMX
         if (takes_tiles(matrix, inputs)) return matrix.format == INDEXED ? IN_LINES : IN_COLUMNS;
 #endif
-        return rows < LEAST_ROWS ? IN_ROWS : IN_LANES;
+        return rows < LEAST_ROWS<By> ? IN_ROWS : IN_LANES;
     }
 
     // Vector v of a row as it is multiplied.
@@ -236,7 +236,7 @@ struct Input {
             for (long v = 0; v < vectors_of<By>(inputs); v++) ((Unaligned<Ints>*)to)[v] = vector(its, v);
     }
     static long bytes_of_rows(long rows, long inputs) {
-        return IS_CONVERTED || rows >= LEAST_ROWS ? rows * inputs * sizeof(Prepared) : 0;
+        return IS_CONVERTED || rows >= LEAST_ROWS<By> ? rows * inputs * sizeof(Prepared) : 0;
     }
     long rows_made() const { return forms & IN_LANES || (IS_CONVERTED && forms & IN_ROWS) ? rows : 0; }
 

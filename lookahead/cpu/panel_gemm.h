@@ -22,7 +22,9 @@ constexpr int PANEL_ROWS = 8, PANEL_VECTORS = 3, LEVELS = 4;
 constexpr int PANEL_ROWS = 6, PANEL_VECTORS = 2, LEVELS = 3;
 #endif
 constexpr long PANEL_OUTPUTS = PANEL_VECTORS * L;
-constexpr long LEAST_ROWS = 16;  // for fewer, packing takes longer than it earns, by trial
+// For fewer rows, packing takes longer than it earns, by trial. With 32 registers, tiles of floats are nearly as fast.
+template <class By>
+constexpr long LEAST_ROWS = L == 16 && sizeof(typename By::Prepared) == 4 ? 32 : 16;
 static_assert(1 << LEVELS == L);
 
 // Vectors of a row of the input as it is multiplied: numbers of 4 bytes, or pairs of two.
