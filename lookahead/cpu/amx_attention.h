@@ -225,9 +225,9 @@ static inline long room_for(long keys_of_step) {
     const long more = padded(std::max(0L, NEAR + keys_of_step));  // beside the KEYS that all have
     const long bytes = sizeof(Space<BySingles>) + more * QUERIES * (long)sizeof(float);
 #ifdef HAS_AMX
-    return (std::max<long>(bytes, sizeof(TileBlock)) + 63) / 64 * 64;
+    return aligned(std::max<long>(bytes, sizeof(TileBlock)));
 #else
-    return (bytes + 63) / 64 * 64;
+    return aligned(bytes);
 #endif
 }
 

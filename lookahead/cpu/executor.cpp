@@ -473,7 +473,7 @@ struct Places {
                               pass.rows * (long)sizeof(long),
                               recurrence::room_for(pass.rows, pass.state_keys) * (long)sizeof(float),
                               bytes_of_panel<By>(pass.widest)};
-        for (int i = 0; i < 5; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
+        for (int i = 0; i < 5; i++) at[i + 1] = at[i] + aligned(sizes[i]);
     }
 };
 

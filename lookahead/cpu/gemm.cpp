@@ -11,8 +11,6 @@ using namespace gemm;
 
 constexpr long BLOCK = 96;  // outputs that a thread takes at a time
 
-static long aligned(long bytes) { return (bytes + 63) / 64 * 64; }
-
 // Bytes of a thread's panel, or 0 if it needs none.
 template <class By>
 static long of_panel(long rows, long inputs) {

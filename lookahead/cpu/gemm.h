@@ -296,15 +296,15 @@ static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Nu
 
 // GEMM of all rows with outputs begin..end-1. next: the weights that this thread wants then, or null.
 template <class By>
-void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end,
-              const void* next) {
+void multiply(const Input<By>& x, const Matrix<typename By::Number>& matrix, long begin, long end, const void* next) {
 #ifdef HAS_AMX
     switch (x.form_for(matrix, x.rows, x.inputs)) {
         case Input<By>::IN_LINES: multiply_in_lines(x.rows, x.shape, x.lines(), matrix, x.inputs, begin, end, next); break;
         case Input<By>::IN_COLUMNS: multiply_in_columns<By>(x.rows, x.columns(), matrix, x.inputs, begin, end); break;
         case Input<By>::IN_ROWS:
         case Input<By>::IN_LANES:
-            if constexpr (sizeof(typename By::Number) == 4) multiply_by_vectors<By>(x, matrix, begin, end, next);  // never bf16
+            if constexpr (sizeof(typename By::Number) == 4)  // never bf16
+                multiply_by_vectors<By>(x, matrix, begin, end, next);
     }
 #else
     multiply_by_vectors<By>(x, matrix, begin, end, next);

@@ -178,7 +178,7 @@ static void multiply_panel(const int32_t* x, const Matrix<typename By::Number>& 
         T numbers[PANEL_OUTPUTS];
         UNROLL for (int o = 0; o < PANEL_VECTORS; o++) store(sums[m][o] + bias[o], numbers + o * L);
         T* const to = matrix.out + (row + m) * matrix.outputs + first;
-        if (count == PANEL_OUTPUTS)
+        if (count == PANEL_OUTPUTS)  // of a known size, it is no call
             memcpy(to, numbers, sizeof numbers);
         else
             memcpy(to, numbers, count * sizeof(T));

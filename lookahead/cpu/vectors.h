@@ -38,6 +38,9 @@ struct Lanes {
 static inline bool floats_are_faster() { return __builtin_cpu_is("intel"); }
 #endif
 
+// So many bytes, up to where a line of a cache ends.
+static inline long aligned(long bytes) { return (bytes + 63) / 64 * 64; }
+
 static inline float number(float x) { return x; }
 
 static inline float number(BFloat16 x) {

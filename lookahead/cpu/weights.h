@@ -104,8 +104,7 @@ static INLINE Vector in_register(Vector x) {
 }
 
 // How numbers of a type are multiplied: STRIDE numbers at a time, loaded as Factors. Prepared is the type of the input
-// as the kernel takes it. A byte is exactly a number of either type; times a scale,
-// it is rounded to one.
+// as the kernel takes it. A byte is exactly a number of either type; times a scale, it is rounded to one.
 struct ByFloats {
     typedef float Number;
     typedef float Prepared;
@@ -233,7 +232,7 @@ struct Indexed {
         uint8_t place[2], byte;  // the place in the first vectors of all lines, or in the second behind them
     };
 
-    static INLINE long bytes(long inputs) { return (inputs * 3 / 2 + 16 + inputs / BLOCK + 63) / 64 * 64; }
+    static INLINE long bytes(long inputs) { return aligned(inputs * 3 / 2 + 16 + inputs / BLOCK); }
 
     // Where the parts of TOGETHER rows stand, of which `row` is one.
     template <class Byte>
