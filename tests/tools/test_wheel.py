@@ -52,16 +52,20 @@ assert len(openmp) == 1, openmp
 """
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """Those of the package, without its model."""
-    folder = tmp_path_factory.mktemp("sources")
+def copied_sources(folder):
+    """Those of the package, without its model. A build writes into them, so each has a copy."""
     ignored = shutil.ignore_patterns("demo_model", "__pycache__", "kernels")
     for package in ("lookahead", "ngram_pool"):
         shutil.copytree(ROOT / package, folder / package, ignore=ignored)
     for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, folder)
     return folder
+
+
+@pytest.fixture
+def sources(tmp_path):
+    (folder := tmp_path / "sources").mkdir()
+    return copied_sources(folder)
 
 
 def built(sources, folder, **environment):
@@ -89,9 +93,9 @@ def names(wheel):
 
 
 @pytest.fixture(scope="module")
-def wheel(sources, tmp_path_factory):
+def wheel(tmp_path_factory):
     """With the libraries that were built when this package was installed."""
-    sources = shutil.copytree(sources, tmp_path_factory.mktemp("installed") / "sources")
+    sources = copied_sources(tmp_path_factory.mktemp("sources"))
     shutil.copytree(native.FOLDER, sources / "lookahead" / "cpu" / "kernels")
     shutil.copytree(of_pools.KERNELS, sources / "ngram_pool" / "kernels")
     stale = sources / "build" / "lib" / "lookahead" / "cpu" / "kernels" / "stale.so"
@@ -113,7 +117,6 @@ def test_a_wheel_has_every_kernel_for_every_kind_of_processor(wheel):
 @pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-g++"), reason="needs a cross compiler for ARM")
 def test_a_wheel_for_arm(sources, tmp_path):
     """Built beside this machine's own libraries, one of which has the same name."""
-    sources = shutil.copytree(sources, tmp_path / "sources")
     kernels = shutil.copytree(native.FOLDER, sources / "lookahead" / "cpu" / "kernels")
     (kernels / f"DEFAULT-{cpp.digest(native.PACKAGE)}.so").touch()
     wheel = built(sources, tmp_path, CXX="aarch64-linux-gnu-g++", _PYTHON_HOST_PLATFORM="linux-aarch64")
@@ -178,8 +181,7 @@ def test_a_source_distribution_has_what_is_built_from(sources, tmp_path):
 
 def test_an_editable_install_is_found_beside_a_clone_of_the_same_name(sources, tmp_path):
     """In the folder that holds the clone, Python also finds the clone itself: a namespace without any file."""
-    clone, site = tmp_path / "lookahead", tmp_path / "site"
-    shutil.copytree(sources, clone, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    clone, site = sources.rename(tmp_path / "lookahead"), tmp_path / "site"
     command = [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"]
     subprocess.run(command, cwd=clone, env=os.environ | {"CXX": "false"}, check=True, capture_output=True)
     for package in setup.KINDS:
