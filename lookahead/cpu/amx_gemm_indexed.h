@@ -1,4 +1,4 @@
-// GEMM by AMX (`amx.h`) with weights in 12 bits (`Indexed` in weights.h).
+// GEMM by AMX (`amx.h`) with weights in 12 bits (`indexed.h`).
 //
 // A tile of weights has SIDE outputs in its columns, for the bytes lie so. The rows of a tile of the input are rows of
 // the input as they stand, and those of a tile of sums are the rows of the output. So nothing is transposed, and the unit
@@ -48,16 +48,6 @@ struct Lines {
     }
 };
 
-// A block of `rows` rows from the matrix that they were made of, as the bytes of its lines are unpacked.
-template <class T>
-static INLINE void take_block(const T* weights, long rows, long inputs, Ints* first, Ints* second) {
-    for (long row = 0; row < SIDE; row++) {
-        first[row] = row < rows ? Indexed::pairs(weights + row * inputs) : Ints{};
-        second[row] = row < rows ? Indexed::pairs(weights + row * inputs + DEPTH) : Ints{};
-    }
-    transpose(first), transpose(second);
-}
-
 // GEMM of the rows of a turn, which take N tiles.
 template <class T, int N>
 struct IndexedProducts {
@@ -79,12 +69,13 @@ struct IndexedProducts {
         constexpr int of = FIRST / SIDE, line = FIRST % SIDE;
         output += of * SIDE;
         const Indexed::Rows<const uint8_t> rows((const uint8_t*)matrix.weights, output, inputs);
-        if (*rows.exceptions(i) == Indexed::ALL) {
+        if (rows.are_read(i)) {
             const long count = std::min<long>(SIDE, matrix.outputs - output);
-            if (line == 0) take_block(matrix.whole + output * inputs + i, count, inputs, to[0][of], to[1][of]);
+            if (line == 0)
+                Indexed::take_block(matrix.whole + output * inputs + i, count, inputs, to[0][of], to[1][of]);
             return;
         }
-        const Indexed::Table table = in_register(Indexed::table_of(rows.table()));
+        const Indexed::Table table = in_register(Indexed::table_of(rows.tables()));
         const uint8_t* const lower = rows.lower(line, i);
         const uint8_t* const codes = rows.codes(line, i);
         const uint8_t* ahead = rows.lower(0, i) + AHEAD_OF_UNPACKED;

@@ -242,6 +242,52 @@ static BFloat16 upper_half(float x) {
     return bits >> 16;
 }
 
+#ifdef HAS_AMX
+constexpr bool BY_TILES = true;
+
+// Writes the patches of rows that lie together.
+struct Patches {
+    typedef Indexed::Rows<uint8_t> Rows;
+    const Rows& rows;
+    Rows::Patch of_block[Rows::ALL];
+    long written = 0, found = 0;  // found: in the block at hand
+
+    explicit Patches(const Rows& rows) : rows(rows) {}
+    void add(long, long vector, long line, long byte, uint8_t upper) {
+        const long at = (vector * Indexed::TOGETHER + line) * sizeof(Ints) + byte;
+        if (found < Rows::ALL) of_block[found] = {{uint8_t(at), uint8_t(at >> 8)}, upper};
+        found++;
+    }
+    void end_block(long i) {
+        const bool fit = found < Rows::ALL && written + found <= rows.room();
+        *rows.exceptions(i) = fit ? found : Rows::ALL;
+        if (fit) std::copy_n(of_block, found, rows.patches() + written), written += found;
+        found = 0;
+    }
+    void end() {}
+};
+#else
+constexpr bool BY_TILES = false;
+
+// Writes the patches of rows that lie together.
+struct Patches {
+    typedef Indexed::Rows<uint8_t> Rows;
+    const Rows& rows;
+    long found = 0;
+
+    explicit Patches(const Rows& rows) : rows(rows) {}
+    void add(long i, long vector, long line, long byte, uint8_t upper) {
+        if (found < rows.room()) rows.patches()[found] = {uint32_t(rows.place(line, i)), uint8_t(vector), uint8_t(byte), upper};
+        found++;
+    }
+    void end_block(long) {}
+    void end() {
+        rows.patched() = found <= rows.room() ? found : Rows::ALL;
+        std::sort(rows.patches(), rows.patches() + std::min(found, rows.room()), [](auto a, auto b) { return a.line < b.line; });
+    }
+};
+#endif
+
 // Whether all numbers are bf16 numbers. Tiles take the input in parts, some of which may be zero: then float32 numbers
 // must also be finite.
 static bool are_bfloat16(const BFloat16*, long) { return true; }
@@ -251,7 +297,7 @@ static bool are_bfloat16(const float* weights, long n) {
     for (long i = 0; i < n; i += L) {
         const Floats some = ByFloats::factors(weights + i);
         lower |= (Ints)some;
-        if (Indexed::TOGETHER > 1) zeros += some * 0.0f;
+        if (BY_TILES) zeros += some * 0.0f;
     }
     return are_equal(lower & 0xffff, Ints{}) && are_equal(zeros, Floats{});
 }
@@ -260,20 +306,10 @@ static bool are_bfloat16(const float* weights, long n) {
 // weight of a row must be far above that.
 static bool is_far_above_zero(const BFloat16*, long) { return true; }
 static bool is_far_above_zero(const float* weights, long inputs) {
-    if (Indexed::TOGETHER == 1) return true;
+    if (!BY_TILES) return true;
     float largest = 0;
     for (long i = 0; i < inputs; i++) largest = std::max(largest, __builtin_fabsf(weights[i]));
     return largest == 0 || largest >= 0x1p-40f;
-}
-
-// The vectors of the lines of a block of these rows: first[line], second[line].
-template <class T>
-static void lines_of(const T* weights, long rows, long inputs, Ints* first, Ints* second) {
-#ifdef HAS_AMX
-    take_block(weights, rows, inputs, first, second);
-#else
-    *first = Indexed::pairs(weights), *second = Indexed::pairs(weights + 2 * L);
-#endif
 }
 
 // Whether inputs begin..end-1 of the rows of a matrix from row `first` to row `last` are indexed so.
@@ -284,66 +320,68 @@ static bool are_indexed(const T* matrix, long first, long last, const Indexed::R
         if (!are_bfloat16(matrix + row * rows.inputs + begin, end - begin)) return false;
     Ints differ = {};
     for (long i = begin; i < end; i += Indexed::BLOCK) {
-        if (*rows.exceptions(i) == Indexed::ALL) continue;
+        if (rows.are_read(i)) continue;
         Ints halves[2][Indexed::TOGETHER], unpacked[2][Indexed::TOGETHER];
-        lines_of(matrix + first * rows.inputs + i, last - first, rows.inputs, halves[0], halves[1]);
+        Indexed::take_block(matrix + first * rows.inputs + i, last - first, rows.inputs, halves[0], halves[1]);
         for (long line = 0; line < Indexed::TOGETHER; line++) {
             Ints two[2];
-            Indexed::look_up(rows.lower(line, i), rows.codes(line, i), Indexed::table_of(rows.table()), two);
+            Indexed::look_up(rows.lower(line, i), rows.codes(line, i), Indexed::table_of(rows.tables()), two);
             unpacked[0][line] = two[0], unpacked[1][line] = two[1];
         }
         rows.patch(i, unpacked[0], unpacked[1]);
         for (int half = 0; half < 2; half++)
             for (long line = 0; line < Indexed::TOGETHER; line++) differ |= unpacked[half][line] ^ halves[half][line];
     }
-    if (Indexed::TOGETHER > 1)  // then a lane is a row
-        for (long row = last - first; row < L; row++) differ[row] = 0;
+    for (long row = last - first; row < L; row++) differ[row] = 0;  // a lane is a row
     return are_equal(differ, Ints{});
 }
 
-// Index these rows. Their table has the most frequent upper bytes.
+// Write tables of the most frequent upper bytes of these rows. code_of: of each byte, or 16, of each table.
+template <class T>
+static void write_tables(const T* matrix, long first, long last, const Indexed::Rows<uint8_t>& rows, uint8_t (*code_of)[256]) {
+    for (long table = 0; table < Indexed::TABLES; table++) {
+        int counts[256] = {}, known = 0;
+        uint8_t bytes[256];
+        const long begin = std::min(first + table * Indexed::OF_TABLE, last), end = std::min(begin + Indexed::OF_TABLE, last);
+        for (long i = begin * rows.inputs; i < end * rows.inputs; i++) {
+            const uint8_t byte = upper_half(matrix[i]) >> 8;
+            if (!counts[byte]++) bytes[known++] = byte;
+        }
+        const int kept = std::min(known, 16);
+        std::partial_sort(bytes, bytes + kept, bytes + known, [&](int a, int b) { return counts[a] > counts[b]; });
+        memset(code_of[table], 16, sizeof code_of[table]);
+        for (int i = 0; i < kept; i++) code_of[table][rows.tables()[table * 16 + i] = bytes[i]] = i;
+    }
+}
+
+// Index these rows.
 template <class T>
 static void write_indexed(const T* matrix, long first, long last, const Indexed::Rows<uint8_t>& rows) {
     const long inputs = rows.inputs;
-    int counts[256] = {}, known = 0;
-    uint8_t bytes[256], code_of[256];
-    for (long i = first * inputs; i < last * inputs; i++) {
-        const uint8_t byte = upper_half(matrix[i]) >> 8;
-        if (!counts[byte]++) bytes[known++] = byte;
-    }
-    const int kept = std::min(known, 16);
-    std::partial_sort(bytes, bytes + kept, bytes + known, [&](int a, int b) { return counts[a] > counts[b]; });
-    memset(code_of, 16, sizeof code_of);
-    for (int i = 0; i < kept; i++) code_of[rows.table()[i] = bytes[i]] = i;
-    long patched = 0;
+    uint8_t code_of[Indexed::TABLES][256];
+    write_tables(matrix, first, last, rows, code_of);
+    Patches patches(rows);
     for (long i = 0; i < inputs; i += Indexed::BLOCK) {
         Ints halves[2][Indexed::TOGETHER];
         BFloat16 numbers[2][Indexed::TOGETHER][2 * L];
-        lines_of(matrix + first * inputs + i, last - first, inputs, halves[0], halves[1]);
+        Indexed::take_block(matrix + first * inputs + i, last - first, inputs, halves[0], halves[1]);
         memcpy(numbers, halves, sizeof numbers);
-        Indexed::Patch patches[Indexed::ALL];
-        long exceptions = 0;
         for (long line = 0; line < Indexed::TOGETHER; line++) {
             uint8_t found[Indexed::BLOCK] = {};
             for (long place = 0; place < Indexed::BLOCK; place++) {
-                const long vector = Indexed::vector_of(place), number = Indexed::number_of(place);
-                if (Indexed::TOGETHER > 1 && number / 2 >= last - first) continue;  // there is no such row
+                const long vector = Indexed::vector_of(place), number = Indexed::number_of(place), row = number / 2;
+                if (row >= last - first) continue;  // there is no such row
                 const BFloat16 weight = numbers[vector][line][number];
                 rows.lower(line, i)[place] = weight & 255;
-                found[place] = code_of[weight >> 8];
-                if (found[place] < 16) continue;
-                const long at = (vector * Indexed::TOGETHER + line) * sizeof(Ints) + number * sizeof weight + 1;
-                if (exceptions < Indexed::ALL)
-                    patches[exceptions] = {{uint8_t(at), uint8_t(at >> 8)}, uint8_t(weight >> 8)};
-                exceptions++;
+                found[place] = code_of[row / Indexed::OF_TABLE][weight >> 8];
+                if (found[place] == 16) patches.add(i, vector, line, number * sizeof weight + 1, weight >> 8);
             }
             for (long place = 0; place < Indexed::BLOCK / 2; place++)
                 rows.codes(line, i)[place] = (found[place] & 15) | found[place + Indexed::BLOCK / 2] << 4;
         }
-        const bool fit = exceptions < Indexed::ALL && patched + exceptions <= rows.room();
-        *rows.exceptions(i) = fit ? exceptions : Indexed::ALL;
-        if (fit) std::copy_n(patches, exceptions, rows.patches() + patched), patched += exceptions;
+        patches.end_block(i);
     }
+    patches.end();
 }
 
 // Index the rows that lie together from row `first` on. Returns how many blocks must be read from the matrix, or more
@@ -357,7 +395,7 @@ static long index_rows(const T* matrix, long first, long last, long inputs, uint
     const Indexed::Rows<uint8_t> rows(to, first, inputs);
     write_indexed(matrix, first, last, rows);
     long read = 0;
-    for (long i = 0; i < inputs; i += Indexed::BLOCK) read += *rows.exceptions(i) == Indexed::ALL ? last - first : 0;
+    for (long i = 0; i < inputs; i += Indexed::BLOCK) read += rows.are_read(i) ? last - first : 0;
     return read;
 }
 

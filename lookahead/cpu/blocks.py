@@ -28,8 +28,8 @@ _CHANGED = [ctypes.c_void_p, *[ctypes.c_long] * 2]
 _changed = cache(partial(native.kernels, "changed", native.FLOATS, _CHANGED, ctypes.c_bool))
 _DIGEST = [ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_long]
 _digest = cache(partial(native.kernels, "digest", (torch.uint8,), _DIGEST))
-TOGETHER = 16 if native.HAS_AMX else 1  # Indexed::TOGETHER in weights.h, and Indexed::BLOCK:
-INDEXED = 64 if native.CAPABILITY.startswith("AVX512") else 32
+TOGETHER = 16 if native.CAPABILITY.startswith("AVX512") else 8  # Indexed::TOGETHER in indexed.h, and Indexed::BLOCK:
+INDEXED = 4 * TOGETHER
 LANES = 8  # of a digest: digest::LANES
 
 
@@ -186,7 +186,7 @@ def _mxfp4_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _index(indexer: Callable[..., None], linear: Linear) -> Linear | None:
-    """Return the layer with its weight in 12 bits (`Indexed` in weights.h), if its weights are bf16 numbers."""
+    """Return the layer with its weight in 12 bits (`indexed.h`), if its weights are bf16 numbers."""
     outputs, inputs = linear.weight.shape
     if inputs % INDEXED:
         return None

@@ -11,15 +11,9 @@ using namespace gemm;
 
 constexpr long BLOCK = 96;  // outputs that a thread takes at a time
 
-// Bytes of a thread's panel, or 0 if it needs none.
-template <class By>
-static long of_panel(long rows, long inputs) {
-    return rows < LEAST_ROWS<By> ? 0 : aligned(bytes_of_panel<By>(inputs));
-}
-
 template <class By>
 static long room(long rows, long inputs, long threads) {
-    return aligned(Input<By>::bytes(rows, inputs)) + threads * of_panel<By>(rows, inputs);
+    return aligned(Input<By>::bytes(rows, inputs)) + threads * bytes_of_panel<By>(inputs);
 }
 
 // Multiply x [rows][inputs] with each matrix. inputs is a multiple of STRIDE. room: as `Input` needs it.
@@ -34,7 +28,7 @@ static void multiply_all(const typename By::Number* x, const Matrix<typename By:
 #pragma omp parallel num_threads(threads)
     {
         const AmxUnit unit;
-        const long before_panel = aligned(Input<By>::bytes(rows, inputs)) + omp_get_thread_num() * of_panel<By>(rows, inputs);
+        const long before_panel = aligned(Input<By>::bytes(rows, inputs)) + omp_get_thread_num() * bytes_of_panel<By>(inputs);
         const Input<By> input = {x, rows, inputs, room, forms, (Ints*)((char*)room + before_panel)};
 #pragma omp for schedule(static)
         for (long part = 0; part < input.parts(); part++) input.make(part);

@@ -58,18 +58,6 @@ struct Ahead {
     long outputs, inputs;
 };
 
-// Prefetch the weight of input i of a row, with its neighbours.
-template <class Weight>
-static INLINE void prefetch(const char* row, long inputs, long i) {
-    if constexpr (IS_INDEXED<Weight>) {
-        const Indexed::Rows<const uint8_t> of = {(const uint8_t*)row, 0, inputs};
-        __builtin_prefetch(of.lower(0, i), 0, 1);
-        __builtin_prefetch(of.codes(0, i), 0, 1);
-    } else {
-        __builtin_prefetch(row + bytes_of_row<Weight>(i), 0, 1);
-    }
-}
-
 // Add to partial[m][o] the products of row m of x with the weights of output first + o, from input `begin` to `end`.
 // Rows of x are `inputs` numbers apart. If the weights are grouped, begin and end are multiples of `group`.
 template <class By, int M, int O, class Weight>
@@ -79,30 +67,22 @@ static INLINE void microkernel(const typename By::Prepared* x, const Matrix<type
     const long bytes = bytes_of_row<Weight>(inputs), group = matrix.group, groups = inputs / group;
     const float* const scales = matrix.of_groups(matrix.group_scales, first, inputs);
     const float* const offsets = matrix.of_groups(matrix.group_offsets, first, inputs);
-    const auto* const whole = IS_INDEXED<Weight> ? matrix.whole + first * inputs : nullptr;
-    constexpr int VECTORS = IS_INDEXED<Weight> ? 2 : 1;  // that are read at a time
-    constexpr long STRIDE = IS_INDEXED<Weight> ? 2 * L : By::STRIDE;
-    typedef std::conditional_t<IS_INDEXED<Weight>, Ints, typename By::Factors> Factors;
     const long size = IS_GROUPED<Weight> ? group : end - begin;
     for (long g = begin / group; begin < end; begin += size, g++)
-        for (long i = begin; i < begin + size; i += VECTORS * STRIDE) {
-            Factors w[O][VECTORS];
+        for (long i = begin; i < begin + size; i += By::STRIDE) {
+            typename By::Factors w[O][1];
             UNROLL for (int o = 0; o < O; o++) {
                 const char* const row = (const char*)rows + o * bytes;
                 const char* const at = row + bytes_of_row<Weight>(i);
-                if constexpr (IS_INDEXED<Weight>)
-                    Indexed::read({(const uint8_t*)row, 0, inputs}, whole + o * inputs, i, w[o]);
-                else if constexpr (std::is_same_v<Weight, Codes>)
+                if constexpr (std::is_same_v<Weight, Codes>)
                     w[o][0] = By::factors((const Codes*)at, scales[o * groups + g], offsets[o * groups + g]);
                 else if constexpr (std::is_same_v<Weight, Grouped>)
                     w[o][0] = By::factors((const Grouped*)at, scales[o * groups + g]);
                 else
                     w[o][0] = By::factors((const Weight*)at);
-                prefetch<Weight>(row + ahead.outputs * bytes, inputs, i + ahead.inputs);
+                __builtin_prefetch(row + ahead.outputs * bytes + bytes_of_row<Weight>(i + ahead.inputs), 0, 1);
             }
-            UNROLL for (int v = 0; v < VECTORS; v++)
-                UNROLL for (int m = 0; m < M; m++)
-                    By::template add<O>(partial + m * O, x + m * inputs + i + v * STRIDE, w, v);
+            UNROLL for (int m = 0; m < M; m++) By::template add<O>(partial + m * O, x + m * inputs + i, w, 0);
         }
 }
 
@@ -144,7 +124,7 @@ static INLINE void add_k_block(const typename By::Prepared* x, const Matrix<type
 template <class By, class Weight, int M>
 static INLINE long k_block_of(long inputs, long group) {
     const long parts = (M * inputs * (long)sizeof(typename By::Prepared) + L1_INPUT - 1) / L1_INPUT;
-    long unit = IS_GROUPED<Weight> ? group : IS_INDEXED<Weight> ? Indexed::BLOCK : By::STRIDE;
+    long unit = IS_GROUPED<Weight> ? group : By::STRIDE;
     if constexpr (gguf::IS_BLOCK<Weight>) unit = Weight::SIZE;
     return ((inputs + parts - 1) / parts + unit - 1) / unit * unit;
 }
@@ -213,12 +193,13 @@ struct Input {
     void* room;   // of `bytes`
     int forms;    // all that are needed
     Ints* panel;  // of `bytes_of_panel`
+    const Tiles tiles{rows};
 
     static Forms form_for([[maybe_unused]] const Matrix<T>& matrix, long rows, [[maybe_unused]] long inputs) {
 #ifdef HAS_AMX
         if (takes_tiles(matrix, inputs)) return matrix.format == INDEXED ? IN_LINES : IN_COLUMNS;
 #endif
-        return rows < LEAST_ROWS<By> ? IN_ROWS : IN_LANES;
+        return rows < LEAST_ROWS<By> && matrix.format != INDEXED ? IN_ROWS : IN_LANES;
     }
 
     // Vector v of a row as it is multiplied.
@@ -227,18 +208,19 @@ struct Input {
         const Ints pairs = ((const Unaligned<Ints>*)row)[v / 2];
         return (Ints)(v % 2 ? high(pairs) : low(pairs));
     }
-    void make_row(long row) const {
-        const T* const its = x + row * inputs;
-        Ints* const to = (Ints*)((Prepared*)made() + row * inputs);
-        if (forms & IN_LANES)
-            order_by_lanes(vectors_of<By>(inputs), (int32_t*)to, [=](long v) { return vector(its, v); });
-        else
-            for (long v = 0; v < vectors_of<By>(inputs); v++) ((Unaligned<Ints>*)to)[v] = vector(its, v);
+    void make_rows(long part) const {
+        const long vectors = vectors_of<By>(inputs);
+        if (forms & IN_LANES) {
+            const long first = tiles.first(part);
+            const auto its = [=](long row, long v) { return vector(x + (first + row) * inputs, v); };
+            order_by_lanes(tiles.size(part), vectors, (int32_t*)made() + first * vectors * L, its);
+        } else {
+            Ints* const to = (Ints*)((Prepared*)made() + part * inputs);
+            for (long v = 0; v < vectors; v++) ((Unaligned<Ints>*)to)[v] = vector(x + part * inputs, v);
+        }
     }
-    static long bytes_of_rows(long rows, long inputs) {
-        return IS_CONVERTED || rows >= LEAST_ROWS<By> ? rows * inputs * sizeof(Prepared) : 0;
-    }
-    long rows_made() const { return forms & IN_LANES || (IS_CONVERTED && forms & IN_ROWS) ? rows : 0; }
+    static long bytes_of_rows(long rows, long inputs) { return rows * inputs * sizeof(Prepared); }
+    long parts_of_rows() const { return forms & IN_LANES ? tiles.count : IS_CONVERTED && forms & IN_ROWS ? rows : 0; }
 
 #ifdef HAS_AMX
     const Lines<T> shape{rows};  // of lines
@@ -248,18 +230,18 @@ struct Input {
     Ints* columns() const { return (Ints*)room; }
     Ints* lines() const { return (Ints*)((char*)room + (forms & IN_COLUMNS ? bytes_of_tiles<T>(rows, inputs) : 0)); }
     void* made() const { return (char*)lines() + (forms & IN_LINES ? shape.bytes(inputs) : 0); }
-    long parts() const { return rows_made() + (forms & (IN_COLUMNS | IN_LINES) ? inputs / DEPTH : 0); }
+    long parts() const { return parts_of_rows() + (forms & (IN_COLUMNS | IN_LINES) ? inputs / DEPTH : 0); }
     void make(long part) const {
-        if (part < rows_made()) return make_row(part);
-        part -= rows_made();
+        if (part < parts_of_rows()) return make_rows(part);
+        part -= parts_of_rows();
         if (forms & IN_COLUMNS) fill_tiles(x, rows, inputs, part, columns());
         if (forms & IN_LINES) shape.fill(x, rows, inputs, part, lines());
     }
 #else
     static long bytes(long rows, long inputs) { return bytes_of_rows(rows, inputs); }
     void* made() const { return room; }
-    long parts() const { return rows_made(); }
-    void make(long part) const { make_row(part); }
+    long parts() const { return parts_of_rows(); }
+    void make(long part) const { make_rows(part); }
 #endif
     const Prepared* row(long row) const {
         return (const Prepared*)(IS_CONVERTED ? made() : (const void*)x) + row * inputs;
@@ -276,20 +258,20 @@ static void multiply_by_vectors(const Input<By>& x, const Matrix<typename By::Nu
     const long most = 2 * fitting < MR ? MR : std::min<long>(fitting, MR);  // smaller tiles spare the spills
     const long tiles = (x.rows + most - 1) / most, rows_of_tile = (x.rows + tiles - 1) / tiles;
     by_weight<T>(matrix.format, [&](auto weight) {
-#if defined(__AVX2__) && !defined(HAS_AMX)
-        constexpr bool READS_INDEXED = true;
-#else
-        constexpr bool READS_INDEXED = false;
-#endif
         typedef decltype(weight) Named;
         constexpr bool IS_READ = !gguf::IS_BLOCK<Named> || sizeof(T) == 4 || std::is_same_v<Named, gguf::MXFP4>;
-        constexpr bool IS_SERVED = IS_READ && (READS_INDEXED || !IS_INDEXED<Named>);
+#ifdef READS_LINES
+        constexpr bool IS_SERVED = IS_READ;
+#else
+        constexpr bool IS_SERVED = IS_READ && !IS_INDEXED<Named>;
+#endif
         typedef std::conditional_t<IS_SERVED, Named, T> Weight;
+        typedef std::conditional_t<IS_INDEXED<Weight>, T, Weight> OfRows;
         if (x.forms & Input<By>::IN_LANES)
-            multiply_by_panels<By, Weight>(x.lanes(), x.rows, matrix, x.inputs, begin, end, next, x.panel);
+            multiply_by_panels<By, Weight>(x.lanes(), x.tiles, matrix, x.inputs, begin, end, next, x.panel);
         else
             for (long row = 0; row < x.rows; row += rows_of_tile)
-                multiply_tile_of<By, Weight>(std::min(rows_of_tile, x.rows - row), x.row(row), matrix, row, x.inputs, begin,
+                multiply_tile_of<By, OfRows>(std::min(rows_of_tile, x.rows - row), x.row(row), matrix, row, x.inputs, begin,
                                              end);
     });
 }

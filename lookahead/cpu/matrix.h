@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "gguf.h"
+#include "indexed.h"
 
 namespace gemm {
 

@@ -1,10 +1,10 @@
-// GEMM of many rows. The weights of some outputs are packed into a panel: a lane of its vectors is an output. So weights of
-// any format are unpacked once for all rows, and numbers of the input are broadcast (as in BLIS: Van Zee & van de Geijn
-// 2015).
+// GEMM by panels: a lane of a vector of weights is an output, and numbers of the input are broadcast (as in BLIS: Van Zee &
+// van de Geijn 2015). Weights in 12 bits (indexed.h) lie in this order, and are unpacked in registers, for any number of
+// rows. Other weights are packed into a panel, which is worth it for many rows.
 //
 // A sum is that of the other kernels (gemm.h) to the last bit. There, lane l of a vector adds every L-th product from the
 // l-th on, and then neighbouring lanes are added in pairs. Here, a register tile adds the products of one lane after the
-// other, and adds their sums in the same pairs. So a panel has a part for each lane, and so has a row of the input.
+// other, and adds their sums in the same pairs. So a panel has a part for each lane, and so have the rows of a tile.
 
 #pragma once
 
@@ -14,10 +14,10 @@
 
 namespace gemm {
 
-// A register tile has up to PANEL_ROWS rows by PANEL_VECTORS vectors of outputs. Of 32 registers, 8 * 3 sums, three weights
-// and a number of the input take 28; of 16, 6 * 2 + 2 + 1 take 15.
+// A register tile has up to PANEL_ROWS rows by PANEL_VECTORS vectors of outputs. Of 32 registers, 12 * 2 sums, two weights
+// and a number of the input take 27, which leaves five to unpack weights in; of 16, 6 * 2 + 2 + 1 take 15.
 #ifdef __AVX512F__
-constexpr int PANEL_ROWS = 8, PANEL_VECTORS = 3, LEVELS = 4;
+constexpr int PANEL_ROWS = 12, PANEL_VECTORS = 2, LEVELS = 4;
 #else
 constexpr int PANEL_ROWS = 6, PANEL_VECTORS = 2, LEVELS = 3;
 #endif
@@ -25,7 +25,7 @@ constexpr long PANEL_OUTPUTS = PANEL_VECTORS * L;
 // For fewer rows, packing takes longer than it earns, by trial. With 32 registers, tiles of floats are nearly as fast.
 template <class By>
 constexpr long LEAST_ROWS = L == 16 && sizeof(typename By::Prepared) == 4 ? 32 : 16;
-static_assert(1 << LEVELS == L);
+static_assert(1 << LEVELS == L && PANEL_ROWS <= L);
 
 // Vectors of a row of the input as it is multiplied: numbers of 4 bytes, or pairs of two.
 template <class By>
@@ -37,50 +37,52 @@ constexpr long vectors_of(long inputs) {
 static inline long stride_of(long vectors) { return vectors * PANEL_VECTORS + 1; }
 template <class By>
 static inline long bytes_of_panel(long inputs) {
-    return L * stride_of(vectors_of<By>(inputs)) * sizeof(Ints);
+    return aligned(L * stride_of(vectors_of<By>(inputs)) * sizeof(Ints));
 }
 
-// Bring the vectors 0..vectors-1 that f gives into the order of lanes: to[lane][vector]. A vector that is stored may reach
-// into lanes that are stored after it, but not beyond the last one.
-template <class F>
-static INLINE void order_by_lanes(long vectors, int32_t* to, F f) {
-    for (long first = (vectors - 1) / L * L; first >= 0; first -= L) {
-        Ints some[L];
-        UNROLL for (int v = 0; v < L; v++) some[v] = first + v < vectors ? f(first + v) : Ints{};
-        transpose(some);
-        for (int lane = 0; lane < L; lane++) {
-            const long at = lane * vectors + first;
-            if (at + L <= L * vectors)
-                *(Unaligned<Ints>*)(to + at) = some[lane];
-            else
-                memcpy(to + at, some + lane, std::min<long>(L, vectors - first) * sizeof(int32_t));
-        }
+// Call f with a number of rows that is known only at run time, as a constant.
+template <int M = PANEL_ROWS, class F>
+static INLINE void of_rows(long rows, F f) {
+    if constexpr (M > 0) {
+        if (rows == M)
+            f(std::integral_constant<int, M>());
+        else
+            of_rows<M - 1>(rows, f);
     }
+}
+
+// Bring the rows of a tile into the order of lanes: to[lane][vector][row]. f(row, v) gives vector v of a row.
+template <class F>
+static void order_by_lanes(long rows, long vectors, int32_t* to, F f) {
+    of_rows(rows, [&](auto m) {
+        for (long v = 0; v < vectors; v++) {
+            Ints some[L];
+            UNROLL for (int row = 0; row < L; row++) some[row] = row < m ? f(row, v) : Ints{};
+            transpose(some);
+            UNROLL for (int lane = 0; lane < L; lane++) memcpy(to + (lane * vectors + v) * m, some + lane, m * sizeof(int32_t));
+        }
+    });
 }
 
 // An output whose weights are packed.
 template <class By, class Weight>
 struct Packed {
-    typedef typename By::Number T;
     const char* row;
     const float *scales, *offsets;
-    const T* whole;
 
-    // The factors from input i on: one vector, or two of indexed weights.
-    INLINE void read(long i, [[maybe_unused]] long inputs, [[maybe_unused]] long group, Ints* v) const {
+    // The factors from input i on.
+    INLINE Ints read(long i, [[maybe_unused]] long group) const {
         const char* const at = row + bytes_of_row<Weight>(i);
-        if constexpr (IS_INDEXED<Weight>) {
-            Indexed::read({(const uint8_t*)row, 0, inputs}, whole, i, v);
-        } else if constexpr (gguf::IS_BLOCK<Weight>) {
+        if constexpr (gguf::IS_BLOCK<Weight>) {
             const long begin = i / Weight::SIZE * Weight::SIZE;
             const uint8_t* const block = (const uint8_t*)row + bytes_of_row<Weight>(begin);
-            v[0] = (Ints)gguf::factors<By, Weight>(block, i - begin, Weight::read(block));
+            return (Ints)gguf::factors<By, Weight>(block, i - begin, Weight::read(block));
         } else if constexpr (std::is_same_v<Weight, Codes>) {
-            v[0] = (Ints)By::factors((const Codes*)at, scales[i / group], offsets[i / group]);
+            return (Ints)By::factors((const Codes*)at, scales[i / group], offsets[i / group]);
         } else if constexpr (std::is_same_v<Weight, Grouped>) {
-            v[0] = (Ints)By::factors((const Grouped*)at, scales[i / group]);
+            return (Ints)By::factors((const Grouped*)at, scales[i / group]);
         } else {
-            v[0] = (Ints)By::factors((const Weight*)at);
+            return (Ints)By::factors((const Weight*)at);
         }
     }
 };
@@ -89,10 +91,8 @@ struct Packed {
 // numbers that are multiplied as floats are split.
 template <class By, class Weight>
 static void pack_panel(const Matrix<typename By::Number>& matrix, long first, long end, long inputs, Ints* panel) {
-    constexpr bool IN_PAIRS = !std::is_same_v<typename By::Factors, Floats> || IS_INDEXED<Weight>;
+    constexpr bool IN_PAIRS = !std::is_same_v<typename By::Factors, Floats>;
     constexpr int PARTS = IN_PAIRS && sizeof(typename By::Prepared) == 4 ? 2 : 1;
-    constexpr int VECTORS = IS_INDEXED<Weight> ? 2 : 1;
-    constexpr long STEP = (IN_PAIRS ? 2 * L : L) * VECTORS;
     const long stride = stride_of(vectors_of<By>(inputs));
     for (int o = 0; o < PANEL_VECTORS; o++) {
         Packed<By, Weight> outputs[L];
@@ -100,22 +100,16 @@ static void pack_panel(const Matrix<typename By::Number>& matrix, long first, lo
             const long output = std::min(first + o * L + lane, end - 1);
             outputs[lane] = {(const char*)matrix.template row<Weight>(output, inputs),
                              matrix.of_groups(matrix.group_scales, output, inputs),
-                             matrix.of_groups(matrix.group_offsets, output, inputs),
-                             IS_INDEXED<Weight> ? matrix.whole + output * inputs : nullptr};
+                             matrix.of_groups(matrix.group_offsets, output, inputs)};
         }
         Ints* out = panel + o;
-        for (long i = 0; i < inputs; i += STEP) {
-            Ints v[VECTORS][L], some[VECTORS];
-            for (int lane = 0; lane < L; lane++) {
-                outputs[lane].read(i, inputs, matrix.group, some);
-                UNROLL for (int n = 0; n < VECTORS; n++) v[n][lane] = some[n];
-            }
-            UNROLL for (int n = 0; n < VECTORS; n++, out += PARTS * PANEL_VECTORS) {
-                transpose(v[n]);
-                UNROLL for (int lane = 0; lane < L; lane++) {
-                    out[lane * stride] = PARTS == 1 ? v[n][lane] : (Ints)low(v[n][lane]);
-                    if constexpr (PARTS == 2) out[lane * stride + PANEL_VECTORS] = (Ints)high(v[n][lane]);
-                }
+        for (long i = 0; i < inputs; i += IN_PAIRS ? 2 * L : L, out += PARTS * PANEL_VECTORS) {
+            Ints v[L];
+            for (int lane = 0; lane < L; lane++) v[lane] = outputs[lane].read(i, matrix.group);
+            transpose(v);
+            UNROLL for (int lane = 0; lane < L; lane++) {
+                out[lane * stride] = PARTS == 1 ? v[lane] : (Ints)low(v[lane]);
+                if constexpr (PARTS == 2) out[lane * stride + PANEL_VECTORS] = (Ints)high(v[lane]);
             }
         }
     }
@@ -136,33 +130,122 @@ static INLINE void add_products(int32_t number, const Ints* w, Floats* sums) {
     }
 }
 
-// Memory to prefetch: begin..end-1.
+// Memory to prefetch, so many bytes at each step.
 struct Wanted {
-    const char *begin, *end;
+    const char* begin;
+    long bytes;
 
-    // One of so many equal parts.
-    Wanted part(long i, long parts) const {
-        return {begin + (end - begin) * i / parts, begin + (end - begin) * (i + 1) / parts};
+    INLINE void prefetch(long step) const {
+        for (long i = 0; i < bytes; i += 64) __builtin_prefetch(begin + step * bytes + i, 0, 1);
     }
-    void prefetch() const {
-        for (const char* line = begin; line < end; line += 64) __builtin_prefetch(line, 0, 1);
+};
+
+// A panel in memory.
+template <class By>
+struct PanelInMemory {
+    const Ints* const panel;
+    const long vectors;
+
+    long steps() const { return L; }
+    // Add to the sums of M rows the products of a lane.
+    template <int M>
+    INLINE void add_lane(const int32_t* x, long lane, Wanted wanted, Floats (*sums)[PANEL_VECTORS]) const {
+        const Ints* w = panel + lane * stride_of(vectors);
+        x += lane * vectors * M;
+        wanted.prefetch(lane);
+        for (long v = 0; v < vectors; v++, w += PANEL_VECTORS, x += M)
+            UNROLL for (int m = 0; m < M; m++) add_products<By>(x[m], w, sums[m]);
     }
+};
+
+#if defined(__AVX2__) && !defined(HAS_AMX)
+#define READS_LINES
+
+// A panel of indexed weights, which are unpacked line by line.
+template <class By>
+struct PanelOfLines {
+    static constexpr int PARTS = sizeof(typename By::Prepared) / 2;
+    typedef Indexed::Rows<const uint8_t> Rows;
+
+    const uint8_t *lower[PANEL_VECTORS], *codes[PANEL_VECTORS];
+    Indexed::Table tables[PANEL_VECTORS];
+    const Rows::Patch *patch[PANEL_VECTORS], *last[PANEL_VECTORS];
+    long blocks, patched;  // the next line that has a patch
+
+    // From output `first` on. In the place of outputs from `end` on, some before stand again.
+    PanelOfLines(const uint8_t* matrix, long first, long end, long inputs) : blocks(inputs / Indexed::BLOCK) {
+        for (int o = 0; o < PANEL_VECTORS; o++) {
+            const Rows rows(matrix, std::min(first + o * L, end - 1), inputs);
+            lower[o] = rows.lower(0, 0), codes[o] = rows.codes(0, 0), tables[o] = Indexed::table_of(rows.tables());
+            patch[o] = rows.patches(), last[o] = patch[o] + rows.patched();
+        }
+        find_patched();
+    }
+    static bool are_there(const uint8_t* matrix, long first, long end, long inputs) {
+        bool are = true;
+        for (long o = first; o < std::min(end, first + PANEL_OUTPUTS); o += L) are &= !Rows(matrix, o, inputs).are_read();
+        return are;
+    }
+    void find_patched() {
+        patched = -1;
+        for (int o = 0; o < PANEL_VECTORS; o++)
+            if (patch[o] < last[o] && (patched < 0 || patch[o]->line < patched)) patched = patch[o]->line;
+    }
+    void patch_line(Ints (*w)[2]) {
+        for (int o = 0; o < PANEL_VECTORS; o++)
+            for (; patch[o] < last[o] && patch[o]->line == patched; patch[o]++)
+                ((uint8_t*)(w[o] + patch[o]->vector))[patch[o]->byte] = patch[o]->upper;
+        find_patched();
+    }
+
+    long steps() const { return L * blocks; }
+    template <int M>
+    INLINE void add_lane(const int32_t* x, long lane, Wanted wanted, Floats (*sums)[PANEL_VECTORS]) {
+        x += lane * blocks * 2 * PARTS * M;
+        for (long line = lane * blocks; line < (lane + 1) * blocks; line++) {
+            Ints w[PANEL_VECTORS][2];
+            UNROLL for (int o = 0; o < PANEL_VECTORS; o++)
+                Indexed::look_up(lower[o] + line * Indexed::BLOCK, codes[o] + line * Indexed::BLOCK / 2, tables[o], w[o]);
+            if (__builtin_expect(line == patched, 0)) {
+                Ints some[PANEL_VECTORS][2];  // so that the others stay in registers
+                UNROLL for (int o = 0; o < PANEL_VECTORS; o++) some[o][0] = w[o][0], some[o][1] = w[o][1];
+                patch_line(some);
+                UNROLL for (int o = 0; o < PANEL_VECTORS; o++) w[o][0] = some[o][0], w[o][1] = some[o][1];
+            }
+            wanted.prefetch(line);
+            UNROLL for (int v = 0; v < 2 * PARTS; v++, x += M) {
+                Ints now[PANEL_VECTORS];
+                UNROLL for (int o = 0; o < PANEL_VECTORS; o++) {
+                    const Ints pairs = w[o][v / PARTS];
+                    now[o] = PARTS == 1 ? pairs : (Ints)(v % 2 ? high(pairs) : low(pairs));
+                }
+                UNROLL for (int m = 0; m < M; m++) add_products<By>(x[m], now, sums[m]);
+            }
+        }
+    }
+};
+#endif
+
+// The rows of an input in tiles of about equal size.
+struct Tiles {
+    const long rows, count, of_tile;
+
+    explicit Tiles(long rows)
+        : rows(rows), count((rows + PANEL_ROWS - 1) / PANEL_ROWS), of_tile((rows + count - 1) / count) {}
+    long first(long tile) const { return std::min(rows, tile * of_tile); }
+    long size(long tile) const { return first(tile + 1) - first(tile); }
 };
 
 // Multiply M rows, which stand in the order of lanes, with a panel, and store what becomes of outputs
 // first..first+count-1.
-template <class By, int M>
-static void multiply_panel(const int32_t* x, const Matrix<typename By::Number>& matrix, const Ints* panel, long row,
-                           long first, long count, long inputs, Wanted wanted) {
+template <class By, int M, class Panel>
+static void multiply_panel(const int32_t* x, const Matrix<typename By::Number>& matrix, Panel panel, long row, long first,
+                           long count, Wanted wanted) {
     typedef typename By::Number T;
-    const long vectors = vectors_of<By>(inputs);
     Floats sums[M][PANEL_VECTORS], before[LEVELS][M][PANEL_VECTORS];  // of as many lanes as their place says
     for (int lane = 0; lane < L; lane++) {
         UNROLL for (int m = 0; m < M; m++) UNROLL for (int o = 0; o < PANEL_VECTORS; o++) sums[m][o] = Floats{};
-        const Ints* w = panel + lane * stride_of(vectors);
-        wanted.part(lane, L).prefetch();
-        for (long v = lane * vectors; v < (lane + 1) * vectors; v++, w += PANEL_VECTORS)
-            UNROLL for (int m = 0; m < M; m++) add_products<By>(x[m * vectors * L + v], w, sums[m]);
+        panel.template add_lane<M>(x, lane, wanted, sums);
         int level = 0;
         for (; lane >> level & 1; level++)
             UNROLL for (int m = 0; m < M; m++)
@@ -185,32 +268,46 @@ static void multiply_panel(const int32_t* x, const Matrix<typename By::Number>& 
     }
 }
 
-template <class By, int M = PANEL_ROWS, class... Rest>
-static INLINE void multiply_panel_of(long rows, Rest... rest) {
-    if constexpr (M > 0) {
-        if (rows == M)
-            multiply_panel<By, M>(rest...);
-        else
-            multiply_panel_of<By, M - 1>(rows, rest...);
-    }
+// Multiply all rows with a panel. x: the rows of each tile in the order of lanes. Bytes from `next` on are prefetched.
+template <class By, class Panel>
+static void multiply_tiles_of(const Tiles& tiles, const int32_t* x, const Matrix<typename By::Number>& matrix, Panel panel,
+                              long inputs, long first, long count, const char* next, long bytes) {
+    const long of_row = vectors_of<By>(inputs) * L, steps = tiles.count * panel.steps();
+    Wanted wanted = {next, (bytes + steps - 1) / steps};
+    for (long tile = 0; tile < tiles.count; tile++, wanted.begin += wanted.bytes * panel.steps())
+        of_rows(tiles.size(tile), [&](auto m) {
+            const long row = tiles.first(tile);
+            multiply_panel<By, m>(x + row * of_row, matrix, panel, row, first, count, wanted);
+        });
 }
 
-// GEMM of all rows with outputs begin..end-1. x: [rows][L][vectors]. next: the weights that this thread wants then, or null.
-// panel: of `bytes_of_panel`, aligned to 64 bytes.
+// GEMM of all rows with outputs begin..end-1. next: the weights that this thread wants then, or null. panel: of
+// `bytes_of_panel`, aligned to 64 bytes.
 template <class By, class Weight>
-static void multiply_by_panels(const int32_t* x, long rows, const Matrix<typename By::Number>& matrix, long inputs,
+static void multiply_by_panels(const int32_t* x, const Tiles& tiles, const Matrix<typename By::Number>& matrix, long inputs,
                                long begin, long end, const void* next, Ints* panel) {
-    const long tiles = (rows + PANEL_ROWS - 1) / PANEL_ROWS, rows_of_tile = (rows + tiles - 1) / tiles;
+    typedef typename By::Number T;
+    const long bytes = PANEL_OUTPUTS * bytes_of_row<Weight>(inputs);
     for (long first = begin; first < end; first += PANEL_OUTPUTS) {
-        const long then = first + PANEL_OUTPUTS;
-        const void* const more = then < end || !next ? matrix.template row<Weight>(then, inputs) : next;
-        const Wanted wanted = {(const char*)more, (const char*)more + PANEL_OUTPUTS * bytes_of_row<Weight>(inputs)};
-        pack_panel<By, Weight>(matrix, first, end, inputs, panel);
-        for (long tile = 0; tile < tiles; tile++) {
-            const long row = tile * rows_of_tile;
-            multiply_panel_of<By>(std::min(rows_of_tile, rows - row), x + row * vectors_of<By>(inputs) * L, matrix, panel,
-                                  row, first, std::min(end - first, PANEL_OUTPUTS), inputs, wanted.part(tile, tiles));
-        }
+        const long then = first + PANEL_OUTPUTS, count = std::min(end - first, PANEL_OUTPUTS);
+        const auto* more = (const char*)(then < end || !next ? matrix.template row<Weight>(then, inputs) : next);
+        const auto multiply = [&](auto panel) {
+            multiply_tiles_of<By>(tiles, x, matrix, panel, inputs, first, count, more, bytes);
+        };
+#ifdef READS_LINES
+        if constexpr (IS_INDEXED<Weight>) {
+            const auto* const lines = (const uint8_t*)matrix.weights;
+            if (PanelOfLines<By>::are_there(lines, first, end, inputs)) {
+                multiply(PanelOfLines<By>(lines, first, end, inputs));
+                continue;
+            }
+            Matrix<T> whole = matrix;
+            whole.weights = matrix.whole;
+            pack_panel<By, T>(whole, first, end, inputs, panel);
+        } else
+#endif
+            pack_panel<By, Weight>(matrix, first, end, inputs, panel);
+        multiply(PanelInMemory<By>{panel, vectors_of<By>(inputs)});
     }
 }
 

@@ -62,7 +62,7 @@ class Linear(NamedTuple):  # made in each call of a layer, so it must be cheap
     of inputs are multiplied by before they are rounded to the input's dtype. bias: [outputs], of that dtype, or None.
     offsets: None, or float32 [outputs, groups], what is added before that. The weight is then in codes of 4 bits, uint8
     [outputs, inputs / 2], as `blocks` makes them. unpacked: None, or the weight [outputs, inputs] of which `blocks` has
-    made this one, rows of `Indexed` in weights.h, uint8. origin: None, or the layer that `blocks` has made this one of.
+    made this one, rows of `Indexed` in indexed.h, uint8. origin: None, or the layer that `blocks` has made this one of.
     digest: None, or that of the origin (`blocks.digest_of`) when this one was made. blocks: None, or the form of GGUF
     that the weight has, uint8 [outputs, bytes]; the input must then be in float32, or of the origin's dtype.
     """
